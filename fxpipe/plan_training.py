@@ -121,6 +121,7 @@ def plan_training(
             cluster,
             batch,
             stale=stale,
+            halves=not cuts.leaves,
             recipes=recipes,
             recompute=recompute,
             offload=offload,
@@ -169,6 +170,11 @@ class _Cuts:
             self._measured = pipe._compiler.plans.measured(call, sizes)
             self._call = call.zeros()
             self.profile, self._atoms = _profile(pipe, self._call, self._measured)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the model has leaf modules, which are not measured in halves."""
+        return bool(self._measured[max(self._measured)]["traced"].leaves)
 
     def taken(self, cut: Cut) -> tuple[Traced, Assignment, Mapping[str, NodeCost]]:
         """The whole graph, the stages of its nodes, and what these cost."""
@@ -282,6 +288,8 @@ def _profile(
 def _rehearsed(pipe: Pipeline, call: Call, made: Mapping[str, Any], size: int) -> Rehearsal | None:
     """The times of the whole model as one stage; None where it cannot be rehearsed."""
     compiler, traced, plan = pipe._compiler, made["traced"], made["plan"]
+    if plan is None:  # it has leaf modules
+        return None
     schedule, updates = compiler.timetable.schedule(1, "step"), pipe._engine.updates
     program = compiler.lowered(plan, schedule, "step", updates)
     compiled = Compiled(

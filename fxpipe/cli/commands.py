@@ -202,32 +202,27 @@ def show_schedule(given: Namespace) -> bool:
     sound = fault is None
     tasks = sum(map(len, schedule.rows)) * (given.steps or 1)
     shown = given.all or tasks <= _SHOWN
-    if given.csv is not None:
-        if not sound:
+    for option in ("csv", "trace", "html") if not sound else ():
+        if vars(given)[option] is not None:
             raise InputError(
-                f"schedule {schedule.name!r} has faults, and is not written; leave --csv out to "
-                "see them"
+                f"schedule {schedule.name!r} has faults, and is not written; leave --{option} out "
+                "to see them"
             )
+    if given.csv is not None:
         Path(given.csv).write_text(schedule.csv(), encoding="utf-8")
         _wrote(given.csv)
     if given.draw is not None:
         _wrote(schedule.draw(costs=costs, steps=given.steps).render(given.draw))
     simulation = None
-    timed = {"--trace": given.trace, "--html": given.html}
-    asked = [option for option, path in timed.items() if path is not None]
-    if sound and (asked or (shown and not given.text)):
+    written = {given.trace, given.html} != {None}
+    if sound and (written or (shown and not given.text)):
         simulation = simulate_schedule(schedule, costs, steps=given.steps)
-    if asked and simulation is None:
-        raise InputError(
-            f"schedule {schedule.name!r} has faults, and never runs to its end; leave {asked[0]} "
-            "out to see them"
-        )
-    if given.trace is not None and simulation is not None:
-        simulation.trace(given.trace)
-        _wrote(given.trace)
-    if given.html is not None and simulation is not None:
-        Path(given.html).write_text(simulation.html(), encoding="utf-8")
-        _wrote(given.html)
+        if given.trace is not None:
+            simulation.trace(given.trace)
+            _wrote(given.trace)
+        if given.html is not None:
+            Path(given.html).write_text(simulation.html(), encoding="utf-8")
+            _wrote(given.html)
     if given.text:
         print(schedule, end="")
         return sound

@@ -331,7 +331,10 @@ class Stages:
         schedule = timetable.schedule(candidate.microbatches, "step")
         leaves = self._compiled.traced.leaves
         if "I" in schedule.kinds and ("I" not in self._compiled.schedule.kinds or leaves):
-            raise InputError("these stages have no backwards in halves")
+            raise InputError(
+                f"schedule {schedule.name!r} has backwards in halves, in which these stages are "
+                'not measured; name one that has whole ones, such as "1f1b"'
+            )
         sized = self._limited or self._links
         made = self._at(self._samples(candidate.microbatches)) if sized else self._compiled
         return schedule, self.compiler.lowered(made.plan, schedule, "step", self._updates)

@@ -212,7 +212,7 @@ def _curve(starts: Sequence[float], levels: Sequence[int], unit: float, points: 
 
 def _timeline(number: int, view: dict[str, Any], title: str, sight: Any) -> Any:
     """A row of boxes for each device; ``view`` is given the sources of what is in sight."""
-    from bokeh.models import ColumnDataSource, CustomJS, CustomJSHover, HoverTool, Range1d
+    from bokeh.models import ColumnDataSource, CustomJS, CustomJSHover, Range1d
 
     devices = len(view["rows"])
     height = row_height(devices)
@@ -255,17 +255,8 @@ def _timeline(number: int, view: dict[str, Any], title: str, sight: Any) -> Any:
         args={"number": number, "boxes": boxes},
         code="return fxpipe.tell(number, boxes.data, special_vars.index)",
     )
-    plot.add_tools(
-        HoverTool(
-            renderers=[drawn],
-            tooltips='<div style="white-space: pre">@at{custom}</div>',
-            formatters={"@at": told},
-            point_policy="follow_mouse",
-            callback=CustomJS(
-                args={"number": number}, code="fxpipe.point(number, cb_data.index.indices)"
-            ),
-        )
-    )
+    pointed = CustomJS(args={"number": number}, code="fxpipe.point(number, cb_data.index.indices)")
+    _hover(plot, drawn, "@at", told, point_policy="follow_mouse", callback=pointed)
     view |= {"boxes": boxes, "texts": texts, "ways": ways}
     return plot
 
@@ -276,7 +267,6 @@ def _curves(views: list[dict[str, Any]], counted: bool, sight: Any) -> Any:
         AdaptiveTicker,
         ColumnDataSource,
         CustomJSHover,
-        HoverTool,
         NumeralTickFormatter,
         Range1d,
     )
@@ -306,16 +296,18 @@ def _curves(views: list[dict[str, Any]], counted: bool, sight: Any) -> Any:
             args={"number": number, "lines": lines},
             code="return fxpipe.level(number, value, special_vars.data_x)",
         )
-        plot.add_tools(
-            HoverTool(
-                renderers=[drawn],
-                tooltips='<div style="white-space: pre">@device{custom}</div>',
-                formatters={"@device": told},
-            )
-        )
+        _hover(plot, drawn, "@device", told)
         view |= {"lines": lines, "height": plot.y_range}
         view["colours"] = [colours[at % len(colours)] for at in range(len(view["rows"]))]
     return plot
+
+
+def _hover(plot: Any, drawn: Any, column: str, told: Any, **more: Any) -> None:
+    """Tell about what is pointed at; ``told`` makes the text of a column's value."""
+    from bokeh.models import HoverTool
+
+    text = f'<div style="white-space: pre">{column}{{custom}}</div>'
+    plot.add_tools(HoverTool(renderers=[drawn], tooltips=text, formatters={column: told}, **more))
 
 
 def _figure(title: str, sight: Any, **more: Any) -> Any:

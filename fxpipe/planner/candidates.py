@@ -85,7 +85,9 @@ class Predicted:
         return tuple(max(0.0, p - most) for p, most in zip(self.peaks, limits, strict=True))
 
 
-def library_over(devices: int, place: Placement = one_each, *, stale: bool = False) -> list[Recipe]:
+def library_over(
+    devices: int, place: Placement = one_each, *, stale: bool = False, halves: bool = True
+) -> list[Recipe]:
     """The library's schedules that train with their stages at these places. On one device all of
     them are as fast, and 1F1B keeps the least.
 
@@ -93,6 +95,7 @@ def library_over(devices: int, place: Placement = one_each, *, stale: bool = Fal
         devices: how many.
         place: where the stages are.
         stale: whether batches may read weights that are older than the newest.
+        halves: whether backwards may be in halves.
     """
     if devices == 1:
         return [find_recipe("1f1b")]
@@ -101,7 +104,10 @@ def library_over(devices: int, place: Placement = one_each, *, stale: bool = Fal
         recipe: Recipe = getattr(library, name)
         if recipe.place(devices) == place(devices) and not any(recipe.copies(devices)):
             made = recipe(devices, 2 * devices)
-            if made.trains and (stale or not (made.overlaps or any(made.delays))):
+            fits = (stale or not (made.overlaps or any(made.delays))) and (
+                halves or "I" not in made.kinds
+            )
+            if made.trains and fits:
                 found.append(recipe)
     return found
 

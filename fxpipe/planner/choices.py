@@ -224,6 +224,7 @@ def choices(
     batch: int,
     *,
     stale: bool = False,
+    halves: bool = True,
     recipes: Sequence[Recipe] | None = None,
     recompute: bool = True,
     offload: bool = True,
@@ -233,6 +234,7 @@ def choices(
     """Rank the ways to train a measured model; the arguments are those of ``plan_training``.
 
     Args:
+        halves: whether stages can run backwards in halves.
         peaks: predicts what devices hold; by default as counted for atoms.
     """
     found: list[Choice] = []
@@ -246,7 +248,9 @@ def choices(
             continue
         limits = (cluster.memory,) * layout.stages
         predictor = _Predictor(cut, layout, batch // layout.replicas, peaks)
-        named = recipes if recipes is not None else library_over(layout.stages, stale=stale)
+        named = recipes
+        if named is None:
+            named = library_over(layout.stages, stale=stale, halves=halves)
         fast = sorted(each.predicted.seconds for each in found if each.fits)
         ways = [
             (recipe, count)

@@ -148,7 +148,7 @@ def test_a_schedule_with_faults_is_shown_with_them(
     for option in ("--trace", "--html"):
         status, out, err = run(capsys, *line, option, tmp_path / "file")
         assert (status, out) == (2, "")
-        assert f"has faults, and never runs to its end; leave {option} out" in err
+        assert f"has faults, and is not written; leave {option} out" in err
 
 
 SEARCH = ("search", "-p", "3", "-m", "4", "--costs", "F=1,I=2,W=1,F@2=2", "--work", "60")

@@ -21,9 +21,33 @@ from fxpipe.rehearsal import Rehearsals
 from fxpipe.simulator import simulate_schedule
 from fxpipe.simulator.costs import Rehearsal
 from tests.helpers.works import measured_alike
+from tests.oracles import loop
 from tests.oracles.loop import train
 
 planning: Any = sys.modules["fxpipe.plan_training"]
+
+
+class Branching(nn.Linear):
+    """It cannot be traced, as it branches on values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).tanh() if x.sum() > 0 else super().forward(x)
+
+
+def test_a_model_with_leaf_modules_is_planned_with_whole_backwards() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Branching(8, 8), nn.Linear(8, 8))
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(8, 8), torch.zeros(8, 8)
+    given: dict[str, Any] = {"example": ((x,), {"target": y}), "loss": mse_loss, "keep": 100}
+    plan = fxpipe.plan_training(model, 2, 8, **given)
+    chosen = next(each for each in plan.choices if each.stages == 2)
+    with chosen.compile(["cpu"] * 2) as pipe:
+        pipe.step(x, target=y)
+        train(alone, pipe.schedule.microbatches, x, loss=mse_loss, target=y)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+    with pytest.raises(fxpipe.InputError, match="'zb-h1' has backwards in halves, in which these"):
+        fxpipe.plan_training(model, 2, 8, schedules=["zb-h1"], **given)
 
 
 def test_a_chosen_plan_compiles_and_trains_like_the_loop() -> None:
