@@ -194,8 +194,9 @@ class Inspected(nn.Module):
         ``profile`` measures these well. Over several ranks they are of this rank's device.
 
         Returns:
-            ``batches``; ``loss``; ``grad_norm``; ``seconds``, the time of the step; ``bubble``, the
-            share of it that the devices idle until the last micro-batch is through;
+            ``batches``; ``loss``; ``grad_norm``; ``seconds``, the time of the call, with what it
+            compiled; ``bubble``, the share of the run that the devices idle until the last
+            micro-batch is through;
             ``stage_seconds``, stage → the time that it computed; ``peak_memory``, device → the
             bytes that it is predicted to hold at most; ``weight_versions``.
         """

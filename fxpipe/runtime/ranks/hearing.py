@@ -24,7 +24,7 @@ POLL = 0.1
 """Seconds after which a thread that waits for another rank looks at signals."""
 
 TOLD = 0.5
-"""Seconds after which a rank that waits no longer expects to be told why another one recovers."""
+"""Seconds for which a rank waits for the failure from which another one recovers already."""
 
 RECOVERY = "recovery"
 """What ranks exchange after a failure, wherever each of them was then."""
@@ -158,7 +158,7 @@ class Hearing:
                 rank is gone without having said its value, or late, or exchanges something else.
         """
         deadline = time.monotonic() + seconds
-        untold = float("inf")  # when a rank was first seen to recover from what was not told
+        untold = float("inf")  # since when a rank recovers from a failure that was not told here
         found: dict[int, Any] = {}
         while True:
             seen = self.news
@@ -193,8 +193,8 @@ class Hearing:
         return bool(said)
 
     def _refuse(self, exchange: Exchange, missing: Sequence[int], long: bool) -> bool:
-        """Raise where the values of the missing ranks cannot come; ``long`` says whether a rank has
-        recovered for long. Returns whether one recovers from a failure that was not told yet."""
+        """Raise where the values of the missing ranks cannot come. Returns whether one of them
+        recovers from a failure that was not told here yet; ``long`` says that it will not be."""
         recovers = False
         after = exchange.about == RECOVERY
         failure = self.failure(exchange.call, exchange.number)
@@ -206,9 +206,9 @@ class Hearing:
             if not self._said[rank]:
                 continue
             other = self._said[rank][0][0]
-            # a rank that recovers or is in a later call has left this one because of a failure,
-            # which has been told to all, and may come a little later from the rank that failed;
-            # unless that is this one, which tells when it stops to wait
+            # a rank that recovers, or is in a later call, has left this exchange because of a
+            # failure. The rank that failed tells all of it, so that it comes soon; but not where
+            # that is this rank, which tells of it when it raises here
             recovers |= (early := other.about == RECOVERY and not long)
             if after or (other.call == exchange.call and not early):
                 raise RankError(

@@ -33,7 +33,7 @@ is. A process that ends is noticed at once. One that is busy is alive, even wher
 computes for some seconds without letting other threads run."""
 
 DOUBT = 0.5
-"""Seconds in which a rank that another one has lost may still be read, as far as it has come."""
+"""Seconds for which what a rank has sent is still read after another one has lost it."""
 
 CLOSED = "has closed its pipe or ended"
 """Why a rank is gone that has said goodbye."""
@@ -121,8 +121,8 @@ class Links:
                 self._send(peer, packed)
 
     def doubt(self, rank: int, why: str) -> None:
-        """Another rank has lost this one. It is given up here, too, but what it has sent before is
-        read first: the others count it. Its own connection mostly ends at the same time."""
+        """Give up a rank that another one has lost, though after a moment in which what it has sent
+        is read: the others count it. Mostly its connection to this one ends at the same time."""
         self._peers[rank].doubt = why, time.monotonic()
         self._notify()
 
@@ -148,7 +148,7 @@ class Links:
             self._reading.release()
 
     def stir(self) -> None:
-        """Let a thread in ``pump`` look again."""
+        """Wake the thread that waits in ``pump``."""
         with suppress(OSError):
             self._stir.send(b"!")
 
@@ -245,8 +245,8 @@ class Links:
                     return
 
     def _served(self) -> float:
-        """For how many seconds another thread may read what arrives, so that this one need not wake
-        up for every message: it has just waited for one, and nothing has to be written."""
+        """For how many seconds this thread may leave reading to another one, which has just waited
+        for a message in ``pump`` itself; none where something has to be written or given up."""
         now = time.monotonic()
         busy = (peer.unsent or (peer.doubt[0] and not peer.gone) for peer in self._peers.values())
         if self._closing or any(busy):
