@@ -30,7 +30,14 @@ from fxpipe.log import noted
 from fxpipe.passes.differentiate.extract import results
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.liveness import liveness
-from fxpipe.passes.inductor.libraries import Libraries, Record, can_compile, compile_all, key_of
+from fxpipe.passes.inductor.libraries import (
+    Libraries,
+    Record,
+    can_compile,
+    compile_all,
+    is_lasting,
+    key_of,
+)
 from fxpipe.passes.inductor.lower_graph import Refused, graph_text, lowered
 from fxpipe.passes.partition.measure import Stopwatch
 
@@ -237,7 +244,9 @@ def _make(jobs: Sequence[Job], libraries: Libraries, options: dict[str, Any]) ->
             try:
                 tasks.append((job, job.task(scratch, options)))
             except Exception as error:  # whatever export says to a graph that it cannot take
-                libraries.write(job.key, Record(told(error).splitlines()[0]))
+                job.reason = told(error).splitlines()[0]
+                if is_lasting(error):
+                    libraries.write(job.key, Record(job.reason))
         answers = compile_all([task for _, task in tasks])
         for count, (number, answer) in enumerate(answers, 1):
             job = tasks[number][0]

@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from fxpipe.errors import told
 from fxpipe.kernels.inductor import Library
 from fxpipe.torchtools.state import processors
 
@@ -59,6 +60,14 @@ class Answer(NamedTuple):
     reason: str
     peak: int = 0
     lasting: bool = True
+
+
+def is_lasting(error: Exception) -> bool:
+    """Whether what failed so would fail again: not where memory, or room on a disk, ran out, which
+    a C++ compiler tells in its output."""
+    passing = ("Killed", "No space left", "Cannot allocate memory", "out of memory")
+    text = told(error)
+    return not isinstance(error, OSError | MemoryError) and not any(map(text.__contains__, passing))
 
 
 def _cache_dir() -> str:
@@ -103,7 +112,8 @@ class Libraries:
         with suppress(OSError, ValueError):
             return json.loads(path.read_text())
         value = make()
-        self._dump(value, path)
+        with suppress(OSError):  # it is made anew the next time
+            self._dump(value, path)
         return value
 
     def scratch(self) -> tempfile.TemporaryDirectory[str]:

@@ -2,8 +2,7 @@
 
 Each line of its input is a JSON list: the path of an exported graph, that of the package to write,
 inductor's options, which arguments are in memory that nothing else holds, and the default dtype.
-Each line of its output is a JSON list: the error or nothing, and the most bytes that a call adds
-while it runs.
+Each line of its output is a JSON list: what an ``Answer`` has.
 
 On the way, with AVX-512, large products of matrices go to oneDNN:
 
@@ -32,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxpipe.random  # noqa: F401  (graphs may have its operators)
 from fxpipe.errors import told
 from fxpipe.passes.inductor import images, rows
+from fxpipe.passes.inductor.libraries import Answer, is_lasting
 
 BOTH = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 """Whether oneDNN is there beside MKL."""
@@ -60,9 +60,9 @@ def main() -> None:
         for line in sys.stdin:
             try:
                 with torch.no_grad():
-                    answer = "", _compile(*json.loads(line))
+                    answer = Answer("", _compile(*json.loads(line)))
             except Exception as error:
-                answer = told(error).splitlines()[0], 0
+                answer = Answer(told(error).splitlines()[0], lasting=is_lasting(error))
             print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -249,6 +249,37 @@ def test_what_is_not_compiled_runs_as_it_is_and_is_recorded(
     assert told[0].startswith("the graph of stage 0 for forward runs as it is: there is no C++")
 
 
+@pytest.mark.parametrize(
+    ("error", "lasting"),
+    [
+        (RuntimeError("no such operator"), True),
+        (RuntimeError("C++ compile error\ng++: fatal error: Killed signal terminated"), False),
+        (OSError(28, "No space left on device"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_only_what_would_fail_again_is_kept(
+    error: Exception,
+    lasting: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.export, "save", fail)
+    caplog.set_level(logging.INFO, "fxpipe")
+    x, y = batch()
+    with made("inductor") as pipe:
+        stepped(pipe, x, y)
+    told = [r.getMessage() for r in caplog.records if "runs as it is" in r.getMessage()]
+    assert len(told) == 4
+    kept = [path for path in tmp_path.rglob("*.json") if "reason" in path.read_text()]
+    assert bool(kept) == lasting
+
+
 def test_a_parameter_of_another_layout_is_given_to_the_graph_as_it_is(folder: Path) -> None:
     x, y = batch()
     with made("inductor") as pipe:
