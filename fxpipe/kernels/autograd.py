@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.errors import PassError
 from fxpipe.ir.traced import AUTOCAST, TAKES_TURNS
-from fxpipe.kernels.graph import added
+from fxpipe.kernels.graph import added, onto, strides_of_sum
 from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Partial, Totals
 from fxpipe.random.leaf_draws import SeededDraws, draw_from, others_kept
 from fxpipe.torchtools.autocast import called_under, uncached, under
@@ -129,6 +129,7 @@ class AutogradKernel:
             if gradient is not None and (gradient._base is not None or _storage(gradient) in seen):
                 gradient = gradient.clone()
             if gradient is not None:
+                gradient = onto(None, gradient, strides_of_sum(gradient, weight))
                 seen.add(_storage(gradient))
             fresh.append(gradient)
         return Backwarded([g for g in found[:count] if g is not None], added(totals, fresh))

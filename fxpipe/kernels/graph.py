@@ -193,10 +193,30 @@ def layout(value: Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
     return strides
 
 
-def onto(total: Tensor | None, gradient: Tensor) -> Tensor:
-    """A sum with a gradient added, in place; the first gradient is the sum itself."""
-    # a gradient may be a view, which would keep its base alive
-    return gradient.detach() if total is None else total.add_(gradient)
+def onto(total: Tensor | None, gradient: Tensor, strides: tuple[int, ...] | None = None) -> Tensor:
+    """A sum with a gradient added, in place; the first gradient is the sum itself, or a copy with
+    ``strides`` where it has others."""
+    if total is not None:
+        return total.add_(gradient)
+    if strides is None or gradient.stride() == strides:
+        return gradient.detach()  # it may be a view, which would keep its base alive
+    made = torch.empty_strided(
+        gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
+    )
+    return made.copy_(gradient)
+
+
+def strides_of_sum(gradient: Tensor, parameter: Tensor) -> tuple[int, ...] | None:
+    """The strides that the sum of a parameter's gradients gets, as autograd gives them to
+    ``.grad``: the parameter's, or those of a new tensor where the parameter is not dense. None
+    where the gradient has them: norms and updates round by the order of memory."""
+    if gradient.layout is not torch.strided:
+        return None
+    wanted = parameter.stride()
+    if torch.empty_like(parameter, device="meta").stride() != wanted:
+        wanted = torch.empty(parameter.shape, device="meta").stride()
+    real = zip(gradient.shape, gradient.stride(), wanted, strict=True)
+    return None if all(size == 1 or own == other for size, own, other in real) else wanted
 
 
 def added(totals: Totals, gradients: Totals) -> list[Tensor | None]:

@@ -31,6 +31,9 @@ from fxpipe.kernels.graph import GraphKernel, onto
 from fxpipe.passes.graph.aliasing import same_layout
 from fxpipe.passes.graph.lazy_module import lazy_module
 
+STRIDES_OF_SUM = "fxpipe.strides_of_sum"
+"""Key of the metadata of a parameter's gradient: see ``kernels.graph.strides_of_sum``."""
+
 
 def accumulate(graph: fx.Graph, inputs: int) -> None:
     """Change a graph that returns gradients of ``inputs``, and after them gradients of parameters;
@@ -46,10 +49,15 @@ def accumulate(graph: fx.Graph, inputs: int) -> None:
         last.target = last.name
         totals.append(last)
     for index, (total, gradient) in enumerate(zip(totals, gradients, strict=True), inputs):
+        meta: dict[str, Any] = gradient.meta
+        args: tuple[Any, ...] = total, gradient
+        if (strides := meta.get(STRIDES_OF_SUM)) is not None:
+            value, args = meta["val"], (*args, strides)
+            meta = {**meta, "val": value.new_empty_strided(value.shape, strides)}
         with graph.inserting_after(last if gradient.op == "placeholder" else gradient):
-            results[index] = graph.call_function(onto, (total, gradient))
+            results[index] = graph.call_function(onto, args)
         for node in (total, results[index]):
-            node.meta.update(gradient.meta)
+            node.meta.update(meta)
     output.args = (tuple(results),)
 
 
@@ -103,6 +111,8 @@ def _fused(module: fx.GraphModule) -> fx.GraphModule:
 def _product(node: fx.Node) -> fx.Node | None:
     """The product that makes the gradient of a sum, if nothing else reads it."""
     gradient: Any = node.args[1]
+    if gradient.meta.get(STRIDES_OF_SUM) is not None:
+        return None
     source: Any = gradient
     while source.target in _VIEWS and len(source.users) == 1:
         source = source.args[0]

@@ -190,8 +190,10 @@ class JointTrace:
         ]
         kept = len(returned) + len(stage.writes)
         count = sum(gradient is not None for gradient in of_inputs)
+        parameters = self._arguments[: self._buffers.start]
+        trained = [x for x, own in zip(parameters, of_parameters, strict=True) if own is not None]
         kernel = GraphKernel(
-            *split_joint(graph, stage.index, names, len(self._arguments), kept, count),
+            *split_joint(graph, stage.index, names, len(self._arguments), kept, trained),
             outputs=len(returned),
             writes=len(stage.writes),
             input_strides=tuple(map(_strides, inputs)),

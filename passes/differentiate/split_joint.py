@@ -13,8 +13,10 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from fxpipe.kernels.graph import strides_of_sum
+from fxpipe.passes.differentiate.accumulate import STRIDES_OF_SUM
 from fxpipe.passes.differentiate.extract import (
     ancestors,
     crossing,
@@ -29,7 +31,12 @@ aten = torch.ops.aten
 
 
 def split_joint(
-    graph: fx.Graph, index: int, names: Sequence[str], arguments: int, kept: int, inputs: int
+    graph: fx.Graph,
+    index: int,
+    names: Sequence[str],
+    arguments: int,
+    kept: int,
+    trained: Sequence[Tensor],
 ) -> tuple[fx.GraphModule, fx.GraphModule | None, fx.Graph | None]:
     """The first three fields of a GraphKernel.
 
@@ -39,7 +46,7 @@ def split_joint(
         names: of the graph's placeholders.
         arguments: how many of these the forward takes; the others are gradients.
         kept: how many of the graph's results the forward returns.
-        inputs: how many of the other results are gradients of inputs.
+        trained: the parameters whose gradients come last, behind those of inputs.
     """
     _drop_detach(graph)
     graph.eliminate_dead_code()
@@ -49,6 +56,7 @@ def split_joint(
     given, gradients = placeholders[:arguments], placeholders[arguments:]
     returned = results(graph)
     outputs, found = returned[:kept], returned[kept:]
+    inputs = len(found) - len(trained)
     early = ancestors(outputs)
     early.update(given)
     wanted = ancestors(found)
@@ -58,6 +66,8 @@ def split_joint(
     late = [node for node in late if node not in early and node not in gradients]
     saved = crossing(late, found, early)
     _copy_shared_gradients(graph, inputs, found, late, {*early, *gradients})
+    for node, parameter in zip(found[inputs:], trained, strict=True):
+        node.meta[STRIDES_OF_SUM] = strides_of_sum(node.meta["val"], parameter)
     computed = [node for node in graph.nodes if node in early and node not in given]
     forward = runnable(extract(given, computed, [*outputs, *saved]), f"Stage{index}Forward")
     if not found:

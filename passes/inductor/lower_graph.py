@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from fxpipe.kernels.graph import onto
 from fxpipe.kernels.inductor import Draw, Indices, Look, Wiring
@@ -77,12 +78,18 @@ def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
             raise Refused(f"{node.name!r} is an attribute or a module")
         if node.target in _RECURRENT:
             raise Refused(f"{node.name!r} is an LSTM, of which a library would keep too little")
+        if _is_mixed_norm(node):
+            raise Refused(
+                f"{node.name!r} is a norm with weights of another type, whose statistics a library "
+                "would keep in that of its input"
+            )
         if node.op == "call_function" and node not in copies:
             target: Any = node.target
             args: Any = node.args
             if target in (onto, product_onto):
                 sums[node] = place[args[0]]
                 target = _addition(node)
+                args = args[:2] if node.target is onto else args  # the sum is there, laid out
             given: Any = fx.node.map_arg((args, dict(node.kwargs)), lambda n: copies[n])
             copies[node] = made.call_function(target, *given)
     gives: list[tuple[str, Any]] = []
@@ -116,6 +123,16 @@ def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
         gives=tuple(gives),
     )
     return made, wiring
+
+
+def _is_mixed_norm(node: fx.Node) -> bool:
+    """Whether a node is a norm, or its backward, as autocast makes them on a CPU: of values in half
+    precision, with weights in float32. There PyTorch computes statistics in float32."""
+    if not isinstance(node.target, OpOverload) or "_norm" not in node.target._schema.name:
+        return False
+    values = [operand.meta.get("val") for operand in node.all_input_nodes]
+    tensors = [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]
+    return len({x.dtype for x in tensors}) > 1 and tensors[0].device.type == "cpu"
 
 
 def _addition(node: fx.Node) -> Any:

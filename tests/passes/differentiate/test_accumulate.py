@@ -141,6 +141,48 @@ def test_gradients_of_before_are_what_the_sums_begin_with() -> None:
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
+class Laid(nn.Module):
+    """Parameters that lie in the order of their dimensions, in another one, and with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.up, self.last = nn.ConvTranspose2d(8, 5, 2, 2), nn.Conv2d(5, 4, 1, bias=False)
+        self.turned = nn.Parameter(torch.randn(4, 6).t())
+        self.sparse = nn.Parameter(torch.randn(6, 10)[:, ::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.last(self.up(self.norm(self.first(x)).relu()).tanh()).mean((2, 3))
+        out: Tensor = h @ self.turned.t() @ self.sparse
+        return out
+
+
+def strides(x: Tensor | None) -> list[int] | None:
+    return None if x is None else [s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "zb-h1"}, {"leaf_modules": ["first"]}], ids=str
+)
+def test_gradients_lie_as_the_loops_in_memory(options: Any, microbatches: int) -> None:
+    """As norms are summed in that order."""
+    model, alone = Laid(), Laid()
+    x, y = torch.randn(6, 3, 8, 8).to(memory_format=torch.channels_last), torch.randn(6, 5)
+    mse: Any = torch.nn.functional.mse_loss
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=microbatches, loss=mse, **options) as pipe:
+        pipe.step(x, target=y)
+    loop.train(alone, microbatches, x, loss=mse, target=y)
+    ours, theirs = loop.gradients(model), loop.gradients(alone)
+    loop.assert_same(ours, theirs)
+    assert {k: strides(v) for k, v in ours.items()} == {k: strides(v) for k, v in theirs.items()}
+    for name, gradient in theirs.items():
+        mine = ours[name]
+        assert gradient is not None and mine is not None
+        assert torch.equal(mine.norm(), gradient.norm()), name
+
+
 class Experts(nn.Module):
     """Products of matrices in batches, a weight that is used twice, and one that is a view."""
 
