@@ -20,6 +20,8 @@ from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import DRAWS_FROM_OTHERS, Traced, Value
 from fxpipe.ir.value import HOST
+from fxpipe.kernels.graph import GraphKernel
+from fxpipe.kernels.inductor import compiled
 from fxpipe.kernels.serial import Ran, run_serially
 from fxpipe.passes.graph.fixed_draws import FixedDraws, fixed_others, pattern
 from fxpipe.torchtools import moments, source
@@ -73,9 +75,11 @@ def check(
         InputError: the model fails where gradients are wanted; names its line.
     """
     called = [node for node in traced.graph.nodes if node.op == "call_module"]
+    narrow = _narrowest(plan)
     compare = partial(
-        _compare, _CURES[traced.leaves] + ("" if differentiated else _WITHOUT_GRADIENTS)
+        _compare, _CURES[traced.leaves] + ("" if differentiated else _WITHOUT_GRADIENTS), narrow
     )
+    difference = partial(_difference, narrow)
 
     @contextmanager
     def draws() -> Iterator[None]:
@@ -139,13 +143,13 @@ def check(
     for name, here in moments.commit(traced.deferred, before, ran.state).items():
         compare(f"what is written to the buffer {name!r}", here, after[name])
     first = _Both(theirs, [each.gradients for each in (ran, *others)])
-    unlike = [name for name in theirs if any(_difference(*pair) for pair in first.of(name))]
-    nearby = _nearby(gradients, state, theirs) if unlike else []
+    unlike = [name for name in theirs if any(difference(*pair) for pair in first.of(name))]
+    nearby = _nearby(gradients, state, theirs, narrow) if unlike else []
     for name in unlike:
         noise = max(_greatest(other.theirs[name] - theirs[name]) for other in nearby)
         for index, pair in enumerate(first.of(name)):
             more = (other.of(name)[index] for other in nearby)
-            if all(_difference(*each, noise) for each in (pair, *more)):
+            if all(difference(*each, noise) for each in (pair, *more)):
                 compare(f"the gradient of {name!r}", *pair, noise)
 
 
@@ -167,8 +171,24 @@ class _Both(NamedTuple):
         return [(each.get(name, none), there) for each in self.ours]
 
 
+def _narrowest(plan: Plan) -> torch.dtype | None:
+    """The floating-point type with the fewest digits in graphs that libraries compute, which round
+    fewer of their values to it, as under autocast; None where there is no library."""
+    found: set[torch.dtype] = set()
+    for stage in plan.stages:
+        if isinstance(stage.kernel, GraphKernel):
+            for graph in (stage.kernel.forward_graph, stage.kernel.backward_graph):
+                if graph is not None and compiled(graph) is not None:
+                    values = (node.meta.get("val") for node in graph.graph.nodes)
+                    found.update(x.dtype for x in values if isinstance(x, Tensor))
+    return max(found & _RELATIVE.keys(), key=lambda each: _RELATIVE[each], default=None)
+
+
 def _nearby(
-    gradients: Callable[[], _Both], state: Mapping[str, Tensor], trained: Iterable[str]
+    gradients: Callable[[], _Both],
+    state: Mapping[str, Tensor],
+    trained: Iterable[str],
+    narrow: torch.dtype | None,
 ) -> list[_Both]:
     """The gradients for three other sets of weights, which differ as much as sums round.
 
@@ -183,7 +203,7 @@ def _nearby(
         for times in (1, 3, 7):
             for name, weight in kept.items():
                 signs = ((pattern(weight) * times).frac() < 0.5).to(weight) * 2 - 1
-                off = _ROUNDING * torch.finfo(weight.dtype).eps
+                off = _ROUNDING * max(torch.finfo(x).eps for x in (weight.dtype, narrow) if x)
                 state[name].detach().copy_(weight * (1 + signs * off))
             found.append(gradients())
     finally:
@@ -251,8 +271,15 @@ def _gradients(
     }
 
 
-def _compare(cure: str, what: str, here: Tensor, there: Tensor, noise: float = 0.0) -> None:
-    difference = _difference(here, there, noise)
+def _compare(
+    cure: str,
+    narrow: torch.dtype | None,
+    what: str,
+    here: Tensor,
+    there: Tensor,
+    noise: float = 0.0,
+) -> None:
+    difference = _difference(narrow, here, there, noise)
     if difference:
         raise TraceError(
             "the traced graph does not compute what the model computes: "
@@ -261,20 +288,23 @@ def _compare(cure: str, what: str, here: Tensor, there: Tensor, noise: float = 0
         )
 
 
-def _difference(here: Tensor, there: Tensor, noise: float = 0.0) -> str:
-    """How two tensors differ; an empty string if they agree."""
+def _difference(narrow: torch.dtype | None, here: Tensor, there: Tensor, noise: float = 0.0) -> str:
+    """How two tensors differ, computed in types of which ``narrow`` has the fewest digits; an empty
+    string if they agree."""
     here, there = here.detach(), there.detach()
     if here.layout is not there.layout:
         return f"{here.layout}, not {there.layout}"
     if here.layout is not torch.strided:
-        each = (_difference(*pair, noise) for pair in zip(pieces(here), pieces(there), strict=True))
+        pairs = zip(pieces(here), pieces(there), strict=True)
+        each = (_difference(narrow, *pair, noise) for pair in pairs)
         return next(filter(None, each), "")
     if here.shape != there.shape or here.dtype != there.dtype:
         return f"{tuple(here.shape)} {here.dtype}, not {tuple(there.shape)} {there.dtype}"
     if not (here.is_floating_point() or here.is_complex()):
         return "" if torch.equal(here, there) else "its entries differ"
     scale = _greatest(there)
-    bound = max(_RELATIVE.get(there.dtype, 1e-3) * max(scale, 1e-6), _NOISE * noise)
+    relative = max(_RELATIVE.get(x, 1e-3) for x in (there.dtype, narrow) if x)
+    bound = max(relative * max(scale, 1e-6), _NOISE * noise)
     if torch.allclose(here, there, rtol=0.0, atol=bound, equal_nan=True):
         return ""
     return f"it differs by {float((here - there).abs().max()):.3g}, scale {scale:.3g}"

@@ -22,8 +22,13 @@ _all_composites = _TORCH._collect_all_valid_cia_ops
 def decomposed(
     program: ExportedProgram, table: dict[OpOverload, Callable[..., Any]]
 ) -> ExportedProgram:
-    """As ``program.run_decompositions(table)``."""
-    regions = (each for each in program.graph_module.modules() if isinstance(each, fx.GraphModule))
+    """As ``program.run_decompositions(table)``; but operations inside of ``autocast`` or
+    ``no_grad`` stay those of their modules and lines."""
+    module = program.graph_module
+    regions = [each for each in module.modules() if isinstance(each, fx.GraphModule)]
+    for region in regions:
+        if region is not module:
+            vars(region)["forward"] = fx.Interpreter(region).run  # tells what each node comes from
     targets = {node.target for each in regions for node in each.graph.nodes}
     own = {each for each in targets if isinstance(each, OpOverload) and is_kept_whole(each)}
     _TORCH._collect_all_valid_cia_ops = lambda: own

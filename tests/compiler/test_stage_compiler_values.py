@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,38 @@ def test_an_lstm_runs_as_it_is(folder: Path, caplog: pytest.LogCaptureFixture) -
         assert here.grad is not None and there.grad is not None
         assert torch.allclose(here.grad, there.grad, atol=1e-6)
     assert sum("is an LSTM" in each for each in caplog.messages) == 2
+
+
+@needs_compiler
+def test_under_autocast_values_are_the_models_to_the_rounding_of_the_narrow_type(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64))
+            self.last = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y: Tensor = self.last(self.first(x))
+            return y.float()
+
+    caplog.set_level(logging.INFO, "fxpipe")
+    torch.manual_seed(0)
+    model = Net()
+    alone = deepcopy(model)
+    x, y = torch.randn(8, 32), torch.randn(8, 8)
+    mse_loss(alone(x), y).backward()
+    options: dict[str, Any] = {"partition": ["last"], "stage_compiler": "inductor"}
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=1, loss=mse_loss, **options) as pipe:
+        pipe.step(x, target=y)
+        assert [each is not None for each in graphs(pipe)] == [False, False, True, True]
+    for here, there in zip(model.parameters(), alone.parameters(), strict=True):
+        assert here.grad is not None and there.grad is not None
+        bound = 8 * torch.finfo(torch.bfloat16).eps * float(there.grad.abs().max())
+        assert torch.allclose(here.grad, there.grad, rtol=0, atol=bound)
+    assert sum("is a norm with weights of another type" in each for each in caplog.messages) == 2
 
 
 @needs_compiler

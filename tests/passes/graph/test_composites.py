@@ -9,7 +9,11 @@ from torch._export.utils import _collect_all_valid_cia_ops as composites
 from torch.export import ExportedProgram, export, exported_program
 from torch.nn import functional
 
+import fxpipe
 from fxpipe.passes.graph.composites import decomposed
+from fxpipe.passes.partition.assignment import module_paths
+from fxpipe.torchtools import source
+from tests.helpers.fronted import front_end
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the remarks of an exporter
 
@@ -61,3 +65,31 @@ def test_a_program_becomes_what_pytorch_makes_of_it_knowing_all_composite_operat
 def test_pytorch_knows_all_of_them_again_afterwards() -> None:
     decomposed(program(), {})
     assert vars(exported_program)["_collect_all_valid_cia_ops"] is composites
+
+
+class Regions(nn.Module):
+    """Layers inside of ``autocast``, and one inside of ``no_grad``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            kept = self.frozen(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = self.last(self.first(x).relu() + kept)
+        return out
+
+
+def test_operations_under_autocast_and_no_grad_are_those_of_their_modules() -> None:
+    model = Regions()
+    traced = front_end(model, torch.randn(6, 4))
+    nodes = traced.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert [module_paths(node) for node in nodes] == [["frozen"], ["first"], ["last"]]
+    assert "self.frozen(x)" in source.of_node(nodes[0])
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    mse = functional.mse_loss
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=2, loss=mse, partition=["last"]) as pipe:
+        pipe.step(x, target=y)
+        assert "last" in str(pipe)
