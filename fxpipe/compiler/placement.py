@@ -261,9 +261,8 @@ class MemoryBudget:
         """
         machine = self.machine
         counted, limits = [0.0] * len(peaks), [0.0] * len(peaks)
-        reserved = machine.reserved or (0,) * len(loads)
         for device, load, share, limit in zip(
-            self._placement, loads, reserved, machine.limits, strict=True
+            self._placement, loads, machine.reserved, machine.limits, strict=True
         ):
             counted[device] += load.memory - share
             limits[device] += limit

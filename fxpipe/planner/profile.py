@@ -65,6 +65,11 @@ class Stages:
     count: int
     speed: float = 1.0
 
+    def __post_init__(self) -> None:
+        # of each cut, as a cache of the class would keep all of them for good
+        object.__setattr__(self, "times", cache(self.times))
+        object.__setattr__(self, "sizes", cache(self.sizes))
+
     @property
     def stage_of(self) -> tuple[int, ...]:
         """Atom → stage."""
@@ -76,7 +81,6 @@ class Stages:
         layers = self.profile.layers or tuple(map(str, range(len(self.stage_of))))
         return tuple(layers[self.stage_of.index(stage)] for stage in range(self.count))
 
-    @cache  # noqa: B019
     def times(self, samples: int) -> dict[tuple[str, int], float]:
         """Letter and stage → seconds for micro-batches of so many samples."""
         known = {
@@ -97,7 +101,6 @@ class Stages:
                 found |= {(letter, s): size / rate for s, size in self.sizes(samples).saved.items()}
         return found
 
-    @cache  # noqa: B019
     def sizes(self, samples: int) -> Sizes:
         """What the stages hold for micro-batches of so many samples. What operations need while
         they run is taken for the largest value that one of the stage's atoms keeps or sends.

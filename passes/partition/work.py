@@ -57,17 +57,15 @@ class Work:
     transfers: tuple[Transfer, ...] = ()
     undo: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "undo", self.undo or (0,) * len(self))
+
     def __len__(self) -> int:
         return len(self.seconds)
 
     @cached_property
     def total(self) -> float:
         return math.fsum(self.seconds)
-
-    @cached_property
-    def undoing(self) -> tuple[int, ...]:
-        """Atom → bytes of ``undo``, also if that was left out."""
-        return self.undo or (0,) * len(self)
 
     @cached_property
     def before(self) -> tuple[tuple[int, ...], ...]:
@@ -96,7 +94,7 @@ class Machine:
     Attributes:
         speeds: stage → how fast its device is; 1 is the device that was measured on.
         limits: stage → bytes that it may occupy; empty for no limits.
-        peaks: stage → micro-batches whose saved values it holds at once.
+        peaks: stage → micro-batches whose saved values it holds at once; by default one.
         per_byte: stage → stage → seconds for each byte that is sent.
         per_message: stage → stage → seconds for each value that is sent.
         names: stage → the name of its device in messages.
@@ -114,6 +112,12 @@ class Machine:
     names: tuple[str, ...] = ()
     arrived: tuple[int, ...] = ()
     reserved: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        peaks = self.peaks or (1,) * self.stages
+        object.__setattr__(self, "peaks", peaks)
+        object.__setattr__(self, "arrived", self.arrived or peaks)
+        object.__setattr__(self, "reserved", self.reserved or (0,) * self.stages)
 
     @staticmethod
     def equal(stages: int) -> Machine:
@@ -147,16 +151,12 @@ class Machine:
     @property
     def held(self) -> tuple[tuple[int, int], ...]:
         """Stage → micro-batches whose saved values, and whose received values, it holds."""
-        peaks = self.peaks or (1,) * self.stages
-        return tuple(zip(peaks, self.arrived or peaks, strict=True))
+        return tuple(zip(self.peaks, self.arrived, strict=True))
 
     @property
     def rooms(self) -> tuple[float, ...]:
         """Stage → bytes that its atoms may occupy; empty without limits."""
-        reserved = self.reserved or (0.0,) * self.stages
-        return (
-            tuple(a - b for a, b in zip(self.limits, reserved, strict=True)) if self.limits else ()
-        )
+        return tuple(a - b for a, b in zip(self.limits, self.reserved, strict=False))
 
     def name_of(self, stage: int) -> str:
         return self.names[stage] if self.names else f"device {stage}"
@@ -228,12 +228,12 @@ def weigh(work: Work, machine: Machine, stage_of: Sequence[int]) -> Division:
     stages = machine.stages
     compute, transfer = [0.0] * stages, [0.0] * stages
     held, kept, received = [0] * stages, [0] * stages, [0] * stages
-    undo, undoing = [0] * stages, work.undoing
+    undo = [0] * stages
     for atom, stage in enumerate(stage_of):
         compute[stage] += work.seconds[atom]
         held[stage] += work.resident[atom]
         kept[stage] += work.saved[atom]
-        undo[stage] += undoing[atom]
+        undo[stage] += work.undo[atom]
     for value in work.transfers:
         targets = {stage_of[reader] for reader in value.readers}
         source = min(targets) if value.source is None else stage_of[value.source]
@@ -244,14 +244,15 @@ def weigh(work: Work, machine: Machine, stage_of: Sequence[int]) -> Division:
             seconds = machine.transfer_seconds(source, target, value) if machine.linked else 0.0
             transfer[source] += seconds
             transfer[target] += seconds
-    reserved = machine.reserved or (0,) * stages
     return Division(
         tuple(stage_of),
         tuple(
             Load(
                 compute[k] / machine.speeds[k],
                 transfer[k],
-                reserved[k] + held[k] + max(saving * kept[k] + receiving * received[k], undo[k]),
+                machine.reserved[k]
+                + held[k]
+                + max(saving * kept[k] + receiving * received[k], undo[k]),
                 received[k],
             )
             for k, (saving, receiving) in enumerate(machine.held)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -308,3 +310,12 @@ def test_one_device_takes_the_order_that_keeps_least() -> None:
     for stale in (False, True):
         assert [recipe.name for recipe in library_over(1, stale=stale)] == ["1f1b"]
     assert len(library_over(2)) > 2
+
+
+def test_nothing_is_left_of_a_plan_that_is_given_up() -> None:
+    plan = choices(chain(4), hosts((2, 1e9)), 8)
+    cut = weakref.ref(plan.best.cut)
+    assert cut() is not None
+    del plan
+    gc.collect()
+    assert cut() is None

@@ -90,7 +90,7 @@ class _Merging:
                 sums[atom] += amount
             return sums
 
-        resident, undo = summed(self._work.resident), summed(self._work.undoing)
+        resident, undo = summed(self._work.resident), summed(self._work.undo)
         transfers: list[Transfer] = []
         for value in self._work.transfers:
             source = None if value.source is None else merged_into[value.source]

@@ -217,7 +217,7 @@ class Search:
             return seconds
         saving, receiving = machine.held[stage]
         held = sum(work.resident[atom] for atom in atoms)
-        undo = sum(work.undoing[atom] for atom in atoms)
+        undo = sum(work.undo[atom] for atom in atoms)
         kept = saving * sum(work.saved[atom] for atom in atoms)
         for source, readers, value in self._values:
             born = start & (readers if source is None else source)

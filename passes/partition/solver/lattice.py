@@ -41,7 +41,7 @@ class Lattice:
         self.done = done[order]
         self.saved = torch.tensor(work.saved, dtype=torch.float64) @ self.member.double()
         self.resident = torch.tensor(work.resident, dtype=torch.float64) @ self.member.double()
-        self.undo = torch.tensor(work.undoing, dtype=torch.float64) @ self.member.double()
+        self.undo = torch.tensor(work.undo, dtype=torch.float64) @ self.member.double()
         self._index_values()
 
     def _index_values(self) -> None:

@@ -51,7 +51,7 @@ class Runs:
         self.length = len(self.least) - 1
         position = {atom: place for place, atom in enumerate(sequence)}
         resident = [work.resident[atom] for atom in sequence]
-        undo = [work.undoing[atom] for atom in sequence]
+        undo = [work.undo[atom] for atom in sequence]
         crossing: list[tuple[list[int], Transfer]] = []
         for transfer in work.transfers:
             uses = sorted(position[reader] for reader in transfer.readers if reader in position)
@@ -68,7 +68,7 @@ class Runs:
         self.resident = _summed(resident)
         self.saved = _summed(saved)
         self.undo = _summed(undo + more)
-        fewest = min(machine.peaks, default=1)
+        fewest = min(machine.peaks)
         held = (own + fewest * kept for own, kept in zip(resident, saved, strict=True))
         self.bytes = [0, *itertools.accumulate(held)]
 
