@@ -15,7 +15,7 @@ from fxpipe.compiler.compiler import Compiler, Rehearse
 from fxpipe.compiler.overheads import away_rates, overheads
 from fxpipe.compiler.predict import given_links, predict, predicted_peaks, step_sizes
 from fxpipe.errors import FxpipeError, InputError, PartitionError
-from fxpipe.ir.plan import Costs, Plan
+from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
@@ -285,10 +285,10 @@ class Stages:
         nearest = min(found, key=lambda at: abs(math.log(at / samples)))
         return replace(found[nearest], costs=costs)
 
-    def costs(self, count: int) -> Mapping[int, Costs]:
+    def costs(self, count: int) -> Mapping[int, StageCosts]:
         """Stage → what it costs, where the batch is split into so many micro-batches."""
         times = self._known(self._samples(count), "I").costs
-        return {s: Costs(*(times[x, s] for x in "FBIW")) for s in range(len(self._home))}
+        return {s: StageCosts(*(times[x, s] for x in "FBIW")) for s in range(len(self._home))}
 
     def _least(self, recipe: Recipe, count: int) -> float:
         devices = len(self._limits)

@@ -11,7 +11,7 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import PartitionError
-from fxpipe.ir.plan import Costs, Plan
+from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.memory.held import undo_bytes
@@ -43,7 +43,7 @@ class Placement:
     def __init__(self, options: Options, timetable: Timetable) -> None:
         """Nothing is placed yet."""
         self.owners: Mapping[str, int] = {}
-        self.costs: Mapping[int, Costs] = {}
+        self.costs: Mapping[int, StageCosts] = {}
         self._options = options
         self.timetable = timetable
         self._reference: tuple[Traced, Assignment] | None = None
@@ -108,7 +108,9 @@ class Placement:
         self.owners = owners(traced, assignment)
         self.costs = _by_stage(traced, assignment, costs)
 
-    def costs_of(self, facts: Mapping[str, Any], assignment: Assignment) -> Mapping[int, Costs]:
+    def costs_of(
+        self, facts: Mapping[str, Any], assignment: Assignment
+    ) -> Mapping[int, StageCosts]:
         """Stage → what it costs in a further graph, which is measured."""
         return _by_stage(facts["traced"], assignment, self.measure(facts)["costs"])
 
@@ -204,7 +206,7 @@ def _measured(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
 
 def _by_stage(
     traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]
-) -> dict[int, Costs]:
+) -> dict[int, StageCosts]:
     found: list[list[NodeCost]] = [[] for _ in range(assignment.stages)]
     timed: list[dict[str, tuple[float, float]]] = [{} for _ in range(assignment.stages)]
     for node in compute_nodes(traced.graph):
@@ -212,7 +214,7 @@ def _by_stage(
         found[stage].append(cost)
         timed[stage][node.name] = cost.backward, cost.weight_grad
     return {
-        stage: Costs(
+        stage: StageCosts(
             forward=sum(cost.forward for cost in nodes),
             backward=sum(cost.backward for cost in nodes),
             input_grad=sum(cost.input_grad for cost in nodes),

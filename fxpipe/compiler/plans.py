@@ -15,7 +15,7 @@ from fxpipe.compiler.front_end import Call, FrontEnd
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.errors import TraceError
-from fxpipe.ir.plan import Costs, Plan
+from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, with_dims
 from fxpipe.log import noted
@@ -148,7 +148,7 @@ class Plans:
             other = self._relayed(here, traced, assignment)
             return other.traced, self._differentiated(other, here)
 
-    def costs_at(self, graph: Graph, size: int) -> Mapping[int, Costs]:
+    def costs_at(self, graph: Graph, size: int) -> Mapping[int, StageCosts]:
         """Stage → what it costs, as measured for micro-batches of another size, of zeros.
 
         Raises:

@@ -12,7 +12,7 @@ from fxpipe.errors import Fault, InputError
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import Buffer
-from fxpipe.ir.walk import Place, Wait, Waits, needs_of, part_of, walk
+from fxpipe.ir.walk import Place, Wait, Waits, key_index, needs_of, walk
 from fxpipe.simulator.costs import Costs, times_of
 from fxpipe.simulator.simulate import chain_program, simulate
 from fxpipe.simulator.simulation import Simulation, task_of
@@ -173,7 +173,7 @@ def _waits(schedule: Schedule) -> list[list[Wait]]:
     places: dict[tuple[str, int | None, int | None, int], Place] = {}
     for device, row in enumerate(schedule.rows):
         for position, task in enumerate(row):
-            key = task.kind, part_of(schedule, task, device), task.stage, task.batch
+            key = task.kind, key_index(schedule, task, device), task.stage, task.batch
             places.setdefault(key, Place(device, position))
 
     def awaited(task: Task, here: Place) -> list[Place]:
@@ -182,7 +182,7 @@ def _waits(schedule: Schedule) -> list[list[Wait]]:
             return []
         found: list[Place] = []
         brought: bool | None = None  # whether a neighbour brings what it reads, if one has to
-        for kind, i, there in needs((task.kind, part_of(schedule, task, here.device), stage)):
+        for kind, i, there in needs((task.kind, key_index(schedule, task, here.device), stage)):
             on = places.get((kind, i, there, batch))
             if on is not None:
                 found.append(on)

@@ -95,7 +95,7 @@ class ValueSpec:
 
 
 @dataclass(frozen=True)
-class Costs:
+class StageCosts:
     """What a stage costs for one micro-batch of the example.
 
     Attributes:
@@ -157,7 +157,7 @@ class Stage:
     graph: fx.GraphModule = field(compare=False)
     leaves: bool = False
     modules: tuple[str, ...] = field(default=(), compare=False)
-    costs: Costs | None = field(default=None, compare=False)
+    costs: StageCosts | None = field(default=None, compare=False)
     kernel: Kernel | None = field(default=None, compare=False, repr=False)
     buckets: tuple[Bucket, ...] = field(default=(), compare=False, repr=False)
 

@@ -196,8 +196,8 @@ def _add_meeting(waits: list[list[Wait]], places: Sequence[int | None]) -> None:
             waits[device] += [(here, other, at - 1) for other, at in enumerate(places) if at]
 
 
-def part_of(schedule: Schedule, task: Task, device: int) -> int | None:
-    """The micro-batch in a task's key; of an A on a copy of its stage the device instead."""
+def key_index(schedule: Schedule, task: Task, device: int) -> int | None:
+    """What stands for the micro-batch in a task's ``Key``: of an A on a copy the copy's device."""
     i, stage = task.microbatch, task.stage
     if task.kind != "A" or stage is None or not 0 <= stage < len(schedule.copies):
         return i

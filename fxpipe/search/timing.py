@@ -28,7 +28,7 @@ def value_of(problem: Problem, order: Order) -> float:
     least, still = inf, 0
     release: Sequence[float] = [0.0] * problem.devices
     while still < _STILL:
-        starts, ends = times_of(problem, order, release)
+        starts, ends = extents_of(problem, order, release)
         if problem.flush or max(ends) == inf:
             return max(ends)
         longest = max(end - start for start, end in zip(starts, ends, strict=True))
@@ -38,7 +38,7 @@ def value_of(problem: Problem, order: Order) -> float:
     return least
 
 
-def times_of(
+def extents_of(
     problem: Problem, order: Order, release: Sequence[float]
 ) -> tuple[list[float], list[float]]:
     """Device → the start of its first task and the end of its last update, if devices begin when
@@ -149,7 +149,7 @@ class Timeline:
         self.took = problem.took
         self.begun = [0.0] * problem.devices
         for _ in range(0 if problem.flush else problem.devices):
-            _, ends = times_of(problem, order, self.begun)
+            _, ends = extents_of(problem, order, self.begun)
             self.begun = [end - min(ends) for end in ends]
         self.rows = [list(_numbered(own)) for own in order]
         self.starts: dict[Node, float] = {}

@@ -161,14 +161,14 @@ class _Race:
                 if clock[by.stream] < by.number:
                     late.append((by, "takes memory that", "may still use"))
         for what in read:
-            if (by := self.writes.get(what, here)) is not here and clock[by.stream] < by.number:
-                late.append((by, "reads what", "writes"))
+            if (wrote := self.writes.get(what)) and clock[wrote.stream] < wrote.number:
+                late.append((wrote, "reads what", "writes"))
         for what in (*ended, *more_written):
             for by in self.reads[what].values():
                 if clock[by.stream] < by.number:
                     late.append((by, "ends or changes what", "reads"))
-            if (by := self.writes.get(what, here)) is not here and clock[by.stream] < by.number:
-                late.append((by, "ends or changes what", "writes"))
+            if (wrote := self.writes.get(what)) and clock[wrote.stream] < wrote.number:
+                late.append((wrote, "ends or changes what", "writes"))
         for by, does, did in late:
             yield from self._told(by, here, does, did)
         for what in read:

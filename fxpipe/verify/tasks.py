@@ -25,7 +25,7 @@ from fxpipe.errors import Fault, near
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task, TaskKind
 from fxpipe.ir.value import FURTHEST
-from fxpipe.ir.walk import Key, Place, Wait, part_of, walk
+from fxpipe.ir.walk import Key, Place, Wait, key_index, walk
 from fxpipe.verify.copies import Wrong, away
 from fxpipe.words import numbers_text
 
@@ -114,7 +114,8 @@ class Window:
         return [*found.values()]
 
     def _holder(self, stage: int, device: int) -> int:
-        """The same device where it has the stage or a copy of it, else the stage's own."""
+        """The device that a task's order counts for: the given one, or, where that has neither
+        the stage nor a copy of it, the stage's own."""
         schedule = self.schedule
         return device if device in schedule.devices_of(stage) else schedule.placement[stage]
 
@@ -126,7 +127,7 @@ class Window:
         assert task.stage is not None
         home, stage = self.schedule.placement[task.stage], task.stage
         copied = here.device in self.schedule.devices_of(stage)[1:]
-        own = part_of(self.schedule, task, here.device)
+        own = key_index(self.schedule, task, here.device)
         first = self.spots.setdefault((task.kind, own, stage), here)
         if copied and task.kind not in "FBIWROPA":
             return away(self.schedule, stage, own) or (

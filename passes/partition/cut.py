@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxpipe.ir.plan import Costs, Plan, Stage, Write, pop, stash
+from fxpipe.ir.plan import Plan, Stage, StageCosts, Write, pop, stash
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.ir.value import HOST, Edge, outputs_of
 from fxpipe.passes.graph.lazy_module import lazy_module
@@ -23,7 +23,7 @@ def cut(
     traced: Traced,
     assignment: Assignment,
     owners: Mapping[str, int],
-    stage_costs: Mapping[int, Costs] | None = None,
+    stage_costs: Mapping[int, StageCosts] | None = None,
 ) -> Plan:
     """The plan of a graph whose nodes are assigned to stages.
 
@@ -40,7 +40,7 @@ class _Cutter:
         traced: Traced,
         assignment: Assignment,
         owners: Mapping[str, int],
-        costs: Mapping[int, Costs],
+        costs: Mapping[int, StageCosts],
     ) -> None:
         self.costs = costs
         self.traced = traced

@@ -13,7 +13,7 @@ from torch import fx
 from fxpipe.draw.picture import FAULT, SKIP, Picture
 from fxpipe.draw.plan import draw_plan
 from fxpipe.errors import Fault, VerificationError
-from fxpipe.ir.plan import Argument, Costs, Plan, Stage, ValueSpec
+from fxpipe.ir.plan import Argument, Plan, Stage, StageCosts, ValueSpec
 from fxpipe.ir.value import HOST, Edge
 from fxpipe.words import bytes_text, count_text, lines, runs, time_text
 from tests.helpers.plans import chain, plan_of, skipping
@@ -95,7 +95,7 @@ def test_a_stage_tells_its_modules_costs_parameters_and_operations() -> None:
     stage = stage_of(
         {"w": (1000, 20), "b": (20,)},
         modules=("encoder", "blocks.0", "blocks.1", "blocks.2"),
-        costs=Costs(0.0032, 0.1234),
+        costs=StageCosts(0.0032, 0.1234),
     )
     shown = texts(draw_plan(Plan((stage,), ())))
     assert "encoder, blocks.0–2" in shown
@@ -106,7 +106,7 @@ def test_a_stage_tells_its_modules_costs_parameters_and_operations() -> None:
 
 def test_how_well_the_stages_are_balanced_is_told() -> None:
     plan = chain(2)
-    costs = Costs(1e-3, 2e-3), Costs(2e-3, 4e-3)
+    costs = StageCosts(1e-3, 2e-3), StageCosts(2e-3, 4e-3)
     stages = tuple(replace(s, costs=c) for s, c in zip(plan.stages, costs, strict=True))
     shown = texts(draw_plan(replace(plan, stages=stages)))
     assert {"33 % of the work", "67 % of the work"} <= set(shown)

@@ -19,7 +19,7 @@ from fxpipe.search.local import random_policy
 from fxpipe.search.placing import spread_bound
 from fxpipe.search.problem import Order, Problem
 from fxpipe.search.read import Given, problems_of
-from fxpipe.search.timing import Timeline, fits, times_of, value_of
+from fxpipe.search.timing import Timeline, extents_of, fits, value_of
 from fxpipe.simulator.costs import Key
 from tests.helpers.search_problems import (
     all_bounds,
@@ -79,7 +79,7 @@ def test_a_device_may_begin_late_where_steps_follow_one_another() -> None:
     given = Given(times, 4, 2, None, None, None, None, None, False)
     problem = problems_of(given)[0]
     order = ((0, 0, 0, 0, 1, 2, 1, 2, 1, 2, 1, 2), (3, 4, 3, 4, 3, 4, 3, 4, 5, 5, 5, 5))
-    starts, ends = times_of(problem, order, [0.0, 0.0])
+    starts, ends = extents_of(problem, order, [0.0, 0.0])
     first = max(end - start for start, end in zip(starts, ends, strict=True))
     assert value_of(problem, order) == least_time(problem, named(problem, order)) < first
 

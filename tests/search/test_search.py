@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fxpipe
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.ir.plan import Costs as Measured
+from fxpipe.ir.plan import StageCosts
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.schedules.chimera import both_ways
 from fxpipe.search import exact
@@ -308,7 +308,7 @@ def test_the_measured_times_of_a_plan_are_searched_with() -> None:
     with pytest.raises(InputError, match="not measured"):
         search_schedule(plan, 4)
     stages = [
-        replace(stage, costs=Measured(1.0 + stage.index, 3.0, 2.0, 1.0)) for stage in plan.stages
+        replace(stage, costs=StageCosts(1.0 + stage.index, 3.0, 2.0, 1.0)) for stage in plan.stages
     ]
     found = search_schedule(replace(plan, stages=tuple(stages)), 4, work=50, exact=False)
     problem = found.certificate.problem

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from fxpipe.errors import InputError, ParseError
-from fxpipe.ir.plan import Argument, Costs, Plan, Stage, ValueSpec, Write
+from fxpipe.ir.plan import Argument, Plan, Stage, StageCosts, ValueSpec, Write
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import HOST, Edge
@@ -103,7 +103,7 @@ def test_what_was_read_differs_where_the_text_differs() -> None:
 
 def test_shapes_costs_and_module_names_are_no_part_of_the_text() -> None:
     plan = parse_plan(TEXT, ROOT)
-    first = dataclasses.replace(plan.stages[0], costs=Costs(1, 2), modules=("conv",))
+    first = dataclasses.replace(plan.stages[0], costs=StageCosts(1, 2), modules=("conv",))
     specs = {"relu": ValueSpec((2, 3), torch.float32)}
     richer = Plan((first, *plan.stages[1:]), plan.edges, specs)
     assert str(richer) == str(plan)

@@ -148,7 +148,7 @@ class Search:
     """Branch and bound over chains of downsets, with links, limits and all."""
 
     def __init__(self, work: Work, machine: Machine, sets: list[int]) -> None:
-        """Prepare."""
+        """Args: ``sets`` are all downsets of the work, as bit sets, the smaller ones first."""
         self.work = work
         self.machine = machine
         self.sets = sets

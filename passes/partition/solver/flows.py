@@ -77,7 +77,11 @@ class Steps:
     """
 
     def __init__(self, uses: Sequence[tuple[Sequence[int], Transfer]], length: int) -> None:
-        """Find them; a use is the place of a value's source, and those of its readers in order."""
+        """Args:
+        uses: for each value the place of the atom that makes it, and those of its readers in
+            order.
+        length: how many atoms the sequence has.
+        """
         used: list[Transfer] = []
         places: list[int] = []
         following: list[int] = []
