@@ -127,7 +127,8 @@ class Changes:
             RankError: they differ.
         """
         if self._several and self._progress.stages is not None and not self._same_settings:
-            self._agree(self._progress.settings_of(compiled.plan))
+            self._progress.optimizers_of(compiled.plan)
+            self._agree(self._progress.settings())
             self._same_settings = True
 
     def stepped(self, compiled: Compiled) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import fxpipe
 from examples.unet import UNet
 from fxpipe.runtime.weights.optimizer import OptimizerLike
+from fxpipe.runtime.weights.stage_weights import StageWeights
 from tests.helpers.own_optimizers import Nesterov, Orthogonal, groups
 from tests.models.test_split_training import Transformer, scores
 from tests.oracles.delayed_loop import MSE, Batch, Factory
@@ -100,3 +102,23 @@ def compiled(
 
 def _double(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x
+
+
+class MostVersions:
+    """Counts, from when it is made, how many versions of its weights each stage has at once."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._most: dict[StageWeights, int] = {}
+        forget = StageWeights.forget
+
+        def counted(stage: StageWeights, slowest: int) -> None:
+            alive = len(stage.live) + len(stage.predicted)
+            self._most[stage] = max(self._most.get(stage, 0), alive)
+            forget(stage, slowest)
+
+        patch.setattr(StageWeights, "forget", counted)
+
+    def of(self, pipe: fxpipe.Pipeline) -> list[int]:
+        versions = pipe._engine.progress.versions
+        assert versions is not None
+        return [self._most[stage] for stage in versions._stages]

@@ -12,7 +12,16 @@ import fxpipe
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.search.search import search_schedule
 from fxpipe.simulator.costs import Key
-from tests.helpers.overlapping import ADAMW, LOSSES, MORE, OPTIMIZERS, SGD, compiled, make
+from tests.helpers.overlapping import (
+    ADAMW,
+    LOSSES,
+    MORE,
+    OPTIMIZERS,
+    SGD,
+    MostVersions,
+    compiled,
+    make,
+)
 from tests.helpers.profiles import DEEP
 from tests.models.test_split_training import scores
 from tests.oracles.delayed_loop import MSE, DelayedLoop, Factory, PredictedLoop
@@ -121,8 +130,9 @@ def test_pipedream_reads_as_many_versions_late_as_stages_follow(vertical: bool) 
     ("schedule", "microbatches", "live"), [("2bw", 4, 2), ("2bw", 2, 2), ("1f1b-async", 1, 3)]
 )
 def test_exactly_so_many_versions_live_as_the_delay_asks_for(
-    schedule: str, microbatches: int, live: int
+    schedule: str, microbatches: int, live: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    most = MostVersions(monkeypatch)
     model, data = make("mlp", 8, 4)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     with compiled(model, 3, microbatches, schedule=schedule) as pipe:
@@ -132,8 +142,7 @@ def test_exactly_so_many_versions_live_as_the_delay_asks_for(
         pipe.flush()
         assert pipe.weight_versions == [live] * 3
         assert sum(pipe.weight_bytes) == live * size
-        assert pipe._engine.progress.versions is not None
-        assert pipe._engine.progress.versions.most_versions == [live] * 3
+        assert most.of(pipe) == [live] * 3
         assert pipe.schedule.versions().live == (live,) * 3
 
 
@@ -142,8 +151,13 @@ def test_exactly_so_many_versions_live_as_the_delay_asks_for(
     ("schedule", "microbatches", "delay"), [("2bw", 3, 1), ("1f1b-async", 1, 2)]
 )
 def test_predicted_weights_are_where_the_momentum_points(
-    schedule: str, microbatches: int, delay: int, optimizer: str
+    schedule: str,
+    microbatches: int,
+    delay: int,
+    optimizer: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    most = MostVersions(monkeypatch)
     model, data = make("mlp", 10, 4)
     factory = (OPTIMIZERS | MORE)[optimizer]
     expected = PredictedLoop.beside(model, factory, microbatches, delay=delay)
@@ -160,8 +174,7 @@ def test_predicted_weights_are_where_the_momentum_points(
         # the newest, and a predicted one for each version that a batch may read; in flight those
         # too that a failure would go back to
         assert pipe.weight_versions == [1 + delay + 1] * 3
-        assert pipe._engine.progress.versions is not None
-        assert max(pipe._engine.progress.versions.most_versions) <= 2 * (delay + 1)
+        assert max(most.of(pipe)) <= 2 * (delay + 1)
     expected.assert_same(model, 1e-12)
 
 

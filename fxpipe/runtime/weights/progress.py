@@ -131,14 +131,10 @@ class Progress:
             self.stages.whole._opt_called = True  # type: ignore[attr-defined]
         return made
 
-    def settings_of(self, plan: Plan) -> list[str]:
-        """The settings of the stages' optimizers, a line a group. Raises as ``optimizers_of``."""
-        self.optimizers_of(plan)
-        return self.settings()
-
     def settings(self) -> list[str]:
-        """The same, with what was changed in the one optimizer; none before the first plan. Where
-        batches overlap, an optimizer that is not torch's may change its own at any time."""
+        """The settings of the stages' optimizers, a line a group, with what was changed in the one
+        optimizer; none before the first plan. Where batches overlap, an optimizer that is not
+        torch's may change its own at any time."""
         if self.stages is None or self.stages.made is None:
             return []
         self.stages.submit()

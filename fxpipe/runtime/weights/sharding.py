@@ -132,9 +132,6 @@ class ShardedStage(StageWeights):
     """The versions of a stage of whose weights each replica updates a part.
 
     A version is there once the parts of all are gathered; the own part may be ahead.
-
-    Attributes:
-        made: the newest version whose part the optimizer has made.
     """
 
     def __init__(
@@ -145,14 +142,10 @@ class ShardedStage(StageWeights):
         shards: Shards,
     ) -> None:
         self._shards = shards
-        self._made = 0
+        self._made = 0  # the newest version whose part the optimizer has made
         super().__init__(parameters, optimizer, delay, predicts=False)
 
     sharded = True
-
-    @property
-    def made(self) -> int:
-        return self._made
 
     def restart(self, version: int) -> None:
         super().restart(version)
@@ -170,7 +163,7 @@ class ShardedStage(StageWeights):
         self.refuse_changed()
         parts = {name: self._shards.of[p] for name, p in self.parameters.items()}
         memory = {n: p.data.clone() if p.requires_grad else p.data for n, p in parts.items()}
-        changed = self._step(parts, memory, gradients, groups)
+        changed = self._step(self._made + 1, parts, memory, gradients, groups)
         self._made += 1
         return changed
 

@@ -71,7 +71,6 @@ class StageWeights:
         live: version → its tensors. Those of the newest share memory with the model's parameters.
         predicted: version → the predicted weights that its batches read, if they are predicted.
         undo: version → the optimizer as it was before it made that version.
-        most: the most versions that were alive at once.
         oldest: the version that batches read which ask for an earlier one.
     """
 
@@ -93,14 +92,8 @@ class StageWeights:
         self.live: dict[int, Buffers] = {}
         self.predicted: dict[int, Buffers] = {}
         self.undo: dict[int, OptimizerSnapshot] = {}
-        self.most = 0
         self.oldest = 0
         self._changes: dict[str, int] = {}
-
-    @property
-    def made(self) -> int:
-        """The newest version that the optimizer has made, which may not be whole yet."""
-        return self.newest
 
     def restart(self, version: int) -> None:
         """Take the current parameters as this version, and drop all others."""
@@ -165,13 +158,9 @@ class StageWeights:
             if moved or parameter._version != self._changes[name]:
                 yield name
 
-    def changed(self) -> str | None:
-        """The first of these names."""
-        return next(self.written(), None)
-
     def refuse_changed(self) -> None:
         """Raises InputError where a parameter was changed from outside."""
-        if name := self.changed():
+        if name := next(self.written(), None):
             raise InputError(
                 f"the parameter {name!r} was changed by hand while batches were in flight; call "
                 "pipe.flush() before"
@@ -210,22 +199,22 @@ class StageWeights:
             return []
         tensors = _copied(self.live[self.newest], retire(self.live, needed))
         memory = {name: tensor.detach() for name, tensor in tensors.items()}
-        changed = self._step(self.parameters, memory, gradients, groups)
+        changed = self._step(self.newest + 1, self.parameters, memory, gradients, groups)
         self._append(tensors)
         if self.predicts:
             self._predict(groups)
-        self.most = max(self.most, len(self.live) + len(self.predicted))
         return changed
 
     def _step(
         self,
+        version: int,
         trained: Mapping[str, nn.Parameter],
         memory: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor | None],
         groups: Sequence[dict[str, Any]],
     ) -> list[dict[str, Any]]:
-        """Step the optimizer with what it trains in other memory, which has the newest version.
-        See ``update``; after a failure all is as it was."""
+        """Step the optimizer to a version with what it trains in other memory, which has the one
+        before. See ``update``; after a failure all is as it was."""
         assert self.optimizer is not None
         before = OptimizerSnapshot(self.optimizer)
         own = {name: (parameter.data, parameter.grad) for name, parameter in trained.items()}
@@ -241,14 +230,13 @@ class StageWeights:
         finally:
             for name, parameter in trained.items():
                 parameter.grad = own[name][1]
-        self.undo[self.made + 1] = before
+        self.undo[version] = before
         return changed
 
     def _append(self, tensors: Buffers) -> None:
         """Take these, which the parameters have the memory of, as the next version."""
         self.newest += 1
         self.live[self.newest] = tensors
-        self.most = max(self.most, len(self.live) + len(self.predicted))
         self._note()
 
     def _predict(self, groups: Sequence[Mapping[str, Any]] | None = None) -> None:

@@ -130,11 +130,6 @@ class VersionedWeights(Weights):
             return [len(own) for own in self._alive()]
 
     @property
-    def most_versions(self) -> list[int]:
-        """Stage → the most versions that were ever alive at once."""
-        return [stage.most for stage in self._stages]
-
-    @property
     def bytes(self) -> list[int]:
         """Stage → the bytes of all its versions; shared memory counts once. It waits for a running
         update."""
@@ -190,7 +185,7 @@ class VersionedWeights(Weights):
     @property
     def changed(self) -> bool:
         """Whether a parameter of this process was changed since the last batch."""
-        return any(stage.changed() for stage in self._own)
+        return bool(self.written)
 
     @property
     def written(self) -> set[str]:
