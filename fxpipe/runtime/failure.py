@@ -30,7 +30,7 @@ SHOWN = 4
 """How many of a stream's suspected instructions a message names, at the start and at the end."""
 
 
-class Given(NamedTuple):
+class Launched(NamedTuple):
     """An instruction that was launched on a device.
 
     Attributes:
@@ -58,8 +58,8 @@ class Unfinished(NamedTuple):
     device: int
     place: str
     stream: str
-    done: Given | None
-    since: tuple[Given, ...]
+    done: Launched | None
+    since: tuple[Launched, ...]
 
 
 class DeviceMemory(NamedTuple):
@@ -196,16 +196,16 @@ def _peaks(expected: Expected | None) -> Sequence[int] | None:
 
 def _suspected(own: Unfinished) -> str:
     """``device 1 (cuda:1), stream compute, since forward s1[0] v0 was done: …``."""
-    since = [*map(_told, own.since)]
+    since = [*map(_line, own.since)]
     if len(since) > 2 * SHOWN + 1:
         left_out = len(since) - 2 * SHOWN
         since[SHOWN:-SHOWN] = [f"… ({left_out} more)"]
-    after = "" if own.done is None else f", since {_told(own.done)} was done"
+    after = "" if own.done is None else f", since {_line(own.done)} was done"
     return f"device {own.device} ({own.place}), stream {own.stream}{after}: {', '.join(since)}"
 
 
-def _told(given: Given) -> str:
-    return f"{print_instruction(given.instruction)} (step {given.step}, at {given.position})"
+def _line(one: Launched) -> str:
+    return f"{print_instruction(one.instruction)} (step {one.step}, at {one.position})"
 
 
 def _place(instruction: ins.Instruction) -> tuple[int | None, int | None]:

@@ -8,11 +8,11 @@ import pytest
 
 from fxpipe.ir import instruction as ins
 from fxpipe.runtime.devices.launching import Trail
-from fxpipe.runtime.failure import Given
+from fxpipe.runtime.failure import Launched
 
 
-def given(trail: Trail, *instructions: ins.Instruction, stream: str = "compute") -> list[Given]:
-    found = [Given(position, x, 0) for position, x in enumerate(instructions)]
+def given(trail: Trail, *instructions: ins.Instruction, stream: str = "compute") -> list[Launched]:
+    found = [Launched(position, x, 0) for position, x in enumerate(instructions)]
     for each in found:
         trail.give(stream, each)
     return found

@@ -23,7 +23,7 @@ from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
-from fxpipe.runtime.failure import Given, Unfinished
+from fxpipe.runtime.failure import Launched, Unfinished
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
 from fxpipe.runtime.offload import Away
@@ -77,9 +77,9 @@ class _Stream:
     """
 
     def __init__(self) -> None:
-        self.done: Given | None = None
-        self.open: deque[Given] = deque()
-        self.marked: deque[tuple[Any, Given]] = deque()
+        self.done: Launched | None = None
+        self.open: deque[Launched] = deque()
+        self.marked: deque[tuple[Any, Launched]] = deque()
 
 
 class Trail:
@@ -96,7 +96,7 @@ class Trail:
         self._streams: dict[str, _Stream] = {}
         self._lock = threading.Lock()
 
-    def give(self, stream: str, given: Given) -> None:
+    def give(self, stream: str, given: Launched) -> None:
         """Note that an instruction is about to be launched on a stream."""
         with self._lock:
             if stream not in self._streams:
@@ -266,7 +266,7 @@ class LaunchingMachine(Machine):
             if at.batch >= self.first and (mark := self.channels.events.find(at)) is not None:
                 self.lanes.wait(launch.stream, mark)
         if not self.program.depth or self.step + ins.batch_of(instruction) in self.batches:
-            self.trail.give(launch.stream, Given(self.position, instruction, self.step))
+            self.trail.give(launch.stream, Launched(self.position, instruction, self.step))
             if self.times is not None:
                 self.times.append(self.lanes.moment(launch.stream))
             self._launch(instruction, launch)

@@ -11,9 +11,9 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fxpipe.errors import CheckpointError
+from fxpipe.errors import CheckpointError, told
 from fxpipe.runtime.weights.optimizer_state import (
     GroupState,
     OptimizerState,
@@ -103,11 +103,11 @@ Add = Callable[[tuple[str, ...], Tensor], dict[str, str]]
 def encode(checkpoint: Checkpoint, add: Add, parts: Iterable[str] = EVERYTHING) -> dict[str, Any]:
     """These parts of a checkpoint as JSON, which names the tensors that ``add`` was given. Raises
     CheckpointError where it holds a value of a kind that has no such form."""
-    told = [part.name for part in _told(checkpoint) if part.name in parts]
-    return {name: _encode(getattr(checkpoint, name), (name,), add) for name in told}
+    names = [part.name for part in _written_fields(checkpoint) if part.name in parts]
+    return {name: _encode(getattr(checkpoint, name), (name,), add) for name in names}
 
 
-def _told(value: Any) -> list[Field[Any]]:
+def _written_fields(value: Any) -> list[Field[Any]]:
     """The fields of a dataclass, without those that older versions do not know and that are
     empty."""
     return [f for f in fields(value) if f.name not in _ADDED or getattr(value, f.name)]
@@ -164,6 +164,48 @@ def _joined(one: Any, other: Any) -> Any:
     return one
 
 
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """Name of a module → what its ``get_extra_state`` returns, of those that have it."""
+    return {name: module.get_extra_state() for name, module in _having(model).items()}
+
+
+def set_extra_states(model: nn.Module, saved: Mapping[str, Any]) -> Callable[[], None]:
+    """Give modules the extra state of a checkpoint. One that the checkpoint does not name keeps its
+    own. Returns a function that takes it back.
+
+    Raises:
+        CheckpointError: a module is missing, or does not take its state. All have their own then.
+    """
+    having = _having(model)
+    before = {name: having[name].get_extra_state() for name in saved if name in having}
+
+    def take_back() -> None:
+        for name, state in before.items():
+            having[name].set_extra_state(state)
+
+    for name in saved:
+        if name not in having:
+            raise CheckpointError(
+                f"the checkpoint is of another model: its module {name!r} has extra state, and the "
+                "pipe's has no get_extra_state()"
+            )
+    for name, state in saved.items():
+        try:
+            having[name].set_extra_state(state)
+        except Exception as error:
+            take_back()
+            raise CheckpointError(
+                f"module {name!r} does not take the extra state of the checkpoint ({told(error)}); "
+                "restore one that was made with this set_extra_state()"
+            ) from error
+    return take_back
+
+
+def _having(model: nn.Module) -> dict[str, nn.Module]:
+    own = nn.Module.get_extra_state
+    return {n: m for n, m in model.named_modules() if type(m).get_extra_state is not own}
+
+
 def checksum(name: str, tensor: Tensor, start: int = 0) -> int:
     """The CRC-32 of a dense tensor with its name, dtype and shape, going on from ``start``; it
     detects a few flipped bits for certain.
@@ -209,7 +251,7 @@ def _encode(value: Any, path: tuple[str, ...], add: Add) -> Any:
             pairs = [[inside(key, "key"), inside(item, key)] for key, item in value.items()]
             return {"dict": pairs}
         case _ if type(value) in _CLASSES.values():
-            made = {f.name: inside(getattr(value, f.name), f.name) for f in _told(value)}
+            made = {f.name: inside(getattr(value, f.name), f.name) for f in _written_fields(value)}
             return {"class": type(value).__name__, "fields": made}
     raise CheckpointError(
         f"{'/'.join(path)} is a {type(value).__name__}, which a checkpoint cannot hold; it holds "

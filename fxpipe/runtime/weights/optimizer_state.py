@@ -239,10 +239,10 @@ def _check_step(
             return  # it cannot step over one parameter alone, so nothing can be checked
     for key, value in made.items() if state else ():
         if key not in state or not _alike(value, state[key], exactly=True):
-            found = _told(state[key]) if key in state else "missing"
+            found = described(state[key]) if key in state else "missing"
             raise CheckpointError(
                 f"{key!r}, which {kind} keeps for {name!r}, is {found} in the checkpoint, and "
-                f"{_told(value)} here"
+                f"{described(value)} here"
             )
     if error is None and state:
         error = step(saved, placed(state, parameter, saved))[1]
@@ -277,18 +277,17 @@ def _is_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
 
 
-def described(tensor: Tensor) -> str:
-    """``6×6 of float32``, and ``6×6 of float32, sparse_coo with 9 entries``."""
-    sizes = "×".join(map(str, tensor.shape)) or "a scalar"
-    text = f"{sizes} of {tensor.dtype}".replace("torch.", "")
-    if tensor.layout is torch.strided:
+def described(value: Any) -> str:
+    """``6×6 of float32``, and ``6×6 of float32, sparse_coo with 9 entries``; what is no tensor as
+    it is."""
+    if not isinstance(value, Tensor):
+        return reprlib.repr(value)
+    sizes = "×".join(map(str, value.shape)) or "a scalar"
+    text = f"{sizes} of {value.dtype}".replace("torch.", "")
+    if value.layout is torch.strided:
         return text
-    layout = str(tensor.layout).removeprefix("torch.")
-    return f"{text}, {layout} with {len(pieces(tensor)[-1])} entries"
-
-
-def _told(value: Any) -> str:
-    return described(value) if isinstance(value, Tensor) else reprlib.repr(value)
+    layout = str(value.layout).removeprefix("torch.")
+    return f"{text}, {layout} with {len(pieces(value)[-1])} entries"
 
 
 def _groups(optimizers: Optimizers) -> Iterator[tuple[Optimizer, int, dict[str, Any]]]:

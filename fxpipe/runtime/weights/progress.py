@@ -13,9 +13,8 @@ from fxpipe.errors import CheckpointError, InputError, near
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
-from fxpipe.runtime.weights.checkpoint import Checkpoint
+from fxpipe.runtime.weights.checkpoint import Checkpoint, extra_states, set_extra_states
 from fxpipe.runtime.weights.clipping import Clipping
-from fxpipe.runtime.weights.extra_state import extra_states, set_extra_states
 from fxpipe.runtime.weights.live import is_torchs, settings, shown
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
 from fxpipe.runtime.weights.optimizers import Optimizers
