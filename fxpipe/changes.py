@@ -69,7 +69,8 @@ class Changes:
         )
         own = changed & self._own
         if versions is not None:  # which updates write at other times
-            writes, own = int(versions.changed), versions.written
+            own = versions.written
+            writes = int(bool(own))
         if self._compiled is None:
             return found._replace(writes=writes)
         return found._replace(writes=writes, own=sorted(own), strays=sorted(changed & self._others))

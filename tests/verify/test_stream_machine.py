@@ -204,7 +204,7 @@ def trained(case: Case, seed: int | None, in_turn: bool) -> None:
     own = [{a.target: state[a.target] for a in stage.parameters} for stage in stages]
     optimizers = [torch.optim.SGD(mine.values(), lr=0.1) if mine else None for mine in own]
     weights = VersionedWeights(own, optimizers, case.compiled.schedule.delays)
-    weights.open(stages, case.state, changed=weights.changed)
+    weights.open(stages, case.state, changed=bool(weights.written))
     for batch in range(len(case.batches)):
         weights.expect(batch)
     jobs = case.jobs()

@@ -175,7 +175,7 @@ class Progress:
         """Whether parameters of this process were changed since the last batch or checkpoint, where
         that matters: the next batch then reads no older version."""
         if self.versions is not None:
-            return self.versions.changed
+            return bool(self.versions.written)
         return self._history is not None and self._marks() != self._restored
 
     def versions_of(self, plan: Plan, schedule: Schedule, *, changed: bool) -> VersionedWeights:

@@ -183,11 +183,6 @@ class VersionedWeights(Weights):
             stage.follow(delay)
 
     @property
-    def changed(self) -> bool:
-        """Whether a parameter of this process was changed since the last batch."""
-        return bool(self.written)
-
-    @property
     def written(self) -> set[str]:
         """The parameters of this process that were changed since the last batch."""
         return {name for stage in self._own for name in stage.written()}
