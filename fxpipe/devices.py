@@ -13,6 +13,8 @@ from fxpipe.runtime.devices.cuda import home
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.meeting import meet, read_mesh
 
+_MOST = 1 << 16
+
 Devices = int | Sequence[str | torch.device | torch.cuda.Stream] | DeviceMesh
 
 
@@ -46,8 +48,8 @@ def read_devices(devices: int | Sequence[str | Place]) -> list[Place]:
     if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
         raise InputError(f'devices is {devices!r}; give a list such as ["cpu", "cpu"], or how many')
     if isinstance(devices, int):
-        if devices < 1:
-            raise InputError(f"devices is {devices}; give at least 1")
+        if not 1 <= devices <= _MOST:
+            raise InputError(f"devices is {devices}; give at least 1, and at most {_MOST}")
         if not torch.cuda.is_available():
             return [torch.device("cpu")] * devices
         if devices > torch.cuda.device_count():

@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 import fxpipe
+from fxpipe import InputError
 from fxpipe.cli import main
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.value import Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
+from fxpipe.python_file import of_python
 from fxpipe.schedules import gpipe
 from tests.helpers.command_line import run
 from tests.helpers.plans import chain, plan_of
@@ -261,6 +263,21 @@ def test_closed_and_narrow_streams_are_told(
         check=False,
     )
     assert (done.returncode, done.stderr) == (status, err)
+
+
+def test_a_file_that_fails_leaves_no_schedules_behind(tmp_path: Path) -> None:
+    file = tmp_path / "half.py"
+    file.write_text(
+        "import fxpipe\n"
+        "@fxpipe.schedule(name='half-made')\n"
+        "def rows(device, devices, microbatches):\n"
+        "    yield fxpipe.F(0)\n"
+        "raise ValueError\n"
+    )
+    before = dict(RECIPES)
+    with pytest.raises(InputError, match="cannot be run: ValueError"):
+        of_python(str(file))
+    assert before == RECIPES
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:

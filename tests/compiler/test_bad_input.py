@@ -34,6 +34,7 @@ from tests.oracles import loop
         ([], 'devices is empty; give at least one, such as ["cpu", "cpu"]'),
         (0, "devices is 0; give at least 1"),
         (-1, "devices is -1; give at least 1"),
+        (10**30, "give at least 1, and at most 65536"),
         (True, "devices is True; give a list"),
         (2.0, "devices is 2.0; give a list"),
         (None, "devices is None; give a list"),

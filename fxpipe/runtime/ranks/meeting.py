@@ -132,36 +132,8 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Met:
             tuple(ranks[first : first + devices] for first in range(0, size, devices)),
             device,
         )
-        cards = [card]
-
-        def gather() -> None:
-            try:
-                with nullcontext() if device is None else torch.cuda.device(device):
-                    for group in groups:  # along one dimension of the mesh, then along the other
-                        parts: list[list[Card]] = [[]] * group.size()
-                        dist.all_gather_object(parts, cards, group=group)
-                        cards[:] = [each for part in parts for each in part]
-            except BaseException as error:
-                raise RankError(
-                    f"the ranks of the mesh did not meet ({told(error)}); every rank has to call "
-                    "fxpipe.compile with the same mesh",
-                    rank=-1,
-                ) from error
-
-        interruptibly(gather, raise_held)
-        names = tuple(_named_rank(each) for each in cards)
-        for name, each in zip(names, cards, strict=True):
-            if each.versions != cards[0].versions:
-                raise InputError(
-                    f"{name} has fxpipe {each.versions[0]} and torch {each.versions[1]}, and "
-                    f"{names[0]} {cards[0].versions[0]} and {cards[0].versions[1]}; install the "
-                    "same on all"
-                )
-            if each.ranks != cards[0].ranks:
-                raise InputError(
-                    f"{name} has a mesh of the ranks {each.ranks} and {names[0]} one of "
-                    f"{cards[0].ranks}; make the same mesh on all"
-                )
+        cards = interruptibly(lambda: _gathered(groups, card), raise_held)
+        _check_alike(cards)
         cards.sort(key=lambda each: ranks.index(each.global_rank))  # the group is in its own order
         names = tuple(_named_rank(each) for each in cards)
         sockets = connected(rank, cards, names, listeners, time.monotonic() + CONNECTS)
@@ -186,6 +158,41 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Met:
         tuple(each.device for each in cards),
         size // devices,
     )
+
+
+def _gathered(groups: Sequence[dist.ProcessGroup], card: Card) -> list[Card]:
+    """The cards of all ranks. Raises RankError where one does not come."""
+    cards = [card]
+    try:
+        with nullcontext() if card.device is None else torch.cuda.device(card.device):
+            for group in groups:  # along one dimension of the mesh, then along the other
+                parts: list[list[Card]] = [[]] * group.size()
+                dist.all_gather_object(parts, cards, group=group)
+                cards = [each for part in parts for each in part]
+    except BaseException as error:
+        raise RankError(
+            f"the ranks of the mesh did not meet ({told(error)}); every rank has to call "
+            "fxpipe.compile with the same mesh",
+            rank=-1,
+        ) from error
+    return cards
+
+
+def _check_alike(cards: Sequence[Card]) -> None:
+    """Raises InputError where ranks have different versions or meshes."""
+    first = cards[0]
+    for each in cards:
+        if each.versions != first.versions:
+            raise InputError(
+                f"{_named_rank(each)} has fxpipe {each.versions[0]} and torch {each.versions[1]}, "
+                f"and {_named_rank(first)} {first.versions[0]} and {first.versions[1]}; install "
+                "the same on all"
+            )
+        if each.ranks != first.ranks:
+            raise InputError(
+                f"{_named_rank(each)} has a mesh of the ranks {each.ranks} and "
+                f"{_named_rank(first)} one of {first.ranks}; make the same mesh on all"
+            )
 
 
 def _place(cards: Sequence[Card]) -> str:
