@@ -169,7 +169,8 @@ class RankChannels(Channels):
         )
 
     def _add(self, replica: int, key: tuple[int, int, int], part: Part) -> None:
-        """Take a replica's gradients of the part that this one adds up. The last one adds them."""
+        """Take a replica's gradients of the part that this rank sums up; with the last of them the
+        sum is complete, and is sent."""
         replicas, own = self._group.replicas, self._group.replica
         adding = self._sums.setdefault(key, Adding(replicas, self._ordered))
         total, (stage, batch, bucket) = adding.take(replica, part), key
@@ -205,8 +206,8 @@ class RankChannels(Channels):
 
     def all_norms(self, stage: int, batch: int, own: list[Tensor | None]) -> list[Tensor | None]:
         """Wait for the norms of all parts of a stage's sums, replica after replica; ``own`` are
-        those of this one's. The thread that added up the others' has sent them. Raises like
-        ``all_gather``."""
+        those of this replica's part. Each other one sends its own when it has summed up its part.
+        Raises like ``all_gather``."""
         found: list[Tensor | None] = []
         for replica in range(self._group.replicas):
             buffer = _of_replica("norms", stage, replica, batch)
@@ -287,7 +288,7 @@ class RankChannels(Channels):
 
 
 def _of_replica(what: str, number: int, replica: int, batch: int) -> Buffer:
-    """What a replica tells the others of a stage or a device. No program has such a buffer."""
+    """The key of what a replica tells the others of a stage or a device, which no program has."""
     return Buffer("state", what, number, number, replica, batch)
 
 

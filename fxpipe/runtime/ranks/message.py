@@ -57,8 +57,8 @@ class _Layout(NamedTuple):
         shape: its sizes.
         strides: its strides.
         start: how many elements its memory has before it, so that it is aligned as it was.
-        where: its slot in shared memory; or whether the bytes that are sent are its memory, from
-            the first element to the last. Else they are each element once, in order.
+        where: its slot in shared memory. Else what is sent: True for its memory from the first
+            element to the last, False for each element once, in order.
     """
 
     dtype: str
@@ -74,7 +74,7 @@ class _Layout(NamedTuple):
 
     @property
     def once(self) -> list[int]:
-        """The shape without what is repeated along a dimension."""
+        """The shape with size 1 where a dimension repeats the same elements (stride 0)."""
         sizes = zip(self.shape, self.strides, strict=True)
         return [n if stride else min(n, 1) for n, stride in sizes]
 
@@ -256,7 +256,7 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 @lru_cache
 def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements may be in the same place that are not one, repeated along a dimension."""
+    """Whether two elements may share memory other than along a dimension of stride 0."""
     span = 1
     for stride, n in sorted(zip(strides, shape, strict=True)):
         if n > 1 and 0 < stride < span:
