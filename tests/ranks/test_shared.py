@@ -75,6 +75,7 @@ def joined() -> Iterator[Joined]:
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_rank_that_leaves_before_memory_is_shared_is_named(when: str) -> None:
+    gc.collect()  # of other tests
     files = len(os.listdir("/proc/self/fd"))
     mine, other = socket.socketpair()
     mine.settimeout(10)
@@ -94,7 +95,7 @@ def test_a_rank_that_leaves_before_memory_is_shared_is_named(when: str) -> None:
     thread.join()
     del raised
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files
 
 
 @st.composite
