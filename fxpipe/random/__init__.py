@@ -371,9 +371,10 @@ def with_defaults(function: Any, args: Sequence[Any]) -> tuple[Any, ...]:
 
     A generator argument is dropped, as a seeded form has its own.
     """
-    names = [a.name for a in function._schema.arguments if not a.kwarg_only]
-    given = arguments_of(function, args, {})
-    return tuple(given[name] for name in names if name != "generator")
+    arguments = [a for a in function._schema.arguments if not a.kwarg_only]
+    rest = [a.default_value for a in arguments[len(args) :] if a.has_default_value()]
+    given = zip(arguments, (*args, *rest), strict=False)
+    return tuple(value for a, value in given if a.name != "generator")
 
 
 def draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
