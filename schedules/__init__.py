@@ -15,13 +15,11 @@ from fxpipe.schedules.looped_bfs import looped_bfs
 from fxpipe.schedules.naive import naive
 from fxpipe.schedules.one_f_one_b import one_f_one_b
 from fxpipe.schedules.one_f_one_b_async import one_f_one_b_async
-from fxpipe.schedules.pipedream import pipedream
-from fxpipe.schedules.pipedream_vertical import pipedream_vertical
+from fxpipe.schedules.pipedream import pipedream, pipedream_vertical
 from fxpipe.schedules.two_bw import two_bw
 from fxpipe.schedules.v_half import v_half
 from fxpipe.schedules.v_min import v_min
-from fxpipe.schedules.zb_h1 import zb_h1
-from fxpipe.schedules.zb_h2 import zb_h2
+from fxpipe.schedules.zb_h import zb_h1, zb_h2
 from fxpipe.schedules.zb_v import zb_v
 
 __all__ = [

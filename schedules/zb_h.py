@@ -1,0 +1,64 @@
+"""ZB-H1 and ZB-H2: 1F1B whose weight gradients wait (Qi et al., arXiv 2401.10241).
+
+``zb-h1``, for: a third of 1F1B's bubble in the memory of its first stage.
+Bubble: (p − 1)(T_F + T_I − T_W) a device, for m ≥ p and T_W ≤ T_F; with equal times that is a
+fraction (p − 1)/(3m + p − 1). Stash: min(p, m) micro-batches on every stage, where one counts
+until its weight gradient is made.
+
+``zb-h2``, for: no bubble, for nearly twice the memory. Forwards fill the wait for the first
+gradient, weight gradients the end; every device is busy from its first task to its last, and they
+begin and end one after another.
+Bubble: (p − 1)(T_F + T_I − 2 T_W) a device, for m ≥ 2p − 1, T_W ≤ T_F and 2 T_W ≤ T_F + T_I: 0
+with equal times. Stash: min(2p − 1, m) micro-batches on every stage.
+
+Both ask nothing of m and p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fxpipe.ir.recipe import schedule
+from fxpipe.ir.task import F, I, Task, U, W
+
+
+@schedule("zb-h1")
+def zb_h1(device: int, devices: int, microbatches: int) -> Iterator[Task]:
+    """1F1B of input gradients; on device d the weight gradients come d micro-batches behind.
+
+    p = 3, m = 5, all tasks equally long::
+
+        0: F0 F1 F2  .  . I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4 U
+        1:  . F0 F1  . I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4 U
+        2:  .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4 U
+    """
+    yield from _in_turn(devices - device, device, microbatches)
+
+
+@schedule("zb-h2")
+def zb_h2(device: int, devices: int, microbatches: int) -> Iterator[Task]:
+    """Twice ZB-H1's head start, and twice its delay of the weight gradients.
+
+    p = 3, m = 6, all tasks equally long::
+
+        0: F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5  .  . U
+        1:  . F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5  . U
+        2:  .  . F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5 U
+    """
+    yield from _in_turn(2 * (devices - device) - 1, 2 * device, microbatches)
+
+
+def _in_turn(ahead: int, behind: int, microbatches: int) -> Iterator[Task]:
+    """So many forwards ahead of the input gradients, and weight gradients so far behind them."""
+    ahead, behind = min(ahead, microbatches), min(behind, microbatches)
+    for i in range(ahead):
+        yield F(i)
+    for i in range(microbatches):
+        yield I(i)
+        if i >= behind:
+            yield W(i - behind)
+        if i + ahead < microbatches:
+            yield F(i + ahead)
+    for i in range(microbatches - behind, microbatches):
+        yield W(i)
+    yield U()
