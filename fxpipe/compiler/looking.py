@@ -182,7 +182,9 @@ class Look:
         elif isinstance(value, ModuleType):
             if top(value.__name__) not in OUTSIDE:
                 self._attributes(path, vars(value))
-        elif not isinstance(value, Tensor) and _is_record(type(value)):
+        elif isinstance(value, Tensor):
+            self._attributes(path, vars(value))
+        elif _is_record(type(value)):
             every = type(value) in self._reads.makers
             self._attributes(path, getattr(value, "__dict__", {}), every)
             for base in type(value).__mro__:

@@ -28,6 +28,7 @@ class Gained(nn.Module):
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
         self.gain = torch.ones(())  # no buffer
         self.gains = [torch.ones(2)]
+        vars(self.gains[0])["scale"] = 1.0
         self.factor_1 = 1.0
         self.table = {"a": 1.0, "b": 2.0}
         self.parts = nn.ModuleDict({"tanh": nn.Tanh(), "sigmoid": nn.Sigmoid()})
@@ -64,6 +65,12 @@ class AsList(Gained):
 class AsText(Gained):
     def gained(self, x: Tensor) -> Tensor:
         return x * (2 if str(self.gain) == "tensor(1.)" else 3)
+
+
+class OfATensor(Gained):
+    def gained(self, x: Tensor) -> Tensor:
+        made: Tensor = x * self.gains[0].scale  # type: ignore[attr-defined]
+        return made
 
 
 class ByAddedName(Gained):
@@ -107,6 +114,7 @@ CASES: dict[type[Gained], Callable[[Any], Any]] = {
     AsLimit: lambda model: model.gain.fill_(0.2),
     AsList: lambda model: model.gains[0].fill_(2.0),
     AsText: lambda model: model.gain.fill_(2.0),
+    OfATensor: lambda model: setattr(model.gains[0], "scale", 2.0),
     ByAddedName: lambda model: setattr(model, "factor_1", 2.0),
     ByFormattedName: lambda model: setattr(model, "factor_1", 2.0),
     ByNamesInside: lambda model: setattr(model, "factor_1", 2.0),
