@@ -7,8 +7,6 @@ after:   add = aten.add.Tensor(b_count, 1);  relu = aten.relu.default(bn);  retu
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,15 +26,14 @@ from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Literal, Traced, Value
 from fxpipe.passes.differentiate.part_recurrent import part_recurrent
-from fxpipe.passes.graph.aliasing import hidden_views, same_layout
-from fxpipe.passes.graph.composites import decomposed
+from fxpipe.passes.graph.aliasing import same_layout
+from fxpipe.passes.graph.composites import functional
 from fxpipe.passes.graph.exported import detach_in_place, detach_without_grad, mask_diagonals
 from fxpipe.passes.graph.layouts import lay_gradients
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
 from fxpipe.passes.tracing.explain import at_node, explained
 from fxpipe.torchtools.autocast import Autocasts, autocasts
-from fxpipe.torchtools.functions import functions_kept
 
 _ASSERTIONS = frozenset(
     (
@@ -81,65 +78,10 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Tra
     # PyTorch's own way makes an operation of each cast, which the stages can then share
     ruled = None if casts and _shares_parameters(program) else rewrite(program)
     if ruled is None:
-        program.graph_module.recompile()
-        _part_names(program)
-        program = _decomposed(program)
-    signature = program.graph_signature
+        program = functional(program)
     module, written = (program.graph_module, []) if ruled is None else ruled
-    parameters: list[Argument] = []
-    buffers: list[Argument] = []
-    constants: dict[str, torch.Tensor] = {}
-    inputs: list[str | None] = []
-    used = {node.name for node in module.graph.nodes if node.users}
-    for spec in signature.input_specs:
-        name = getattr(spec.arg, "name", "")
-        match spec.kind:
-            case InputKind.PARAMETER if name in used:
-                parameters.append(Argument(name, held(str(spec.target))))
-            case InputKind.BUFFER if name in used:
-                buffers.append(Argument(name, held(str(spec.target))))
-            case InputKind.CONSTANT_TENSOR if name in used:
-                target = f"constant.{spec.target}"
-                buffers.append(Argument(name, target))
-                constant = program.constants[str(spec.target)]
-                assert isinstance(constant, torch.Tensor)
-                constants[target] = constant.detach()
-            case InputKind.USER_INPUT:
-                is_value = isinstance(spec.arg, TensorArgument) and name in used
-                inputs.append(name if is_value else None)
-            case InputKind.CUSTOM_OBJ | InputKind.TOKEN:
-                raise TraceError(f"the model keeps {spec.target!r}, which a graph cannot hold")
-            case _:
-                pass
-    writes = [Write(held(target), "") for target in written]
-    outputs: list[Value | Literal] = []
-    returned: Any = module.graph.output_node().args[0]
-    values = {node.name: node.meta.get("val") for node in module.graph.nodes}
-    dynamic = any(isinstance(size, torch.SymInt) for v in values.values() for size in _shape(v))
-    for out, node in zip(signature.output_specs, returned[len(written) :], strict=True):
-        match out.kind:
-            case OutputKind.BUFFER_MUTATION:
-                writes.append(Write(held(str(out.target)), str(getattr(out.arg, "name", ""))))
-            case OutputKind.USER_OUTPUT:
-                name = node.name if isinstance(node, fx.Node) else ""
-                outputs.append(_output(out.arg, name, values.get(name), dynamic))
-            case OutputKind.USER_INPUT_MUTATION:
-                raise TraceError(
-                    f"the model writes into its input {out.target!r}; let it work on a copy "
-                    "(x = x.clone())"
-                )
-            case OutputKind.PARAMETER_MUTATION:
-                message = (
-                    f"the model writes into its parameter {out.target!r} while it runs, as an "
-                    "embedding with max_norm does, and weights change in updates alone; make it a "
-                    "buffer, or work on a copy of it"
-                )
-                # scaling the rows of an embedding's own weight twice is the same as once
-                if node.target is torch.ops.aten.embedding_renorm.default:
-                    raise at_node(message, node, "it scales rows of its parameter")
-                raise TraceError(message)
-            case kind:
-                raise TraceError(f"the model has an output of kind {kind.name}; return tensors")
+    parameters, buffers, constants, inputs = _arguments(program, module, held)
+    writes, outputs = _results(program, module, held, written)
     _let_copies_have_gradients(module)
     _let_strides_vary(module)
     part_recurrent(module)
@@ -167,6 +109,87 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Tra
     )
 
 
+def _arguments(
+    program: ExportedProgram, module: fx.GraphModule, held: Callable[[str], str]
+) -> tuple[list[Argument], list[Argument], dict[str, torch.Tensor], list[str | None]]:
+    """The parameters and buffers that a graph reads, its constants by name, and its inputs.
+
+    Raises:
+        TraceError: it reads something else.
+    """
+    parameters: list[Argument] = []
+    buffers: list[Argument] = []
+    constants: dict[str, torch.Tensor] = {}
+    inputs: list[str | None] = []
+    used = {node.name for node in module.graph.nodes if node.users}
+    for spec in program.graph_signature.input_specs:
+        name = getattr(spec.arg, "name", "")
+        match spec.kind:
+            case InputKind.PARAMETER if name in used:
+                parameters.append(Argument(name, held(str(spec.target))))
+            case InputKind.BUFFER if name in used:
+                buffers.append(Argument(name, held(str(spec.target))))
+            case InputKind.CONSTANT_TENSOR if name in used:
+                target = f"constant.{spec.target}"
+                buffers.append(Argument(name, target))
+                constant = program.constants[str(spec.target)]
+                assert isinstance(constant, torch.Tensor)
+                constants[target] = constant.detach()
+            case InputKind.USER_INPUT:
+                is_value = isinstance(spec.arg, TensorArgument) and name in used
+                inputs.append(name if is_value else None)
+            case InputKind.CUSTOM_OBJ | InputKind.TOKEN:
+                raise TraceError(f"the model keeps {spec.target!r}, which a graph cannot hold")
+            case _:
+                pass
+    return parameters, buffers, constants, inputs
+
+
+def _results(
+    program: ExportedProgram,
+    module: fx.GraphModule,
+    held: Callable[[str], str],
+    written: Sequence[str],
+) -> tuple[list[Write], list[Value | Literal]]:
+    """What a graph writes to buffers, those ``written`` first, and what it returns.
+
+    Raises:
+        TraceError: it writes something else, or returns what no graph can hold.
+    """
+    writes = [Write(held(target), "") for target in written]
+    outputs: list[Value | Literal] = []
+    returned: Any = module.graph.output_node().args[0]
+    values = {node.name: node.meta.get("val") for node in module.graph.nodes}
+    dynamic = any(isinstance(size, torch.SymInt) for v in values.values() for size in _shape(v))
+    for out, node in zip(
+        program.graph_signature.output_specs, returned[len(written) :], strict=True
+    ):
+        match out.kind:
+            case OutputKind.BUFFER_MUTATION:
+                writes.append(Write(held(str(out.target)), str(getattr(out.arg, "name", ""))))
+            case OutputKind.USER_OUTPUT:
+                name = node.name if isinstance(node, fx.Node) else ""
+                outputs.append(_output(out.arg, name, values.get(name), dynamic))
+            case OutputKind.USER_INPUT_MUTATION:
+                raise TraceError(
+                    f"the model writes into its input {out.target!r}; let it work on a copy "
+                    "(x = x.clone())"
+                )
+            case OutputKind.PARAMETER_MUTATION:
+                message = (
+                    f"the model writes into its parameter {out.target!r} while it runs, as an "
+                    "embedding with max_norm does, and weights change in updates alone; make it a "
+                    "buffer, or work on a copy of it"
+                )
+                # scaling the rows of an embedding's own weight twice is the same as once
+                if node.target is torch.ops.aten.embedding_renorm.default:
+                    raise at_node(message, node, "it scales rows of its parameter")
+                raise TraceError(message)
+            case kind:
+                raise TraceError(f"the model has an output of kind {kind.name}; return tensors")
+    return writes, outputs
+
+
 def _shares_parameters(program: ExportedProgram) -> bool:
     """Whether several operations read one parameter, which autocast casts once for all of them."""
     graph, own = program.graph, program.graph_signature.inputs_to_parameters
@@ -190,24 +213,6 @@ def _note_casts(graph: fx.Graph, casts: Autocasts) -> None:
                 graph.erase_node(node)
 
 
-def _decomposed(program: ExportedProgram) -> ExportedProgram:
-    """The program without in-place operations, as PyTorch itself makes it."""
-    try:
-        with warnings.catch_warnings(), functions_kept():
-            warnings.simplefilter("ignore")
-            table = hidden_views(program.graph_module)
-            return decomposed(program, table)
-    except RuntimeError as error:
-        written = re.match(r"Constant (\S+) is mutated in the forward method", str(error))
-        if written is None:
-            raise
-        name = "" if written[1].startswith("lifted_tensor") else f" {written[1]!r}"
-        raise TraceError(
-            f"the model writes into a tensor{name} that is no buffer of it, and which in a graph "
-            "would stay as it is; register it (register_buffer), and write that in place"
-        ) from error
-
-
 def _first_names(program: ExportedProgram) -> Callable[[str], str]:
     """Name of a parameter or buffer → the first of its names, as ``named_parameters`` has it."""
     first: dict[int, str] = {}
@@ -215,21 +220,6 @@ def _first_names(program: ExportedProgram) -> Callable[[str], str]:
     for name, tensor in program.state_dict.items():
         names[name] = first.setdefault(id(tensor), name)
     return lambda name: names.get(name, name)
-
-
-def _part_names(program: ExportedProgram) -> None:
-    """Give a buffer with several names copies under the names that the graph does not read.
-
-    The graph reads a shared buffer under one name, but ``run_decompositions`` fails if it writes
-    a buffer that has other names as well.
-    """
-    unread = {node.name for node in program.graph.nodes if not node.users}
-    for spec in program.graph_signature.input_specs:
-        if spec.kind is InputKind.BUFFER and getattr(spec.arg, "name", "") in unread:
-            for held in (program.state_dict, program.constants):
-                tensor = held.get(str(spec.target))
-                if isinstance(tensor, torch.Tensor):
-                    held[str(spec.target)] = tensor.detach().clone()
 
 
 def _output(argument: Any, name: str, value: Any, dynamic: bool) -> Value | Literal:
