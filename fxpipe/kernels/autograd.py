@@ -71,6 +71,9 @@ class AutogradKernel:
     ) -> Forwarded:
         """See Kernel.forward. ``saved`` holds what autograd keeps."""
         weights = [p.detach().requires_grad_(p.requires_grad) for p in parameters]
+        for weight, parameter in zip(weights, parameters, strict=True):
+            if more := vars(parameter):  # attributes of the user's
+                vars(weight).update(more)
         # modules write their buffers in place, so they get copies, which become the writes
         state = {
             name: buffer.clone() if name in self._written else buffer

@@ -40,6 +40,23 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
 
 
+def test_an_attribute_of_a_parameter_is_there_when_its_module_is_called() -> None:
+    def gained(net: Any, x: Tensor) -> Tensor:
+        made: Tensor = net.layer(x) * net.layer.weight.gain
+        return made
+
+    torch.manual_seed(0)
+    model: Any = Around(Does(gained, nn.Linear(4, 4)))
+    alone, x, y = copy.deepcopy(model), torch.randn(8, 4), torch.randn(8, 4)
+    with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=F.mse_loss) as pipe:
+        for gain in (2.0, 3.0):
+            for each in (model, alone):
+                each.inner.layer.weight.gain = gain
+            made = pipe.step(x, target=y)
+            assert torch.equal(made, loop.train(alone, 2, x, loss=F.mse_loss, target=y).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
 @pytest.mark.parametrize("drops", [drops_layers, drops_rarely_at_first])
 def test_layers_are_dropped_by_the_seed_of_the_microbatch(drops: Function) -> None:
     torch.manual_seed(0)
