@@ -103,8 +103,7 @@ def plan_training(
     if not isinstance(cluster, Cluster):
         places = [home(place) for place in read_devices(cluster)]
         cluster, device = Cluster.measured(places), device or places[0]
-    if not isinstance(batch, int) or batch < 1:
-        raise InputError(f"batch is {batch!r}; give the samples of a step, at least 1")
+    check_whole("batch", batch, 1)
     check_whole("keep", keep, 1)
     if not isinstance(sizes, Collection) or isinstance(sizes, str) or not sizes:
         raise InputError(f"sizes is {sizes!r}; give the samples of micro-batches, such as (2, 8)")

@@ -81,7 +81,7 @@ def table_text(table: Table, width: int) -> str:
 def count_text(count: int) -> str:
     """``1.2 M``; small numbers exactly."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= max(size, 10**4):
+        if count >= max(0.99995 * size, 10**4):  # else it would be 1000.0 of the unit below
             return f"{count / size:.1f} {unit}"
     return str(count)
 

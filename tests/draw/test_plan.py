@@ -188,9 +188,10 @@ def test_quantities_are_short() -> None:
         "5.0 GiB",
         "1024.0 TiB",
     ]
-    assert [count_text(n) for n in (9999, 12_345, 1_200_000, 7 * 10**9)] == [
+    assert [count_text(n) for n in (9999, 12_345, 999_999, 1_200_000, 7 * 10**9)] == [
         "9999",
         "12.3 k",
+        "1.0 M",
         "1.2 M",
         "7.0 G",
     ]
