@@ -32,7 +32,7 @@ from fxpipe.ir.recipe import Recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.unroll import unroll
-from fxpipe.simulator.simulate import chain_program
+from fxpipe.simulator.simulate import chain_program, with_sums
 
 _MANY = Ge(p, 2)
 
@@ -77,6 +77,7 @@ def schedule_formulas(schedule: Schedule, *, given: Sequence[Relational] = ()) -
         VerificationError: the schedule is not valid.
         InputError: ``given`` relates something else.
     """
+    schedule = with_sums(schedule.verify())
     times = Bases.of(schedule.kinds, given)
     only = sample(_program(schedule, 1), times)
     found = {}
@@ -146,7 +147,8 @@ def recipe_formulas(
             if region.subs({p: a, m: b}) == true:
                 for chunk in chunks or (0,):
                     placed = recipe.placed(round_robin(chunk)) if chunk else recipe
-                    schedules[a, b, *([chunk] if chunks else [])] = placed(a, b)
+                    made = with_sums(placed(a, b).verify())
+                    schedules[a, b, *([chunk] if chunks else [])] = made
     if not schedules:
         raise InputError(f"where is {region}, and none of the points that are tried lies there")
     times = Bases.of(frozenset().union(*(x.kinds for x in schedules.values())), given)
@@ -173,7 +175,7 @@ def recipe_formulas(
 
 def _program(schedule: Schedule, steps: int) -> Program:
     """The lists of so many steps, without frees, unless these wait for what is being stored."""
-    program = chain_program(schedule.verify(), frees="O" in schedule.kinds)
+    program = chain_program(schedule, frees="O" in schedule.kinds)
     return unroll(program, steps)
 
 

@@ -124,17 +124,12 @@ def simulate_schedule(
         VerificationError: the schedule is not valid.
         InputError: as ``simulate``, or there is not one replica at least.
     """
-    from fxpipe.passes.schedule import add_reduce
-
     if not isinstance(replicas, Integral) or replicas < 1:
         raise InputError(f"replicas is {replicas!r}; give a whole number of at least 1")
     if sizes is not None and not isinstance(sizes, Sizes):
         raise InputError(f"sizes is {sizes!r}; give Sizes(...)")
-    schedule = schedule.verify()
-    if (replicas > 1 or any(schedule.working)) and schedule.trains:
-        schedule = add_reduce(schedule, shards)
     buckets = {} if sizes is None else sizes.buckets
-    program = chain_program(schedule, replicas=replicas, shards=shards, buckets=buckets)
+    program = chain_program(schedule.verify(), replicas=replicas, shards=shards, buckets=buckets)
     settings: dict[str, Any] = {"links": links, "overlap": overlap, "overhead": overhead}
     return simulate(program, costs, sizes=sizes, steps=steps, **settings)
 
@@ -166,6 +161,14 @@ def chain(stages: int, buckets: Mapping[int, Sequence[Bucket]] | None = None) ->
     return Plan(tuple(made), edges)
 
 
+def with_sums(schedule: Schedule, replicas: int = 1, shards: bool = False) -> Schedule:
+    """A schedule with an A for each stage and copy, where it has none and sums gradients."""
+    from fxpipe.passes.schedule import add_reduce
+
+    summed = schedule.trains and (replicas > 1 or any(schedule.working))
+    return add_reduce(schedule, shards) if summed else schedule
+
+
 def chain_program(
     schedule: Schedule,
     *,
@@ -183,6 +186,7 @@ def chain_program(
 
     if replicas is None:
         replicas = 2 if "A" in schedule.kinds and not schedule.copies else 1
+    schedule = with_sums(schedule, replicas, shards)
     plan = chain(schedule.stages, buckets)
     lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas, shards=shards)
     program = communicate(lower(schedule))

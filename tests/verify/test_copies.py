@@ -159,3 +159,16 @@ def test_edited_copies_are_refused_or_run(
         program = chain_program(add_reduce(edited)).verify()
         program.simulate()
         assert type(program).parse(str(program)) == program
+
+
+def test_a_schedule_that_leaves_its_sums_out_is_drawn_and_told_with_them() -> None:
+    """As compile runs it: each device gets an A right after its last backward of a stage."""
+    text = (
+        "schedule shared stages=2 microbatches=2 delay=0\nplace 0 | 1 | +0\n"
+        "0: F0 B0 {}U\n1: F0 B0 F1 B1 {}U\n2: F1 B1{}\n"
+    )
+    short = Schedule.parse(text.format("", "", "")).verify()
+    whole = Schedule.parse(text.format("A ", "A ", " A")).verify()
+    assert short.grid() == whole.grid()
+    assert short.formulas() == whole.formulas()
+    assert short.simulate().makespan == whole.simulate().makespan
