@@ -9,7 +9,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 
 from fxpipe.errors import TraceError, told, way_out
@@ -104,9 +104,16 @@ def refuse_values(model: nn.Module, traced: Traced) -> None:
 
 def _has_shape_of_values(node: fx.Node) -> bool:
     """Whether an operation decides by values on a shape that is not told; the exporter may have
-    concluded from later operations which one it was, as behind a ``bincount``."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.dynamic_output_shape in tags and node.kwargs.get("output_size") is None
+    concluded from later operations which one it was, as behind a ``bincount``. That of a composite
+    operation, such as ``one_hot``, has been decided when it was traced."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return (
+        torch.Tag.dynamic_output_shape in node.target.tags
+        and node.kwargs.get("output_size") is None
+        and not node.target.has_kernel_for_dispatch_key(composite)
+    )
 
 
 def refuse_entries(model: nn.Module, traced: Traced) -> None:

@@ -137,6 +137,11 @@ def test_a_count_of_values_is_computed_as_in_the_loop() -> None:
     step_as_the_loop(Net(between), "1f1b")
 
 
+def test_classes_whose_number_is_told_are_traced(caplog: pytest.LogCaptureFixture) -> None:
+    step_as_the_loop(Net(lambda net, x: x + F.one_hot(x.argmax(1), 6)), "1f1b")
+    assert "cannot be traced" not in caplog.text
+
+
 def test_a_value_detached_in_place_hands_no_gradient_on() -> None:
     def between(net: Any, x: Tensor) -> Any:
         kept = x * 1.0
