@@ -9,7 +9,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 
 from fxpipe.errors import TraceError, told, way_out
@@ -36,6 +36,12 @@ _CONSTRUCTS: Sequence[tuple[str, str, str]] = (
 )
 """What stands in a line whose outcome depends on values → what it is called, and the cure."""
 
+_SHAPED_BY_VALUES = frozenset(
+    (
+        *(aten.bincount.default, aten.masked_select.default, aten.nonzero.default),
+        *(aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default),
+    )
+)
 _CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 _ON_VALUES = ("DataDependent", "data-dependent", "cannot be used as inputs to control flow")
 _OUTSIDE = (".numpy()", "np.ndarray")
@@ -103,17 +109,12 @@ def refuse_values(model: nn.Module, traced: Traced) -> None:
 
 
 def _has_shape_of_values(node: fx.Node) -> bool:
-    """Whether an operation decides by values on a shape that is not told; the exporter may have
-    concluded from later operations which one it was, as behind a ``bincount``. That of a composite
-    operation, such as ``one_hot``, has been decided when it was traced."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return (
-        torch.Tag.dynamic_output_shape in node.target.tags
-        and node.kwargs.get("output_size") is None
-        and not node.target.has_kernel_for_dispatch_key(composite)
-    )
+    """Whether values decide on the shape of an operation's result, also where the exporter has
+    concluded from later operations which one it was."""
+    if node.target is aten.index.Tensor:
+        read = [each.meta["val"] for each in node.all_input_nodes[1:]]
+        return any(each.dtype in (torch.bool, torch.uint8) for each in read)
+    return node.target in _SHAPED_BY_VALUES
 
 
 def refuse_entries(model: nn.Module, traced: Traced) -> None:

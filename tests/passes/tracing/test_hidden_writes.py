@@ -137,8 +137,21 @@ def test_a_count_of_values_is_computed_as_in_the_loop() -> None:
     step_as_the_loop(Net(between), "1f1b")
 
 
-def test_classes_whose_number_is_told_are_traced(caplog: pytest.LogCaptureFixture) -> None:
-    step_as_the_loop(Net(lambda net, x: x + F.one_hot(x.argmax(1), 6)), "1f1b")
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda net, x: x + F.one_hot(x.argmax(1), 6),
+        lambda net, x: x[:, torch.arange(5, -1, -1)] + x.gather(1, x.argsort(1)),
+        lambda net, x: x[torch.arange(len(x)), x.argmax(1), None] + x,
+    ],
+    ids=["classes", "columns", "entries"],
+)
+def test_what_is_chosen_by_whole_numbers_is_traced(
+    between: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net(between)
+    del model.norm  # is called as it is
+    step_as_the_loop(model, "1f1b")
     assert "cannot be traced" not in caplog.text
 
 
