@@ -6,6 +6,7 @@ if __name__ != "fxpipe.schedules":
     raise ImportError(f"import this package as fxpipe.schedules, not as {__name__}")
 
 from fxpipe.schedules.chimera import chimera
+from fxpipe.schedules.controllable_memory import v_half, v_min
 from fxpipe.schedules.cyclic import cdp_v1, cdp_v2
 from fxpipe.schedules.dualpipe_v import dualpipe_v
 from fxpipe.schedules.gpipe import gpipe
@@ -17,8 +18,6 @@ from fxpipe.schedules.one_f_one_b import one_f_one_b
 from fxpipe.schedules.one_f_one_b_async import one_f_one_b_async
 from fxpipe.schedules.pipedream import pipedream, pipedream_vertical
 from fxpipe.schedules.two_bw import two_bw
-from fxpipe.schedules.v_half import v_half
-from fxpipe.schedules.v_min import v_min
 from fxpipe.schedules.zb_h import zb_h1, zb_h2
 from fxpipe.schedules.zb_v import zb_v
 
