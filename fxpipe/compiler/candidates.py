@@ -133,7 +133,7 @@ class Stages:
         if predicted is None or not predicted.fits(self._limits):
             return
         with suppress(FxpipeError):  # it takes micro-batches of one size alone
-            schedule, program = self._lowered(candidate)
+            schedule, program = self._lowered(candidate, sized=True)
             call = replace(self._at(samples), schedule=schedule, program=program)
             made = rehearse(call, self._graph.call)
             if made is not None:
@@ -315,14 +315,14 @@ class Stages:
 
     def peaks(self, candidate: Candidate) -> tuple[float, ...]:
         """Device → the most bytes that it is predicted to hold."""
-        _, program = self._lowered(candidate)
+        _, program = self._lowered(candidate, sized=True)
         samples = self._samples(candidate.microbatches)
         plan = self._at(samples).plan
         return tuple(map(float, predicted_peaks(plan, program, self._held(samples))))
 
-    def _lowered(self, candidate: Candidate) -> tuple[Schedule, Program]:
-        """The schedule and the program of a candidate. Raises FxpipeError where these stages cannot
-        run it."""
+    def _lowered(self, candidate: Candidate, *, sized: bool) -> tuple[Schedule, Program]:
+        """The schedule and the program of a candidate; ``sized``, by the graph for its size of
+        micro-batches. Raises FxpipeError where these stages cannot run it."""
         timetable = self.compiler.timetable.changed(
             recipe=candidate.recipe,
             recompute=candidate.recompute,
@@ -335,7 +335,6 @@ class Stages:
                 f"schedule {schedule.name!r} has backwards in halves, in which these stages are "
                 'not measured; name one that has whole ones, such as "1f1b"'
             )
-        sized = self._limited or self._links
         made = self._at(self._samples(candidate.microbatches)) if sized else self._compiled
         return schedule, self.compiler.lowered(made.plan, schedule, "step", self._updates)
 
@@ -343,8 +342,9 @@ class Stages:
         """What a step is predicted to need; None where these stages cannot run it."""
         samples, sizes = self._samples(candidate.microbatches), Sizes()
         try:
-            schedule, program = self._lowered(candidate)
-            if self._limited or self._links:
+            sized = bool(self._limited or self._links)
+            schedule, program = self._lowered(candidate, sized=sized)
+            if sized:
                 sizes = self._held(samples)
         except FxpipeError:
             return None

@@ -50,6 +50,26 @@ def test_a_model_with_leaf_modules_is_planned_with_whole_backwards() -> None:
         fxpipe.plan_training(model, 2, 8, schedules=["zb-h1"], **given)
 
 
+class Sized(nn.Linear):
+    """What it computes has other names for micro-batches of another size."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 5:
+            return super().forward(x).tanh()
+        return torch.addmm(self.bias, x, self.weight.t()).sigmoid()
+
+
+def test_a_model_with_another_graph_for_another_size_is_planned() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 16), torch.zeros(8, 16)
+    cluster = "device memory=1GiB\nhost of=2 bandwidth=10GB/s"
+    example = (x,), {"target": y}
+    model = nn.Sequential(Sized(16, 16), Sized(16, 16))
+    plan = fxpipe.plan_training(model, cluster, 8, example=example, loss=mse_loss, keep=100)
+    planned = [each.predicted.candidate for each in plan.choices if each.stages == 2]
+    assert any(each.microbatches > 1 for each in planned)
+
+
 def test_a_chosen_plan_compiles_and_trains_like_the_loop() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())])
