@@ -1,4 +1,4 @@
-"""The library of schedules, one a file. Importing this package registers them by name."""
+"""The library of schedules. Importing this package registers them by name."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fxpipe.schedules.chimera import chimera
 from fxpipe.schedules.controllable_memory import v_half, v_min
 from fxpipe.schedules.cyclic import cdp_v1, cdp_v2
 from fxpipe.schedules.dualpipe_v import dualpipe_v
-from fxpipe.schedules.gpipe import gpipe
+from fxpipe.schedules.gpipe import gpipe, looped_bfs
 from fxpipe.schedules.inference import inference
-from fxpipe.schedules.interleaved_one_f_one_b import interleaved_one_f_one_b
-from fxpipe.schedules.looped_bfs import looped_bfs
 from fxpipe.schedules.naive import naive
-from fxpipe.schedules.one_f_one_b import one_f_one_b
-from fxpipe.schedules.one_f_one_b_async import one_f_one_b_async
-from fxpipe.schedules.pipedream import pipedream, pipedream_vertical
-from fxpipe.schedules.two_bw import two_bw
-from fxpipe.schedules.zb_h import zb_h1, zb_h2
-from fxpipe.schedules.zb_v import zb_v
+from fxpipe.schedules.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
+from fxpipe.schedules.one_f_one_b_async import (
+    one_f_one_b_async,
+    pipedream,
+    pipedream_vertical,
+    two_bw,
+)
+from fxpipe.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = [
     "cdp_v1",

@@ -1,14 +1,21 @@
-"""GPipe: fill with all forwards, then drain all backwards (Huang et al., arXiv 1811.06965).
+"""GPipe, and looped breadth-first: all forwards, then all backwards.
 
-For: simplicity, and few micro-batches. Bubble: (p − 1)/(m + p − 1). Stash: m micro-batches on
-every stage. Asks nothing of m and p.
+``gpipe`` (Huang et al., arXiv 1811.06965), for: simplicity, and few micro-batches. Bubble:
+(p − 1)/(m + p − 1).
+
+``looped-bfs`` (arXiv 2211.05953), GPipe on devices with several stages, for: parameters that are
+sharded or reduced over further devices: each stage's come up only twice a step, and their
+communication overlaps with the other stages' compute.
+Bubble: (p − 1)/(v m + p − 1) for v stages a device and m ≥ p. ``placed(round_robin(4))`` has v = 4.
+
+Stash of both: m micro-batches on every stage. Both ask nothing of m and p.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.ir.recipe import schedule
+from fxpipe.ir.recipe import round_robin, schedule
 from fxpipe.ir.task import B, F, Task, U
 
 
@@ -34,4 +41,24 @@ def gpipe(
         for i in range(microbatches):
             yield B(i, stage)
     for stage in stages:
+        yield U(stage)
+
+
+@schedule("looped-bfs", placement=round_robin(2))
+def looped_bfs(
+    device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
+) -> Iterator[Task]:
+    """A device takes all micro-batches through one stage, then through its next; back the same way.
+
+    p = 2, m = 3, a backward drawn as long as a forward; small letters on its second stage::
+
+        0: F0 F1 F2 f0 f1 f2  .  . b0 b1 b2 B0 B1 B2 U
+        1:  . F0 F1 F2 f0 f1 f2 b0 b1 b2 B0 B1 B2  . U
+    """
+    for stage in stages:
+        for i in range(microbatches):
+            yield F(i, stage)
+    for stage in reversed(stages):
+        for i in range(microbatches):
+            yield B(i, stage)
         yield U(stage)

@@ -8,7 +8,7 @@ import pytest
 
 from fxpipe.ir.recipe import Recipe, find_recipe
 from fxpipe.schedules import dualpipe_v, one_f_one_b, v_half, v_min, zb_v
-from fxpipe.schedules.blocks import repeat
+from fxpipe.schedules.controllable_memory import repeat
 from tests.oracles.small_simulator import (
     HALVES,
     busy,
