@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.compiler.owned import Owned, owned
+from fxpipe.compiler.compiled import Owned, owned
 from fxpipe.errors import InputError
 from fxpipe.inspection import Inspected
 from fxpipe.runtime.ranks.group import refuse_on_ranks

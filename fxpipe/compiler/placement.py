@@ -23,8 +23,7 @@ from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.work import Load, Machine
 from fxpipe.passes.runner import run_all
 from fxpipe.runtime.weights.optimizer import state_size
-from fxpipe.torchtools.autocast import under
-from fxpipe.torchtools.state import intra_op_threads, untouched
+from fxpipe.torchtools.state import intra_op_threads, under, untouched
 from fxpipe.words import bytes_text
 
 

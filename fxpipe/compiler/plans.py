@@ -21,9 +21,16 @@ from fxpipe.ir.traced import Traced, with_dims
 from fxpipe.log import noted
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
-from fxpipe.torchtools.autocast import autocasts, under
 from fxpipe.torchtools.meta import standing_in
-from fxpipe.torchtools.state import intra_op_threads, move, on_device, to_device, untouched
+from fxpipe.torchtools.state import (
+    autocasts,
+    intra_op_threads,
+    move,
+    on_device,
+    to_device,
+    under,
+    untouched,
+)
 from fxpipe.words import bytes_text
 
 

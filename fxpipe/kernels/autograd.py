@@ -17,7 +17,7 @@ from fxpipe.ir.traced import AUTOCAST, TAKES_TURNS
 from fxpipe.kernels.graph import added, onto, strides_of_sum
 from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Partial, Totals
 from fxpipe.random.leaf_draws import SeededDraws, draw_from, others_kept
-from fxpipe.torchtools.autocast import called_under, uncached, under
+from fxpipe.torchtools.state import called_under, uncached, under
 
 _TURN = RLock()
 """Held while PyTorch may trace, as two threads that trace see each other's unfinished state, and

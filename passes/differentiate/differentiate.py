@@ -29,8 +29,8 @@ from fxpipe.kernels.autograd import AutogradKernel
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.passes.differentiate.joint import JointTrace, StageSides, callable_graph
 from fxpipe.passes.graph.layouts import TrueLayouts
-from fxpipe.torchtools.autocast import under
 from fxpipe.torchtools.pytrees import size_in_bytes
+from fxpipe.torchtools.state import under
 
 
 @dataclass(frozen=True)

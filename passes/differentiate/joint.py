@@ -24,8 +24,8 @@ from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.record import NotRecorded, Recorder, told
 from fxpipe.passes.differentiate.split_joint import split_joint
 from fxpipe.passes.graph.lazy_module import lazy_module
-from fxpipe.torchtools.autocast import autocasts, uncached, under
 from fxpipe.torchtools.pytrees import bytes_of
+from fxpipe.torchtools.state import autocasts, uncached, under
 
 ORIGIN = "fxpipe.origin"
 """Key of a traced node's ``custom`` metadata: the node of the stage's graph that it comes from."""

@@ -23,7 +23,7 @@ from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.inductor import compiled
 from fxpipe.kernels.serial import Ran, run_serially
-from fxpipe.passes.graph.fixed_draws import FixedDraws, fixed_others, pattern
+from fxpipe.passes.graph.randomness import FixedDraws, fixed_others, pattern
 from fxpipe.torchtools import moments, source
 from fxpipe.torchtools.pytrees import pieces, taken_apart
 

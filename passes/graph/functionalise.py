@@ -27,13 +27,17 @@ from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Literal, Traced, Value
 from fxpipe.passes.differentiate.part_recurrent import part_recurrent
 from fxpipe.passes.graph.aliasing import same_layout
-from fxpipe.passes.graph.composites import functional
-from fxpipe.passes.graph.exported import detach_in_place, detach_without_grad, mask_diagonals
+from fxpipe.passes.graph.exported import (
+    detach_in_place,
+    detach_without_grad,
+    functional,
+    mask_diagonals,
+)
 from fxpipe.passes.graph.layouts import lay_gradients
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
 from fxpipe.passes.tracing.explain import at_node, explained
-from fxpipe.torchtools.autocast import Autocasts, autocasts
+from fxpipe.torchtools.state import Autocasts, autocasts
 
 _ASSERTIONS = frozenset(
     (

@@ -29,9 +29,9 @@ from fxpipe.ir.traced import AUTOCAST, Traced
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.joint import BYTES, ORIGIN
 from fxpipe.torchtools import source
-from fxpipe.torchtools.autocast import under
 from fxpipe.torchtools.meta import Scratch
 from fxpipe.torchtools.pytrees import bytes_of
+from fxpipe.torchtools.state import under
 
 _ROUNDS = 5
 """Runs of each graph at most; the first one warms up."""

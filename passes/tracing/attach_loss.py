@@ -31,8 +31,8 @@ from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
-from fxpipe.torchtools.autocast import autocasts
 from fxpipe.torchtools.pytrees import together
+from fxpipe.torchtools.state import autocasts
 
 LEAF_LOSS = "fxpipe_loss"
 """What the loss is called among leaf modules."""

@@ -33,7 +33,7 @@ from fxpipe.passes.tracing.leaf_nests import (
     with_places,
 )
 from fxpipe.passes.tracing.symbolic import Example, leaf_tensors, reserve_names
-from fxpipe.torchtools.autocast import Autocasts, autocasts
+from fxpipe.torchtools.state import Autocasts, autocasts
 
 _LIBRARY = torch.library.Library("fxpipe", "FRAGMENT")
 _LIBRARY.define("leaf(Tensor[] inputs, int call) -> Tensor[]")

@@ -33,12 +33,12 @@ from fxpipe.ir.traced import (
     Value,
 )
 from fxpipe.passes.tracing.explain import explained
-from fxpipe.passes.tracing.state_reads import StateReads
+from fxpipe.passes.tracing.watching import StateReads
 from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
-from fxpipe.torchtools.autocast import autocasts, under
 from fxpipe.torchtools.functions import functions_kept
 from fxpipe.torchtools.pytrees import Parts, equal
+from fxpipe.torchtools.state import autocasts, under
 
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
     getattr(operator, f"__i{name}__"): getattr(operator, f"__{name}__")

@@ -173,7 +173,7 @@ def test_a_loss_that_is_called_as_it_is_runs_under_autocast_too() -> None:
 
 def test_a_thread_that_leaves_first_takes_no_cast_weight_from_another() -> None:
     """The gradients of a weight that is cast twice are added in another order."""
-    from fxpipe.torchtools.autocast import under
+    from fxpipe.torchtools.state import under
 
     casts = (("cpu", torch.bfloat16),)
     weight = nn.Parameter(torch.randn(4, 4))

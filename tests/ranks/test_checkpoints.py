@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.runtime.weights import checkpoint_folder, dcp_folder
+from fxpipe.runtime.weights import checkpoint_folder
 from tests.helpers.checkpoints import same
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DEADLINE, DeviceMesh, on_ranks, result_of, start
@@ -226,14 +226,14 @@ def parts(mesh: DeviceMesh, folder: Path) -> tuple[list[str], list[str], dict[st
         assert pipe.load(folder, must_exist=False) is None
         pipe.step(x, target=y)
         pipe.save(folder, extra=mesh.get_rank())
-        own = dcp_folder.Reader.read
+        own = checkpoint_folder.Reader.read
 
-        def noted(self: dcp_folder.Reader, names: Collection[str]) -> dict[str, Any]:
+        def noted(self: checkpoint_folder.Reader, names: Collection[str]) -> dict[str, Any]:
             read.extend(names)
             return own(self, names)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dcp_folder.Reader, "read", noted)
+            patch.setattr(checkpoint_folder.Reader, "read", noted)
             assert pipe.load(folder) == 0
         return list(pipe.state_dict()), read, pipe.state_dict(full=True)
 
@@ -289,8 +289,8 @@ def failing(mesh: DeviceMesh, folder: Path, which: int, where: str) -> tuple[str
 
         with pytest.MonkeyPatch.context() as patch:
             if mesh.get_rank() == which:
-                holder = {"write_data": dcp_folder.Writer, "replace": Path}
-                patch.setattr(holder.get(where, dcp_folder.Reader), where, full)
+                holder = {"write_data": checkpoint_folder.Writer, "replace": Path}
+                patch.setattr(holder.get(where, checkpoint_folder.Reader), where, full)
             with pytest.raises((fxpipe.CheckpointError, fxpipe.RankError)) as caught:
                 pipe.load(folder) if where == "read" else pipe.save(folder)
         kept = same(dict(pipe.state_dict()), dict(before)) and pipe.batches == 2
@@ -318,7 +318,7 @@ def killed(mesh: DeviceMesh, folder: Path) -> str:
         pipe.step(x, target=y)
         pipe.save(folder, extra="old")
         if mesh.get_rank() == 1:
-            dcp_folder.Writer.write = lambda *args: os.kill(  # type: ignore[assignment]
+            checkpoint_folder.Writer.write = lambda *args: os.kill(  # type: ignore[assignment]
                 os.getpid(), signal.SIGKILL
             )
         with pytest.raises(fxpipe.RankError) as caught:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import fxpipe
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.weights import checkpoint_folder, dcp_folder
+from fxpipe.runtime.weights import checkpoint_folder
 from tests.helpers.checkpoints import PLAIN, Left, everything, make, run, same
 from tests.helpers.overlapping import ADAMW, SGD
 from tests.helpers.ranks import CONTEXT, DEADLINE
@@ -313,7 +313,7 @@ def killed(trained: Path, where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     saved = checkpoint_folder.read(trained)
-    owner, name = (dcp_folder.Writer, "finish") if where == "written" else (Path, "replace")
+    owner, name = (checkpoint_folder.Writer, "finish") if where == "written" else (Path, "replace")
     setattr(owner, name, kill)
     checkpoint_folder.write(saved, saved.parameters, trained, RankGroup())
 

@@ -26,8 +26,13 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.passes.partition.solver.bound import chain_bound, lower_bound, memory_bound, sent_apart
-from fxpipe.passes.partition.solver.contract import contractions
-from fxpipe.passes.partition.solver.downsets import Search, TooManyError, downsets, pack
+from fxpipe.passes.partition.solver.downsets import (
+    Search,
+    TooManyError,
+    contractions,
+    downsets,
+    pack,
+)
 from fxpipe.passes.partition.solver.lattice import Lattice
 from fxpipe.passes.partition.solver.orders import orders
 from fxpipe.passes.partition.solver.runs import Runs, equal_runs

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.passes.partition.solver.bound import chain_bound, lower_bound, sent_apart
-from fxpipe.passes.partition.solver.contract import contractions
-from fxpipe.passes.partition.solver.downsets import downsets, pack
+from fxpipe.passes.partition.solver.downsets import contractions, downsets, pack
 from fxpipe.passes.partition.solver.lattice import Lattice
 from fxpipe.passes.partition.solver.runs import Goal, Runs
 from fxpipe.passes.partition.solver.solve import SLACK, solve

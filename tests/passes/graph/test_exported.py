@@ -10,7 +10,7 @@ from torch.export import ExportedProgram, export, exported_program
 from torch.nn import functional
 
 import fxpipe
-from fxpipe.passes.graph.composites import decomposed
+from fxpipe.passes.graph.exported import decomposed
 from fxpipe.passes.partition.assignment import module_paths
 from fxpipe.torchtools import source
 from tests.helpers.fronted import front_end
