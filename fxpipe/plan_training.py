@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 import torch
@@ -29,10 +29,11 @@ from fxpipe.passes.partition.atoms import Atoms, atoms_of, footprint_of
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.pipeline import Pipeline
 from fxpipe.planner.candidates import Candidate
-from fxpipe.planner.choices import Choice, TrainingPlan, choices, ranked
+from fxpipe.planner.choices import Choice, TrainingPlan, ranked
 from fxpipe.planner.cluster import Cluster
 from fxpipe.planner.profile import Profile
 from fxpipe.planner.profile import Stages as Cut
+from fxpipe.planner.ranking import choices
 from fxpipe.rehearsal import Rehearsals
 from fxpipe.runtime.choice import Choice as Threads
 from fxpipe.runtime.devices.cuda import home
@@ -158,7 +159,6 @@ class _Cuts:
         """Trace and measure it."""
         self._pipe, self._batch = pipe, batch
         self._made: dict[tuple[int, int], Stages] = {}
-        self._peaks: dict[tuple[int, int, Candidate], tuple[float, ...]] = {}
         args, kwargs = read_example(example)
         named = {name: value for name, value in kwargs.items() if name != "target"}
         micro = pipe._taken(args, named, kwargs.get("target"), step=True)
@@ -183,9 +183,10 @@ class _Cuts:
         verdict = Verdict(division.loads, cut.solution.bound)
         return first["traced"], Assignment(cut.count, nodes, verdict), first["costs"]
 
-    def stages(self, cut: Cut, replicas: int) -> Stages:
-        """The stages of a cut, as a pipe would have them."""
-        key = cut.count, replicas
+    def stages(self, cut: Cut, replicas: int, candidate: Candidate) -> Stages:
+        """The stages of a cut, as a pipe would have them, at first made for a candidate's size of
+        micro-batches: in plans one size is the best for most schedules."""
+        key, batch = (cut.count, replicas), self._batch // replicas
         if key not in self._made:
             known, like = self._pipe._options, self._pipe._compiler
             options = replace(
@@ -201,23 +202,22 @@ class _Cuts:
             compiler = Compiler(options, Threads(cut.count, options.dispatch))
             compiler.plans.take_traces(like.plans)
             compiler.take(*self.taken(cut))
-            compiled = compiler.unchecked(self._call.resized(max(self._measured)), self._updates)
-            size = self._batch // replicas
-            self._made[key] = Stages(compiler, (inf,) * cut.count, compiled, size, self._updates)
+            call = self._call.resized(ceil(batch / candidate.microbatches))
+            compiled, updates = compiler.unchecked(call, self._updates), self._updates
+            limits, measured = (inf,) * cut.count, max(self._measured)
+            self._made[key] = Stages(compiler, limits, compiled, batch, updates, measured)
         return self._made[key]
 
     def peaks(self, cut: Cut, replicas: int, candidate: Candidate) -> tuple[float, ...]:
         """Device → what it is predicted to hold, as the table of the pipe shows it."""
-        key = cut.count, replicas, candidate
-        if key not in self._peaks:
-            self._peaks[key] = self.stages(cut, replicas).peaks(candidate)
-        return self._peaks[key]
+        return self.stages(cut, replicas, candidate).peaks(candidate)
 
     def rehearsed(self, choice: Choice) -> Choice:
         """A choice with the time that steps of it are predicted to take where they are rehearsed;
         as it was where it has replicas, or cannot be rehearsed."""
-        stages = self.stages(choice.cut, choice.replicas)
-        options, candidate = stages.compiler.options, choice.predicted.candidate
+        candidate = choice.predicted.candidate
+        stages = self.stages(choice.cut, choice.replicas, candidate)
+        options = stages.compiler.options
         if choice.replicas > 1:
             return choice
         engine = Engine(options, Threads(choice.stages, options.dispatch))

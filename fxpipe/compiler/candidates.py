@@ -66,6 +66,7 @@ class Stages:
         compiled: Compiled,
         size: int,
         updates: bool,
+        measured: int | None = None,
     ) -> None:
         """Nothing is predicted yet.
 
@@ -73,6 +74,7 @@ class Stages:
             limits: device → the bytes that it may hold.
             compiled: a step of these stages.
             size: the samples of a batch.
+            measured: those of a micro-batch of which its operations have the times; by default its.
         """
         self.compiler, self._compiled, self._updates = compiler, compiled, updates
         self._home = compiled.schedule.placement
@@ -80,15 +82,15 @@ class Stages:
         self._graph = compiler.plans.graph_of(compiled.traced)
         self._limits, self._links = limits, given_links(compiler.options)
         self._limited = any(limit < math.inf for limit in self._limits)
-        group, device = compiler.options.group, compiler.options.here.type
-        rates = partial(away_rates, device)  # on ranks those of the first, so that all choose alike
+        group = compiler.options.group  # on ranks the first's rates, so that all choose alike
+        rates = partial(away_rates, compiler.options.here.type)
         self._away = group.share("how fast tensors are stored", rates) if group.size > 1 else None
         self._calls: dict[int, Compiled] = {}
         self._sizes: dict[int, Sizes] = {}
         # kind of backward → samples of a micro-batch → what a step taught
         self._taught: dict[str, dict[int, Rehearsal]] = {}
         self._ran: set[tuple[str, int]] = set()  # which of these were rehearsed over these stages
-        self._measured = {compiled.samples: self._of_operations(compiled.plan)}
+        self._measured = {measured or compiled.samples: self._of_operations(compiled.plan)}
 
     def _of_operations(self, plan: Plan) -> Rehearsal:
         """The times of the operations of each stage, as they were measured one by one, with what
@@ -348,15 +350,8 @@ class Stages:
                 sizes = self._held(samples)
         except FxpipeError:
             return None
-        known = self._known(samples, schedule.kinds)
-        found = predict(
-            self._compiled.plan,
-            program,
-            sizes,
-            rehearsal=known,
-            links=self._links,
-            away=self._away,
-        )
+        plan, known = self._compiled.plan, self._known(samples, schedule.kinds)
+        found = predict(plan, program, sizes, rehearsal=known, links=self._links, away=self._away)
 
         def held() -> tuple[float, ...]:
             if self._limited:

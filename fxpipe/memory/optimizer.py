@@ -125,7 +125,7 @@ class Counting(TorchDispatchMode):
                 change.
             counted: whether they count.
         """
-        for leaf in pytree.tree_leaves(values):
+        for leaf in (values,) if isinstance(values, Tensor) else pytree.tree_leaves(values):
             if isinstance(leaf, Tensor):
                 for piece in pieces(leaf):
                     self._adopt(piece.untyped_storage(), counted)

@@ -61,28 +61,40 @@ class Predicted:
         seconds: of a step; where batches overlap, in the long run.
         held: device → the most bytes that it holds; or what counts them, where that takes a while.
         idle: the share of the devices' time that is idle.
+        roughly: device → the same, where it is known without a derivation of the stages; empty
+            where it is not.
     """
 
     candidate: Candidate
     seconds: float
     held: tuple[float, ...] | Callable[[], tuple[float, ...]]
     idle: float = 0.0
+    roughly: tuple[float, ...] = ()
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """Device → the most bytes that it holds."""
+        """Device → the most bytes that it holds; infinite where the candidate cannot run."""
         return self.held() if callable(self.held) else self.held
 
     def __str__(self) -> str:
         return f"{self.candidate} ({time_text(self.seconds)}, predicted)"
 
-    def fits(self, limits: Sequence[float]) -> bool:
+    def fits(self, limits: Sequence[float], *, exactly: bool = False) -> bool:
         """Whether all devices keep their limits."""
-        return not any(self.over(limits))
+        return not any(self.over(limits, exactly=exactly))
 
-    def over(self, limits: Sequence[float]) -> tuple[float, ...]:
-        """Device → the bytes that it lacks."""
-        return tuple(max(0.0, p - most) for p, most in zip(self.peaks, limits, strict=True))
+    def over(self, limits: Sequence[float], *, exactly: bool = False) -> tuple[float, ...]:
+        """Device → the bytes that it lacks; unless ``exactly`` is asked for, none where ``roughly``
+        is far below the limits."""
+        ample = (_AMPLE * p <= most for p, most in zip(self.roughly, limits, strict=False))
+        if self.roughly and not exactly and all(ample):
+            return (0.0,) * len(limits)
+        pairs = zip(self.peaks, limits, strict=True)
+        return tuple(p if p == inf else max(0.0, p - most) for p, most in pairs)
+
+
+_AMPLE = 4.0
+"""With so many times the memory that is roughly needed, no exact count is asked for."""
 
 
 def library_over(
@@ -173,7 +185,7 @@ def best_of(found: Sequence[Predicted]) -> Predicted:
     """Of those that are as fast as the first, the one that holds the least."""
     first = found[0]
     fast = [each for each in found if each.seconds <= EXACT * first.seconds]
-    return min(fast, key=lambda each: max(each.peaks, default=0.0))
+    return min(fast, key=lambda each: max(each.roughly or each.peaks, default=0.0))
 
 
 def variants(
@@ -221,7 +233,7 @@ def variants(
             if kind == "keep" and made.seconds > worth:
                 return []
             alike[kind] = made.over(limits)
-            if kind == "keep" and made.fits(limits):
+            if kind == "keep" and not any(alike[kind]):
                 return [made]
     if not alike:
         return []

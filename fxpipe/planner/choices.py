@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from math import ceil, inf
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import inf
 from typing import Any
 
 from rich import box
@@ -13,23 +14,13 @@ from rich.table import Table
 from fxpipe.draw.canvas import Canvas, Look
 from fxpipe.draw.chart import Chart, Entry
 from fxpipe.draw.picture import FORWARD, OTHER, UPDATE, Picture
-from fxpipe.errors import FxpipeError, InputError
-from fxpipe.ir.recipe import Recipe
-from fxpipe.passes.schedule import add_offload, add_recompute, modes_of
+from fxpipe.errors import InputError
 from fxpipe.planner.candidates import (
-    Candidate,
     Modes,
     Predicted,
-    best_of,
-    evaluate,
-    least_seconds,
-    library_over,
-    microbatch_counts,
 )
 from fxpipe.planner.cluster import Cluster, Layout
-from fxpipe.planner.profile import Profile, Stages
-from fxpipe.simulator.simulate import simulate_schedule
-from fxpipe.simulator.simulation import Simulation
+from fxpipe.planner.profile import Stages
 from fxpipe.words import bytes_text, preformatted, table_text, time_text
 
 _WIDTH, _BARS = 150, 480.0
@@ -94,8 +85,15 @@ class Choice:
         return max(self.predicted.peaks)
 
     @property
+    def lacks(self) -> float:
+        """The bytes that all devices of a replica together have too little; infinite where the
+        choice cannot run."""
+        limits = (self.layout.cluster.memory,) * self.stages
+        return sum(self.predicted.over(limits, exactly=True))
+
+    @property
     def fits(self) -> bool:
-        return self.memory <= self.layout.cluster.memory
+        return not self.lacks
 
     @property
     def help(self) -> str:
@@ -214,165 +212,11 @@ def _some(modes: Modes) -> str:
     return "none" if not some else "all" if len(some) == len(modes) else ", ".join(some)
 
 
-Peaks = Callable[[Stages, int, Candidate], tuple[float, ...]]
-"""A cut, replicas and a candidate → for each device the most bytes that it holds."""
-
-
-def choices(
-    profile: Profile,
-    cluster: Cluster,
-    batch: int,
-    *,
-    stale: bool = False,
-    halves: bool = True,
-    recipes: Sequence[Recipe] | None = None,
-    recompute: bool = True,
-    offload: bool = True,
-    keep: int = 10,
-    peaks: Peaks | None = None,
-) -> TrainingPlan:
-    """Rank the ways to train a measured model; the arguments are those of ``plan_training``.
-
-    Args:
-        halves: whether stages can run backwards in halves.
-        peaks: predicts what devices hold; by default as counted for atoms.
-    """
-    found: list[Choice] = []
-    stages: dict[int, Stages | None] = {}
-    layouts = [each for each in cluster.layouts() if batch % each.replicas == 0]
-    for layout in sorted(layouts, key=lambda each: each.stages):
-        if layout.stages not in stages:
-            stages[layout.stages] = profile.cut(layout.stages, cluster.speed)
-        cut = stages[layout.stages]
-        if cut is None:
-            continue
-        limits = (cluster.memory,) * layout.stages
-        predictor = _Predictor(cut, layout, batch // layout.replicas, peaks)
-        named = recipes
-        if named is None:
-            named = library_over(layout.stages, stale=stale, halves=halves)
-        fast = sorted(each.predicted.seconds for each in found if each.fits)
-        ways = [
-            (recipe, count)
-            for recipe in named
-            for count in microbatch_counts(predictor.batch, layout.stages)
-        ]
-        modes: Modes | None = None if recompute else modes_of("never", layout.stages)
-        stores = recompute and offload and profile.away is not None
-        made = evaluate(
-            ways,
-            modes,
-            limits,
-            predictor.least,
-            predictor.predict,
-            keep=2,
-            offload=None if stores else (),
-            worth=fast[keep - 1] if len(fast) >= keep else inf,
-        )
-        for chosen in _best_of_each(made):
-            samples = ceil(predictor.batch / chosen.candidate.microbatches)
-            fits = max(chosen.peaks) <= cluster.memory
-            limit = predictor.limit(chosen) if fits else "memory"
-            found.append(Choice(layout, cut, chosen, samples, batch, limit))
-    if not found:
-        raise InputError(
-            f"a batch of {batch} cannot be divided among {cluster.devices} devices, or the model "
-            "has fewer operations than there are stages; give another batch or fewer devices"
-        )
-    return ranked(found, cluster, keep)
-
-
 def ranked(found: Sequence[Choice], cluster: Cluster, keep: int) -> TrainingPlan:
-    """The fastest of these that fit, or those that lack least."""
-    if fitting := [each for each in found if each.fits]:
-        return TrainingPlan(
-            tuple(sorted(fitting, key=lambda each: each.predicted.seconds)[:keep]), cluster
-        )
-    lacks = {id(each): sum(each.predicted.over((cluster.memory,) * each.stages)) for each in found}
-    by = sorted(found, key=lambda each: (lacks[id(each)], each.predicted.seconds))
-    return TrainingPlan(tuple(by[:keep]), cluster)
-
-
-def _best_of_each(found: Sequence[Predicted]) -> Iterator[Predicted]:
-    """The best for each number of micro-batches, recomputation and offloading: equally fast
-    schedules are told once, by the one that holds the least."""
-    alike: dict[tuple[int, Modes, Modes], list[Predicted]] = {}
-    for each in found:
-        key = each.candidate.microbatches, each.candidate.recompute, each.candidate.offload
-        alike.setdefault(key, []).append(each)
-    yield from map(best_of, alike.values())
-
-
-class _Predictor:
-    """Simulates candidates for the stages of a layout."""
-
-    def __init__(self, stages: Stages, layout: Layout, batch: int, peaks: Peaks | None) -> None:
-        self.batch, self._peaks = batch, peaks
-        self._stages, self._layout = stages, layout
-        self._simulations: dict[Candidate, Simulation] = {}
-
-    def _samples(self, count: int) -> int:
-        return ceil(self.batch / count)
-
-    def least(self, recipe: Recipe, count: int) -> float:
-        times = self._stages.times(self._samples(count))
-        return least_seconds(times, recipe, count, self._layout.stages)
-
-    def predict(self, candidate: Candidate) -> Predicted | None:
-        count, layout = candidate.microbatches, self._layout
-        samples = self._samples(count)
-        try:
-            schedule = add_recompute(candidate.recipe(layout.stages, count), candidate.recompute)
-            schedule = add_offload(schedule, candidate.offload) if candidate.offload else schedule
-            found = simulate_schedule(
-                schedule,
-                self._stages.times(samples),
-                links=layout.links,
-                sizes=self._stages.sizes(samples),
-                replicas=layout.replicas,
-                overhead=self._stages.profile.overheads.instruction,
-            )
-        except FxpipeError:  # it is not for so many devices and micro-batches
-            return None
-        seconds, idle = found.makespan, found.bubble
-        if found.steps > 1:  # batches overlap
-            seconds, idle = found.steady.period, abs(found.steady.bubble)
-        seconds += self._stages.profile.overheads.step
-        self._simulations[candidate] = found
-
-        def held() -> tuple[float, ...]:
-            if self._peaks is not None:
-                return self._peaks(self._stages, layout.replicas, candidate)
-            return tuple(float(memory.peak) for memory in found.memory)
-
-        return Predicted(candidate, seconds, held, idle)
-
-    def limit(self, made: Predicted) -> str:
-        """What takes the largest part of the step besides what must be computed anyway."""
-        found, stages = self._simulations[made.candidate], range(self._layout.stages)
-        count = made.candidate.microbatches
-        times = self._stages.times(self._samples(count))
-        work = [count * (times["F", s] + times["B", s]) for s in stages]
-        mean = sum(work) / len(work)
-        idles = found.idle
-        again = [s for s, mode in enumerate(made.candidate.recompute) if mode != "never"]
-        stored = sum(idle.copying.get(d, 0.0) for d, idle in enumerate(idles)) / len(idles)
-        parts = {
-            "the slowest stage": max(work) - mean,
-            "transfers": sum(sum(idle.copying.values()) for idle in idles) / len(idles) - stored,
-            "offloading": stored,
-            "sums over replicas": max(
-                max(idle.summing for idle in idles),
-                found.makespan - found.through - max(times["U", s] for s in stages)
-                if self._layout.replicas > 1
-                else 0.0,
-            ),
-            "recomputation": sum(count * times["F", s] for s in again) / len(work),
-        }
-        parts["idle devices"] = max(0.0, made.idle * made.seconds - sum(parts.values()))
-        worst = max(parts, key=parts.__getitem__)
-        return worst if parts[worst] > _SMALL * made.seconds else "computing"
-
-
-_SMALL = 0.05
-"""A part of the step that is smaller does not limit it."""
+    """The fastest of these that fit, or those that lack least, of those that can run. What is not
+    among the fastest is not counted exactly."""
+    found = sorted(found, key=lambda each: each.predicted.seconds)
+    if chosen := tuple(islice((each for each in found if each.fits), keep)):
+        return TrainingPlan(chosen, cluster)
+    run = [replace(each, limit="memory") for each in found if each.lacks < inf]
+    return TrainingPlan(tuple(sorted(run, key=lambda each: each.lacks)[:keep]), cluster)

@@ -70,6 +70,17 @@ def test_a_model_with_another_graph_for_another_size_is_planned() -> None:
     assert any(each.microbatches > 1 for each in planned)
 
 
+def test_sizes_of_micro_batches_that_a_model_refuses_are_left_out_of_its_plan() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 16), torch.zeros(4, 16)
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
+    cluster, example = "host of=2 bandwidth=10GB/s", ((x,), {"target": y})
+    plan = fxpipe.plan_training(model, cluster, 4, example=example, loss=mse_loss, keep=100)
+    assert {each.samples for each in plan.choices} == {2}
+    with pytest.raises(fxpipe.InputError, match="Expected more than 1 value per channel"):
+        fxpipe.plan_training(model, cluster, 2, example=example, loss=mse_loss)
+
+
 def test_a_chosen_plan_compiles_and_trains_like_the_loop() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())])

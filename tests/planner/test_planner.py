@@ -21,10 +21,10 @@ from fxpipe.errors import InputError
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.work import Transfer, Work
 from fxpipe.passes.schedule import add_offload, add_recompute
-from fxpipe.planner.candidates import library_over
-from fxpipe.planner.choices import choices
+from fxpipe.planner.candidates import Candidate, library_over
 from fxpipe.planner.cluster import Cluster, Layout
-from fxpipe.planner.profile import Profile
+from fxpipe.planner.profile import Profile, Stages
+from fxpipe.planner.ranking import choices
 from fxpipe.simulator import simulate_schedule
 from fxpipe.simulator.costs import Link, Overheads
 
@@ -246,6 +246,43 @@ def test_what_fits_nowhere_is_told_with_what_is_missing() -> None:
     assert plan.best.limit == "memory" and "more memory" in plan.best.help
     with pytest.raises(fxpipe.InputError, match="cannot be divided"):
         choices(chain(1), hosts((4, inf)), 3)
+
+
+def test_only_choices_that_are_returned_are_counted_exactly_where_memory_is_ample() -> None:
+    profile, counted = chain(4, saved=1000), list[tuple[int, Candidate]]()
+
+    def exact(cut: Stages, replicas: int, candidate: Candidate) -> tuple[float, ...]:
+        counted.append((cut.count, candidate))
+        return (7.0,) * cut.count
+
+    ample = choices(profile, hosts((2, inf), memory=1e6), 8, keep=3, peaks=exact)
+    assert counted == [(each.stages, each.predicted.candidate) for each in ample.choices]
+    assert {each.memory for each in ample.choices} == {7.0}
+
+
+def test_what_is_counted_exactly_decides_whether_a_choice_fits() -> None:
+    """Even where it was far less by a rough count; a size that cannot run never fits."""
+    profile, cluster = chain(4, saved=1000), hosts((2, inf), memory=1e6)
+
+    def exact(cut: Stages, replicas: int, candidate: Candidate) -> tuple[float, ...]:
+        if candidate.microbatches == 8:
+            raise InputError("the model does not take such micro-batches")
+        return (2e6 if replicas > 1 else 1.0,) * cut.count
+
+    plan = choices(profile, cluster, 8, keep=100, peaks=exact)
+    assert {each.stages for each in plan.choices} == {2} and plan.best.fits
+    assert all(each.predicted.candidate.microbatches < 8 for each in plan.choices)
+    small = choices(profile, hosts((2, inf), memory=0.5), 8, keep=100, peaks=exact)
+    assert not small.best.fits and small.best.limit == "memory"
+    assert all(each.predicted.candidate.microbatches < 8 for each in small.choices)
+
+
+def test_where_no_choice_can_run_the_reason_is_told() -> None:
+    def exact(*_: object) -> tuple[float, ...]:
+        raise InputError("it takes images alone")
+
+    with pytest.raises(InputError, match="it takes images alone"):
+        choices(chain(4), hosts((2, inf)), 8, peaks=exact)
 
 
 def test_a_choice_says_what_limits_it() -> None:
