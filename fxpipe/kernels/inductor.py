@@ -60,29 +60,30 @@ class Draw(NamedTuple):
     """A random operation, which runs before the library.
 
     Attributes:
-        operator: one of ``fxpipe.random``; of its first operand it reads the layout only.
-        like: the layout of that.
-        rest: the other operands.
-        seed: which of them is the seed.
-        argument: which of the graph's arguments that is.
+        operator: one of ``fxpipe.random``, which reads no values.
+        given: its operands, with the layout of one in its place.
+        options: what it is given by name.
+        made: the layout of what it draws.
+        seed: which of the graph's arguments the seed is.
+        node: its number.
     """
 
     operator: Any
-    like: Look
-    rest: tuple[Any, ...]
+    given: tuple[Any, ...]
+    options: dict[str, Any]
+    made: Look
     seed: int
-    argument: int
+    node: int
 
     @property
     def bytes(self) -> int:
-        """What is drawn takes so many, or fewer."""
-        return math.prod(self.like.shape) * self.like.dtype.itemsize
+        """What is drawn takes so many."""
+        return math.prod(self.made.shape) * self.made.dtype.itemsize
 
     def run(self, arguments: Sequence[Any]) -> Tensor:
         """Draw."""
-        rest = [*self.rest]
-        rest[self.seed] = arguments[self.argument]
-        drawn: Tensor = self.operator(self.like.empty(), *rest)
+        given = [each.empty() if isinstance(each, Look) else each for each in self.given]
+        drawn: Tensor = self.operator(*given, arguments[self.seed], self.node, **self.options)
         return drawn
 
 

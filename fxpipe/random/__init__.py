@@ -16,24 +16,120 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 aten = torch.ops.aten
-_MASK = (1 << 64) - 1
+_BITS = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
     """A 63-bit hash of some numbers (the finaliser of splitmix64, chained)."""
     state = 0
     for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = (state + number + 0x9E3779B97F4A7C15) & _BITS
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _BITS
         state ^= state >> 31
     return state >> 1
 
 
-def _generator(like: Tensor, seed: Tensor, node: int) -> torch.Generator:
-    return torch.Generator(like.device).manual_seed(mix(int(seed.item()), node))
+_LIBRARY = torch.library.Library("fxpipe", "DEF")
+
+UNSEEDED = ("pin_memory", "layout", "generator")
+"""Options of random operations that the seeded forms do not take."""
+
+
+def _operator(
+    name: str, words: Sequence[str], draw: Callable[..., Tensor], fake: Callable[..., Any]
+) -> Any:
+    """Define an operator without a gradient, of some operands, a seed and a node number.
+
+    Args:
+        name: its name.
+        words: its operands, and behind ``*`` its options, as in a schema.
+        draw: draws, with a generator; takes the rest of the operands and the options.
+        fake: what it makes without data, of these.
+    """
+    end = words.index("*") if "*" in words else len(words)
+    schema = ", ".join((*words[:end], "Tensor seed", "int node", *words[end:]))
+    _LIBRARY.define(f"{name}({schema}) -> Tensor")
+
+    @torch.no_grad()
+    def run(*args: Any, **options: Any) -> Tensor:
+        *given, seed, node = args
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        device = tensors[0].device if tensors else options.get("device")
+        generator = torch.Generator(device or "cpu").manual_seed(mix(int(seed.item()), node))
+        return draw(*given, generator=generator, **options)
+
+    @torch.no_grad()
+    def run_without_data(*args: Any, **options: Any) -> Any:
+        return fake(*args[:-2], **options)
+
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, run, key)
+    torch.library.register_fake(f"fxpipe::{name}", run_without_data, lib=_LIBRARY)
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.fxpipe, packet), overload or "default")
+
+
+def _seeded(target: OpOverload) -> Any:
+    """The seeded form of a random operation: the same one, with a generator of its own."""
+    words = str(target._schema).partition("(")[2].rpartition(") -> ")[0].split(", ")
+    kept = [word for word in words if word.partition("=")[0].split()[-1] not in UNSEEDED]
+    end = kept.index("*") if "*" in kept else len(kept)
+    plain = [word.partition("=")[0] for word in kept[:end]]  # no default comes before the seed
+    options = kept[end:] if kept[end + 1 :] else []
+    name = str(target).removeprefix("aten.").removesuffix(".default")
+    return _operator(name, [*plain, *options], _with_generator(target), target)
+
+
+def _with_generator(target: OpOverload) -> OpOverload:
+    """The overload of a random operation that takes a generator."""
+
+    def names(overload: OpOverload) -> list[str]:
+        return [argument.name for argument in overload._schema.arguments]
+
+    packet = target.overloadpacket
+    every = [target, *(getattr(packet, name) for name in packet.overloads())]
+    wanted = {*names(target), "generator"}
+    return next(each for each in every if {*names(each)} == wanted)
+
+
+_MASK = _operator(
+    "bernoulli.mask",
+    ("Tensor like", "float p"),
+    lambda like, p, generator: torch.empty_like(like, dtype=torch.bool).bernoulli_(
+        p, generator=generator
+    ),
+    lambda like, p: torch.empty_like(like, dtype=torch.bool),
+)
+
+_OF_LAYOUTS = {
+    target: _seeded(target)
+    for target in (
+        *(aten.rand.default, aten.randn.default, aten.rand_like.default, aten.randn_like.default),
+        *(aten.randint.default, aten.randint.low, aten.randperm.default, aten.bernoulli.p),
+        *(aten.randint_like.default, aten.randint_like.low_dtype, aten.random.default),
+        *(aten.random.to, aten.uniform.default, aten.normal.float_float),
+        *(aten.normal_functional.default, aten.log_normal.default, aten.exponential.default),
+        *(aten.cauchy.default, aten.geometric.default),
+    )
+}
+_OF_VALUES = {
+    target: _seeded(target)
+    for target in (
+        *(aten.bernoulli.default, aten.bernoulli.Tensor, aten.randint_like.Tensor),
+        *(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor),
+        *(aten.multinomial.default, aten.poisson.default, aten._standard_gamma.default),
+    )
+}
+LAYOUTS = frozenset((_MASK, *_OF_LAYOUTS.values()))
+"""The operators that read no values: of a tensor its layout, if there is one."""
+
+for _made in LAYOUTS.union(_OF_VALUES.values()):
+    if "gamma" not in _made.name():
+        _LIBRARY.impl(_made, torch.library.fallthrough_kernel, "Autograd")
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -44,64 +140,9 @@ def _gamma_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     return gradient * torch._standard_gamma_grad(*ctx.saved_tensors), None, None
 
 
-_OPERATIONS = (
-    (
-        "bernoulli(Tensor like, float p, Tensor seed, int node) -> Tensor",
-        lambda like, p, seed, node: torch.empty_like(like, dtype=torch.bool).bernoulli_(
-            p, generator=_generator(like, seed, node)
-        ),
-        lambda like, *_: torch.empty_like(like, dtype=torch.bool),
-    ),
-    (
-        "uniform(Tensor like, Tensor seed, int node) -> Tensor",
-        lambda like, *of: torch.empty_like(like).uniform_(generator=_generator(like, *of)),
-    ),
-    (
-        "normal(Tensor like, Tensor seed, int node) -> Tensor",
-        lambda like, *of: torch.empty_like(like).normal_(generator=_generator(like, *of)),
-    ),
-    (
-        "integers(Tensor like, int low, int? high, Tensor seed, int node) -> Tensor",
-        lambda like, low, high, *of: torch.empty_like(like).random_(
-            low, high, generator=_generator(like, *of)
-        ),
-    ),
-    (
-        "permutation(Tensor like, Tensor seed, int node) -> Tensor",
-        lambda like, *of: torch.randperm(
-            like.numel(), dtype=like.dtype, device=like.device, generator=_generator(like, *of)
-        ),
-    ),
-    (
-        "poisson(Tensor rates, Tensor seed, int node) -> Tensor",
-        lambda rates, *of: torch.poisson(rates, _generator(rates, *of)),
-    ),
-    (
-        "gamma(Tensor shapes, Tensor seed, int node) -> Tensor",
-        lambda shapes, *of: torch._standard_gamma(shapes, _generator(shapes, *of)),
-    ),
-    (
-        "multinomial(Tensor weights, int count, bool again, Tensor seed, int node) -> Tensor",
-        lambda weights, count, again, *of: torch.multinomial(
-            weights, count, again, generator=_generator(weights, *of)
-        ),
-        lambda weights, count, *_: weights.new_empty(
-            (*weights.shape[:-1], count), dtype=torch.int64
-        ),
-    ),
+torch.library.register_autograd(
+    "fxpipe::_standard_gamma", _gamma_backward, setup_context=_keep, lib=_LIBRARY
 )
-"""An operator's signature, what it does, and what it makes without data, if not a tensor like its
-first operand."""
-
-_LIBRARY = torch.library.Library("fxpipe", "DEF")
-for _signature, _run, *_shape in _OPERATIONS:
-    _name = _LIBRARY.define(_signature)
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _run, _key)
-    _LIBRARY.impl(_name, _shape[0] if _shape else lambda like, *_: torch.empty_like(like), "Meta")
-torch.library.register_autograd("fxpipe::gamma", _gamma_backward, setup_context=_keep, lib=_LIBRARY)
-
-OPERATORS = torch.ops.fxpipe
 
 
 def native_dropout(
@@ -110,164 +151,16 @@ def native_dropout(
     """Dropout and its mask of what is kept, as ``aten.native_dropout``."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    mask = OPERATORS.bernoulli(x.detach(), 1 - p, seed, node)
+    mask = _MASK(x, 1 - p, seed, node)
     return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-
-
-def bernoulli(p: Tensor, seed: Tensor, node: int) -> Tensor:
-    """Ones with the probabilities in a tensor, as ``aten.bernoulli``."""
-    return bernoulli_like(p, p, seed, node)
-
-
-def bernoulli_p(x: Tensor, p: float, seed: Tensor, node: int) -> Tensor:
-    """Ones with one probability, in the shape and type of ``x``, as ``aten.bernoulli.p``."""
-    return _draw(OPERATORS.bernoulli, x.detach(), p, seed, node).to(x.dtype)
-
-
-def bernoulli_like(x: Tensor, p: Tensor, seed: Tensor, node: int) -> Tensor:
-    """Ones with the probabilities in ``p``, in the shape of ``x``, as ``Tensor.bernoulli_``.
-
-    As in torch, the numbers that are compared have float32 at least: of 256 numbers in bfloat16 one
-    is below any small probability.
-    """
-    drawn = rand_like(x, seed, node, dtype=torch.promote_types(p.dtype, torch.float32))
-    return (drawn < p.detach()).to(x.dtype)
-
-
-def rand_like(x: Tensor, seed: Tensor, node: int, **options: Any) -> Tensor:
-    """Uniform numbers in [0, 1) in the shape of ``x``."""
-    return _draw(OPERATORS.uniform, torch.empty_like(x.detach(), **options), seed, node)
-
-
-def randn_like(x: Tensor, seed: Tensor, node: int, **options: Any) -> Tensor:
-    """Standard normal numbers in the shape of ``x``."""
-    return _draw(OPERATORS.normal, torch.empty_like(x.detach(), **options), seed, node)
-
-
-def rand(size: Sequence[int], seed: Tensor, node: int, **options: Any) -> Tensor:
-    """Uniform numbers in [0, 1)."""
-    return _draw(OPERATORS.uniform, torch.empty(size, **options), seed, node)
-
-
-def randn(size: Sequence[int], seed: Tensor, node: int, **options: Any) -> Tensor:
-    """Standard normal numbers."""
-    return _draw(OPERATORS.normal, torch.empty(size, **options), seed, node)
-
-
-def randint(high: int, size: Sequence[int], seed: Tensor, node: int, **options: Any) -> Tensor:
-    """Integers in [0, high)."""
-    return randint_low(0, high, size, seed, node, **options)
-
-
-def randint_low(
-    low: int, high: int, size: Sequence[int], seed: Tensor, node: int, **options: Any
-) -> Tensor:
-    """Integers in [low, high)."""
-    like = torch.empty(size, **{"dtype": torch.int64, **options})
-    return _draw(OPERATORS.integers, like, low, high, seed, node)
-
-
-def normal(
-    mean: Tensor | float, std: Tensor | float, seed: Tensor, node: int, **options: Any
-) -> Tensor:
-    """Normal numbers with a mean and a deviation for each, as ``aten.normal``."""
-    mean, std = (x.detach() if isinstance(x, Tensor) else x for x in (mean, std))
-    like, *_ = torch.broadcast_tensors(*(x for x in (mean, std) if isinstance(x, Tensor)))
-    return randn_like(like, seed, node, memory_format=torch.contiguous_format) * std + mean
-
-
-def normal_of_size(
-    mean: float, std: float, size: Sequence[int], seed: Tensor, node: int, **options: Any
-) -> Tensor:
-    """Normal numbers with one mean and deviation."""
-    return randn(size, seed, node, **options) * std + mean
-
-
-def normal_like(x: Tensor, mean: float, std: float, seed: Tensor, node: int) -> Tensor:
-    """Normal numbers in the shape of ``x``, as ``Tensor.normal_``."""
-    return randn_like(x, seed, node) * std + mean
-
-
-def uniform_like(x: Tensor, low: float, high: float, seed: Tensor, node: int) -> Tensor:
-    """Uniform numbers in [low, high) in the shape of ``x``, as ``Tensor.uniform_``."""
-    return rand_like(x, seed, node) * (high - low) + low
-
-
-def exponential_like(x: Tensor, rate: float, seed: Tensor, node: int) -> Tensor:
-    """Exponentially distributed numbers in the shape of ``x``, as ``Tensor.exponential_``.
-
-    They are never 0, so that their logarithms, as in ``gumbel_softmax``, are finite.
-    """
-    drawn, kind = -torch.log1p(-_fine(x, seed, node)) / rate, torch.finfo(x.dtype)
-    return drawn.clamp_min(kind.tiny * kind.eps).to(x.dtype)
-
-
-def log_normal_like(x: Tensor, mean: float, std: float, seed: Tensor, node: int) -> Tensor:
-    """Numbers whose logarithm is normal, in the shape of ``x``, as ``Tensor.log_normal_``."""
-    return normal_like(x, mean, std, seed, node).exp()
-
-
-def cauchy_like(x: Tensor, median: float, sigma: float, seed: Tensor, node: int) -> Tensor:
-    """Numbers of Cauchy's distribution in the shape of ``x``, as ``Tensor.cauchy_``."""
-    return (((_fine(x, seed, node) - 0.5) * math.pi).tan() * sigma + median).to(x.dtype)
-
-
-def geometric_like(x: Tensor, p: float, seed: Tensor, node: int) -> Tensor:
-    """Geometrically distributed numbers in the shape of ``x``, as ``Tensor.geometric_``."""
-    tries = torch.log1p(-_fine(x, seed, node)) / math.log1p(-p)
-    return tries.ceil().clamp_min(1).to(x.dtype)
-
-
-def integers_like(x: Tensor, seed: Tensor, node: int) -> Tensor:
-    """Integers over the whole range of the dtype of ``x``, as ``Tensor.random_``."""
-    return _draw(OPERATORS.integers, torch.empty_like(x), 0, None, seed, node)
-
-
-def randint_like(x: Tensor, high: int, seed: Tensor, node: int, **options: Any) -> Tensor:
-    """Integers in [0, high) in the shape of ``x``."""
-    return randint_low_like(x, 0, high, seed, node, **options)
-
-
-def randint_low_like(
-    x: Tensor, low: int, high: int, seed: Tensor, node: int, **options: Any
-) -> Tensor:
-    """Integers in [low, high) in the shape of ``x``."""
-    like = torch.empty_like(x.detach(), **options)
-    return _draw(OPERATORS.integers, like, low, high, seed, node)
-
-
-def randint_below_like(x: Tensor, high: Tensor, seed: Tensor, node: int, **options: Any) -> Tensor:
-    """Integers in [0, high), with ``high`` a tensor of one number, in the shape of ``x``."""
-    out = torch.empty_like(x, **options)
-    return (_fine(x, seed, node) * high).floor().to(out.dtype)
-
-
-def randperm(n: int, seed: Tensor, node: int, **options: Any) -> Tensor:
-    """A permutation of 0 … n−1."""
-    like = torch.empty(n, **{"dtype": torch.int64, **options})
-    return _draw(OPERATORS.permutation, like, seed, node)
-
-
-def multinomial(weights: Tensor, count: int, replacement: bool, seed: Tensor, node: int) -> Tensor:
-    """Indices drawn with the weights of each row, as ``torch.multinomial``."""
-    return _draw(OPERATORS.multinomial, weights.detach(), count, replacement, seed, node)
-
-
-def poisson(rates: Tensor, seed: Tensor, node: int) -> Tensor:
-    """Counts of Poisson's distribution with the rates in a tensor, as ``torch.poisson``."""
-    return _draw(OPERATORS.poisson, rates.detach(), seed, node)
-
-
-def standard_gamma(shapes: Tensor, seed: Tensor, node: int) -> Tensor:
-    """Numbers of the gamma distribution, whose gradient is that of ``torch.distributions``."""
-    return _draw(OPERATORS.gamma, shapes, seed, node)
 
 
 def rrelu(x: Tensor, lower: float, upper: float, training: bool, seed: Tensor, node: int) -> Tensor:
     """A leaky ReLU whose slopes are uniform in [lower, upper) (Xu et al., 1505.00853)."""
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
-    return x * torch.where(x.detach() > 0, 1.0, uniform_like(x, lower, upper, seed, node))
+    slopes = torch.ops.fxpipe.uniform(x, lower, upper, seed, node)
+    return x * torch.where(x.detach() > 0, 1.0, slopes)
 
 
 def rrelu_with_noise(
@@ -281,17 +174,6 @@ def rrelu_with_noise(
 ) -> tuple[Tensor, Tensor]:
     """``rrelu`` and its slopes, as ``aten.rrelu_with_noise_functional``; ``noise`` is not read."""
     return rrelu(x, lower, upper, training, seed, node), noise
-
-
-def _fine(x: Tensor, seed: Tensor, node: int) -> Tensor:
-    """Uniform numbers in [0, 1) in float64, as torch's own operations take them to compute others:
-    those of a narrower type are so few that a distribution's tail would be missing."""
-    return rand_like(x, seed, node, dtype=torch.float64)
-
-
-def _draw(operator: Any, *args: Any) -> Tensor:
-    drawn: Tensor = operator(*args)
-    return drawn
 
 
 def attention(
@@ -327,43 +209,17 @@ def attention(
     return native_dropout(weights, p, True, seed, node)[0] @ value
 
 
+FUNCTIONS = native_dropout, rrelu, rrelu_with_noise, attention
+"""The seeded forms that are no operators."""
+
 SEEDED: Mapping[Any, Callable[..., Any]] = {
+    **_OF_LAYOUTS,
+    **_OF_VALUES,
     aten.native_dropout.default: native_dropout,
-    aten.bernoulli.default: bernoulli,
-    aten.bernoulli.p: bernoulli_p,
-    aten.bernoulli.Tensor: bernoulli_like,
-    aten.rand_like.default: rand_like,
-    aten.randn_like.default: randn_like,
-    aten.rand.default: rand,
-    aten.randn.default: randn,
-    aten.randint.default: randint,
-    aten.randint.low: randint_low,
-    aten.randperm.default: randperm,
-    aten.normal.Tensor_Tensor: normal,
-    aten.normal.Tensor_float: normal,
-    aten.normal.float_Tensor: normal,
-    aten.normal.float_float: normal_of_size,
-    aten.normal_functional.default: normal_like,
-    aten.uniform.default: uniform_like,
-    aten.exponential.default: exponential_like,
-    aten.randint_like.default: randint_like,
-    aten.randint_like.low_dtype: randint_low_like,
-    aten.randint_like.Tensor: randint_below_like,
-    aten.random.default: integers_like,
-    aten.random.to: randint_like,
-    aten.log_normal.default: log_normal_like,
-    aten.cauchy.default: cauchy_like,
-    aten.geometric.default: geometric_like,
-    aten.multinomial.default: multinomial,
-    aten.poisson.default: poisson,
-    aten._standard_gamma.default: standard_gamma,
     aten.rrelu.default: rrelu,
     aten.rrelu_with_noise_functional.default: rrelu_with_noise,
 }
 """Random operation → its form with a seed and a node number, which come before the options."""
-
-UNSEEDED = ("pin_memory", "layout", "generator")
-"""Options of random operations that the seeded forms do not take."""
 
 
 def with_defaults(function: Any, args: Sequence[Any]) -> tuple[Any, ...]:

@@ -141,7 +141,7 @@ _TORCH: dict[str, tuple[types.ModuleType, str]] = {
 """Name of a module → the module, and how aten's operators begin that it gives another name."""
 
 _OWN: dict[str, Iterable[Function]] = {
-    "fxpipe.random": (*fxpipe.random.SEEDED.values(), fxpipe.random.attention),
+    "fxpipe.random": fxpipe.random.FUNCTIONS,
     "fxpipe.random.leaf_draws": (draw_from,),
     "fxpipe.torchtools.moments": (gather,),
 }

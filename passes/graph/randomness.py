@@ -193,7 +193,7 @@ def _tried(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
 
 def _heaviest(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
     order: Tensor = x.argsort(stable=True, dim=-1, descending=True)
-    count = given.get("num_samples", given.get("count"))
+    count = given["num_samples"]
     return order[..., torch.arange(count, device=order.device) % order.shape[-1]]
 
 
@@ -216,12 +216,9 @@ _DRAWS: dict[str, Callable[[Tensor, Any, Mapping[str, Any]], Any]] = {
     "geometric": _tried,
     "poisson": lambda u, x, given: (u * 2 * x).floor(),
     "_standard_gamma": lambda u, x, given: (u + 0.5) * x,
-    "gamma": lambda u, x, given: (u + 0.5) * x,
     "multinomial": _heaviest,
     "random": _whole,
     "randint": _whole,
     "randint_like": _whole,
-    "integers": _whole,
     "randperm": _reversed,
-    "permutation": _reversed,
 }

@@ -25,26 +25,12 @@ from fxpipe.kernels.inductor import Draw, Indices, Look, Wiring
 from fxpipe.passes.differentiate.accumulate import product_onto
 from fxpipe.passes.differentiate.extract import results
 from fxpipe.passes.differentiate.joint import rnn_layer_with_workspace
-from fxpipe.random import OPERATORS
+from fxpipe.random import LAYOUTS
 
 _FORMAT = 7
 """To be counted up where libraries that an earlier form of this package made must not be used."""
 
 aten = torch.ops.aten
-
-_BY_LAYOUT = {
-    getattr(OPERATORS, name).default: seed
-    for name, seed in (
-        ("bernoulli", 1),
-        ("uniform", 0),
-        ("normal", 0),
-        ("integers", 2),
-        ("permutation", 0),
-    )
-}
-"""Random operators that read the layout of their first operand only → the place of the seed among
-the others."""
-
 
 _SHAPES = {
     *(aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.expand.default),
@@ -68,7 +54,7 @@ def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
         Refused: it has something that no library can take.
     """
     arguments = graph.find_nodes(op="placeholder")
-    drawn = [node for node in graph.nodes if node.target in _BY_LAYOUT]
+    drawn = [node for node in graph.nodes if node.target in LAYOUTS]
     place = {node: index for index, node in enumerate([*arguments, *drawn])}
     made = fx.Graph()
     copies = {node: made.placeholder(f"argument_{index}") for node, index in place.items()}
@@ -151,14 +137,12 @@ def _look(node: fx.Node) -> Look:
 
 
 def _draw(node: fx.Node, place: dict[fx.Node, int]) -> Draw:
-    given: Any = node.args
-    like, *rest = given
-    seed = _BY_LAYOUT[node.target]
-    argument = place.get(rest[seed])
-    if argument is None:
+    args: Any = node.args
+    *given, seed, number = args
+    if seed not in place:
         raise Refused(f"{node.name!r} draws from a seed that is made in the stage")
-    rest[seed] = None
-    return Draw(node.target, _look(like), tuple(rest), seed, argument)
+    like = [_look(each) if isinstance(each, fx.Node) else each for each in given]
+    return Draw(node.target, tuple(like), dict(node.kwargs), _look(node), place[seed], number)
 
 
 def _indices(graph: fx.Graph, place: Mapping[fx.Node, int]) -> Iterator[Indices]:

@@ -147,7 +147,7 @@ def test_the_printed_form_is_the_documented_one() -> None:
     conv = graph.call_function(torch.ops.aten.conv2d.default, (x, far, None, [1, 1]))
     first = graph.call_function(operator.getitem, (conv, 0))
     graph.call_function(stash, ("getitem", first))
-    seeded = graph.call_function(fxpipe.random.rand_like, (first,), {"dtype": torch.float32})
+    seeded = graph.call_function(fxpipe.random.rrelu, (first,), {"training": True})
     graph.output((seeded, first))
     assert print_graph(graph) == "\n".join(
         (
@@ -156,8 +156,8 @@ def test_the_printed_form_is_the_documented_one() -> None:
             "conv2d_default = torch.ops.aten.conv2d.default(x, far, None, [1, 1])",
             "getitem = operator.getitem(conv2d_default, 0)",
             "stash = stash('getitem', getitem)",
-            "rand_like = fxpipe.random.rand_like(getitem, dtype=torch.float32)",
-            "return (rand_like, getitem)",
+            "rrelu = fxpipe.random.rrelu(getitem, training=True)",
+            "return (rrelu, getitem)",
         )
     )
     round_trip(graph)
