@@ -81,11 +81,13 @@ def _seeded(target: OpOverload) -> Any:
     plain = [word.partition("=")[0] for word in kept[:end]]  # no default comes before the seed
     options = kept[end:] if kept[end + 1 :] else []
     name = str(target).removeprefix("aten.").removesuffix(".default")
-    return _operator(name, [*plain, *options], _with_generator(target), target)
+    drawing = with_generator(target)
+    assert drawing is not None
+    return _operator(name, [*plain, *options], drawing, target)
 
 
-def _with_generator(target: OpOverload) -> OpOverload:
-    """The overload of a random operation that takes a generator."""
+def with_generator(target: OpOverload) -> OpOverload | None:
+    """The overload of a random operation that takes a generator; None if there is none."""
 
     def names(overload: OpOverload) -> list[str]:
         return [argument.name for argument in overload._schema.arguments]
@@ -93,7 +95,7 @@ def _with_generator(target: OpOverload) -> OpOverload:
     packet = target.overloadpacket
     every = [target, *(getattr(packet, name) for name in packet.overloads())]
     wanted = {*names(target), "generator"}
-    return next(each for each in every if {*names(each)} == wanted)
+    return next((each for each in every if {*names(each)} == wanted), None)
 
 
 _MASK = _operator(
@@ -127,9 +129,11 @@ _OF_VALUES = {
 LAYOUTS = frozenset((_MASK, *_OF_LAYOUTS.values()))
 """The operators that read no values: of a tensor its layout, if there is one."""
 
-for _made in LAYOUTS.union(_OF_VALUES.values()):
-    if "gamma" not in _made.name():
-        _LIBRARY.impl(_made, torch.library.fallthrough_kernel, "Autograd")
+OPERATORS = LAYOUTS.union(_OF_VALUES.values())
+"""All of them."""
+
+for _each in OPERATORS - {torch.ops.fxpipe._standard_gamma.default}:
+    _LIBRARY.impl(_each, torch.library.fallthrough_kernel, "Autograd")
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -16,7 +16,6 @@ so that two runs can be compared.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
@@ -31,7 +30,6 @@ from fxpipe import random
 from fxpipe.errors import TraceError
 from fxpipe.ir.traced import DRAWS, DRAWS_FROM_OTHERS, SEED, Traced
 from fxpipe.passes.graph.lazy_module import copied
-from fxpipe.random import SEEDED, UNSEEDED, arguments_of, draws, in_training, with_defaults
 from fxpipe.random.leaf_draws import Draws, draw_from, seed_others
 from fxpipe.torchtools import source
 
@@ -68,7 +66,7 @@ def seed_randomness(traced: Traced) -> Traced:
         target, args, kwargs = seeded
         node.target = target
         node.args = (*args, seed, number)
-        node.kwargs = {k: v for k, v in kwargs.items() if k not in UNSEEDED}
+        node.kwargs = {k: v for k, v in kwargs.items() if k not in random.UNSEEDED}
         number += 1
     graph.lint()
     return traced
@@ -88,12 +86,12 @@ def _seeded_form(
         return None
     target: Any = node.target
     if target is aten.scaled_dot_product_attention.default:
-        given = arguments_of(target, node.args, node.kwargs)
+        given = random.arguments_of(target, node.args, node.kwargs)
         return (random.attention, tuple(given.values()), {}) if given["dropout_p"] else None
-    if target in SEEDED and in_training(target, node.args, node.kwargs):
-        return SEEDED[target], with_defaults(target, node.args), dict(node.kwargs)
+    if target in random.SEEDED and random.in_training(target, node.args, node.kwargs):
+        return random.SEEDED[target], random.with_defaults(target, node.args), dict(node.kwargs)
     if isinstance(target, torch._ops.OpOverload):
-        if torch.Tag.nondeterministic_seeded in target.tags and draws(
+        if torch.Tag.nondeterministic_seeded in target.tags and random.draws(
             target, node.args, node.kwargs
         ):
             raise TraceError(
@@ -111,7 +109,8 @@ def pattern(like: Tensor) -> Tensor:
 
 
 class FixedDraws(Draws):
-    """Inside, every random operation draws the same fixed pattern."""
+    """Inside, every random operation draws the same numbers: those of one generator or, where what
+    is drawn depends on values, which two runs may round otherwise, those of a fixed pattern."""
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operation returns inside."""
@@ -121,18 +120,26 @@ class FixedDraws(Draws):
             return args[0] * mask * (1 / (1 - args[1])), mask
         if name == "rrelu_with_noise" and (given := _given(func, args, kwargs)).get("training"):
             return _sloped(func, *(given[key] for key in ("self", "noise", "lower", "upper")))
-        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace == "fxpipe":
-            draw = _DRAWS.get(name)
-            if draw is not None:
-                out = func(*args, **kwargs)
-                given = _given(func, *pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
-                numbers = draw(pattern(out), next(iter(given.values())), given)
-                return out.copy_(numbers) if not out.requires_grad else numbers.to(out)
-            if any(argument.name == "generator" for argument in func._schema.arguments):
-                device = args[0].device if args and isinstance(args[0], Tensor) else "cpu"
-                generator = torch.Generator(device).manual_seed(0)
-                return func(*with_defaults(func, args), **{**kwargs, "generator": generator})
-        return func(*args, **kwargs)
+        seeded = func in random.OPERATORS
+        if not seeded and torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if name in _DRAWS:
+            out = func(*args, **kwargs)
+            given = _given(func, *pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
+            numbers = _DRAWS[name](pattern(out), next(iter(given.values())), given)
+            return out.copy_(numbers) if not out.requires_grad else numbers.to(out)
+        if seeded:
+            return func(*args[:-2], torch.tensor(0), 0, **kwargs)
+        if (drawing := random.with_generator(func)) is None:
+            return func(*args, **kwargs)
+        device = args[0].device if args and isinstance(args[0], Tensor) else "cpu"
+        return drawing(
+            *random.with_defaults(func, args), **{**kwargs, "generator": _generator(device)}
+        )
+
+
+def _generator(device: Any) -> torch.Generator:
+    return torch.Generator(device).manual_seed(random.mix(0, 0))
 
 
 @contextmanager
@@ -156,39 +163,16 @@ def fixed_others() -> Iterator[None]:
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """What an operation is given, by name, without what is None."""
-    given = arguments_of(func, args, kwargs)
+    given = random.arguments_of(func, args, kwargs)
     return {name: value for name, value in given.items() if value is not None}
 
 
 def _sloped(func: Any, x: Tensor, noise: Tensor, lower: float, upper: float) -> Tensor:
     """``rrelu_with_noise``: its second argument receives the slopes, for the backward."""
-    noise.copy_(torch.where(x > 0, 1.0, pattern(x) * (upper - lower) + lower))
+    slopes = torch.empty_like(x).uniform_(lower, upper, generator=_generator(x.device))
+    noise.copy_(torch.where(x > 0, 1.0, slopes))
     made: Tensor = x * noise
     return x.copy_(made) if func._schema.is_mutable and func._schema.name.endswith("_") else made
-
-
-# each takes the pattern, the operation's first argument, and all of them by name
-
-
-def _between(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
-    low = given.get("from", 0.0)
-    return u * (given.get("to", 1.0) - low) + low
-
-
-def _centred(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
-    return (u * 2 - 1) * given.get("std", 1.0) + given.get("mean", 0.0)
-
-
-def _whole(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
-    low = given.get("low", given.get("from", 0))
-    # without a bound; every integer dtype holds 0 and 1
-    high = given.get("high", given.get("to", low + 2))
-    return (u * (high - low)).floor() + low
-
-
-def _tried(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
-    u = u.to(x.dtype) if x.is_floating_point() else u
-    return (torch.log1p(-u) / math.log1p(-given["p"])).ceil().clamp(1)
 
 
 def _heaviest(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
@@ -197,28 +181,10 @@ def _heaviest(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
     return order[..., torch.arange(count, device=order.device) % order.shape[-1]]
 
 
-def _reversed(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
-    return torch.arange(u.numel() - 1, -1, -1, device=u.device)
-
-
 _DRAWS: dict[str, Callable[[Tensor, Any, Mapping[str, Any]], Any]] = {
     "bernoulli": lambda u, x, given: u < given.get("p", x),
-    "uniform": _between,
-    "rand": _between,
-    "rand_like": _between,
-    "normal": _centred,
-    "normal_functional": _centred,
-    "randn": _centred,
-    "randn_like": _centred,
-    "log_normal": lambda u, x, given: _centred(u, x, given).exp(),
-    "exponential": lambda u, x, given: -torch.log1p(-u) / given.get("lambd", 1.0),
-    "cauchy": lambda u, x, given: ((u - 0.5) * math.pi).tan() * given["sigma"] + given["median"],
-    "geometric": _tried,
     "poisson": lambda u, x, given: (u * 2 * x).floor(),
     "_standard_gamma": lambda u, x, given: (u + 0.5) * x,
     "multinomial": _heaviest,
-    "random": _whole,
-    "randint": _whole,
-    "randint_like": _whole,
-    "randperm": _reversed,
 }
+"""Each takes the pattern, the operation's first argument, and all of them by name."""
