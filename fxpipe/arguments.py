@@ -275,7 +275,6 @@ def check_bucket_cap(bucket_cap_mb: Any) -> float:
 
 def check_sharding(shard_optimizer: Any, optimizer: Any, predict: bool) -> None:
     """Raises InputError where there is no optimizer to shard, or its momentum is needed whole."""
-    check_flag("shard_optimizer", shard_optimizer)
     if shard_optimizer and optimizer is None:
         raise InputError(
             "shard_optimizer=True, and there is no optimizer; give optimizer=, such as lambda "
@@ -360,7 +359,8 @@ def check_model(model: Any, place: torch.device) -> None:
             )
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raises InputError where the value is neither True nor False."""
-    if not isinstance(value, bool):
-        raise InputError(f"{name} is {value!r}; give True or False")
+def check_flags(**flags: Any) -> None:
+    """Raises InputError where one is neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{name} is {value!r}; give True or False")

@@ -12,26 +12,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from fxpipe.arguments import (
-    ScheduleLike,
-    check_bucket_cap,
-    check_clipping,
-    check_copies,
-    check_flag,
-    check_known,
-    check_model,
-    check_overlap,
-    check_sharding,
-    check_stage_compiler,
-    read_batch_dims,
-    read_decides,
-    read_dispatch,
-    read_example,
-    read_leaf_modules,
-    read_modes,
-    read_objective,
-    read_schedule,
-)
+from fxpipe import arguments
+from fxpipe.arguments import ScheduleLike
 from fxpipe.compiler.capturing import check_cuda_graphs
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.deciding import Deciding, Where
@@ -257,18 +239,22 @@ def compile(
     group, places = read_group(devices)
     with ExitStack() as failed, group.calling("compile"):
         torch_devices = tuple(home(place) for place in places)
-        check_model(model, torch_devices[0])
+        arguments.check_model(model, torch_devices[0])
         with _compiling:
             _check_free(model)
-        check_known("tracer", tracer, get_args(Tracer))
-        check_stage_compiler(stage_compiler, cuda_graphs)
+        arguments.check_known("tracer", tracer, get_args(Tracer))
+        arguments.check_stage_compiler(stage_compiler, cuda_graphs)
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
-        check_flag("deferred_batchnorm", deferred_batchnorm)
-        check_flag("verbose", verbose)
-        check_flag("ordered_sums", ordered_sums)
-        check_flag("fuse_accumulation", fuse_accumulation)
-        check_flag("recompute_check", recompute_check)
-        check_flag("cuda_graphs", cuda_graphs)
+        arguments.check_flags(
+            deferred_batchnorm=deferred_batchnorm,
+            shard_optimizer=shard_optimizer,
+            ordered_sums=ordered_sums,
+            fuse_accumulation=fuse_accumulation,
+            recompute_check=recompute_check,
+            cuda_graphs=cuda_graphs,
+            predict=predict,
+            verbose=verbose,
+        )
         if cuda_graphs:
             refuse_on_ranks(
                 group,
@@ -280,42 +266,41 @@ def compile(
                 recompute_check=recompute_check,
                 fuse_accumulation=fuse_accumulation,
             )
-        who = read_dispatch(dispatch, torch_devices[0])
+        who = arguments.read_dispatch(dispatch, torch_devices[0])
         cuts = read_partition(partition, memory_limits)
         cuts.check(model, len(places))
-        decides = read_decides(schedule, delay, predict)
+        decides = arguments.read_decides(schedule, delay, predict)
         # until it is decided what a step is like, calls have the stages of this schedule
         known = "zb-h1" if decides else schedule
-        recipe, microbatches = read_schedule(known, len(places), microbatches, delay)
+        recipe, microbatches = arguments.read_schedule(known, len(places), microbatches, delay)
         where = Where()
         recipe = replace(recipe, name=decides, placement=where) if decides else recipe
-        check_flag("predict", predict)
         recipe = recipe.predicting() if predict else recipe
-        check_overlap(recipe, optimizer)
+        arguments.check_overlap(recipe, optimizer)
         if recipe.copies(len(places)):
-            check_copies(recipe, torch_devices[0])
-        check_clipping(clip_norm, scaler, optimizer)
-        check_sharding(shard_optimizer, optimizer, predict)
+            arguments.check_copies(recipe, torch_devices[0])
+        arguments.check_clipping(clip_norm, scaler, optimizer)
+        arguments.check_sharding(shard_optimizer, optimizer, predict)
         options = Options(
             model=model,
             devices=tuple(places),
             torch_devices=torch_devices,
             recipe=recipe,
             microbatches=microbatches,
-            objective=read_objective(loss, reduction, loss_weight),
+            objective=arguments.read_objective(loss, reduction, loss_weight),
             optimizer=given_optimizer,
             shard_optimizer=shard_optimizer,
             ordered_sums=ordered_sums,
-            bucket_cap_mb=check_bucket_cap(bucket_cap_mb),
+            bucket_cap_mb=arguments.check_bucket_cap(bucket_cap_mb),
             clip_norm=clip_norm,
             scaler=scaler,
-            recompute=read_modes("recompute", recompute, recipe.stages(len(places))),
-            offload=read_modes("offload", offload, recipe.stages(len(places))),
-            batch_dims=read_batch_dims(batch_dims, model),
+            recompute=arguments.read_modes("recompute", recompute, recipe.stages(len(places))),
+            offload=arguments.read_modes("offload", offload, recipe.stages(len(places))),
+            batch_dims=arguments.read_batch_dims(batch_dims, model),
             deferred_batchnorm=deferred_batchnorm,
             partition=cuts,
             tracer=tracer,
-            leaf_modules=read_leaf_modules(leaf_modules, model),
+            leaf_modules=arguments.read_leaf_modules(leaf_modules, model),
             fuse_accumulation=fuse_accumulation,
             recompute_check=recompute_check,
             dispatch=who,
@@ -329,7 +314,7 @@ def compile(
             decides=decides,
             hollow=bytes_without_data(model, torch_devices[0]),
         )
-        given = None if example is None else read_example(example)
+        given = None if example is None else arguments.read_example(example)
         choice = Choice(1 if group.size > 1 else len(places), options.dispatch)
         compiler = Deciding(options, choice, where) if decides else Compiler(options, choice)
         pipe = Pipeline(options, compiler, Engine(options, choice))

@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxpipe.random  # noqa: F401  (graphs may have its operators)
 from fxpipe.errors import told
-from fxpipe.passes.inductor import images, rows
+from fxpipe.passes.inductor import decompositions
 from fxpipe.passes.inductor.libraries import Answer, is_lasting
 
 BOTH = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
@@ -49,8 +49,7 @@ aten = torch.ops.aten
 
 def main() -> None:
     """Answer each line until the input ends."""
-    images.register()
-    rows.register()
+    decompositions.register()
     if MULTIPLIES:
         # in place of inductor's lowering, which wants a constant
         product = torch.ops.mkldnn._linear_pointwise.default

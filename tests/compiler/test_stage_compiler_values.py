@@ -90,14 +90,14 @@ def test_gradients_of_rows_that_are_read_by_indices_are_the_same_to_the_bit_each
 def test_rows_are_added_where_indices_say(
     shape: tuple[int, ...], indices: dict[int, tuple[int, ...]], values: tuple[int, ...]
 ) -> None:
-    from fxpipe.passes.inductor import rows  # slow to import
+    from fxpipe.passes.inductor import decompositions  # slow to import
 
     torch.manual_seed(0)
     x, given = torch.randn(shape).double(), torch.randn(values).double()
     chosen = {dim: torch.randint(-shape[dim], shape[dim], size) for dim, size in indices.items()}
     every = [chosen.get(dim) for dim in range(max(chosen) + 1)]
     there = torch.ops.aten.index_put(x, every, given, True)
-    here = rows.added(x, chosen, given)
+    here = decompositions.added(x, chosen, given)
     assert torch.allclose(here, there) and here.stride() == there.stride()
 
 
