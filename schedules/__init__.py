@@ -9,9 +9,7 @@ from fxpipe.schedules.chimera import chimera
 from fxpipe.schedules.controllable_memory import v_half, v_min
 from fxpipe.schedules.cyclic import cdp_v1, cdp_v2
 from fxpipe.schedules.dualpipe_v import dualpipe_v
-from fxpipe.schedules.gpipe import gpipe, looped_bfs
-from fxpipe.schedules.inference import inference
-from fxpipe.schedules.naive import naive
+from fxpipe.schedules.gpipe import gpipe, inference, looped_bfs, naive
 from fxpipe.schedules.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
 from fxpipe.schedules.one_f_one_b_async import (
     one_f_one_b_async,
