@@ -17,18 +17,23 @@ from fxpipe.torchtools.optimizers import alone
 from fxpipe.torchtools.pytrees import pieces
 
 _SIDE = 64
+_FEW = 1 << 22
+"""Parameters of fewer bytes stand there with data: PyTorch computes that far sooner than shapes."""
 
 
 def optimizer_memory(optimizer: Optimizer) -> tuple[int, int]:
     """The bytes of an optimizer's state, now or, before its first step, after it; and the most that
     a step needs besides parameters, gradients and state.
 
-    A copy of the optimizer makes two steps over tensors without data, of the same shapes. If it
-    needs data, or asks for the device, it steps over small tensors, and the result is scaled.
+    A copy of the optimizer makes two steps over zeros of the same shapes, which have no data where
+    they are large. If it needs data, or asks for the device, it steps over small tensors, and the
+    result is scaled.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    few = sum(p.nbytes for p in parameters) < _FEW and all(p.is_cpu for p in parameters)
     try:
-        state, step = _steps(optimizer, [_without_data(group) for group in optimizer.param_groups])
+        device = "cpu" if few else "meta"
+        state, step = _steps(optimizer, [_zeros(group, device) for group in optimizer.param_groups])
     except Exception:
         state, step = _in_proportion(optimizer, parameters)
     return _bytes(optimizer.state) or state, step
@@ -43,12 +48,12 @@ def _steps(optimizer: Optimizer, groups: list[dict[str, Any]]) -> tuple[int, int
     return _bytes(stepped.state), counting.peak
 
 
-def _without_data(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group with meta tensors for its parameters and gradients."""
+def _zeros(group: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """A parameter group with zeros for its parameters and gradients."""
     own = group["params"]
-    made = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in own]
+    made = [nn.Parameter(torch.zeros_like(p, device=device), p.requires_grad) for p in own]
     for parameter in made:
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     found = {**group, "params": made}
     if found.get("foreach", 0) is None and own and all(p.is_cuda for p in own):
         found["foreach"] = True  # as torch chooses on the real device

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam
+from torch.utils import _pytree as pytree
 
 import fxpipe
 from benchmarks.counted import Counted, counted
@@ -18,6 +19,7 @@ from benchmarks.models.unet import UNet
 from fxpipe.memory.optimizer import optimizer_memory
 from fxpipe.simulator import Simulation
 from fxpipe.text.program import print_instruction
+from tests.helpers.overlapping import MORE, OPTIMIZERS
 
 Work = tuple[nn.Module, Tensor, Tensor, Any]
 
@@ -199,3 +201,16 @@ def test_to_predict_its_memory_changes_nothing_that_an_optimizer_keeps() -> None
     optimizer = Noting(nn.Linear(8, 8).parameters())
     assert optimizer_memory(optimizer)[0] == 4 * 8 * 9
     assert not optimizer.rates and not optimizer.state
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
+def test_an_optimizer_is_predicted_to_keep_what_it_keeps_after_two_steps(name: str) -> None:
+    torch.manual_seed(0)
+    optimizer = (OPTIMIZERS | MORE)[name](list(nn.Linear(8, 8).parameters()))
+    predicted, _ = optimizer_memory(optimizer)
+    for _ in range(2):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    kept = pytree.tree_leaves(dict(optimizer.state))
+    assert predicted == sum(leaf.nbytes for leaf in kept if isinstance(leaf, torch.Tensor))
