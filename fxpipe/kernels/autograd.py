@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from threading import RLock
 from typing import Any
 
@@ -71,8 +72,8 @@ class AutogradKernel:
     ) -> Forwarded:
         """See Kernel.forward. ``saved`` holds what autograd keeps."""
         weights = [p.detach().requires_grad_(p.requires_grad) for p in parameters]
-        for weight, parameter in zip(weights, parameters, strict=True):
-            if more := vars(parameter):  # attributes of the user's
+        for weight, name in zip(weights, self.parameters, strict=True):
+            if more := vars(attrgetter(name)(self.forward_graph)):  # attributes of the user's
                 vars(weight).update(more)
         # modules write their buffers in place, so they get copies, which become the writes
         state = {

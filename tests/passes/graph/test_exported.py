@@ -79,7 +79,7 @@ class Regions(nn.Module):
             kept = self.frozen(x)
         with torch.autocast("cpu", torch.bfloat16):
             out: Tensor = self.last(self.first(x).relu() + kept)
-        return out
+        return out.float()
 
 
 def test_operations_under_autocast_and_no_grad_are_those_of_their_modules() -> None:

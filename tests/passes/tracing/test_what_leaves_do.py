@@ -40,11 +40,12 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
 
 
-def test_an_attribute_of_a_parameter_is_there_when_its_module_is_called() -> None:
-    def gained(net: Any, x: Tensor) -> Tensor:
-        made: Tensor = net.layer(x) * net.layer.weight.gain
-        return made
+def gained(net: Any, x: Tensor) -> Tensor:
+    made: Tensor = net.layer(x) * net.layer.weight.gain
+    return made
 
+
+def test_an_attribute_of_a_parameter_is_there_when_its_module_is_called() -> None:
     torch.manual_seed(0)
     model: Any = Around(Does(gained, nn.Linear(4, 4)))
     alone, x, y = copy.deepcopy(model), torch.randn(8, 4), torch.randn(8, 4)
@@ -55,6 +56,18 @@ def test_an_attribute_of_a_parameter_is_there_when_its_module_is_called() -> Non
             made = pipe.step(x, target=y)
             assert torch.equal(made, loop.train(alone, 2, x, loss=F.mse_loss, target=y).loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+def test_older_versions_of_a_parameter_have_its_attributes() -> None:
+    model: Any = Around(Does(gained, nn.Linear(4, 4)))
+    model.inner.layer.weight.gain = 2.0
+    alone, x, y = copy.deepcopy(model), torch.randn(8, 4), torch.randn(8, 4)
+    alone.inner.layer.weight.gain = 2.0  # a copy of a parameter has none
+    options: Any = {"schedule": "2bw", "optimizer": lambda own: torch.optim.SGD(own, lr=0.1)}
+    with fxpipe.compile(model, 2, microbatches=2, loss=F.mse_loss, **options) as pipe:
+        losses = [pipe.step(x, target=y), pipe.step(x, target=y)]  # both read the first version
+    expected = loop.train(alone, 2, x, loss=F.mse_loss, target=y).loss
+    assert [loss.item() for loss in losses] == [expected.item()] * 2
 
 
 @pytest.mark.parametrize("drops", [drops_layers, drops_rarely_at_first])
