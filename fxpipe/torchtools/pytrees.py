@@ -133,6 +133,12 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     return flatten(value)
 
 
+def versions(value: Any) -> list[int]:
+    """How often the tensors in a pytree were written; those of inference mode do not tell."""
+    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
 def bytes_of(value: Any) -> int:
     """The bytes of all tensors in a pytree; sparse ones count as if they were dense."""
     tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))

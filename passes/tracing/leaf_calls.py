@@ -33,6 +33,7 @@ from fxpipe.passes.tracing.leaf_nests import (
     with_places,
 )
 from fxpipe.passes.tracing.symbolic import Example, leaf_tensors, reserve_names
+from fxpipe.torchtools.pytrees import versions
 from fxpipe.torchtools.state import Autocasts, autocasts
 
 _LIBRARY = torch.library.Library("fxpipe", "FRAGMENT")
@@ -146,18 +147,15 @@ class LeafCalls:
         if self._inside:  # a leaf inside of a leaf
             return module._call_impl(*args, **kwargs)
         self._inside = True
-        flat = pytree.tree_leaves((args, kwargs))
-        casts = autocasts()
-        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in flat]
+        casts, given = autocasts(), versions((args, kwargs))
         try:
             output = module._call_impl(*args, **kwargs)
         finally:
             self._inside = False
-        for leaf, version in zip(flat, versions, strict=True):
-            if isinstance(leaf, Tensor) and leaf._version != version:
-                raise UnfitLeaf(
-                    name, "writes into what it is given; let it work on a copy (x = x.clone())"
-                )
+        if versions((args, kwargs)) != given:
+            raise UnfitLeaf(
+                name, "writes into what it is given; let it work on a copy (x = x.clone())"
+            )
         paths, _ = pytree.tree_flatten_with_path(output)
         for path, leaf in paths:
             if not isinstance(leaf, Tensor) and leaf is not None:
@@ -168,6 +166,8 @@ class LeafCalls:
                     "return tensors",
                 )
         tensors = [leaf for _, leaf in paths if isinstance(leaf, Tensor)]
+        if any(tensor.is_quantized for tensor in tensors):
+            raise UnfitLeaf(name, "returns a quantised tensor; return x.dequantize()")
         number = max(_known, default=-1) + 1
         call = Call(
             number,

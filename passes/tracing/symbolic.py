@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -28,16 +27,20 @@ from fxpipe.ir.traced import (
     DRAWS,
     DRAWS_FROM_OTHERS,
     TAKES_TURNS,
-    Literal,
     Traced,
-    Value,
 )
 from fxpipe.passes.tracing.explain import explained
+from fxpipe.passes.tracing.items import (
+    object_of,
+    take_objects_apart,
+    take_outputs_apart,
+    take_slices_apart,
+)
 from fxpipe.passes.tracing.watching import StateReads
 from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import functions_kept
-from fxpipe.torchtools.pytrees import Parts, equal
+from fxpipe.torchtools.pytrees import equal, versions
 from fxpipe.torchtools.state import autocasts, under
 
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
@@ -91,13 +94,16 @@ def trace_symbolically(
             module._buffers.update(buffers)
     module = fx.GraphModule(model, graph)
     _out_of_place(module)  # before dead code is removed: an unused in-place operation looks dead
-    outputs, out_spec = _outputs(graph)
+    take_objects_apart(graph)
     _drop_assertions(graph)
     names = _inputs(graph, given)
-    graph.lint()
-    module.recompile()
     tensors = [given[name] for name, node in names.items() if node is not None]
     written = Example(module).written(model, *tensors)
+    take_slices_apart(graph)
+    outputs, out_spec = take_outputs_apart(graph)
+    _drop_unused(graph)
+    graph.lint()
+    module.recompile()
     held = leaf_tensors(module)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     owned = {*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))}
@@ -193,6 +199,10 @@ def _drop_assertions(graph: fx.Graph) -> None:
         if node.op == "call_function" and "assert" in getattr(node.target, "__name__", ""):
             node.users.clear()
             graph.erase_node(node)
+    _drop_unused(graph)
+
+
+def _drop_unused(graph: fx.Graph) -> None:
     # a leaf module may be called for what it does to its buffers, or by its hooks
     graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
 
@@ -208,45 +218,6 @@ def _inputs(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, str | None]:
         elif not node.users:
             graph.erase_node(node)
     return names
-
-
-def _outputs(graph: fx.Graph) -> tuple[tuple[Value | Literal, ...], pytree.TreeSpec]:
-    end = graph.output_node()
-    leaves, spec = pytree.tree_flatten(_plain(end.args[0]))
-    values = tuple(
-        Value(leaf.name) if isinstance(leaf, fx.Node) else Literal(leaf) for leaf in leaves
-    )
-    end.args = (tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node)),)
-    return values, spec
-
-
-def _plain(value: Any) -> Any:
-    """fx's own lists and dicts as plain ones, and the objects that a node makes as their parts."""
-    if isinstance(value, fx.Node) and isinstance(value.target, type):
-        return _made(value, value.target)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_plain(item) for item in value)
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _made(node: fx.Node, kind: type) -> Any:
-    """The named tuple or the dataclass that a node makes, of nodes; see ``taken_apart``."""
-    args, kwargs = _plain(node.args), _plain(node.kwargs)
-    if hasattr(kind, "_fields") or kind in pytree.SUPPORTED_NODES:
-        return kind(*args, **kwargs)
-    if not is_dataclass(kind):
-        return node
-    held = {
-        name
-        for name, value in kwargs.items()
-        if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(value))
-    }
-    tensors = {name: value for name, value in kwargs.items() if name in held}
-    return Parts(kind, tensors, {n: value for n, value in kwargs.items() if n not in held})
 
 
 def _out_of_place(module: fx.GraphModule) -> None:
@@ -284,6 +255,10 @@ def _in_place_target(module: fx.GraphModule, node: fx.Node) -> Any:
             return "part"
         if node.target in _OUT_OF_PLACE:
             node.target = _OUT_OF_PLACE[node.target]
+            return node.args[0]
+        name = getattr(node.target, "__name__", "")
+        if name.endswith("_") and getattr(torch, name, None) is node.target:  # torch.relu_
+            node.target = getattr(torch, name[:-1])
             return node.args[0]
         if node.kwargs.get("inplace"):
             node.kwargs = {**node.kwargs, "inplace": False}
@@ -341,6 +316,9 @@ class _Tracer(fx.Tracer):
             node.meta[AUTOCAST] = casts
         return node
 
+    def create_arg(self, a: Any) -> Any:
+        return super().create_arg(a) if (made := object_of(a, self)) is None else made
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return id(m) in self.leaves or super().is_leaf_module(m, module_qualified_name)
 
@@ -353,6 +331,7 @@ class Example(fx.Interpreter):
         without a change of their version counters."""
         buffers = dict(model.named_buffers(remove_duplicate=False))
         before = {name: (buffer._version, buffer.clone()) for name, buffer in buffers.items()}
+        self.extra_traceback = False
         with torch.no_grad():
             self.run(*inputs)
         owners = {
@@ -364,8 +343,17 @@ class Example(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         before = other_states() if n.op == "call_module" else {}
+        own = n.op == "call_module" and getattr(self.fetch_attr(str(n.target)), "inplace", False)
+        given = [self.env[m] for m in n.all_input_nodes if m.op != "get_attr" and not own]
+        written = versions(given)
         with DrawsWatched() as watch, under(n.meta.get(AUTOCAST, ())):
             value = super().run_node(n)
+        if versions(given) != written:
+            what = f"leaf module {n.target!r}" if n.op == "call_module" else n.name
+            raise TraceError(
+                f"{what} at {source.of_node(n) or 'an unknown line'} writes into what it is given, "
+                "which other stages may read; let it work on a copy (x = x.clone())"
+            )
         drew_from_others = bool(before) and other_states() != before
         if drew_from_others and not n.all_input_nodes:
             raise TraceError(
@@ -376,5 +364,11 @@ class Example(fx.Interpreter):
         drops = n.op == "call_module" and _drops(self.fetch_attr(str(n.target)))
         n.meta[DRAWS] = (watch.drew or drew_from_others or drops) and bool(n.all_input_nodes)
         n.meta[TAKES_TURNS] = watch.traced
+        if isinstance(value, Tensor) and value.is_quantized:
+            raise TraceError(
+                f"{n.name} at {source.of_node(n) or 'an unknown line'} is a quantised tensor, "
+                "which cannot be traced; make and use it inside of one leaf module: compile(..., "
+                "leaf_modules=[its name])"
+            )
         n.meta["val"] = value.to("meta") if isinstance(value, Tensor) else value
         return value

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 
+from fxpipe.errors import InputError
 from fxpipe.runtime.ranks import connecting
 from fxpipe.runtime.ranks import links as links_module
 from fxpipe.runtime.ranks.links import CLOSED, Links
@@ -109,6 +110,13 @@ def test_a_small_tensor_arrives_as_it_was_with_its_strides_and_its_alignment(lay
         assert torch.equal(arrived, LAYOUTS[layout])
         assert arrived.stride() == LAYOUTS[layout].stride()
         assert (arrived.data_ptr() - LAYOUTS[layout].data_ptr()) % 64 == 0 or not arrived.numel()
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_quantised_tensor_is_not_sent(shape: tuple[int, ...]) -> None:
+    quantised = torch.quantize_per_tensor(torch.ones(shape), 0.1, 0, torch.qint8)
+    with pytest.raises(InputError, match=r"a quantised tensor would have to go .*keep both on"):
+        pack(Message("value", (), quantised))
 
 
 def test_a_digest_tells_values_apart_and_no_layouts() -> None:

@@ -366,6 +366,9 @@ def test_where_it_cannot_be_written_the_old_one_stays(
             pipe.save(trained, extra={"seen": {1}})
         with pytest.raises(fxpipe.CheckpointError, match=r"extra/x is a tensor of .* on meta"):
             pipe.save(trained, extra={"x": torch.empty(2, device="meta")})
+        quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+        with pytest.raises(fxpipe.CheckpointError, match=r"extra/x is a tensor of .*qint8"):
+            pipe.save(trained, extra={"x": quantised})
         with pytest.raises(fxpipe.CheckpointError, match="cannot write"):
             pipe.save(tmp_path / "missing" / "run")
     assert same(checkpoint_folder.read(trained).parameters, before.parameters)

@@ -187,8 +187,15 @@ class _Flat:
         if isinstance(value, Tensor):
             if value.layout is not torch.strided:
                 return self._sparse(value)
-            if not value.dim() and value.device.type == "cpu" and not value.is_complex():
+            plain = not (value.is_complex() or value.is_quantized)
+            if not value.dim() and value.device.type == "cpu" and plain:
                 return {"scalar": value.item(), "dtype": _NAMES[value.dtype]}
+            if value.is_quantized:
+                raise InputError(
+                    "a quantised tensor would have to go from one rank to another; let a submodule "
+                    "that makes and uses it be one leaf module, or keep both on one stage with "
+                    "partition="
+                )
             self._add(value.detach())
             return {"tensor": len(self.layouts) - 1}
         if value is None or isinstance(value, bool | str | int | float):

@@ -213,6 +213,8 @@ def checksum(name: str, tensor: Tensor, start: int = 0) -> int:
     Raises:
         RuntimeError, TypeError, ValueError: the tensor has no elements that could be written.
     """
+    if tensor.is_quantized:  # its elements could be written, but not how they are to be read
+        raise TypeError("quantised")
     found = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), start)
     elements = tensor.contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(elements.numpy().data, found)
@@ -222,7 +224,7 @@ def refused(name: str, tensor: Tensor) -> CheckpointError:
     """The error for a tensor that a checkpoint cannot hold."""
     return CheckpointError(
         f"{name} is a tensor of a kind that a checkpoint cannot hold ({tensor.layout}, "
-        f"{tensor.dtype}, on {tensor.device}); leave it out, or make it a dense one"
+        f"{tensor.dtype}, on {tensor.device}); leave it out, or give dense tensors in its place"
     )
 
 

@@ -217,7 +217,7 @@ def test_a_leaf_in_a_model_of_transformers() -> None:
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
-def compiled(model: nn.Module, leaves: Any) -> None:
+def compiled(model: nn.Module, leaves: Any, tracer: Any = "export") -> None:
     x = torch.randn(4, 4)
     fxpipe.compile(
         model,
@@ -225,6 +225,7 @@ def compiled(model: nn.Module, leaves: Any) -> None:
         microbatches=1,
         loss=mse_loss,
         leaf_modules=leaves,
+        tracer=tracer,
         example=((x,), {"target": x}),
     ).close()
 
@@ -267,15 +268,16 @@ class Unpacks(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "message", "tracer"),
     [
-        ("writes", "'inner.inner' writes into what it is given"),
-        ("counts", "'inner.inner' returns int"),
+        ("writes", "'inner.inner' writes into what it is given", "export"),
+        ("writes", "'inner.inner' at .*py.* writes into what it is given", "symbolic"),
+        ("counts", "'inner.inner' returns int", "export"),
     ],
 )
-def test_what_a_leaf_may_not_do_is_refused(what: str, message: str) -> None:
+def test_what_a_leaf_may_not_do_is_refused(what: str, message: str, tracer: str) -> None:
     with pytest.raises(TraceError, match=message):
-        compiled(Around(Unpacks(Does(what))), ["inner.inner"])
+        compiled(Around(Unpacks(Does(what))), ["inner.inner"], tracer)
     train_both(Around(Unpacks(Does(what))), ["last"], "export", ["inner"])
 
 

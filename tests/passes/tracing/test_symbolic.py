@@ -24,7 +24,11 @@ from tests.passes.graph.test_check import Backwards
 
 
 def trained_alike(
-    model: nn.Module, inputs: Callable[[int], Tensor], partition: list[str], target: Any
+    model: nn.Module,
+    inputs: Callable[[int], Tensor],
+    partition: list[str],
+    target: Any,
+    **options: Any,
 ) -> None:
     """Two steps of a pipeline over leaf modules, and of the plain loop, have the same bits."""
     alone = copy.deepcopy(model)
@@ -35,6 +39,7 @@ def trained_alike(
         loss=mse_loss,
         partition=partition,
         tracer="symbolic",
+        **options,
     ) as pipe:
         for batch in (4, 5):
             x = inputs(batch)
@@ -147,7 +152,8 @@ def _methods(y: Tensor, z: Tensor) -> Tensor:
 
 
 def _functions(y: Tensor, z: Tensor) -> Tensor:
-    return functional.relu(y, inplace=True) + functional.leaky_relu(z * 1, 0.1, inplace=True)
+    z = functional.relu(y, inplace=True) + functional.leaky_relu(z * 1, 0.1, inplace=True)
+    return torch.relu_(z)
 
 
 @pytest.mark.parametrize("function", [_adds, _methods, _functions])

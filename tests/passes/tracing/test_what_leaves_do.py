@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fxpipe
 import fxpipe.passes.tracing.trace
-from fxpipe.errors import ExecutionError, PartitionError
+from fxpipe.errors import ExecutionError, PartitionError, TraceError
 from fxpipe.random import mix
 from fxpipe.random.leaf_draws import SeededDraws, draw_from
 from tests.helpers.around import Around
@@ -212,3 +212,38 @@ class Asks(Around):
 def test_a_leaf_may_get_a_mask_when_it_is_traced_that_it_does_not_get_when_it_runs() -> None:
     torch.manual_seed(0)
     train_both(Asks(Masked(branches)), torch.randn(8, 4), torch.randn(8, 4))
+
+
+class Clamps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp(max=1) if x.sum() < 100 else x
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_model_with_leaves_may_be_called_in_inference_mode_first(tracer: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), Clamps())
+    options: Any = {"loss": F.mse_loss, "tracer": tracer, "leaf_modules": [Clamps]}
+    with fxpipe.compile(model, 1, microbatches=2, **options) as pipe, torch.inference_mode():
+        x = torch.randn(4, 4)
+        assert torch.equal(pipe(x), model(x))
+
+
+class Quantises(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8)
+
+
+class Restores(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.dequantize()
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_quantised_tensor_stays_inside_of_a_leaf(tracer: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Quantises(), Restores()))
+    options: Any = {"loss": F.mse_loss, "tracer": tracer, "microbatches": 2}
+    apart = fxpipe.compile(model, 1, leaf_modules=[Quantises, Restores], **options)
+    with apart, torch.no_grad(), pytest.raises(TraceError, match="quantised"):
+        apart(torch.ones(4, 4))
+    with fxpipe.compile(model, 1, leaf_modules=["1"], **options) as pipe, torch.no_grad():
+        assert torch.equal(pipe(torch.ones(4, 4)), model(torch.ones(4, 4)))

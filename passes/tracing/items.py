@@ -1,0 +1,128 @@
+"""Values that hold several others, in graphs of torch.fx: their items are values of their own.
+
+before:  t = self.split(x);  u = t[1:];  v = self.layer(u[0]);  return {"out": v, "rest": u}
+after:   t = self.split(x);  a = t[1];  b = t[2];  v = self.layer(a);  return (v, a, b)
+
+An edge between stages carries one tensor, or one item of what a node returns, and never a slice.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import is_dataclass
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.ir.traced import Literal, Value
+from fxpipe.torchtools.pytrees import Parts
+
+
+def object_of(value: Any, tracer: fx.Tracer) -> fx.Node | None:
+    """A node that makes an ordered dict, or a dict that is a dataclass as the outputs of
+    transformers are, which torch.fx would take for a plain dict; None for all other values."""
+    kind = type(value)
+    if not isinstance(value, dict) or not (kind is OrderedDict or is_dataclass(kind)):
+        return None
+    items = {key: tracer.create_arg(item) for key, item in value.items()}
+    args, kwargs = ((), items) if is_dataclass(kind) else ((items,), {})
+    return tracer.create_node("call_function", kind, args, kwargs)
+
+
+def take_objects_apart(graph: fx.Graph) -> None:
+    """Give what takes an object of ``object_of`` a plain dict, as torch.fx does; but for the
+    graph's output, see ``take_outputs_apart``."""
+    for node in graph.nodes:
+        kind = node.target
+        if isinstance(kind, type) and issubclass(kind, dict):
+            readers = [user for user in node.users if user.op != "output"]
+            _give(readers, node, dict(node.kwargs or node.args[0]))
+
+
+def take_slices_apart(graph: fx.Graph) -> None:
+    """Let the readers of a slice of what a node returns read its items, all of which are taken
+    right behind that node. The nodes have their values as ``Example`` has found them."""
+    taken = graph.find_nodes(op="call_function", target=operator.getitem)
+    for node in taken:
+        whole, index = node.args
+        if not isinstance(index, slice) or not _holds_several(whole):
+            continue
+        read = (_items(whole, node) if isinstance(whole, fx.Node) else whole)[index]
+        for user in list(node.users):
+            if user.target is operator.getitem and isinstance(user.args[1], int):
+                user.replace_all_uses_with(read[user.args[1]])
+        # not shape[1:].numel()
+        readers = [u for u in node.users if u.op != "call_method" or u.args[0] is not node]
+        _give(readers, node, read if isinstance(node.meta["val"], list) else tuple(read))
+    for node in taken:
+        whole, index = node.args
+        if isinstance(whole, fx.Node) and isinstance(index, int) and _holds_several(whole):
+            whole.append(node)
+
+
+def _holds_several(whole: Any) -> bool:
+    value = whole.meta["val"] if isinstance(whole, fx.Node) else whole
+    return isinstance(value, tuple | list)
+
+
+def _items(whole: fx.Node, node: fx.Node) -> list[fx.Node]:
+    """New nodes for the items of what a node returns, in place of one that takes a slice of it."""
+    items = []
+    for index, item in enumerate(whole.meta["val"]):
+        with whole.graph.inserting_after(whole):
+            items.append(whole.graph.call_function(operator.getitem, (whole, index)))
+        value = item.to("meta") if isinstance(item, Tensor) else item
+        items[-1].meta.update({**node.meta, "val": value})
+    return items
+
+
+def _give(readers: Iterable[fx.Node], node: fx.Node, value: Any) -> None:
+    """Let readers of a node have a value in its place."""
+    for reader in readers:
+        reader.args = fx.node.map_arg(reader.args, lambda x: value if x is node else x)
+        reader.kwargs = fx.node.map_arg(reader.kwargs, lambda x: value if x is node else x)
+
+
+def take_outputs_apart(
+    graph: fx.Graph,
+) -> tuple[tuple[Value | Literal, ...], pytree.TreeSpec]:
+    """Let a graph return a tuple of all values that it returns; what they were, and their spec."""
+    end = graph.output_node()
+    leaves, spec = pytree.tree_flatten(_plain(end.args[0]))
+    values = tuple(
+        Value(leaf.name) if isinstance(leaf, fx.Node) else Literal(leaf) for leaf in leaves
+    )
+    end.args = (tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node)),)
+    return values, spec
+
+
+def _plain(value: Any) -> Any:
+    """fx's own lists and dicts as plain ones, and the objects that a node makes as their parts."""
+    if isinstance(value, fx.Node) and isinstance(value.target, type):
+        return _made(value, value.target)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _made(node: fx.Node, kind: type) -> Any:
+    """The named tuple or the dataclass that a node makes, of nodes; see ``taken_apart``."""
+    args, kwargs = _plain(node.args), _plain(node.kwargs)
+    if hasattr(kind, "_fields") or kind in pytree.SUPPORTED_NODES:
+        return kind(*args, **kwargs)
+    if not is_dataclass(kind):
+        return node
+    held = {
+        name
+        for name, value in kwargs.items()
+        if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(value))
+    }
+    tensors = {name: value for name, value in kwargs.items() if name in held}
+    return Parts(kind, tensors, {n: value for n, value in kwargs.items() if n not in held})
