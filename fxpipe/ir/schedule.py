@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from fxpipe.errors import InputError
 from fxpipe.ir.task import Task
 from fxpipe.words import plural, shown
 
@@ -64,6 +65,9 @@ class Schedule:
     copies: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        _check_listed("placement", self.placement, "a tuple with the device of each stage", 1)
+        _check_listed("rows", self.rows, "for each device a tuple of its tasks", 2)
+        _check_listed("copies", self.copies, "for each stage a tuple of its further devices", 2)
         object.__setattr__(self, "copies", ordered_copies(self.copies))
         # A delay has one form, so that equal schedules are equal.
         if isinstance(self.delay, tuple):
@@ -338,6 +342,13 @@ class Schedule:
         from fxpipe.draw.grid import schedule_grid
 
         return schedule_grid(self, costs=costs, steps=steps, width=width)
+
+
+def _check_listed(name: str, given: Any, what: str, depth: int) -> None:
+    """Raises InputError where a value is no tuple, or, at a depth of 2, no tuple of tuples."""
+    inner = given if depth == 2 and isinstance(given, tuple | list) else ()
+    if not all(isinstance(each, tuple | list) for each in (given, *inner)):
+        raise InputError(f"{name} of a schedule is {given!r:.60}; give {what}")
 
 
 def ordered_copies(copies: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

@@ -153,6 +153,9 @@ def search_schedule(
             raise InputError(f"{word} is {budgeted!r}; give a number above 0")
     if not isinstance(seed, int):
         raise InputError(f"seed is {seed!r}; give a whole number")
+    for word, flag in (("flush", flush), ("whole", whole or False), ("exact", exact or False)):
+        if not isinstance(flag, bool):
+            raise InputError(f"{word} is {flag!r}; give True or False")
     if isinstance(costs, Plan):
         costs = measured_costs(costs)
         if not costs:

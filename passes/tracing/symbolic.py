@@ -343,7 +343,9 @@ class Example(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         before = other_states() if n.op == "call_module" else {}
+        # a module in place has a copy of its own, and what is given as out= is told by its gradient
         own = n.op == "call_module" and getattr(self.fetch_attr(str(n.target)), "inplace", False)
+        own = own or "out" in n.kwargs
         given = [self.env[m] for m in n.all_input_nodes if m.op != "get_attr" and not own]
         written = versions(given)
         with DrawsWatched() as watch, under(n.meta.get(AUTOCAST, ())):

@@ -115,6 +115,10 @@ def test_a_chosen_plan_compiles_and_trains_like_the_loop() -> None:
     for sizes in ((0, 2), (2, 1.5), "28"):
         with pytest.raises(fxpipe.InputError, match=r"sizes is .*; give "):
             fxpipe.plan_training(model, "host of=2", 8, example=(x,), sizes=sizes)
+    flags: Any
+    for flags in ({"stale": "x"}, {"recompute": "always"}, {"offload": 1}):
+        with pytest.raises(fxpipe.InputError, match="give True or False"):
+            fxpipe.plan_training(model, "host of=2", 8, example=(x,), **flags)
     schedules: Any
     for schedules in ([], "1f1b", [None]):
         with pytest.raises(fxpipe.InputError, match=r"schedules is .*; give a list of names"):

@@ -112,6 +112,7 @@ def test_a_small_tensor_arrives_as_it_was_with_its_strides_and_its_alignment(lay
         assert (arrived.data_ptr() - LAYOUTS[layout].data_ptr()) % 64 == 0 or not arrived.numel()
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_a_quantised_tensor_is_not_sent(shape: tuple[int, ...]) -> None:
     quantised = torch.quantize_per_tensor(torch.ones(shape), 0.1, 0, torch.qint8)

@@ -348,6 +348,7 @@ def test_a_folder_with_other_files_is_left_alone(trained: Path, tmp_path: Path) 
     assert sorted(each.name for each in tmp_path.iterdir()) == ["empty", "file", "run"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_where_it_cannot_be_written_the_old_one_stays(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,12 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.errors import Fault, VerificationError
+from fxpipe.errors import Fault, InputError, VerificationError
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, A, B, F, Task, U, define_task
@@ -303,6 +304,23 @@ def test_the_error_carries_the_schedule_for_a_picture() -> None:
 )
 def test_counts_and_placement_are_checked_first(schedule: Schedule) -> None:
     assert len(faults_of(schedule)) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rows": None}, "rows of a schedule is None; give for each device a tuple of its tasks"),
+        ({"rows": (F(0, 0),)}, "rows of a schedule is .*; give for each device"),
+        ({"placement": None}, "placement of a schedule is .*None.*; give a tuple with the device"),
+        ({"copies": (1,)}, r"copies of a schedule is \(1,\); give for each stage a tuple"),
+        ({"copies": None}, "copies of a schedule is None; give for each stage a tuple"),
+    ],
+)
+def test_what_is_no_tuple_is_refused_when_a_schedule_is_made(
+    wrong: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        replace(Schedule("mine", 1, (0,), ((F(0, 0), B(0, 0)),)), **wrong)
 
 
 HUGE = 999_999_999

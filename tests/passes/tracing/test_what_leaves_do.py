@@ -238,6 +238,7 @@ class Restores(nn.Module):
         return x.dequantize()
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("tracer", ["export", "symbolic"])
 def test_a_quantised_tensor_stays_inside_of_a_leaf(tracer: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Quantises(), Restores()))
