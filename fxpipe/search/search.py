@@ -146,6 +146,9 @@ def search_schedule(
     Raises:
         InputError: an argument makes no sense, or a micro-batch does not fit into the memory.
     """
+    for word, flag in (("flush", flush), ("whole", whole or False), ("exact", exact or False)):
+        if not isinstance(flag, bool):
+            raise InputError(f"{word} is {flag!r}; give True or False")
     if exact and not solver.available():
         raise InputError("exact=True needs ortools; pip install fxpipe[search], or leave it out")
     for word, budgeted in (("seconds", seconds), ("work", 1 if work is None else work)):
@@ -153,9 +156,6 @@ def search_schedule(
             raise InputError(f"{word} is {budgeted!r}; give a number above 0")
     if not isinstance(seed, int):
         raise InputError(f"seed is {seed!r}; give a whole number")
-    for word, flag in (("flush", flush), ("whole", whole or False), ("exact", exact or False)):
-        if not isinstance(flag, bool):
-            raise InputError(f"{word} is {flag!r}; give True or False")
     if isinstance(costs, Plan):
         costs = measured_costs(costs)
         if not costs:
