@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.arguments import check_flag, check_whole, read_example
+from fxpipe.arguments import check_flags, check_whole, read_example
 from fxpipe.compile import compile
 from fxpipe.compiler.candidates import Stages
 from fxpipe.compiler.compiled import Compiled
@@ -106,8 +106,7 @@ def plan_training(
         cluster, device = Cluster.measured(places), device or places[0]
     check_whole("batch", batch, 1)
     check_whole("keep", keep, 1)
-    for name, flag in (("stale", stale), ("recompute", recompute), ("offload", offload)):
-        check_flag(name, flag)
+    check_flags(stale=stale, recompute=recompute, offload=offload)
     if not isinstance(sizes, Collection) or isinstance(sizes, str) or not sizes:
         raise InputError(f"sizes is {sizes!r}; give the samples of micro-batches, such as (2, 8)")
     for size in sizes:
