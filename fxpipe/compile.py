@@ -197,10 +197,11 @@ def compile(
             several threads hand the interpreter lock over at every operation. Where operations
             are shorter than that, one thread is faster, and ``profile`` shows the devices one
             after another. The choice is made for each compiled plan, from the time of operations
-            on the first micro-batch and the time of a hand-over on this machine, and is logged.
-            Where operations of a larger micro-batch turn out to be long, each device gets a thread
-            after all. The number of intra-op threads is the same either way. Tasks of your own,
-            optimizers and leaf modules that wait for another device need "device".
+            on the first micro-batch, or in the first three steps where you named the cut, and the
+            time of a hand-over on this machine, and is logged. Where operations of a larger
+            micro-batch turn out to be long, each device gets a thread after all. The number of
+            intra-op threads is the same either way. Tasks of your own, optimizers and leaf modules
+            that wait for another device need "device".
         cuda_graphs: on CUDA devices, capture the computation of a stage into CUDA graphs in its
             first steps, and replay them from then on: one launch instead of one for each operation.
             Results are the same to the bit. For each micro-batch size a stage has fixed memory for

@@ -26,6 +26,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.metrics import Meter
 from fxpipe.rehearsal import Rehearsals
+from fxpipe.runtime.devices.backend import is_worker
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.costs import Costs, Links
@@ -136,7 +137,7 @@ class Inspected(nn.Module):
     @property
     def plan(self) -> Plan:
         """The stages and edges of the last training step."""
-        return self._compiled().plan
+        return self._measured().plan
 
     @property
     def schedule(self) -> Schedule:
@@ -153,7 +154,7 @@ class Inspected(nn.Module):
     def sizes(self) -> Sizes:
         """FLOPs and bytes of the stages as sympy expressions in the micro-batch size, and the
         largest micro-batch that is predicted to fit into the memory limits."""
-        compiled = self._compiled()
+        compiled = self._measured()
         with self._engine.quiet():
             found = self._compiler.sizes(compiled, self._engine.updates)
 
@@ -205,7 +206,7 @@ class Inspected(nn.Module):
             meter = self._engine.meter = Meter([[] for _ in self.devices])
         shown = self._shown
         if shown is not None and shown is not meter.compiled:
-            peaks = [each.peak for each in self._predicted().memory]
+            peaks = [each.peak for each in self._held().memory]
             meter.compiled, meter.peaks = shown, peaks
         measured = self._engine.measured(meter)
         return {
@@ -269,8 +270,9 @@ class Inspected(nn.Module):
 
     def __repr__(self) -> str:
         """The table of stages."""
-        shown, verdict = self._shown, self._compiler.verdict
-        memory = () if shown is None else peak_texts(self._predicted())
+        shown = None if self._shown is None else self._measured()
+        verdict = self._compiler.verdict
+        memory = () if shown is None else peak_texts(self._held())
         places = self._group.met.places or [*map(str, self.devices)]
         replicas = self._options.replicas
         table = stage_table(self._model, shown, places, verdict, memory, replicas)
@@ -311,14 +313,28 @@ class Inspected(nn.Module):
         Raises:
             InputError: nothing is compiled or measured yet, or an argument does not fit.
         """
-        known = None if costs else self._rehearsals.of(self._compiled())
+        known = None if costs else self._rehearsals.of(self._measured())
         links = links or (None if costs else given_links(self._options))
         return self._predicted(costs, rehearsal=known, links=links, overlap=overlap, steps=steps)
 
+    def _held(self) -> Simulation:
+        """A simulation for its memory; in units of time where no operation could be measured."""
+        measured = self._measured().plan.stages[0].costs is not None
+        return self._predicted(None if measured else {"F": 1.0})
+
     def _predicted(self, costs: Costs | None = None, **settings: Any) -> Simulation:
-        compiled = self._compiled()
+        compiled = self._measured()
         sizes = self._engine.held(compiled)
         return predict(compiled.plan, compiled.whole(), sizes, costs, **settings)
+
+    def _measured(self) -> Compiled:
+        """What is shown, with what its stages cost; a cut by names does without until it is asked
+        for."""
+        compiled = self._compiled()
+        if compiled.plan.stages[0].costs is None and not is_worker():
+            with self._engine.quiet():
+                compiled = self._shown = self._compiler.measured(compiled)
+        return compiled
 
     def _compiled(self) -> Compiled:
         if self._shown is None:

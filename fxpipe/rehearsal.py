@@ -14,7 +14,6 @@ from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -230,11 +229,8 @@ class _Update:
 
 
 def _random(call: Call, samples: int) -> Batch:
-    """A batch like that of a call, of random numbers, or zeros where they are whole numbers."""
-    made, generator = call.zeros().resized(samples), torch.Generator()
-    for leaf in made.leaves:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            leaf.uniform_(generator=generator)
+    """A batch like that of a call, of random numbers."""
+    made = call.zeros().resized(samples).random()
     return replace(made.batch, leaves=tuple(made.leaves), size=samples)
 
 

@@ -10,8 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from fxpipe.compiler import passes
 from fxpipe.compiler.capturing import Capturing
 from fxpipe.compiler.compiled import Compiled, Kind, agree_on_plans, exchanged, restoring
@@ -36,7 +34,7 @@ from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import returned_loss
 from fxpipe.passes.tracing.loss_terms import Divisor, loss_terms
-from fxpipe.runtime.batch import Batch, MicroBatches
+from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
 from fxpipe.signals import SignalsAtOperations
@@ -174,7 +172,7 @@ class Compiler:
         self.plans.look()
         purpose, batch, microbatches, sizes = kind.purpose, micro.batch, len(micro), micro.sizes
         first = {size: micro.leaves[sizes.index(size)] for size in sizes}
-        wants = _wants(batch, purpose)
+        wants = batch.wants(purpose)
         schedule = self.timetable.schedule(microbatches, purpose)
         for fixed in self._fixed:  # a graph for one size has other names than one for several
             calls = {
@@ -243,7 +241,7 @@ class Compiler:
             kept = self._guards.kept
             self._known = {key: made for key, made in self._known.items() if key[0][0] in kept}
         self._state = state
-        batch, wants = micro.batch, _wants(micro.batch, kind.purpose)
+        batch, wants = micro.batch, micro.batch.wants(kind.purpose)
         return state, batch.key, batch.size, wants, len(micro), kind, self.choice.changes
 
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
@@ -274,6 +272,21 @@ class Compiler:
             self._warned = True
             warnings.warn(objective.advice(wrong, micro.batch), stacklevel=users_level())
         return micro
+
+    def measured(self, compiled: Compiled) -> Compiled:
+        """The same with what its stages cost. That is measured now where the cut did not need it;
+        the model is not changed."""
+        plan = compiled.plan
+        if not plan.stages[0].costs:
+            with self._compiling(f"{type(self.options.model).__name__}, to know what stages cost"):
+                self.plans.measure()
+            costs = self._placement.costs
+            stages = tuple(replace(s, costs=costs.get(s.index)) for s in plan.stages)
+            plan = replace(plan, stages=stages)
+        made = replace(compiled, plan=plan, threads=self.choice.threads(plan))
+        for key, (each, plans, call) in self._known.items():
+            self._known[key] = made if each is compiled else each, plans, call
+        return made
 
     @property
     def verdict(self) -> Verdict | None:
@@ -380,19 +393,3 @@ class Compiler:
         }
         program: Program = run_all(passes.PROGRAM, facts)["program"]
         return program
-
-
-def _wants(batch: Batch, purpose: Purpose) -> tuple[bool, ...]:
-    """For each leaf of the batch: whether the call returns a gradient for it.
-
-    Raises:
-        InputError: it would have to, and is a step.
-    """
-    trains = [isinstance(x, Tensor) and x.requires_grad for x in batch.leaves]
-    if purpose == "step" and any(trains):
-        name = batch.names[trains.index(True)]
-        raise InputError(
-            f"{name} requires a gradient, and a step gives gradients to parameters alone; give "
-            f"{name}.detach(), or call the pipe itself, and backward of a loss of its output"
-        )
-    return tuple(purpose == "call" and each for each in trains)

@@ -91,6 +91,14 @@ class Call:
         """The same call with zeros for data, on the CPU."""
         return self._mapped(lambda tensor: torch.zeros_like(tensor, device="cpu"))
 
+    def random(self) -> Call:
+        """The same call with random numbers for data, or zeros where they are whole numbers."""
+        made, generator = self.zeros(), torch.Generator()
+        for leaf in made.leaves:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                leaf.uniform_(generator=generator)
+        return made
+
     def resized(self, size: int) -> Call:
         """The same call for micro-batches of another size, with zeros for data."""
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -111,11 +112,11 @@ class Guards:
         """All that traces depend on besides the call. Its first item is the variant's number."""
         variant, seen = self.variant(), self._seen
         assert seen is not None
-        flags = tuple([module.training for module in seen.modules])
+        flags = tuple(map(attrgetter("training"), seen.modules))
         trained = tuple([parameter.requires_grad for parameter in seen.parameters])
         # those that ``.data`` may change; with the strides, the number of entries tells the shape
-        strides = tuple([parameter.stride() for parameter in seen.dense])
-        counts = tuple([parameter.numel() for parameter in seen.dense])
+        strides = tuple(map(Tensor.stride, seen.dense))
+        counts = tuple(map(Tensor.numel, seen.dense))
         dtypes = tuple([parameter.dtype for parameter in seen.dense])
         device = self._options.places[0].type if self._options.places else "cpu"
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)

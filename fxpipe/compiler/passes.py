@@ -130,10 +130,10 @@ PARTITION = (
     ),
     Pass(cut_at, "traced, stages, at, model, together", "assignment", when="named"),
     Pass(
-        judge, "traced, assignment, costs, machine, footprint, nearest", "assignment", when="named"
+        judge, "traced, assignment, costs, machine, footprint, nearest", "assignment", when="judged"
     ),
 )
-"""Costs → the stage of every node of the first graph."""
+"""Costs → the stage of every node of the first graph. A cut by names is judged once there are."""
 
 FOLLOW = (Pass(place_like, "traced, reference, assignment", "assignment"),)
 """A further graph of the model gets the stages of the first."""

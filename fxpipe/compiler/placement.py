@@ -35,7 +35,8 @@ class Placement:
 
     Attributes:
         owners: parameter or buffer, by its name in the model → the first stage that reads it.
-        costs: stage → what it costs, as measured on the first graph.
+        costs: stage → what it costs, as measured on the first graph; empty as long as
+            that is ``unmeasured``.
         timetable: makes the schedule of training steps, which places the stages on devices.
     """
 
@@ -48,6 +49,7 @@ class Placement:
         self._reference: tuple[Traced, Assignment] | None = None
         self._budget: MemoryBudget | None = None
         self._measured: Mapping[str, Any] = {}
+        self._unmeasured: Mapping[str, Any] | None = None  # what places a graph, but for its costs
 
     def place(self, facts: Mapping[str, Any], microbatches: int, *, step: bool) -> Assignment:
         """The stage of every node of a graph.
@@ -72,10 +74,11 @@ class Placement:
         nearest = step and self._budget.nearest
         if not step:
             self._budget.way_out = "give compile(..., example=...) of a step, raise memory_limits"
-        if self._measured.get("traced") is not traced:
+        later = self._can_measure_later(traced, schedule)
+        if not later and self._measured.get("traced") is not traced:
             self._measured = self.measure(facts)
         facts = {
-            **self._measured,
+            **({"traced": traced} if later else self._measured),
             "state": facts["state"],
             "stages": schedule.stages,
             "machine": machine,
@@ -84,6 +87,7 @@ class Placement:
             "together": partition.keep_together,
             "at": partition.at,
             "named": partition.at is not None,
+            "judged": partition.at is not None and not later,
             "nearest": nearest,
             "model": options.model,
         }
@@ -94,8 +98,31 @@ class Placement:
             self._budget.way_out = "begin stages at other submodules, raise memory_limits"
         self._reference = traced, assignment
         self.owners = owners(traced, assignment)
-        self.costs = _by_stage(traced, assignment, facts["costs"])
+        self._unmeasured = {**facts, "judged": True} if later else None
+        self.costs = {} if later else _by_stage(traced, assignment, facts["costs"])
         return assignment
+
+    def _can_measure_later(self, traced: Traced, schedule: Schedule) -> bool:
+        """Whether the stages do not depend on what they cost, and it can be measured once somebody
+        asks: on CPUs, in one process, between batches, and without calling modules of the user's.
+        """
+        options = self._options
+        elsewhere = options.places or options.hollow or options.group.size > 1
+        named = options.partition.at is not None and not options.decides
+        limited = self._budget is None or self._budget.machine.limited
+        return named and not (elsewhere or limited or traced.leaves or schedule.overlaps)
+
+    @property
+    def unmeasured(self) -> Traced | None:
+        """The first graph, if it was cut by names and is not measured yet."""
+        return None if self._unmeasured is None else self._unmeasured["traced"]
+
+    def measure_later(self, facts: Mapping[str, Any]) -> None:
+        """Measure that graph; ``facts`` are those of a call like the first."""
+        facts = {**(self._unmeasured or {}), **facts, **self.measure(facts)}
+        traced, assignment = facts["traced"], run_all(passes.PARTITION, facts)["assignment"]
+        self._reference, self._unmeasured = (traced, assignment), None
+        self.costs = _by_stage(traced, assignment, facts["costs"])
 
     def take(self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]) -> None:
         """Let the stages be those of this graph, whose nodes cost this; no cut may be tried."""
@@ -183,7 +210,7 @@ class Placement:
 
     def forget(self) -> None:
         """Cut the next graph as if it were the first."""
-        self._reference = self._budget = None
+        self._reference = self._budget = self._unmeasured = None
 
     def _copies(self, schedule: Schedule) -> tuple[float, float]:
         """How many tensors of its size a trained parameter needs in memory: its versions, its

@@ -14,7 +14,7 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.front_end import Call, FrontEnd
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
-from fxpipe.errors import TraceError
+from fxpipe.errors import TraceError, told
 from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, with_dims
@@ -75,6 +75,7 @@ class Plans:
         self._traced: dict[Any, Traced] = {}
         self._variants: set[int] = set()
         self._state: tuple[Any, ...] = ()
+        self._unmeasured: Call | None = None  # that of the placement's unmeasured graph
 
     def look(self) -> None:
         """Look at the state that traces depend on besides the call; to be called before ``plan``.
@@ -163,6 +164,23 @@ class Plans:
         """
         with self._followed(graph, size) as (here, traced, assignment):
             return self._placement.costs_of(here.facts(traced, self.options.model), assignment)
+
+    def measure(self) -> None:
+        """Measure what stages cost, if it has not been done, for random numbers, as those of
+        the call are gone. Where operations refuse them and zeros, too, nothing is measured, as the
+        log says."""
+        traced, like = self._placement.unmeasured, self._unmeasured
+        self._unmeasured = None
+        if traced is None or like is None:
+            return
+        # whatever the caller is in the middle of
+        with torch.inference_mode(False), torch.enable_grad(), under(()):
+            for call in (like.random(), like.zeros()):
+                try:
+                    self._placement.measure_later(call.facts(traced, self.options.model))
+                    return
+                except Exception as error:
+                    noted(f"the stages are not measured: {told(error)}")
 
     def measured(self, call: Call, sizes: Sequence[int]) -> dict[int, Mapping[str, Any]]:
         """Samples of a micro-batch → the whole model as measured for it: ``traced``, the ``plan``
@@ -332,6 +350,8 @@ class Plans:
         assignment = self._placement.place(
             facts, call.schedule.microbatches, step=call.purpose == "step"
         )
+        if self._placement.unmeasured is traced:
+            self._unmeasured = call.without_data()
         graph = self.graphs[key, call.size] = self._relayed(call, traced, assignment)
         self._first.setdefault(key[:-1], key[-1])
         return graph

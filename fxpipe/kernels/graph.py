@@ -213,8 +213,9 @@ def strides_of_sum(gradient: Tensor, parameter: Tensor) -> tuple[int, ...] | Non
     if gradient.layout is not torch.strided:
         return None
     wanted = parameter.stride()
-    if torch.empty_like(parameter, device="meta").stride() != wanted:
-        wanted = torch.empty(parameter.shape, device="meta").stride()
+    if not parameter.is_contiguous():
+        like = torch.empty_like(parameter, device="meta").stride()
+        wanted = wanted if like == wanted else torch.empty(parameter.shape, device="meta").stride()
     real = zip(gradient.shape, gradient.stride(), wanted, strict=True)
     return None if all(size == 1 or own == other for size, own, other in real) else wanted
 

@@ -104,6 +104,21 @@ class Batch:
         """What a trace depends on besides the batch size."""
         return (self.spec, self.inputs, tuple(map(_leaf_key, self.leaves, self.dims)))
 
+    def wants(self, purpose: str) -> tuple[bool, ...]:
+        """For each leaf: whether a call for this purpose returns a gradient for it.
+
+        Raises:
+            InputError: it would have to, and is a step.
+        """
+        trains = [isinstance(x, Tensor) and x.requires_grad for x in self.leaves]
+        if purpose == "step" and any(trains):
+            name = self.names[trains.index(True)]
+            raise InputError(
+                f"{name} requires a gradient, and a step gives gradients to parameters alone; give "
+                f"{name}.detach(), or call the pipe itself, and backward of a loss of its output"
+            )
+        return tuple(purpose == "call" and each for each in trains)
+
     def check_devices(self, *kinds: str) -> None:
         """Raises InputError where a tensor is on another kind of device than these, or where a
         sparse tensor would be split."""

@@ -16,7 +16,7 @@ from itertools import pairwise
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import fx
 
@@ -37,7 +37,7 @@ CLEARLY = 2.0
 several: the time of a step also contains updates and all that is between operations."""
 
 RUNS = 3
-"""So many runs by one thread are timed; the best of them counts."""
+"""So many runs are timed; the best of them counts."""
 
 _ROUNDS = 15
 _TURNS = 40
@@ -49,8 +49,8 @@ class Choice:
     Attributes:
         most: the greatest number of threads that any plan may need.
         changes: how often a choice was revised.
-        trials: the first stage's kernel of each plan that one thread runs for now → seconds of an
-            operation in each run so far, see ``took``.
+        trials: the first stage's kernel of each plan that one thread runs for now, or whose costs
+            were not known → seconds of an operation in each run so far, see ``took``.
     """
 
     def __init__(self, devices: int, dispatch: Dispatch | None) -> None:
@@ -61,26 +61,34 @@ class Choice:
         self._threads: WeakKeyDictionary[Kernel, int] = WeakKeyDictionary()
         self.changes = 0
         self.trials: WeakKeyDictionary[Kernel, list[float]] = WeakKeyDictionary()
+        self._unmeasured: WeakSet[Kernel] = WeakSet()
 
     def threads(self, plan: Plan) -> int:
         """How many threads run the devices' lists: 1, or one for each device."""
         kernel = _first(plan)
         if self._given or kernel is None:
             return self.most
-        if kernel not in self._threads:
-            self._threads[kernel] = self._choose(plan)
-            if self._threads[kernel] == 1 and processors() > 1:
+        measured = plan.stages[0].costs is not None
+        if kernel not in self._threads or (measured and kernel in self._unmeasured):
+            self.trials.pop(kernel, None)
+            self._take(kernel, self._choose(plan))
+            if processors() > 1 and (self._threads[kernel] == 1 or not measured):
                 self.trials[kernel] = []
+            (self._unmeasured.discard if measured else self._unmeasured.add)(kernel)
         return self._threads[kernel]
 
-    def took(self, plan: Plan, seconds: float, microbatches: int, *, backward: bool) -> None:
-        """Take note of a run by one thread. If operations are long, later runs have more threads.
+    def _take(self, kernel: Kernel, threads: int) -> None:
+        self.changes += self._threads.get(kernel, threads) != threads
+        self._threads[kernel] = threads
 
-        The first choice may have been made for smaller micro-batches.
+    def took(self, plan: Plan, seconds: float, microbatches: int, *, backward: bool) -> None:
+        """Take note of a run. If operations are long, later runs have more threads, else one.
+
+        The first choice may have been made for smaller micro-batches, or without any costs.
 
         Args:
             plan: what ran.
-            seconds: processor time of the thread.
+            seconds: processor time of the threads.
             microbatches: how many it ran.
             backward: whether it ran backwards, too.
         """
@@ -95,10 +103,12 @@ class Choice:
         if len(times) < RUNS:
             return
         del self.trials[kernel]
-        if min(times) > CLEARLY * hand_over():
-            self.changes += 1
-            self._threads[kernel] = self.most
-            noted(f"a thread for each device from now on: {_compared(min(times), hand_over())}")
+        self._unmeasured.discard(kernel)
+        several = min(times) > CLEARLY * hand_over()
+        if several != (self._threads[kernel] > 1):
+            self._take(kernel, self.most if several else 1)
+            who = "a thread for each device" if several else "one thread for all devices"
+            noted(f"{who} from now on: {_compared(min(times), hand_over())}")
 
     def _choose(self, plan: Plan) -> int:
         if processors() == 1:

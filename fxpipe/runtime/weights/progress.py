@@ -94,10 +94,7 @@ class Progress:
     def state_of(self, traced: Traced) -> dict[str, Tensor]:
         """``Traced.state_of`` the model, in one walk over its modules, as every step makes it."""
         found: dict[str, Tensor] = {}
-        for prefix, module in self._model.named_modules(remove_duplicate=False):
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    found[f"{prefix}.{name}" if prefix else name] = tensor
+        _gather(self._model, "", found)
         found.update(traced.constants)
         return found
 
@@ -388,3 +385,15 @@ def _check(kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) ->
                 f"the checkpoint is of another model: its {kind} {name!r} is none of the pipe's; "
                 f"{near(name, own)}"
             )
+
+
+def _gather(module: nn.Module, prefix: str, found: dict[str, Tensor]) -> None:
+    """Add parameters and buffers by all of their names. ``named_modules`` hands each module up
+    through all of those around it, which takes four times as long."""
+    for own in (module._parameters, module._buffers):
+        for name, tensor in own.items():
+            if tensor is not None:
+                found[prefix + name] = tensor
+    for name, inner in module._modules.items():
+        if inner is not None:
+            _gather(inner, f"{prefix}{name}.", found)

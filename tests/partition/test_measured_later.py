@@ -1,0 +1,176 @@
+"""A cut by names is measured once somebody asks what stages cost, and tells the same then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import fxpipe
+from fxpipe.compiler.placement import Placement
+from fxpipe.errors import InputError
+from fxpipe.runtime import choice
+from fxpipe.runtime.choice import Choice
+
+AT_ONCE = {"memory_limits": 1 << 40}
+"""With limits stages are measured before they are cut."""
+
+
+class Middle(nn.Module):
+    """Three layers, with an operation of the caller's before the last."""
+
+    def __init__(self, operation: Callable[[Tensor], Tensor] = torch.relu) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.operation(self.norm(self.first(x))))
+        return y
+
+
+def pipe_of(model: nn.Module, partition: dict[str, Any] | None = None, **options: Any) -> Any:
+    options = {"microbatches": 2, "loss": mse_loss, "schedule": "1f1b", **options}
+    cut = fxpipe.Partition(at=["norm"], **(partition or {}))
+    return fxpipe.compile(model, ["cpu"] * 2, partition=cut, **options)
+
+
+def batch(samples: int = 8) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(samples, 4), torch.randn(samples, 3)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """What was measured so far."""
+    seen: list[object] = []
+    measure = Placement.measure
+
+    def noting(self: Placement, facts: Any) -> Any:
+        seen.append(facts["traced"])
+        return measure(self, facts)
+
+    monkeypatch.setattr(Placement, "measure", noting)
+    return iter([seen])
+
+
+def test_nothing_is_measured_until_somebody_asks(measured: Iterator[list[object]]) -> None:
+    (seen,) = measured
+    x, y = batch()
+    with pipe_of(Middle()) as pipe:
+        for size in (8, 6):
+            pipe.step(x[:size], target=y[:size])
+        pipe.eval()(x)
+        pipe.train().step(x, target=y)
+        assert pipe.schedule.stages == 2 and pipe.program and pipe.traced and not seen
+        costs = [stage.costs for stage in pipe.plan.stages]
+        assert len(seen) == 1 and all(cost and cost.forward and cost.backward for cost in costs)
+        repr(pipe), pipe.simulate(), pipe.plan, pipe.metrics
+        pipe.step(x, target=y)
+        assert [stage.costs for stage in pipe.plan.stages] == costs and len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "around",
+    [nullcontext, torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu")],
+    ids=["nothing", "inference_mode", "no_grad", "autocast"],
+)
+def test_it_tells_what_it_would_at_once(
+    around: Callable[[], AbstractContextManager[object]],
+) -> None:
+    """The operations take equal times here, so that the tables are equal."""
+    x, y = batch()
+    with pipe_of(Middle()) as pipe, pipe_of(Middle(), AT_ONCE) as other:
+        pipe.step(x, target=y)
+        other.step(x, target=y)
+        with around():
+            assert pipe.plan.stages[0].costs == other.plan.stages[0].costs
+            assert pipe._compiler.verdict.loads[1].seconds == (
+                other._compiler.verdict.loads[1].seconds
+            )
+            assert pipe._compiler.verdict.bound == other._compiler.verdict.bound
+            told, like = ([*map(str.split, str(each).splitlines()[4:7])] for each in (pipe, other))
+            assert told == like
+
+
+def test_it_changes_neither_the_model_nor_the_numbers_that_are_drawn() -> None:
+    x, y = batch()
+    pipes = [pipe_of(Middle()) for _ in range(2)]
+    states: list[dict[str, Tensor]] = []
+    for asks, pipe in zip((False, True), pipes, strict=True):
+        torch.manual_seed(0)
+        for parameter in pipe.parameters():
+            nn.init.normal_(parameter)
+        with pipe:
+            pipe.step(x, target=y)
+            assert not asks or pipe.plan.stages[1].costs
+            pipe.step(x, target=y)
+        grads = {name: p.grad for name, p in pipe.named_parameters()}
+        states.append({**pipe.state_dict(), **grads, "drawn": torch.rand(3)})
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+class Lookup(nn.Module):
+    """Takes rows of a table by numbers that are random between 0 and 1 outside of it."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first, self.table = first, nn.Parameter(torch.ones(10, 4))
+        self.norm = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (1000 * x[:, 0]).round().long() - self.first
+        y: Tensor = self.norm(self.table[rows])
+        return y
+
+
+@pytest.mark.parametrize("first", [0, 9000])
+def test_numbers_stand_for_a_batch_that_is_gone(first: int) -> None:
+    """Zeros where operations refuse random ones; where they refuse both, the table has no times,
+    and all else is as before."""
+    x, y = torch.full((4, 4), 1e-3 * first + 5e-3), torch.zeros(4, 3)
+    with pipe_of(Lookup(first)) as pipe:
+        pipe.step(x, target=y)
+        assert [stage.costs is None for stage in pipe.plan.stages] == [first > 0] * 2
+        assert ("nothing was measured" in str(pipe)) is (first > 0)
+        assert all(pipe.metrics["peak_memory"])
+        if first:
+            with pytest.raises(InputError, match="nothing was measured on this plan; give costs="):
+                pipe.simulate()
+        assert torch.isfinite(pipe.step(x, target=y))
+
+
+def test_threads_are_chosen_by_the_first_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device has its own until operations turn out to be shorter than a hand-over."""
+    monkeypatch.setattr(choice, "hand_over", lambda: 1.0)
+    x, y = batch()
+    with pipe_of(Middle()) as pipe, pipe_of(Middle(), dispatch="device") as other:
+        other.load_state_dict(pipe.state_dict())
+        threads: list[int] = []
+        for _ in range(choice.RUNS + 2):
+            assert torch.equal(pipe.step(x, target=y), other.step(x, target=y))
+            threads.append(pipe._shown.threads)
+        assert threads == [2] * choice.RUNS + [1] * 2
+
+
+@pytest.mark.parametrize("long", [0.0, 1.0])
+def test_threads_are_chosen_anew_once_costs_are_known(
+    long: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "hand_over", lambda: 1.0)
+    monkeypatch.setattr(choice, "LONG", long)
+    monkeypatch.setattr(Choice, "took", lambda *_, **__: None)
+    x, y = batch()
+    with pipe_of(Middle()) as pipe:
+        pipe.step(x, target=y)
+        assert pipe._shown.threads == 2
+        assert pipe.plan.stages[0].costs
+        for _ in range(2):
+            assert pipe._shown.threads == (2 if long == 0.0 else 1)
+            pipe.step(x, target=y)
