@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.predict import Sizes, given_links, predict
+from fxpipe.compiler.predict import Sizes, given_links, predict, predict_memory
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
@@ -318,9 +318,9 @@ class Inspected(nn.Module):
         return self._predicted(costs, rehearsal=known, links=links, overlap=overlap, steps=steps)
 
     def _held(self) -> Simulation:
-        """A simulation for its memory; in units of time where no operation could be measured."""
-        measured = self._measured().plan.stages[0].costs is not None
-        return self._predicted(None if measured else {"F": 1.0})
+        """A simulation for its memory."""
+        compiled = self._measured()
+        return predict_memory(compiled.plan, compiled.whole(), self._engine.held(compiled))
 
     def _predicted(self, costs: Costs | None = None, **settings: Any) -> Simulation:
         compiled = self._measured()

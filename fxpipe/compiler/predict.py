@@ -130,8 +130,12 @@ def _away_costs(
 
 def predicted_peaks(plan: Plan, program: Program, sizes: StageSizes) -> list[int]:
     """Device → the most bytes that it is predicted to hold, as ``pipe.simulate()`` shows it."""
-    found = predict(plan, program, sizes)
-    return [memory.peak for memory in found.memory]
+    return [memory.peak for memory in predict_memory(plan, program, sizes).memory]
+
+
+def predict_memory(plan: Plan, program: Program, sizes: StageSizes) -> Simulation:
+    """``predict`` for the memory: tasks take units of time where no operation was measured."""
+    return predict(plan, program, sizes, None if measured_costs(plan) else {"F": 1.0})
 
 
 def held_sizes(

@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe.compiler.placement import Placement
+from fxpipe.compiler.predict import predicted_peaks
 from fxpipe.errors import InputError
 from fxpipe.runtime import choice
 from fxpipe.runtime.choice import Choice
@@ -144,6 +145,16 @@ def test_numbers_stand_for_a_batch_that_is_gone(first: int) -> None:
             with pytest.raises(InputError, match="nothing was measured on this plan; give costs="):
                 pipe.simulate()
         assert torch.isfinite(pipe.step(x, target=y))
+
+
+def test_memory_is_predicted_before_times_are_known() -> None:
+    x, y = batch()
+    with pipe_of(Middle()) as pipe:
+        pipe.prepare(x, target=y)
+        shown = pipe._shown
+        peaks = predicted_peaks(shown.plan, shown.program, pipe._engine.held(shown))
+        assert not shown.plan.stages[0].costs
+        assert peaks == [memory.peak for memory in pipe.simulate().memory]
 
 
 def test_threads_are_chosen_by_the_first_runs(monkeypatch: pytest.MonkeyPatch) -> None:
