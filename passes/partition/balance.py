@@ -185,7 +185,7 @@ def _why_not(runs: Sequence[tuple[int, int]], nodes: Sequence[fx.Node], place: i
         if first < place <= last:
             return (
                 f"{nodes[first].name} and {nodes[last].name} on its two sides share a result or a "
-                "buffer that is written, or are kept together, and must be in one stage; cut "
-                "before or after both"
+                "buffer that is written, or a leaf module's parameter, or are kept together, and "
+                "must be in one stage; cut before or after both"
             )
     return "" if place else "nothing runs before it; cut further on"
