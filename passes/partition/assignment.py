@@ -228,7 +228,7 @@ def is_part(node: fx.Node) -> bool:
         and getattr(node.target, "__name__", "") == "getitem"
         and isinstance(node.args[0], fx.Node)
         and not hasattr(node.args[0].meta.get("val"), "dtype")
-        and isinstance(node.args[1], int)
+        and isinstance(node.args[1], int | str)
     )
 
 

@@ -18,7 +18,11 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir.traced import Literal, Value
+from fxpipe.passes.tracing.leaf_nests import indices
 from fxpipe.torchtools.pytrees import Parts
+
+_WHERE = ("nn_module_stack", "stack_trace")
+"""What a node says of its place in the code."""
 
 
 def object_of(value: Any, tracer: fx.Tracer) -> fx.Node | None:
@@ -59,13 +63,13 @@ def take_slices_apart(graph: fx.Graph) -> None:
         _give(readers, node, read if isinstance(node.meta["val"], list) else tuple(read))
     for node in taken:
         whole, index = node.args
-        if isinstance(whole, fx.Node) and isinstance(index, int) and _holds_several(whole):
+        if isinstance(whole, fx.Node) and isinstance(index, int | str) and _holds_several(whole):
             whole.append(node)
 
 
 def _holds_several(whole: Any) -> bool:
     value = whole.meta["val"] if isinstance(whole, fx.Node) else whole
-    return isinstance(value, tuple | list)
+    return isinstance(value, tuple | list | dict)
 
 
 def _items(whole: fx.Node, node: fx.Node) -> list[fx.Node]:
@@ -101,8 +105,9 @@ def take_outputs_apart(
 
 def _plain(value: Any) -> Any:
     """fx's own lists and dicts as plain ones, and the objects that a node makes as their parts."""
-    if isinstance(value, fx.Node) and isinstance(value.target, type):
-        return _made(value, value.target)
+    if isinstance(value, fx.Node):
+        made = _made(value, value.target) if isinstance(value.target, type) else value
+        return _parts(value) if made is value else made
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -110,6 +115,22 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value
+
+
+def _parts(node: fx.Node) -> Any:
+    """The node, or, where its value holds several, nodes for these, as that holds them."""
+    value = node.meta["val"]
+    leaves, spec = pytree.tree_flatten_with_path(value)
+    parts: list[Any] = []
+    for path, leaf in leaves:
+        part = node
+        for index in indices(node.name, value, path):
+            with node.graph.inserting_after(part):
+                part = node.graph.call_function(operator.getitem, (part, index))
+            part.meta = {name: node.meta[name] for name in _WHERE if name in node.meta}
+        part.meta["val"] = leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+        parts.append(None if leaf is None else part)
+    return pytree.tree_unflatten(parts, spec)
 
 
 def _made(node: fx.Node, kind: type) -> Any:

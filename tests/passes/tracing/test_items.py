@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten
 from transformers.modeling_outputs import BaseModelOutput
 
 import fxpipe
@@ -66,6 +67,59 @@ def _slice_of_a_shape(cut: nn.Module, all: Any) -> Any:
 def test_items_of_a_slice_cross_to_a_later_stage(read: Callable[[Any, Any], Any]) -> None:
     torch.manual_seed(0)
     trained_alike(Splits(read), rows, ["cut"], zeros, leaf_modules=[Thirds])
+
+
+class Named(Thirds):
+    """A leaf that returns a tuple in a dict."""
+
+    def forward(self, x: Tensor) -> Any:
+        first, *rest = super().forward(x)
+        return {"first": first, "rest": tuple(rest)}
+
+
+class Reads(nn.Module):
+    """What a function makes of the dict, some of it behind a cut."""
+
+    def __init__(self, read: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.named, self.cut, self.read = Named(4, 12), nn.Linear(4, 4), read
+
+    def forward(self, x: Tensor) -> Any:
+        return self.read(self.cut, self.named(x))
+
+
+def test_items_of_a_tuple_in_a_dict_cross_to_a_later_stage() -> None:
+    torch.manual_seed(0)
+    model = Reads(lambda cut, all: cut(all["first"]) + all["rest"][1])
+    trained_alike(model, rows, ["cut"], zeros, leaf_modules=[Named])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda cut, all: (cut(all["first"]), all),
+        lambda cut, all: [cut(all["rest"][0]), all["rest"]],
+        lambda cut, all: (cut(all["first"]), torch.max(all["rest"][1], 1)),
+    ],
+)
+def test_outputs_may_hold_several_values_that_one_call_returns(read: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Reads(read), rows(4)
+    alone = copy.deepcopy(model)
+
+    def loss(output: Any) -> Any:
+        return output[0].square().mean()
+
+    options: Any = {"tracer": "symbolic", "partition": ["cut"], "leaf_modules": [Named]}
+    with fxpipe.compile(model, 2, microbatches=2, loss=loss, **options) as pipe:
+        _, found = pipe.step(x, return_output=True)
+    loop.train(alone, 2, x, loss=loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+    leaves, spec = tree_flatten(found)
+    wanted = [tree_flatten(alone(part)) for part in x.chunk(2)]
+    assert spec == wanted[0][1]
+    for leaf, *parts in zip(leaves, *(one[0] for one in wanted), strict=True):
+        assert torch.equal(leaf, torch.cat(parts))
 
 
 class Sums(nn.Linear):
