@@ -300,8 +300,8 @@ def _kind(value: Any) -> Any:
     """What is compared of a value itself; what it contains is noted separately."""
     if isinstance(value, _SEQUENCES) and len(value) <= LONG:
         return type(value), len(value)
-    if _is_dict(value) and len(value) <= LONG:
-        keys = [(type(k), k) if isinstance(k, _PLAIN) else Same(k) for k in value]
+    if _is_dict(value) and len(value) <= LONG:  # which another thread may change meanwhile
+        keys = [(type(k), k) if isinstance(k, _PLAIN) else Same(k) for k in list(value)]
         return type(value), keys
     if isinstance(value, FunctionType):
         return value.__code__, Same(value.__globals__)
