@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -105,6 +106,13 @@ Fitted = Periodic | Extreme
 
 def fit(samples: Samples) -> Fitted | None:
     """The simplest of these families that meets all samples exactly, or None."""
+    return _fitted(tuple(samples.items()))
+
+
+@lru_cache(maxsize=256)
+def _fitted(pairs: tuple[tuple[Point, int], ...]) -> Fitted | None:
+    """``fit``, for coefficients that many forms and quantities share."""
+    samples = dict(pairs)
     for period in _PERIODS:
         parts = [
             polynomial({x: y for x, y in samples.items() if x[0] % period == r})
@@ -165,12 +173,13 @@ def _solve(rows: list[list[int]]) -> list[Fraction] | None:
     Unknowns that the equations leave open are 0.
     """
     unknowns = len(rows[0]) - 1
-    reduced, solved = DomainMatrix(rows, (len(rows), unknowns + 1), ZZ).to_field().rref()
+    matrix = DomainMatrix(rows, (len(rows), unknowns + 1), ZZ)
+    reduced, divisor, solved = matrix.rref_den()
     if unknowns in solved:
         return None
     found = [Fraction(0)] * unknowns
     for column, row in zip(solved, reduced.to_list(), strict=False):
-        found[column] = Fraction(int(row[-1].numerator), int(row[-1].denominator))
+        found[column] = Fraction(int(row[-1]), int(divisor))
     return found
 
 

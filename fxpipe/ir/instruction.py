@@ -333,10 +333,13 @@ LETTERS: dict[type[Instruction], str] = {
 }
 """Instruction → the letter of the task that it runs; some have that of their own ``kind``."""
 
+Lettered = Run | PartialBackward
+"""Those with a letter of their own."""
+
 
 def letter_of(instruction: Instruction) -> str | None:
     """The letter of the task that an instruction runs; None for one that computes nothing."""
-    if isinstance(instruction, Run | PartialBackward):
+    if isinstance(instruction, Lettered):
         return instruction.kind
     return LETTERS.get(type(instruction))
 

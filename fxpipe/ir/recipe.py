@@ -114,11 +114,18 @@ class Recipe:
                 f"made for at most {_MOST} forwards"
             )
         delay = self._delay(devices, microbatches, len(places))
-        rows = tuple(
-            tuple(self._row(device, devices, microbatches, places)) for device in range(devices)
-        )
         placement, copies = tuple(own[0] for own in places), tuple(own[1:] for own in places)
-        return Schedule(self.name, microbatches, placement, rows, delay, self.predict, copies)
+        asked = _asked(self.tasks)[3:]
+        rows: list[tuple[Task, ...]] = []
+        for device in range(devices):
+            held = [stage for stage, own in enumerate(places) if device in own]
+            known = {"stages": tuple(held), "placement": placement}
+            wanted = {name: known[name] for name in asked if name in known}
+            given = self._tasks(device, devices, microbatches, wanted)
+            rows.append(tuple(self._row(device, microbatches, held, given)))
+        return Schedule(
+            self.name, microbatches, placement, tuple(rows), delay, self.predict, copies
+        )
 
     def placed(self, placement: Placement) -> Recipe:
         """The same over another placement, such as ``round_robin(4)``."""
@@ -146,14 +153,16 @@ class Recipe:
 
     def _places(self, devices: int) -> list[tuple[int, ...]]:
         try:
-            given = islice(self.placement(devices), _MOST + 1)
-            places = [each if isinstance(each, tuple) else (each,) for each in given]
-            if len(places) > _MOST:
+            given = list(islice(self.placement(devices), _MOST + 1))
+            if len(given) > _MOST:
                 raise InputError(
                     f"schedule {self.name!r}: its placement gives more than {_MOST} stages for "
                     f"{devices} devices; let it end"
                 )
-            return [(index(own[0]), *map(index, own[1:])) for own in places]
+            return [
+                (index(own[0]), *map(index, own[1:])) if isinstance(own, tuple) else (index(own),)
+                for own in given
+            ]
         except InputError:
             raise
         except Exception as error:
@@ -211,36 +220,36 @@ class Recipe:
         )
 
     def _row(
-        self, device: int, devices: int, microbatches: int, places: list[tuple[int, ...]]
+        self, device: int, microbatches: int, held: list[int], given: Iterable[Task]
     ) -> Iterator[Task]:
-        held = [stage for stage, own in enumerate(places) if device in own]
+        """A device's tasks, checked, each with its stage."""
         bound = _TASKS_PER_STAGE_AND_MICROBATCH * (microbatches + 1) * max(len(held), 1)
-        known = {"stages": tuple(held), "placement": tuple(own[0] for own in places)}
-        for position, task in enumerate(self._tasks(device, devices, microbatches, known)):
-            where = f"schedule {self.name!r}, device {device}, position {position}"
+        where = f"schedule {self.name!r}, device {device}, position"
+        for position, task in enumerate(given):
             if position == bound:
                 raise InputError(
-                    f"{where}: more than {bound} tasks for {microbatches} micro-batches; "
-                    "let the generator end"
+                    f"{where} {position}: more than {bound} tasks for {microbatches} "
+                    "micro-batches; let the generator end"
                 )
             if not is_task(task):
-                raise InputError(f"{where}: got {task!r}; yield tasks such as F(0), B(0) or U()")
+                raise InputError(
+                    f"{where} {position}: got {task!r}; yield tasks such as F(0), B(0) or U()"
+                )
             if task.stage is not None:
                 yield task
             elif len(held) == 1:
                 yield Task(task.kind, task.microbatch, held[0], task.batch)
             else:
                 raise InputError(
-                    f"{where}: {task} names no stage and the device holds "
+                    f"{where} {position}: {task} names no stage and the device holds "
                     f"{len(held)}: {_some(held)}; {_cure(task, held)}"
                 )
 
     def _tasks(
-        self, device: int, devices: int, microbatches: int, known: dict[str, Any]
+        self, device: int, devices: int, microbatches: int, wanted: dict[str, Any]
     ) -> Iterator[Task]:
         """What the author's function gives; what it raises is told as its own."""
         try:
-            wanted = {name: known[name] for name in _asked(self.tasks)[3:] if name in known}
             yield from self.tasks(device, devices, microbatches, **wanted)
         except Exception as error:
             raise InputError(

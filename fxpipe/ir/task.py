@@ -130,6 +130,8 @@ def is_task(value: object) -> bool:
     """Whether it is a task whose kind is a text, with whole numbers where it has some."""
     if not isinstance(value, Task) or not isinstance(value.kind, str):
         return False
+    if type(value.microbatch) is type(value.stage) is type(value.batch) is int:
+        return True  # nearly all are
     numbers = [each for each in (value.microbatch, value.stage) if each is not None]
     return all(isinstance(number, Integral) for number in (value.batch, *numbers))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import inf
 from numbers import Integral, Real
 from typing import Any
@@ -157,7 +156,8 @@ def chain(stages: int, buckets: Mapping[int, Sequence[Bucket]] | None = None) ->
         Edge(ends[k], ends[k + 1], value, gradient=k > 0) for k, value in enumerate(values)
     )
     parted = buckets or {}
-    made = [replace(_empty(s), buckets=tuple(parted.get(s, ()))) for s in range(stages)]
+    graph = _empty()
+    made = [Stage(s, (), (), (), graph, buckets=tuple(parted.get(s, ()))) for s in range(stages)]
     return Plan(tuple(made), edges)
 
 
@@ -193,10 +193,11 @@ def chain_program(
     return free(program) if frees else program
 
 
-def _empty(index: int) -> Stage:
+@cache
+def _empty() -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(())
-    return Stage(index, (), (), (), fx.GraphModule(torch.nn.Module(), graph))
+    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def run(

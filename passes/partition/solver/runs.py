@@ -204,6 +204,8 @@ class _Sweep:
             if stage and self.runs.empty:
                 here = self.best[stage, first : last + 1]
                 torch.minimum(here, self.best[stage - 1, first : last + 1], out=here)
+            if span[0] > span[1]:
+                continue
             begins = slice(span[0], span[1] + 1)
             known = (self.best[stage, begins] < math.inf).nonzero()
             if not len(known):
