@@ -125,7 +125,7 @@ def sketch_program(program: Program, rows: Rows, mark: float) -> Timeline[ins.In
     for device, own in enumerate(waits_of(program)):
         for position, *on in own:
             x = program.lists[device][position]
-            if not program.launches or isinstance(x, ins.Barrier | ins.Pause):
+            if not program.launches or isinstance(x, ins.Meeting):
                 row, index = rows.at[Place(device, position)]
                 waits[row].append((index, *rows.at[Place(*on)]))
     for (row, index), sources in rows.waits.items():
@@ -368,5 +368,5 @@ def _marks(program: Program, scale: _Scale) -> list[Entry]:
 
 def _arrows(program: Program, scale: _Scale) -> list[Entry]:
     """The legend of the arrows."""
-    sent = [x.buffer.kind for x in chain(*program.lists) if isinstance(x, ins.Send | ins.Stash)]
+    sent = [x.buffer.kind for x in chain(*program.lists) if isinstance(x, ins.Sending)]
     return arrow_entries(set(sent)) if scale.arrows else []

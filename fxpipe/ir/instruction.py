@@ -300,13 +300,22 @@ class Update:
     batch: int = 0
 
 
-Arrival = Load | Receive | Pop
+Sending = Send | Stash
+"""What takes a value to another device."""
+
+Receiving = Receive | Pop
+"""What brings one from there."""
+
+Arrival = Load | Receiving
 """What brings a value to a device."""
+
+Meeting = Barrier | Pause
+"""Where all devices wait for each other."""
 
 Offloading = Offload | Prefetch | Await
 """What goes on beside the computations of a device, and what waits for that."""
 
-Moving = Load | Output | Send | Receive | Stash | Pop | Offloading | Free
+Moving = Load | Output | Sending | Receiving | Offloading | Free
 Computing = Forward | Recompute | PartialBackward | Backward | InputGrad | WeightGrad
 Gathering = AllGather | TakePart | GatherWeights
 """What waits for the other replicas."""
@@ -317,7 +326,7 @@ Summing = ReduceScatter | Gathering
 Copying = Share | Give | Add
 """What a stage and its copies on other devices have to do with each other."""
 
-Instruction = Moving | Computing | Run | Summing | Copying | Norm | Clip | Update | Barrier | Pause
+Instruction = Moving | Computing | Run | Summing | Copying | Norm | Clip | Update | Meeting
 """Any of them, named one by one so that mypy finds what does not handle them all."""
 
 LETTERS: dict[type[Instruction], str] = {
@@ -348,7 +357,7 @@ def batch_of(instruction: Instruction) -> int:
     """The batch that an instruction belongs to: 0 for this step's, −1 for the one before."""
     if isinstance(instruction, Move):
         return instruction.buffer.batch
-    return 0 if isinstance(instruction, Barrier | Pause) else instruction.batch
+    return 0 if isinstance(instruction, Meeting) else instruction.batch
 
 
 OPCODES: dict[str, type[Instruction]] = {

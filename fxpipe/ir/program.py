@@ -121,7 +121,7 @@ class Program:
         for own in self.lists:
             latest: dict[int, tuple[object, ...]] = {}
             for x in own:
-                if isinstance(x, ins.Send | ins.Stash):
+                if isinstance(x, ins.Sending):
                     target = self.destination(x)
                     if target in latest:
                         found.add(latest[target])

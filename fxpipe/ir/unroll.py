@@ -103,9 +103,11 @@ def absolute(instruction: ins.Instruction, step: int) -> ins.Instruction:
 def shifted(instruction: ins.Instruction, steps: int) -> ins.Instruction:
     """The same instruction, its batch and version counted from so many steps earlier."""
     x = instruction
+    if not steps:
+        return x
     if isinstance(x, ins.Move):
         return type(x)(x.buffer._replace(batch=steps + x.buffer.batch))
-    if isinstance(x, ins.Barrier | ins.Pause):
+    if isinstance(x, ins.Meeting):
         return x
     batch = steps + x.batch
     match x:
@@ -165,7 +167,7 @@ def _late(program: Program, device: int) -> Iterator[ins.Instruction]:
             pending[launch.stream].append(instruction)
             stream_of[instruction.buffer] = launch.stream
             continue
-        if isinstance(instruction, ins.Barrier | ins.Pause):
+        if isinstance(instruction, ins.Meeting):
             for queue in pending.values():
                 yield from queue
                 queue.clear()

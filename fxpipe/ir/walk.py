@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from fxpipe.errors import Fault, InputError
 from fxpipe.ir import instruction as ins
@@ -34,12 +34,7 @@ Key = tuple[str, int | None, int]
 """Kind, micro-batch and stage: one task of every batch. An A on a copy of a stage has the device of
 that copy for a micro-batch."""
 
-# made once: a union that is made anew for each instruction takes longer
-_SENDS = ins.Send, ins.Stash
-_ARRIVES = ins.Receive, ins.Pop
-_MEETS = ins.Barrier, ins.Pause
-
-_CONNECTED = frozenset({*_SENDS, *_ARRIVES, *_MEETS})
+_CONNECTED = frozenset(get_args(ins.Sending | ins.Receiving | ins.Meeting))
 """The instructions that others wait for, or that wait for others."""
 
 
@@ -155,9 +150,9 @@ def waits_of(program: Program) -> list[list[Wait]]:
         for position, x in enumerate(own):
             if type(x) not in _CONNECTED:
                 continue
-            if isinstance(x, _SENDS):
+            if isinstance(x, ins.Sending):
                 sent.setdefault(x.buffer, Place(device, position))
-            elif isinstance(x, _ARRIVES):
+            elif isinstance(x, ins.Receiving):
                 arrivals.append((device, position, x.buffer))
             else:
                 met[type(x)][device].append(position)
@@ -274,10 +269,10 @@ def turns_of(program: Program) -> tuple[Turn, ...]:
         x, launch = lists[device][position], launches[device][position]
         stream = device, launch.stream
         awaited = [ends[event.number] for event in launch.waits if not event.batch]
-        if isinstance(x, _ARRIVES):
+        if isinstance(x, ins.Receiving):
             awaited.append(ends.pop(x.buffer, 0.0))
         end = free[stream] = max(free[stream], *awaited, 0.0) + usual_cost(x)
-        if isinstance(x, _SENDS):
+        if isinstance(x, ins.Sending):
             ends[x.buffer] = end
         if launch.record is not None:
             ends[launch.record.number] = end
@@ -301,7 +296,9 @@ def _in_one_thread(program: Program) -> list[list[Wait]]:
     take them back to.
     """
     waits: list[list[Wait]] = [[] for _ in program.lists]
-    meetings = [[at for at, x in enumerate(own) if isinstance(x, _MEETS)] for own in program.lists]
+    meetings = [
+        [at for at, x in enumerate(own) if isinstance(x, ins.Meeting)] for own in program.lists
+    ]
     for places in zip(*meetings, strict=False):
         for device, here in enumerate(places):
             waits[device] += [(here + 1, d, at) for d, at in enumerate(places) if d != device]

@@ -154,7 +154,7 @@ def _awaited(simulation: Simulation, instruction: ins.Instruction) -> Transfer |
     transfers = simulation.events.transfers
     if isinstance(instruction, ins.Gathering):
         return transfers[awaited_by(instruction)]
-    if isinstance(instruction, ins.Receive | ins.Pop):
+    if isinstance(instruction, ins.Receiving):
         return transfers[instruction.buffer]
     moved = beside(instruction)
     return None if moved is None else transfers[moved]

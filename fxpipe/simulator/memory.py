@@ -73,7 +73,7 @@ def _early(simulation: Simulation, holding: Holding) -> list[tuple[float, int, i
     if not most:
         return []
     own, sizes = simulation.program.lists[holding.device], holding.sizes
-    received = {x.buffer: at for at, x in enumerate(own) if isinstance(x, ins.Receive | ins.Pop)}
+    received = {x.buffer: at for at, x in enumerate(own) if isinstance(x, ins.Receiving)}
     if most < inf:  # its memory is taken when its receive is posted, at an earlier receive
         starts, ahead = simulation.events.starts[holding.device], int(most)
         places: defaultdict[int, list[int]] = defaultdict(list)

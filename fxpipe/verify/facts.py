@@ -111,8 +111,7 @@ class Facts:
     def meetings(self) -> list[list[tuple[int, ins.Barrier | ins.Pause]]]:
         """Device → position and instruction of its barriers and pauses, in order."""
         return [
-            [(p, x) for p, x in compute if isinstance(x, ins.Barrier | ins.Pause)]
-            for compute in self.compute
+            [(p, x) for p, x in compute if isinstance(x, ins.Meeting)] for compute in self.compute
         ]
 
     @cached_property
@@ -199,13 +198,16 @@ _OWN: dict[type[ins.Instruction], str] = {
     ins.Add: "add",
     ins.Norm: "norm",
 }
+_MOVED: dict[type[ins.Instruction], str] = {ins.Offload: "O", ins.Prefetch: "P"}
+_NO_TASK = ins.Meeting | ins.PartialBackward
 
 
 def _task(x: ins.Instruction) -> Task | None:
-    if isinstance(x, ins.Offload | ins.Prefetch):
-        letter = "O" if isinstance(x, ins.Offload) else "P"
-        return Task(letter, x.buffer.microbatch, x.buffer.source, x.buffer.batch)
-    if isinstance(x, ins.Move | ins.Barrier | ins.Pause | ins.PartialBackward):
+    if isinstance(x, ins.Move):
+        letter = _MOVED.get(type(x))
+        buffer = x.buffer
+        return Task(letter, buffer.microbatch, buffer.source, buffer.batch) if letter else None
+    if isinstance(x, _NO_TASK):
         return None
     kind = _OWN.get(type(x)) or ins.letter_of(x)
     assert kind is not None
@@ -221,16 +223,15 @@ def _wrong(program: Program) -> Iterator[tuple[Place, Wrong]]:
         for position, x in enumerate(own):
             wrong: Wrong | None = None
             if isinstance(x, ins.Move):
-                buffer = x.buffer
-                route = program.ends_of(buffer) if buffer[:4] in carried else None
-                if buffer.kind in COPIED and buffer.microbatch not in program.copies_of(
-                    buffer.source
-                ):
-                    route = None
-                key = device, type(x), route, *buffer[:4]
+                buffer, i = x.buffer, x.buffer.microbatch
+                key = device, type(x), buffer[:4], i if program.copies else 0
                 if key not in verdicts:
+                    known = buffer[:4] in carried
+                    if buffer.kind in COPIED:
+                        known = known and i in program.copies_of(buffer.source)
+                    route = program.ends_of(buffer) if known else None
                     verdicts[key] = _misrouted(x, device, route)
-                number = 0 if buffer.kind in COPIED else buffer.microbatch
+                number = 0 if buffer.kind in COPIED else i
                 wrong = verdicts[key] or wrong_batch(buffer.batch, number, program.microbatches)
             elif isinstance(x, ins.PartialBackward):
                 wrong = _wrong_part(program, device, x)

@@ -251,7 +251,7 @@ def _buckets(facts: Facts) -> Iterator[Fault]:
     for device, compute in enumerate(facts.compute):
         latest: dict[int, Step] = {}
         for position, x in compute:
-            if not isinstance(x, ins.Barrier | ins.Pause):
+            if not isinstance(x, ins.Meeting):
                 wrong = _out_of_row(latest.get(x.stage), x)
                 latest[x.stage] = x
                 if wrong is not None:

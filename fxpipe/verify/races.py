@@ -139,7 +139,7 @@ class _Race:
                     max, clock, self.events[at] if self.left[at] else self.events.pop(at)
                 )
         here = Access(stream, clock[stream] + 1, device, position)
-        if not isinstance(x, ins.Send | ins.Stash | ins.Output | ins.Barrier | ins.Pause):
+        if not isinstance(x, ins.Send | ins.Stash | ins.Output | ins.Meeting):
             yield from self._touch(shifted(x, step) if step else x, clock, here)
         clock[stream] += 1
         if launch.record is not None and self.awaited[launch.record.number]:
@@ -152,7 +152,7 @@ class _Race:
         program, device = self.program, here.device
         more_read, more_written = _lasting(x, device)
         read: list[Hashable] = [*((device, b) for b in program.reads(x)), *more_read]
-        if isinstance(x, ins.Receive | ins.Pop):
+        if isinstance(x, ins.Receiving):
             read.append((program.origin(x), x.buffer))
         ended: list[Hashable] = [(device, b) for b in program.ends(x)]
         late: list[tuple[Access, str, str]] = []  # those that need not be done when this one starts
@@ -210,7 +210,7 @@ class _Race:
 
 def _lasting(x: ins.Instruction, device: int) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
     """What an instruction reads and writes that outlives a micro-batch: weights, sums, buffers."""
-    if isinstance(x, ins.Move | ins.Barrier | ins.Pause):
+    if isinstance(x, ins.Move | ins.Meeting):
         return (), ()
     weights: Hashable = ("weights", x.stage, device)
     sums: Hashable = ("gradients", x.stage, x.batch, device)

@@ -116,8 +116,8 @@ class Window:
     def _holder(self, stage: int, device: int) -> int:
         """The device that a task's order counts for: the given one, or, where that has neither
         the stage nor a copy of it, the stage's own."""
-        schedule = self.schedule
-        return device if device in schedule.devices_of(stage) else schedule.placement[stage]
+        copies = self.schedule.copies
+        return device if copies and device in copies[stage] else self.schedule.placement[stage]
 
     def _place(self, task: Task, here: Spot) -> Wrong | None:
         """Note where a task stands; what is wrong with it."""
@@ -126,8 +126,10 @@ class Window:
             return wrong
         assert task.stage is not None
         home, stage = self.schedule.placement[task.stage], task.stage
-        copied = here.device in self.schedule.devices_of(stage)[1:]
-        own = key_index(self.schedule, task, here.device)
+        copies, own = self.schedule.copies, task.microbatch
+        copied = bool(copies) and here.device in copies[stage]
+        if copied:
+            own = key_index(self.schedule, task, here.device)
         first = self.spots.setdefault((task.kind, own, stage), here)
         if copied and task.kind not in "FBIWROPA":
             return away(self.schedule, stage, own) or (

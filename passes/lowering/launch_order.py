@@ -78,7 +78,7 @@ class _Device:
         since = 0  # the first stop behind the last meeting
         for at, x in enumerate(instructions):
             stop = bisect_right(stops, at)
-            if isinstance(x, ins.Barrier | ins.Pause):
+            if isinstance(x, ins.Meeting):
                 since = stop
             if isinstance(x, ins.Arrival):
                 self._arrivals[max(stop - ahead, since)].append(_Pending(stop, x))
@@ -123,7 +123,7 @@ class _Walk:
         self._program = program
         self._devices = [_Device(own, ahead) for own in program.lists]
         self._unsent = {
-            x.buffer for own in program.lists for x in own if isinstance(x, ins.Send | ins.Stash)
+            x.buffer for own in program.lists for x in own if isinstance(x, ins.Sending)
         }
         self._sent: dict[Buffer, float] = {}
         self._waiting: dict[Buffer, int] = {}
@@ -147,7 +147,7 @@ class _Walk:
         for now, d in sorted(left):
             waited = self._devices[d].head()
             if self._devices[d].put_off(self._program):
-                assert isinstance(waited, ins.Receive | ins.Pop)
+                assert isinstance(waited, ins.Receiving)
                 del self._waiting[waited.buffer]
                 heapq.heappush(self._ready, (now, d))
                 return True

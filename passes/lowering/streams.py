@@ -98,7 +98,7 @@ class _Events:
                     self._made[device, buffer[:5]] = _Spot(device, at, buffer.batch)
                 for buffer in program.reads(x):
                     self._used[device, buffer[:5]].append(_Spot(device, at, buffer.batch))
-                if isinstance(x, ins.Receive | ins.Pop):
+                if isinstance(x, ins.Receiving):
                     origin = program.origin(x), x.buffer[:5]
                     self._used[origin].append(_Spot(device, at, x.buffer.batch))
 
@@ -150,7 +150,7 @@ class _Events:
             needs.add(_before(self._made.get((device, buffer[:5])), buffer))
         if isinstance(x, ins.Arrival | ins.Prefetch):
             needs.add(memory)
-        if isinstance(x, ins.Receive | ins.Pop):
+        if isinstance(x, ins.Receiving):
             needs.add(_before(self._made.get((program.origin(x), x.buffer[:5])), x.buffer))
         for buffer in program.ends(x):
             place = device, buffer[:5]
@@ -212,7 +212,7 @@ def _uses(program: Program, order: Sequence[Sequence[Launched]]) -> dict[object,
     for own in order:
         unused: set[Buffer] = set()
         for rank, start, x in own:
-            if isinstance(x, ins.Receive | ins.Pop):
+            if isinstance(x, ins.Receiving):
                 uses[x.buffer[:5]] = _Use(program.origin(x), rank, start, x.buffer.batch)
                 unused.add(x.buffer)
             for buffer in unused.intersection(program.reads(x)):
@@ -228,14 +228,12 @@ def _moved(
     ranks = [own[at].rank for at in stops]
     starts = [own[at].start for at in stops]
     meetings = [
-        number
-        for number, at in enumerate(stops)
-        if isinstance(own[at].instruction, ins.Barrier | ins.Pause)
+        number for number, at in enumerate(stops) if isinstance(own[at].instruction, ins.Meeting)
     ]
     sent = {
         each.instruction.buffer: at
         for at, each in enumerate(own)
-        if isinstance(each.instruction, ins.Send | ins.Stash)
+        if isinstance(each.instruction, ins.Sending)
     }
     kept: list[ins.Instruction | None] = [each.instruction for each in own]
     late: defaultdict[int, list[ins.Instruction]] = defaultdict(list)

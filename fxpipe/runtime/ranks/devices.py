@@ -111,7 +111,7 @@ class DeviceChannels(RankChannels, LaunchingChannels):
             for at, x in enumerate(self._program.lists[machine.device]):
                 if isinstance(x, ins.Pause):
                     self._pauses.append(at)
-                elif isinstance(x, ins.Receive | ins.Pop):
+                elif isinstance(x, ins.Receiving):
                     origin = self._program.origin(x)
                     awaited = self._awaited.setdefault(origin, _Awaited(machine.first))
                     awaited.receives.append((at, x.buffer))

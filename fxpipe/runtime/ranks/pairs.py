@@ -35,9 +35,9 @@ def pairs_of(program: Program, device: int) -> Sequence[Pair]:
     """The directed pairs of a device in a program, in an order that all ranks share."""
     found: set[Pair] = set()
     for x in program.lists[device]:
-        if isinstance(x, ins.Send | ins.Stash) and x.buffer.kind != "norm":
+        if isinstance(x, ins.Sending) and x.buffer.kind != "norm":
             found.add((device, program.destination(x)))
-        elif isinstance(x, ins.Receive | ins.Pop) and x.buffer.kind != "norm":
+        elif isinstance(x, ins.Receiving) and x.buffer.kind != "norm":
             found.add((program.origin(x), device))
     return sorted(found)
 
