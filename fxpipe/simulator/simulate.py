@@ -251,8 +251,6 @@ def run(
                         now = end
             else:
                 match instruction:
-                    case ins.AllGather() | ins.TakePart() | ins.GatherWeights():
-                        now = max(now, end_of(awaited_by(instruction))) + overhead
                     case ins.Send(buffer) | ins.Stash(buffer):
                         now += overhead
                         target = program.destination(instruction)
@@ -264,6 +262,8 @@ def run(
                             now = end
                     case ins.Receive(buffer) | ins.Pop(buffer):
                         now = max(now, transfers[buffer].end) + overhead
+                    case ins.AllGather() | ins.TakePart() | ins.GatherWeights():
+                        now = max(now, end_of(awaited_by(instruction))) + overhead
                     case ins.Offload(buffer) | ins.Prefetch(buffer):
                         now += overhead
                         lane = device, type(instruction)

@@ -66,9 +66,11 @@ def simulate(schedule: Schedule, takes: Mapping[str, int], *, together: bool = F
     while any(rows):
         waiting = sum(map(len, rows))
         for device, row in enumerate(rows):
-            while row and all(need in ends for task in row[0] for need in _needs(schedule, task)):
+            while row:
+                needs = [need for task in row[0] for need in _needs(schedule, task)]
+                if not all(need in ends for need in needs):
+                    break
                 tasks = row.pop(0)
-                needs = [need for task in tasks for need in _needs(schedule, task)]
                 start = max([free[device], *(ends[need] for need in needs)])
                 for task in tasks:
                     end = start + takes[task.kind]
@@ -95,15 +97,16 @@ def _passes(row: tuple[Task, ...], together: bool) -> list[tuple[Task, ...]]:
 def _needs(schedule: Schedule, task: Task) -> list[tuple[str, int | None, int]]:
     i, s = task.microbatch, task.stage
     assert s is not None
-    behind = [("I", i, s + 1)] if s < schedule.stages - 1 else []
-    return {
-        "F": [("F", i, s - 1)] if s else [],
-        "B": [("F", i, s), *behind],
-        "I": [("F", i, s), *behind],
-        "W": [("I", i, s)],
-        "A": [],
-        "U": [],
-    }[task.kind]
+    match task.kind:
+        case "F":
+            return [("F", i, s - 1)] if s else []
+        case "B" | "I":
+            return [("F", i, s), *([("I", i, s + 1)] if s < schedule.stages - 1 else [])]
+        case "W":
+            return [("I", i, s)]
+        case "A" | "U":
+            return []
+    raise AssertionError(task)
 
 
 def makespan(timeline: Timeline) -> int:
@@ -146,12 +149,15 @@ def drawn_in(recipe: Recipe) -> str:
     return "\n".join(row.removesuffix(" U") for row in rows)
 
 
+_KEPT = {"F": 1, "B": -1, "I": 0, "W": -1, "A": 0, "U": 0}
+
+
 def peak_stash(schedule: Schedule, *stages: int, device: int | None = None) -> int:
     """Micro-batches that these stages of a device keep at once, at most."""
     kept = peak = 0
     for task in schedule.rows[schedule.placement[stages[0]] if device is None else device]:
         if task.stage in stages:
-            kept += {"F": 1, "B": -1, "I": 0, "W": -1, "A": 0, "U": 0}[task.kind]
+            kept += _KEPT[task.kind]
             peak = max(peak, kept)
     return peak
 

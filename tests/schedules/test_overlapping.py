@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
@@ -48,10 +49,16 @@ def computed(row: tuple[Task, ...]) -> list[Task]:
     return [task for task in row if task.kind != "U"]
 
 
+def row_of(schedule: Schedule, stage: int) -> tuple[Task, ...]:
+    """What the stage's device does in many steps."""
+    alone = replace(schedule, rows=(schedule.rows[schedule.placement[stage]],))
+    return run_of(alone, 3 * STEPS).rows[0]
+
+
 def smallest_delays(schedule: Schedule, stage: int) -> list[int]:
     """Micro-batch → by how many updates its forward on the stage is ahead of those before it."""
     updates, behind = 0, [0] * schedule.microbatches
-    for task in run_of(schedule, 3 * STEPS).rows[schedule.placement[stage]]:
+    for task in row_of(schedule, stage):
         if task.kind == "U":
             updates += 1
         elif task.kind == "F":
@@ -69,7 +76,7 @@ def smallest_delay(schedule: Schedule, stage: int) -> int:
 def live_versions(schedule: Schedule, stage: int) -> int:
     """The newest version and those that a task to come still reads, at most."""
     m = schedule.microbatches
-    row = run_of(schedule, 3 * STEPS).rows[schedule.placement[stage]]
+    row = row_of(schedule, stage)
     numbers = [t.microbatch for t in row if t.microbatch is not None]
     reads = [max(i // m - schedule.delay_of(stage, i % m), 0) for i in numbers]
     newest = most = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -63,18 +63,22 @@ def counted(
     return missing, max(most, 1)
 
 
-def smallest(schedule: Schedule, stage: int, microbatch: int) -> int:
-    def enough(delay: int) -> bool:
-        return microbatch not in counted(schedule, stage, lambda i: delay)[0]
+def smallest(schedule: Schedule, stage: int) -> list[int]:
+    """Micro-batch → the smallest delay with which its version is there."""
 
-    return next(filter(enough, range(100)))
+    @cache
+    def missing(delay: int) -> set[int | None]:
+        return counted(schedule, stage, lambda i: delay)[0]
+
+    every = range(schedule.microbatches)
+    return [next(d for d in range(100) if i not in missing(d)) for i in every]
 
 
 def assert_as_counted(schedule: Schedule) -> None:
     """The analysis finds what runs of its stages count."""
     versions = schedule.versions()
     for stage in range(schedule.stages):
-        each = [smallest(schedule, stage, i) for i in range(schedule.microbatches)]
+        each = smallest(schedule, stage)
         assert list(versions.needed[stage]) == each
         assert versions.smallest[stage] == max(each)
         missing, live = counted(schedule, stage, partial(schedule.delay_of, stage))
