@@ -99,7 +99,7 @@ class Schedule:
         """False for a schedule of forwards alone."""
         return bool(self.kinds - {"F"})
 
-    @property
+    @cached_property
     def rules(self) -> tuple[Rule, ...]:
         """Stage → its delay, or those of its micro-batches where they differ."""
         if isinstance(self.delay, tuple):

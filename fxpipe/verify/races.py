@@ -140,7 +140,7 @@ class _Race:
                 )
         here = Access(stream, clock[stream] + 1, device, position)
         if not isinstance(x, ins.Send | ins.Stash | ins.Output | ins.Meeting):
-            yield from self._touch(shifted(x, step) if step else x, clock, here)
+            yield from self._touch(shifted(x, step), clock, here)
         clock[stream] += 1
         if launch.record is not None and self.awaited[launch.record.number]:
             event = _event(launch.record, step)

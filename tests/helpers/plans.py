@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import fx
 
@@ -44,10 +46,12 @@ def skipping(stages: int) -> Plan:
 
 def plan_of(stages: int, *edges: Edge) -> Plan:
     """A plan of empty stages with these edges."""
-    return Plan(tuple(_empty(index) for index in range(stages)), edges)
+    graph = _empty()
+    return Plan(tuple(Stage(index, (), (), (), graph) for index in range(stages)), edges)
 
 
-def _empty(index: int) -> Stage:
+@cache
+def _empty() -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(())
-    return Stage(index, (), (), (), fx.GraphModule(torch.nn.Module(), graph))
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -15,7 +16,7 @@ import fxpipe
 from fxpipe import schedules
 from fxpipe.errors import InputError, VerificationError
 from fxpipe.ir.instruction import Give, Update
-from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
+from fxpipe.ir.recipe import Recipe, find_recipe, round_robin, vee
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, Task, U
 from fxpipe.schedules import cdp_v1, gpipe, two_bw
@@ -172,6 +173,19 @@ def test_counts_may_be_numbers_of_numpy() -> None:
 def test_a_placement_of_more_stages_than_there_can_be_is_refused(placement: Any, says: str) -> None:
     with pytest.raises(InputError, match=says):
         gpipe.placed(placement)(2, 8)
+
+
+def test_a_generator_gets_the_stages_and_the_placement_that_it_asks_for() -> None:
+    told: dict[int, tuple[object, ...]] = {}
+
+    def tasks(
+        device: int, devices: int, microbatches: int, placement: object, stages: tuple[int, ...]
+    ) -> Iterator[Task]:
+        told[device] = stages, placement
+        yield from (F(0, stage) for stage in stages)
+
+    assert Recipe("asks", tasks, placement=vee)(2, 1).placement == (0, 1, 1, 0)
+    assert told == {0: ((0, 3), (0, 1, 1, 0)), 1: ((1, 2), (0, 1, 1, 0))}
 
 
 def test_a_task_without_its_stage_is_told_in_a_line_however_many_there_are() -> None:
