@@ -39,7 +39,7 @@ from fxpipe.runtime.choice import Choice as Threads
 from fxpipe.runtime.devices.cuda import home
 from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.simulator.costs import Overheads, Rehearsal
-from fxpipe.torchtools.state import untouched
+from fxpipe.torchtools.state import untouched, without_collection
 
 SIZES = (2, 8)
 """Samples of the micro-batches for which a model is measured."""
@@ -115,7 +115,8 @@ def plan_training(
     if schedules is not None and not (names and all(isinstance(name, str) for name in names)):
         raise InputError(f'schedules is {schedules!r}; give a list of names, such as ["1f1b"]')
     recipes = None if schedules is None else [find_recipe(name) for name in schedules]
-    with compile(model, [device or "cpu"], microbatches=1, **options) as pipe:
+    pipe = compile(model, [device or "cpu"], microbatches=1, **options)
+    with pipe, without_collection():
         cuts = _Cuts(pipe, example, [size for size in sizes if size <= batch] or [1], batch)
         found = choices(
             cuts.profile,

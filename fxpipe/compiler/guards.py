@@ -261,11 +261,20 @@ class _Numbers(Draws):
         if func in _NUMBERS:
             self._note(args)
         made = func(*args, **kwargs)
-        given = {id(each) for each in pytree.tree_leaves((args, kwargs))}
-        for each in pytree.tree_leaves(made):
+        given = {*map(id, _flat([*args, *kwargs.values()]))}
+        for each in _flat([made]):
             if isinstance(each, Tensor) and id(each) not in given:
                 self._made[each] = None
         return made
+
+
+def _flat(values: list[Any]) -> list[Any]:
+    """Values, and those in the lists among them, as operations have them. Without further calls,
+    each of which the guards would note."""
+    for own in values:
+        if isinstance(own, list | tuple):
+            values.extend(own)
+    return values
 
 
 class _Lists(TorchFunctionMode):

@@ -12,6 +12,7 @@ gradient is known only when the stage that makes it is traced.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -19,8 +20,8 @@ from operator import add
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import set_detect_anomaly
 
 from fxpipe.ir.plan import Plan, Stage, ValueSpec
@@ -29,7 +30,7 @@ from fxpipe.kernels.autograd import AutogradKernel
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.passes.differentiate.joint import JointTrace, StageSides, callable_graph
 from fxpipe.passes.graph.layouts import TrueLayouts
-from fxpipe.torchtools.pytrees import size_in_bytes
+from fxpipe.torchtools.pytrees import memory, size_in_bytes
 from fxpipe.torchtools.state import under
 
 
@@ -177,14 +178,26 @@ class _Tracer(_Differentiator):
         super().__init__(*given)
         self.mode = FakeTensorMode()
         used = {a.target for s in self.plan.stages for a in (*s.parameters, *s.buffers)}
-        self.state = {name: self._fake(self.state[name]) for name in used}
+        lying = Counter(memory(self.state[name]) for name in used)
+        self.state = {
+            name: self._fake(own, alone=lying[memory(own)] == 1)
+            for name, own in ((name, self.state[name]) for name in used)
+        }
         self.values = {
             name: self._fake(value) if isinstance(value, Tensor) else value
             for name, value in self.values.items()
         }
 
-    def _fake(self, tensor: Tensor) -> Tensor:
-        return self.mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+    def _fake(self, tensor: Tensor, *, alone: bool = False) -> Tensor:
+        """The same without data; ``alone`` says that no other one lies in its memory."""
+        made: Tensor
+        if alone and _is_plain(tensor):  # ``from_tensor`` takes longer
+            shape, strides = tensor.shape, tensor.stride()
+            hollow = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+            made = FakeTensor(self.mode, hollow, tensor.device)
+        else:
+            made = self.mode.from_tensor(tensor.detach())
+        return made.requires_grad_(tensor.requires_grad)
 
     def run(self) -> Plan:
         with self.mode, TrueLayouts():  # type: ignore[no-untyped-call]
@@ -203,6 +216,15 @@ class _Tracer(_Differentiator):
         for edge, gradient in zip(self.incoming(stage), given, strict=True):
             if gradient is not None:
                 self.gradients[edge.value, stage.index] = gradient
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is known by its shape, strides, type and device."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    whole = tensor.untyped_storage().nbytes() == size_in_bytes(tensor)
+    marked = tensor.is_meta or tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
+    return whole and not marked and not tensor.is_quantized
 
 
 class _Probe(_Differentiator):

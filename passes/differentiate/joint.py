@@ -112,10 +112,15 @@ class _StageInterpreter(fx.Interpreter):
             value = self.env[n.args[1]]  # type: ignore[index]
         else:
             with under(n.meta[AUTOCAST]) if AUTOCAST in n.meta else nullcontext():
-                value = super().run_node(n)
+                value = self._run(n)
         self.found[n.name] = value
         self._remember(n, value)
         return value
+
+    def _run(self, n: fx.Node) -> Any:
+        if self.recorder is None:
+            return super().run_node(n)  # it tells PyTorch's tracer which node runs
+        return getattr(self, n.op)(n.target, *self.fetch_args_kwargs_from_env(n))
 
     def _remember(self, n: fx.Node, value: Any) -> None:
         """Every autograd node that is new since the last call belongs to this node."""

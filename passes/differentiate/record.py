@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
+from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
 from fxpipe.passes.graph.aliasing import functional_variant, keeps_type, may_alias
@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):
             raise NotRecorded(f"{func} is no operation")
         if func._schema.is_mutable:
             return self._in_place(func, args, kwargs)
-        if autograd_would_have_decomposed(func, pytree.tree_leaves((args, kwargs))):
+        if autograd_would_have_decomposed(func, _tensors((args, kwargs))):
             with self:
                 made = func.decompose(*args, **kwargs)
             if made is not NotImplemented:
@@ -115,8 +115,7 @@ class Recorder(TorchDispatchMode):
             same.append(made)
             self._same[id(made)] = same
         elif may_alias(func):
-            leaves = pytree.tree_leaves((args, kwargs, made))
-            self._shared.update(id(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+            self._shared.update(map(id, _tensors((args, kwargs, made))))
         if not several:
             self._nodes[id(made)] = made, node
             return made
@@ -145,9 +144,22 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _node(self, func: OpOverload, args: Any, kwargs: Any, made: Any) -> fx.Node:
-        read, named = pytree.tree_map_only(Tensor, self.node_of, (args, kwargs))
+        read, named = map_aggregate((args, kwargs), self.node_of)
         name = func.overloadpacket.__name__
         node = self.graph.create_node("call_function", func, read, named, name=name)
         node.meta.update(self.meta)
         node.meta["val"] = made
         return node
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors among an operation's operands and results."""
+    found: list[Tensor] = []
+
+    def note(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found.append(value)
+        return value
+
+    map_aggregate(values, note)
+    return found

@@ -224,9 +224,9 @@ class _Timer(fx.Interpreter):
         return value
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function":
-            return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.op != "call_function":
+            return getattr(self, n.op)(n.target, args, kwargs)
         operation = self._operations.get(n)
         if operation is None:
             operation = self._operations[n] = n.target, _look(args), _look(kwargs)
