@@ -45,13 +45,21 @@ _REORDERINGS = frozenset(
 )
 """Operations on sparse tensors whose entries are as many as before."""
 
-_CONTIGUOUS = frozenset(
-    (
-        *("aten::mse_loss_backward", "aten::smooth_l1_loss_backward"),
-        *("aten::huber_loss_backward", "aten::binary_cross_entropy"),
+_LIKE_ANOTHER = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        *(("mse_loss_backward", "default"), ("smooth_l1_loss_backward", "default")),
+        *(("huber_loss_backward", "default"), ("binary_cross_entropy", "default")),
+        *(("binary_cross_entropy_backward", "default"), ("softplus_backward", "default")),
+        *(("elu_backward", "default"), ("hardtanh_backward", "default")),
+        *(("hardsigmoid_backward", "default"), ("hardswish_backward", "default")),
+        *(("log_sigmoid_forward", "default"), ("_log_softmax_backward_data", "default")),
+        *(("_weight_norm_interface", "default"), ("channel_shuffle", "default")),
+        *(("copysign", "Tensor"), ("floor_divide", "default"), ("logit_backward", "default")),
+        *(("pow", "Scalar"), ("xlogy", "Tensor"), ("special_xlog1py", "default")),
     )
 )
-"""Operations on losses that lie otherwise without data, where an operand is not contiguous."""
+"""Operations whose results lie like another operand without data than with them, or like none."""
 
 
 class TrueLayouts(TorchDispatchMode):
@@ -183,7 +191,7 @@ def _in_doubt(func: Any, operands: Iterable[Any]) -> bool:
         return False
     name, images = func._schema.name, [x for x in tensors if x.dim() > 1]
     turned = "batch_norm" in name and not lie_alike(images)
-    turned |= name in _CONTIGUOUS and not all(x.is_contiguous() for x in images)
+    turned |= func in _LIKE_ANOTHER and not all(x.is_contiguous() for x in images)
     return turned or any(map(_has_ambiguous_strides, tensors))
 
 

@@ -112,6 +112,7 @@ class Rest(nn.Module):
         self._state: tuple[str, ...] = ()
         self._writes: tuple[str, ...] = ()
         self._outputs: list[Any] = []  # outputs that are not read, without data; None for others
+        self._specs: list[pytree.TreeSpec] = []  # of the outputs, whose class a graph does not keep
         # in a tuple: as a submodule it would hold the parameters as its own
         self._copy = (_Copy(model, self._names),)
 
@@ -133,6 +134,7 @@ class Rest(nn.Module):
             name for name in state if name in read | writes or not name.startswith(inside)
         )
         self.learnt = True
+        self._specs = [pytree.tree_structure(output) for output in outputs]
         self._outputs = [
             None if index in read else pytree.tree_map_only(Tensor, lambda x: x.to("meta"), output)
             for index, output in enumerate(outputs)
@@ -142,7 +144,7 @@ class Rest(nn.Module):
         """What the model returns, by a call of this module."""
         state = [operator.attrgetter(name)(model) for name in self._state]
         pairs = zip(outputs, self._outputs, strict=True)
-        read = [output if unread is None else None for output, unread in pairs]
+        read = [pytree.tree_leaves(output) if unread is None else None for output, unread in pairs]
         output, written = self(args, kwargs, read, state)
         for name, value in zip(self._writes, written, strict=True):
             with torch.no_grad():
@@ -153,13 +155,13 @@ class Rest(nn.Module):
         """The model's output, and the buffers that it writes."""
         state = dict(zip(self._state, tensors, strict=True))
         state.update((name, state[name].clone()) for name in self._writes)
-        copy, pairs = self._copy[0], zip(outputs, self._outputs, strict=True)
+        copy, triples = self._copy[0], zip(outputs, self._outputs, self._specs, strict=True)
         device = next((x.device for x in tensors_of((outputs, tensors, args, kwargs))), None)
         given = [
-            output
+            pytree.tree_unflatten(output, spec)
             if unread is None
             else pytree.tree_map_only(Tensor, lambda x: torch.zeros_like(x, device=device), unread)
-            for output, unread in pairs
+            for output, unread, spec in triples
         ]
         zeros = {i: given[i] for i, unread in enumerate(self._outputs) if unread is not None}
         known = {storage_of(copy.state[name]) for name in state}

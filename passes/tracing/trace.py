@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import TraceError
 from fxpipe.passes.graph.layouts import BatchNormsLaidOut
 from fxpipe.passes.tracing.explain import explained
+from fxpipe.passes.tracing.positions import counted_positions_known
 from fxpipe.torchtools.functions import functions_kept
 from fxpipe.torchtools.pytrees import returning_parts
 
@@ -181,6 +182,7 @@ def _export(
             _announced(model, as_export),
             _distributions_unchecked(),
             _masks_unread(),
+            counted_positions_known(),
             BatchNormsLaidOut(),
         ):
             warnings.simplefilter("ignore")  # notes on attributes that the model itself assigns

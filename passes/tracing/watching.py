@@ -208,7 +208,7 @@ class StateReads(TorchFunctionMode):
         if any(isinstance(each, nn.Parameter) and id(each) not in self._owned for each in read):
             return func(*args, **kwargs)  # it is refused by its shape after the trace
         name = getattr(func, "__name__", "")
-        if read and _writes(name, kwargs):
+        if read and writes(name, kwargs):
             raise RuntimeError("it writes into a tensor that the model keeps")
         if name in _VALUES and any(id(each) in self._owned for each in read):
             raise RuntimeError("values of tensors cannot be used as inputs to control flow")
@@ -261,7 +261,7 @@ class _Known(fx.Proxy):
         return len(self._like)
 
 
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+def writes(name: str, kwargs: dict[str, Any]) -> bool:
     """Whether a function writes into one of its arguments."""
     method = name.endswith("_") and not name.endswith("__")
     asked = isinstance(kwargs.get("out"), Tensor) or bool(kwargs.get("inplace"))

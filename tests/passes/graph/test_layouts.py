@@ -52,6 +52,22 @@ OPERATIONS: list[Callable[[Tensor, Tensor], Any]] = [
     lambda x, y: aten.smooth_l1_loss_backward(torch.ones(()), x, y, 1, 1.0),
     lambda x, y: aten.huber_loss_backward(torch.ones(()), x, y, 1, 1.0),
     lambda x, y: functional.binary_cross_entropy(x, y, reduction="none"),
+    lambda x, y: aten.binary_cross_entropy_backward(x, x, y),
+    lambda x, y: aten.softplus_backward(x, y, 1.0, 20.0),
+    lambda x, y: aten.elu_backward(x, 1.0, 1.0, 1.0, False, y),
+    lambda x, y: aten.hardtanh_backward(x, y, -1.0, 1.0),
+    lambda x, y: aten.hardsigmoid_backward(x, y),
+    lambda x, y: aten.hardswish_backward(x, y),
+    lambda x, y: aten.logit_backward(x, y, 0.1),
+    lambda x, y: aten.log_sigmoid_forward(x),
+    lambda x, y: aten._log_softmax_backward_data(x, y, 1, torch.float32),
+    lambda x, y: aten._weight_norm_interface(x, y.amax([*range(1, y.dim())], True)),
+    lambda x, y: functional.channel_shuffle(x, 1) if x.dim() > 2 else x,
+    lambda x, y: torch.copysign(x, y),
+    lambda x, y: torch.floor_divide(x, y),
+    lambda x, y: torch.xlogy(x, y),
+    lambda x, y: torch.special.xlog1py(x, y),
+    lambda x, y: torch.pow(2, x),
 ]
 
 

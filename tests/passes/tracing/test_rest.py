@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from transformers.modeling_outputs import BaseModelOutput
 
 import fxpipe
 from fxpipe.errors import TraceError
@@ -19,6 +20,13 @@ from tests.helpers.speech import MODELS, sounds, speech
 from tests.oracles import loop
 
 Function = Callable[[Any, Tensor], Tensor]
+
+
+class Wraps(nn.Linear):
+    """Returns a dict with attributes and indices, as models of transformers do."""
+
+    def forward(self, x: Tensor) -> Any:
+        return BaseModelOutput(super().forward(x))
 
 
 class Net(nn.Module):
@@ -30,7 +38,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.middle, self.last = (nn.Linear(4, 4) for _ in range(3))
         self.scale = nn.Parameter(torch.rand(4))
-        self.norm = nn.BatchNorm1d(4)
+        self.norm, self.wraps = nn.BatchNorm1d(4), Wraps(4, 4)
         self.recurrent = nn.LSTM(4, 4, batch_first=True)
         self.scaled = nn.Embedding(8, 4, max_norm=0.5)
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(4, 20, [5, 10], div_value=2.0)
@@ -136,10 +144,16 @@ def checks(net: Any, x: Tensor) -> Tensor:
     return y if y.sum() > 0 else -y
 
 
+def reads_an_object(net: Any, x: Tensor) -> Tensor:
+    made = net.wraps(net.middle(net.first(x)))
+    y: Tensor = net.last(made[0]) * made.last_hidden_state
+    return y if y.sum() > 0 else -y  # here
+
+
 EVERY = [
     *(branches, masks, reads, lists, as_array, differentiates, packs, chooses, chooses_a_layer),
     *(scales_rows, adapts, uses_a_weight_twice, counts_and_normalizes),
-    *(writes_into_what_a_layer_gives, checks),
+    *(writes_into_what_a_layer_gives, checks, reads_an_object),
 ]
 
 
