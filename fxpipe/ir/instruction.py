@@ -348,9 +348,10 @@ Lettered = Run | PartialBackward
 
 def letter_of(instruction: Instruction) -> str | None:
     """The letter of the task that an instruction runs; None for one that computes nothing."""
-    if isinstance(instruction, Lettered):
+    letter = LETTERS.get(type(instruction))
+    if letter is None and isinstance(instruction, Lettered):
         return instruction.kind
-    return LETTERS.get(type(instruction))
+    return letter
 
 
 def batch_of(instruction: Instruction) -> int:

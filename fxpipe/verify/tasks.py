@@ -219,6 +219,7 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
     """
     spots = window.spots
     there = {kind for kind, _, _ in spots}
+    offloads = not there.isdisjoint("OP")
     copies = window.schedule.working or ((),) * window.schedule.stages
     gives = "add" in window.kinds and any(copies) and window.trains  # in a program
     clips, reduces = "C" in there, ("A" in there and not gives) or (replicas > 1 and window.trains)
@@ -245,7 +246,8 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
                 lacks[KINDS["W" if halves == ["I"] else "I"].name].append(i)
             elif window.trains and not whole and not halves:
                 lacks["backward"].append(i)
-            yield from _offload(window, device, i, stage)
+            if offloads:
+                yield from _offload(window, device, i, stage)
         for name, indices in lacks.items():
             yield Fault(
                 f"stage {stage} has no {name} of {microbatches_text(indices)}", "add it", device

@@ -285,6 +285,14 @@ def test_forwards_of_the_next_batch_wait_for_those_of_the_last() -> None:
     assert fault.what == "it comes after F0@0 of the next batch"
 
 
+@pytest.mark.parametrize(
+    "parts", [("F", 0.5, 0), ("F", 0, 0.0), ("F", 0, 0, 0.5), ("F", None, "0"), (0, 0, 0)]
+)
+def test_a_task_that_is_not_of_whole_numbers_is_refused(parts: Any) -> None:
+    (fault,) = faults_of(Schedule("mine", 1, (0,), ((Task(*parts), B(0, 0), U(0)),)))
+    assert fault.what == "it is no task of whole numbers"
+
+
 def test_the_error_carries_the_schedule_for_a_picture() -> None:
     schedule = Schedule("mine", 1, (0,), ((F(0, 0),),), delay=-1)
     with pytest.raises(VerificationError) as caught:
