@@ -19,10 +19,11 @@ from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from fxpipe.simulator import simulate
+from fxpipe.text.program import print_instruction
 from fxpipe.verify.program import verify_program
 from tests.helpers.faults import faults_of
 from tests.helpers.plans import chain, skipping
-from tests.verify.test_program import lowered
+from tests.verify.test_program import SHARED, lowered
 
 Choose = Callable[[ins.Instruction], bool]
 
@@ -54,6 +55,18 @@ def test_a_missing_send_names_the_receive_that_waits_for_it() -> None:
     faults = [str(fault) for fault in faults_of(without(PROGRAM, lambda x: x == send))]
     assert faults == [
         "device 1, position 0, recv act:y0:0->1[0]: device 0 never sends it; send it there"
+    ]
+
+
+def test_a_send_is_judged_by_the_device_that_computes_its_micro_batch() -> None:
+    program = lowered(SHARED, chain(2))
+    own = list(program.lists[0])
+    at, send = next((at, x) for at, x in enumerate(own) if "send act" in print_instruction(x))
+    assert isinstance(send, ins.Send) and send.buffer.microbatch == 0
+    own.insert(at + 1, ins.Send(send.buffer._replace(microbatch=1)))
+    wrong = replace(program, lists=(tuple(own), *program.lists[1:]))
+    assert (at + 1, "the value goes from device 2 to device 1") in [
+        (fault.position, fault.what) for fault in faults_of(wrong) if fault.device == 0
     ]
 
 
