@@ -284,6 +284,9 @@ class _Rewriter:
         users = [user for user in placeholder.users if user in self.order]
         if target in self.written:
             users.append(self.written[target])
+        if not users:  # a constant of the code that is not needed
+            self.graph.erase_node(placeholder)
+            return
         first = min(users, key=self.order.__getitem__)
         value = self._attribute(target, first)
         if target in self.written:

@@ -189,6 +189,23 @@ class Draws(nn.Linear):
         return super().forward(x) * torch.rand([])
 
 
+def test_a_constant_of_the_code_that_nothing_needs_is_left_out() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.leaf, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.where(x > 0, torch.tensor(1.0), torch.tensor(2.0))
+            made: Tensor = self.last(self.leaf(x))
+            return made
+
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(4, 4)
+    with fxpipe.compile(model, 2, microbatches=2, leaf_modules=["leaf"]) as pipe:
+        assert torch.equal(pipe(x), model(x))
+
+
 def test_a_stage_can_begin_at_a_leaf_that_draws() -> None:
     model, x = Around(Draws(4, 4)), torch.randn(8, 4)
     options: dict[str, Any] = {"microbatches": 2, "loss": mse_loss, "leaf_modules": ["inner"]}
