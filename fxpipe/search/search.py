@@ -15,6 +15,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.recipe import Placement, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.search import exact as solver
+from fxpipe.search import swaps
 from fxpipe.search.bounds import Bound, best_bound
 from fxpipe.search.certificate import Certificate, gap_of
 from fxpipe.search.local import search_of
@@ -25,12 +26,15 @@ from fxpipe.search.timing import Timeline, fits, peaks, value_of
 from fxpipe.simulator.costs import Costs, Links, measured_costs
 from fxpipe.simulator.sizes import Sizes
 
-_FIRST = 0.1
-"""Of the time, for list schedules, where windows and then the solver follow."""
+_FIRST = 0.3, 0.1
+"""Of the time, for list schedules, where swaps follow, and where the solver does, too."""
+
+_SWAPPED = 1_000_000
+"""Pairs of tasks to order above which none follow: there are too few in the time."""
 
 _THEN = 0.3, 0.7
-"""Of the time, until when windows are done anew: where the solver soon ends, and where it needs
-long for more pairs of tasks than ``_QUICK``."""
+"""Of the time, until when tasks are swapped where the solver follows, and until when windows are
+done anew, for more pairs of tasks than ``_QUICK``, where the solver needs long."""
 
 _QUICK = 10_000
 
@@ -137,8 +141,8 @@ def search_schedule(
             take the least time, once many have run. The schedule has the smallest delay that it
             can do with.
         seconds: how long it may take. It ends earlier where the schedule is proven optimal.
-        work: instead of ``seconds``, how many list schedules to try (and the solver's effort in
-            proportion), so that the result is the same on every machine.
+        work: instead of ``seconds``, how many list schedules to try (and swaps and the solver's
+            effort in proportion), so that the result is the same on every machine.
         seed: of the random choices.
         exact: whether to use CP-SAT, which ``pip install fxpipe[search]`` installs; by default
             where it is installed.
@@ -281,14 +285,16 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificat
 def _solve(
     problem: Problem, bound: Bound, budget: _Budget, known: Sequence[tuple[float, Order]]
 ) -> Certificate:
-    """Local search, and then, where the solver is there and all is small, windows and it; some
-    orders with their times are known."""
+    """List schedules, then swaps, and then, where the solver is there and all is small, windows and
+    it; some orders with their times are known."""
     started = perf_counter()
     local = search_of(problem, Random(budget.seed))
     for value, own in known:
         if fits(problem, own):
             local.offer(value, own)
-    small = budget.exact and not problem.delay and solver.literals(problem) <= solver.LITERALS
+    pairs = solver.literals(problem)
+    swapped = not problem.delay and pairs <= _SWAPPED
+    small = budget.exact and not problem.delay and pairs <= solver.LITERALS
 
     def lasting(share: float) -> Callable[[], bool]:
         if budget.work is not None:
@@ -297,11 +303,13 @@ def _solve(
         return lambda: perf_counter() - started < share * budget.seconds
 
     enough = bound.time * (1 + 1e-12)
-    local.run(enough, lasting(_FIRST if small else 1.0))
+    local.run(enough, lasting(_FIRST[small] if swapped else 1.0))
     assert local.best is not None
     local.offer(value_of(problem, local.best), local.best)
-    if small:
-        solver.improve(local, enough, lasting(_THEN[solver.literals(problem) > _QUICK]))
+    if swapped:
+        swaps.improve(local, enough, lasting(_THEN[0] if small else 1.0))
+    if small and pairs > _QUICK:
+        solver.improve(local, enough, lasting(_THEN[1]))
     if small and local.value > bound.time * (1 + 1e-9):
         timeline = Timeline(problem, local.best)
         model = solver.Exact(timeline, below=local.value, bound=bound.time)
