@@ -16,6 +16,11 @@ from fxpipe.torchtools.pytrees import memory
 _UNDECLARED = ("_reshape_alias", "_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
 """Operations whose results are views, though their schemas do not say so."""
 
+aten = torch.ops.aten
+
+_COPIES = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.contiguous.default)
+"""Operations that copy where they have to."""
+
 
 def may_alias(target: OpOverload) -> bool:
     """Whether an operation's result may share memory with its arguments."""
@@ -96,3 +101,9 @@ def same_layout(node: fx.Node, other: fx.Node) -> bool:
         and (one.dtype, one.device, one.shape) == (two.dtype, two.device, two.shape)
         and one.stride() == two.stride()
     )
+
+
+def returns_operand(node: fx.Node) -> bool:
+    """Whether an operation that copies where it has to returns its first operand as it is."""
+    asked = True in node.args[2:] or node.kwargs.get("copy")
+    return node.target in _COPIES and not asked and same_layout(node, node.all_input_nodes[0])

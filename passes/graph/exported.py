@@ -29,7 +29,7 @@ from torch.export import ExportedProgram, exported_program
 from torch.export.graph_signature import InputKind
 
 from fxpipe.errors import TraceError
-from fxpipe.passes.graph.aliasing import hidden_views
+from fxpipe.passes.graph.aliasing import hidden_views, returns_operand
 from fxpipe.torchtools.functions import functions_kept
 
 aten = torch.ops.aten
@@ -39,17 +39,38 @@ def detach_without_grad(module: fx.GraphModule) -> None:
     """Cut the gradient of what a ``torch.no_grad()`` region computes.
 
     The exporter keeps such a region as a subgraph, but inlines it when it decomposes, and the
-    gradient would then flow through.
+    gradient would then flow through. What a region returns as it got it, as ``x.to(x.dtype)`` is,
+    keeps its gradient: the exporter has what comes later read it from the region.
     """
     region = torch.ops.higher_order.wrap_with_set_grad_enabled
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target is not region or node.args[0]:
             continue
         for item in list(node.users):
+            if (operand := _handed_on(module, node, item)) is not None:
+                item.replace_all_uses_with(operand)
+                continue
             with module.graph.inserting_after(item):
                 cut = module.graph.call_function(torch.ops.aten.detach.default, (item,))
             cut.meta.update(item.meta)
             item.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
+
+
+def _handed_on(module: fx.GraphModule, region: fx.Node, item: fx.Node) -> fx.Node | None:
+    """The operand of a region that one of its results is, or None if the region made that."""
+    name = region.args[1]
+    inner = module.get_submodule(str(name.target)) if isinstance(name, fx.Node) else None
+    assert isinstance(inner, fx.GraphModule)
+    placeholders = inner.graph.find_nodes(op="placeholder")
+    made: Any = inner.graph.output_node().args[0]
+    made = made[item.args[1]]
+    while made not in placeholders:
+        if not returns_operand(made):
+            return None
+        made = made.args[0]
+    operand = region.args[2 + placeholders.index(made)]
+    assert isinstance(operand, fx.Node)
+    return operand
 
 
 def detach_in_place(module: fx.GraphModule) -> None:

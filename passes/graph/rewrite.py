@@ -26,6 +26,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from fxpipe.passes.graph.aliasing import (
     functional_variant,
     keeps_type,
+    returns_operand,
     same_layout,
     shows_operands,
 )
@@ -60,9 +61,6 @@ _SCATTERS: Mapping[Any, OpOverload] = {
     aten.select.int: aten.select_scatter.default,
 }
 """Views → the operation that puts a view back into what it is of."""
-
-_COPIES = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.contiguous.default)
-"""Operations that copy where they have to."""
 
 
 def rewrite(program: ExportedProgram) -> tuple[fx.GraphModule, list[str]] | None:
@@ -188,8 +186,7 @@ class _Rewriter:
         operand takes its place."""
         source = node.args[0] if node.args else None
         sources = [source] if isinstance(source, fx.Node) else node.all_input_nodes
-        asked = True in node.args[2:] or node.kwargs.get("copy")
-        if node.target in _COPIES and same_layout(node, sources[0]) and not asked:
+        if returns_operand(node):
             self._is(node, self.tensor[sources[0]])
             return
         self._keep(node)

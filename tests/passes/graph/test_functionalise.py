@@ -134,6 +134,13 @@ def nothing_but_no_gradient(model: Model, x: Tensor) -> Any:
     return z, y
 
 
+def cast_without_gradient(model: Model, x: Tensor) -> Any:
+    y = model.layer(x)
+    with torch.no_grad():
+        z = y.to(torch.float32).contiguous().sigmoid()
+    return y * z
+
+
 def detached(model: Model, x: Tensor) -> Any:
     y = model.layer(x)
     return y * y.detach().tanh() + model.other(y.detach())
@@ -161,6 +168,7 @@ MODELS = [
     without_gradient,
     without_gradient_by_decorator,
     nothing_but_no_gradient,
+    cast_without_gradient,
     detached,
     with_gradient_inside,
 ]
