@@ -47,6 +47,10 @@ pytree.register_pytree_node(
         context[0], dict(zip(context[1], values, strict=True)), context[2]
     ),
     serialized_type_name="fxpipe.torchtools.pytrees.Parts",
+    flatten_with_keys_fn=lambda parts: (
+        [(pytree.GetAttrKey(name), value) for name, value in parts.tensors.items()],
+        (parts.kind, tuple(parts.tensors), parts.others),
+    ),
 )
 
 

@@ -41,7 +41,7 @@ from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import functions_kept
 from fxpipe.torchtools.pytrees import equal, versions
-from fxpipe.torchtools.state import autocasts, under
+from fxpipe.torchtools.state import assigned_in_place, autocasts, under
 
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
     getattr(operator, f"__i{name}__"): getattr(operator, f"__{name}__")
@@ -332,7 +332,7 @@ class Example(fx.Interpreter):
         buffers = dict(model.named_buffers(remove_duplicate=False))
         before = {name: (buffer._version, buffer.clone()) for name, buffer in buffers.items()}
         self.extra_traceback = False
-        with torch.no_grad():
+        with torch.no_grad(), assigned_in_place(model):
             self.run(*inputs)
         owners = {
             name.rpartition(".")[0]

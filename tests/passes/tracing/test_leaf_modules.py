@@ -32,7 +32,7 @@ class Branching(nn.Module):
         self.seen: list[bool] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        self.calls = self.calls + 1  # a new tensor, while the norm writes its own in place
         positive = bool(self.layer(x).sum() > 0)  # reads values
         self.seen.append(positive)  # changes Python state
         y: Tensor = self.norm(x if positive else -2 * self.layer(x))
