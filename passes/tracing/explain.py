@@ -6,6 +6,7 @@ import re
 import traceback
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -110,11 +111,21 @@ def refuse_values(model: nn.Module, traced: Traced) -> None:
 
 def _has_shape_of_values(node: fx.Node) -> bool:
     """Whether values decide on the shape of an operation's result, also where the exporter has
-    concluded from later operations which one it was."""
-    if node.target is aten.index.Tensor:
-        read = [each.meta["val"] for each in node.all_input_nodes[1:]]
+    concluded from later operations which one it was, or on that of its gradient."""
+    args: Any = node.args
+    written = node.target is aten.index_put.default
+    if node.target is aten.index.Tensor or (written and _is_trained(args[2])):
+        read = [each.meta["val"] for each in args[1] if each is not None]
         return any(each.dtype in (torch.bool, torch.uint8) for each in read)
     return node.target in _SHAPED_BY_VALUES
+
+
+def _is_trained(node: fx.Node) -> bool:
+    """Whether a value is computed from parameters that are trained."""
+    found = [node]
+    for each in found:
+        found += [other for other in each.all_input_nodes if other not in found]
+    return any(n.op == "placeholder" and n.meta["val"].requires_grad for n in found)
 
 
 def refuse_entries(model: nn.Module, traced: Traced) -> None:

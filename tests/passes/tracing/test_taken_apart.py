@@ -58,6 +58,13 @@ def test_what_is_put_together_is_what_was_taken_apart() -> None:
     assert (second.key, second.value) == (b, b)
 
 
+def test_the_path_of_a_part_names_its_attributes() -> None:
+    given = {"cache": Cache([Layer(torch.randn(2))], "one")}
+    found, _ = pytree.tree_flatten_with_path(taken_apart(given))
+    paths = [pytree.keystr(path) for path, leaf in found if isinstance(leaf, Tensor)]
+    assert paths == ["['cache'].layers[0].key"]
+
+
 def test_other_tensors_can_be_put_in_their_places() -> None:
     leaves, spec = pytree.tree_flatten(taken_apart(Cache([Layer(torch.zeros(1))], "one")))
     doubled = [torch.ones(1) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -44,6 +44,13 @@ def masks(net: Any, x: Tensor) -> Tensor:
     return y
 
 
+def assigns(net: Any, x: Tensor) -> Tensor:
+    y = x.clone()
+    y[x > 0] = net.layer.bias.sum()  # whose gradient is that of as many entries
+    made: Tensor = net.layer(y)
+    return made
+
+
 def branches(net: Any, x: Tensor) -> Tensor:
     y: Tensor = net.layer(x)
     return y if y.sum() > 0 else -y
@@ -109,6 +116,7 @@ def maps(net: Any, x: Tensor) -> Tensor:
     ("inner", "leaf", "tracer"),
     [
         (lambda: Does(masks), "inner", "export"),
+        (lambda: Does(assigns), "inner", "export"),
         (lambda: Does(packs, nn.LSTM(4, 4, batch_first=True)), "inner", "export"),
         (lambda: Does(asks_a_part, Does(branches)), "inner", "export"),
         (lambda: Does(scales, Does(counts)), "inner", "export"),
