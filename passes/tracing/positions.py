@@ -22,9 +22,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpipe.passes.tracing.watching import writes
 
-_KEEPING = frozenset(("expand", "expand_as", "contiguous", "clone"))
-"""What repeats rows, or changes nothing."""
-_COUNTING = frozenset(("arange", "add", "__add__", "__radd__", "unsqueeze", "__getitem__", "to"))
+_REPEATING = frozenset(("expand", "expand_as"))
+_COUNTING = frozenset(
+    (
+        *("arange", "add", "__add__", "__radd__", "unsqueeze", "view", "__getitem__"),
+        *("to", "contiguous", "clone"),
+    )
+)
 
 
 @contextmanager
@@ -70,8 +74,11 @@ class _Counted(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if writes(name, kwargs):
             self._values.clear()  # it may write into one of them, or a view of one
-        elif name in _KEEPING and args[0] in self._values:
-            self._values[made] = self._values[args[0]]
+        elif name in _REPEATING and args[0] in self._values:
+            # two rows stand for a number of rows that a trace leaves open
+            sizes = [2 if isinstance(size, torch.SymInt) else size for size in made.shape]
+            with _disable_current_modes():
+                self._values[made] = self._values[args[0]].expand(sizes)
         elif name in _COUNTING and self._known((args, kwargs)):
             given = pytree.tree_map_only(Tensor, self._values.get, (args, kwargs))
             with _disable_current_modes():

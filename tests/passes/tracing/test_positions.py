@@ -54,11 +54,17 @@ KNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "counted": lambda x, given: torch.arange(x.shape[1]).unsqueeze(0),
     "counted on": lambda x, given: (torch.arange(x.shape[1]) + 3)[None],
     "counted for each row": lambda x, given: torch.arange(6).unsqueeze(0).expand(x.shape[0], -1),
+    "counted for several axes": lambda x, given: (
+        torch.arange(6).view(1, 1, -1).expand(4, x.shape[0], -1)[2]
+    ),
     "counted from the other side": lambda x, given: 2 + torch.arange(2, 8, device=x.device)[None],
 }
 OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "given": lambda x, given: given,
     "made of what is given": lambda x, given: torch.arange(6)[None] + 0 * given,
+    "counted over the end of a row": lambda x, given: (
+        torch.arange(6).expand(x.shape[0], -1).contiguous().view(-1)[None, 3:9]
+    ),
     "in steps of two": lambda x, given: torch.arange(0, 12, 2)[None],
     "written": written,
     "written through a view": written_through_a_view,
