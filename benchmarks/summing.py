@@ -34,7 +34,7 @@ from benchmarks.machine import describe
 from benchmarks.overlap import TASK, lengthen
 from benchmarks.report import Figure, Grid, Report, timed
 from fxpipe.ir import instruction as ins
-from fxpipe.runtime.ranks.summing import Adding, Part
+from fxpipe.runtime.ranks.summing import Part, RunningSum
 from fxpipe.simulator import Link, Simulation
 from fxpipe.simulator.sums import Sum
 
@@ -228,7 +228,7 @@ def adding_row(replicas: int, rounds: int) -> list[str]:
     for ordered in (True, False):
         seconds: list[float] = []
         for _ in range(10 * rounds):
-            sums = Adding(replicas, ordered)
+            sums = RunningSum(replicas, ordered)
             for replica in range(replicas - 1):
                 sums.take(replica, parts[replica])
             seconds.append(timed(lambda: sums.take(replicas - 1, parts[-1]))[1])  # noqa: B023

@@ -17,11 +17,11 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import InputError
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.ir.value import HOST
+from fxpipe.locks import PipeLock, locked_in_backward
 from fxpipe.passes.partition.assignment import readers
 from fxpipe.runtime.host import BatchHost, draw_seed
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.run import FlushedRun
-from fxpipe.turn import Turn, in_turn_in_backward
 
 _DETACH = (torch.ops.aten.detach.default, torch.detach, "detach")
 
@@ -38,7 +38,7 @@ def outputs_of(host: BatchHost, run: FlushedRun) -> list[Any]:
 
 
 def differentiable_call(
-    compiled: Compiled, host: BatchHost, run: FlushedRun, turn: Turn, group: RankGroup
+    compiled: Compiled, host: BatchHost, run: FlushedRun, turn: PipeLock, group: RankGroup
 ) -> list[Any]:
     """The same for autograd. An input that the model returns unchanged is returned as it is.
 
@@ -66,7 +66,7 @@ def differentiable_call(
 class _Call:
     """What forward keeps for backward."""
 
-    _turn: Turn
+    _lock: PipeLock
     _group: RankGroup
     compiled: Compiled
     host: BatchHost
@@ -84,10 +84,10 @@ class _Call:
         names = (out.name for out in self.compiled.traced.outputs if isinstance(out, Value))
         return [name for name in dict.fromkeys(names) if name in back]
 
-    @in_turn_in_backward
+    @locked_in_backward
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Let the pipeline drain; see torch.autograd.Function."""
-        self._turn.until_pass_ends()
+        self._lock.until_pass_ends()
         with self._group.calling("backward"):
             return self._backward(gradients)
 

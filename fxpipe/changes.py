@@ -98,7 +98,7 @@ class Changes:
                     LOGGER.warning(
                         "%s has written the parameter %r, which %s trains and has not written, so "
                         "that it has no effect; write or load weights on every rank",
-                        *(group.met.names[rank], name, group.met.names[owner]),
+                        *(group.members.names[rank], name, group.members.names[owner]),
                     )
                     return
 

@@ -11,10 +11,11 @@ from rich.table import Table
 
 import fxpipe.schedules as library
 from fxpipe.arguments import check_whole
-from fxpipe.draw.canvas import Canvas, Look
-from fxpipe.draw.chart import Chart, Entry
+from fxpipe.draw.canvas import BoxStyle, Canvas
+from fxpipe.draw.chart import Chart, LegendEntry
 from fxpipe.draw.picture import FORWARD, OTHER, UPDATE, Picture
 from fxpipe.errors import FxpipeError, InputError
+from fxpipe.formatting import bytes_text, preformatted, table_text, time_text
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
@@ -22,7 +23,6 @@ from fxpipe.pipeline import Pipeline
 from fxpipe.simulator import Simulation, simulate_schedule
 from fxpipe.simulator.costs import Costs, check_keys, measured_costs, times_of
 from fxpipe.simulator.sizes import Sizes
-from fxpipe.words import bytes_text, preformatted, table_text, time_text
 
 _WIDTH, _BARS = 110, 480.0
 _LONGEST = 2.0
@@ -125,12 +125,12 @@ class Comparison:
         over = {at for at, row in enumerate(self.rows) if not self.fits(row)}
         chart = Chart(canvas, title, names, end, _BARS / end, wrong=over)
         for at, row in enumerate(self.rows):
-            look = Look(UPDATE if row is self.best else FORWARD)
+            look = BoxStyle(UPDATE if row is self.best else FORWARD)
             time, bubble, memory, versions = self._texts(row)
             told = f"{row.name}: {time}, bubble {bubble}, memory {memory}, versions {versions}"
             corner, scale = (chart.x(0), chart.y(at)), unit * _BARS / end
             whole = min(row.time * scale, _BARS)
-            canvas.box(corner, whole, chart.row_height, Look(OTHER), tooltip=told)
+            canvas.box(corner, whole, chart.row_height, BoxStyle(OTHER), tooltip=told)
             busy = min(row.time * (1 - row.bubble) * scale, _BARS)
             canvas.box(corner, busy, chart.row_height, look, tooltip=told)
             remark = self._remark(row)
@@ -138,10 +138,10 @@ class Comparison:
             canvas.text((corner[0] + 4, corner[1]), _BARS, chart.row_height, text, size=8)
         below = chart.axis("milliseconds" if self.measured else "time")
         entries = [
-            Entry("computing", Look(FORWARD)),
-            Entry("the best", Look(UPDATE)),
-            Entry("bubble", Look(OTHER)),
-            Entry("time · bubble · memory · versions"),
+            LegendEntry("computing", BoxStyle(FORWARD)),
+            LegendEntry("the best", BoxStyle(UPDATE)),
+            LegendEntry("bubble", BoxStyle(OTHER)),
+            LegendEntry("time · bubble · memory · versions"),
         ]
         chart.legend(below, entries)
         return canvas.picture

@@ -14,9 +14,9 @@ from torch import nn
 
 from fxpipe import arguments
 from fxpipe.arguments import ScheduleLike
+from fxpipe.compiler.auto import AutoCompiler, PendingPlacement
 from fxpipe.compiler.capturing import check_cuda_graphs
 from fxpipe.compiler.compiler import Compiler
-from fxpipe.compiler.deciding import Deciding, Where
 from fxpipe.compiler.objective import Loss, Reduction, Weight
 from fxpipe.compiler.options import Options, Tracer
 from fxpipe.devices import Devices, read_group
@@ -274,7 +274,7 @@ def compile(
         # until it is decided what a step is like, calls have the stages of this schedule
         known = "zb-h1" if decides else schedule
         recipe, microbatches = arguments.read_schedule(known, len(places), microbatches, delay)
-        where = Where()
+        where = PendingPlacement()
         recipe = replace(recipe, name=decides, placement=where) if decides else recipe
         recipe = recipe.predicting() if predict else recipe
         arguments.check_overlap(recipe, optimizer)
@@ -307,7 +307,7 @@ def compile(
             dispatch=who,
             cuda_graphs=cuda_graphs,
             stage_compiler=stage_compiler,
-            threads=group.met.threads or max(1, torch.get_num_threads() // len(places)),
+            threads=group.members.threads or max(1, torch.get_num_threads() // len(places)),
             places=torch_devices if torch_devices[0].type == "cuda" else (),
             verbose=verbose,
             group=group,
@@ -317,7 +317,7 @@ def compile(
         )
         given = None if example is None else arguments.read_example(example)
         choice = Choice(1 if group.size > 1 else len(places), options.dispatch)
-        compiler = Deciding(options, choice, where) if decides else Compiler(options, choice)
+        compiler = AutoCompiler(options, choice, where) if decides else Compiler(options, choice)
         pipe = Pipeline(options, compiler, Engine(options, choice))
         failed.callback(pipe.close)
         group.agree("what fxpipe.compile was given", options.text if group.size > 1 else "")

@@ -11,7 +11,7 @@ from fxpipe.compiler.options import Place
 from fxpipe.errors import InputError
 from fxpipe.runtime.devices.cuda import home
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.meeting import meet, read_mesh
+from fxpipe.runtime.ranks.rendezvous import meet, read_mesh
 
 _MOST = 1 << 16
 
@@ -31,11 +31,11 @@ def read_group(devices: Devices) -> tuple[RankGroup, list[Place]]:
     pipeline, replicas = read_mesh(devices)
     if devices.size() == 1:
         return RankGroup(), read_devices([devices.device_type])
-    met = meet(devices, pipeline, replicas)
-    group = RankGroup(met)
+    members = meet(devices, pipeline, replicas)
+    group = RankGroup(members)
     return group, [
         torch.device("cpu") if index is None else torch.device("cuda", index)
-        for index in met.devices[: len(group.pipeline)]
+        for index in members.devices[: len(group.pipeline)]
     ]
 
 

@@ -18,6 +18,7 @@ from fxpipe.compiler.predict import held_sizes, predicted_peaks
 from fxpipe.errors import InputError
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import Kernel
+from fxpipe.locks import PipeLock, locked
 from fxpipe.metrics import Meter, clocks, measured
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
@@ -31,7 +32,6 @@ from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.progress import Progress
 from fxpipe.simulator.sizes import Sizes
-from fxpipe.turn import Turn, in_turn
 
 R = TypeVar("R", bound=Run[Any])
 
@@ -72,7 +72,7 @@ class Engine:
         self._backend = backend
         self._choice = choice
         self._workers = [Worker(f"fxpipe-{i}", options.threads) for i in range(choice.most)]
-        self._turn = Turn(self._workers)
+        self._lock = PipeLock(self._workers)
         self._times: list[list[Any]] = []
         self._overlapping: OverlappingRun | None = None
         options.group.when_failed(self._roll_back)
@@ -151,7 +151,7 @@ class Engine:
     def call(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""
         host, run = self._called(compiled, micro)
-        made = differentiable_call(compiled, host, run, self._turn, self._options.group)
+        made = differentiable_call(compiled, host, run, self._lock, self._options.group)
         self._took(compiled, run.busy, len(micro), backward=False)
         return made
 
@@ -177,7 +177,7 @@ class Engine:
         ranks = [ranks[rank] for rank in group.pipeline]
         times += ([t - more for more, its in ranks for t in its[d]] for d in range(devices))
 
-    @in_turn
+    @locked
     def held(self, compiled: Compiled) -> Sizes:
         """The bytes of what the stages and their optimizers hold, on all ranks."""
         return self._sizes(compiled, self.progress.optimizers_of(compiled.plan), stepping=True)
@@ -205,9 +205,9 @@ class Engine:
     def quiet(self) -> AbstractContextManager[None]:
         """Flush, and return a context manager inside which no other pipe runs anything either."""
         self.flush()
-        return self._turn.alone()
+        return self._lock.exclusive()
 
-    @in_turn
+    @locked
     def flush(self) -> None:
         """Run the batches in flight to their end. See ``Pipeline.flush``."""
         run = self._overlapping
@@ -221,14 +221,14 @@ class Engine:
             if self._clipping is not None:
                 self._clipping.settle(run.count)
 
-    @in_turn
+    @locked
     def abandon(self) -> None:
         """Drop the batches in flight, after an error that left them half done."""
         run, self._overlapping = self._overlapping, None
         if run is not None:
             run.abandon()
 
-    @in_turn
+    @locked
     def close(self) -> None:
         """Flush and end the workers."""
         try:
@@ -266,8 +266,8 @@ class Engine:
         dtype, scale = self._dtype_and_scale(compiled, number)
         host.weigh_loss(dtype, scale)
         draw_seed(compiled.traced)
-        turn = self._turn
-        loss = PendingLoss(dtype, lambda: turn.take(run.wait_for, [number]))
+        lock = self._lock
+        loss = PendingLoss(dtype, lambda: lock.call(run.wait_for, [number]))
         job = Job(self._kernels(compiled), host, self._clipping, compiled.specs)
         run.step(job, lambda: loss.come(host.loss()), whole=with_output)
         self.stashed = run.peak_kept

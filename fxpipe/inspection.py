@@ -20,10 +20,12 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.predict import Sizes, given_links, predict, predict_memory
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
+from fxpipe.formatting import preformatted
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
+from fxpipe.locks import locked
 from fxpipe.metrics import Meter
 from fxpipe.rehearsal import Rehearsals
 from fxpipe.runtime.devices.backend import is_worker
@@ -32,8 +34,6 @@ from fxpipe.simulator import Simulation
 from fxpipe.simulator.costs import Costs, Links
 from fxpipe.simulator.report import peak_texts
 from fxpipe.stage_table import stage_table
-from fxpipe.turn import in_turn
-from fxpipe.words import preformatted
 
 
 class SignedLikeTheModel:
@@ -76,7 +76,7 @@ class Inspected(nn.Module):
         self._options = options
         self._group = options.group
         self._compiler = compiler
-        self._engine, self._turn = engine, engine._turn
+        self._engine, self._lock = engine, engine._lock
         self._shown: Compiled | None = None
         self._rehearsals = Rehearsals(options, compiler, engine)
 
@@ -185,7 +185,7 @@ class Inspected(nn.Module):
         return self._engine.batches
 
     @property
-    @in_turn
+    @locked
     def metrics(self) -> dict[str, Any]:
         """What the last step was, as plain values for a logger.
 
@@ -233,7 +233,7 @@ class Inspected(nn.Module):
         return self._engine.progress.weight_bytes
 
     @property
-    @in_turn
+    @locked
     def optimizer(self) -> Optimizer:
         """One torch optimizer over the model's parameters, in the groups that you made, also before
         the first step: for learning-rate schedulers, logging and ``state_dict``. It is the one that
@@ -252,7 +252,7 @@ class Inspected(nn.Module):
         return self._optimizers().one()
 
     @property
-    @in_turn
+    @locked
     def optimizers(self) -> tuple[Optimizer | None, ...]:
         """Stage → its optimizer; None for a stage without parameters, and for the stages of other
         ranks. The first step or ``example`` makes them. See also ``optimizer``.
@@ -273,7 +273,7 @@ class Inspected(nn.Module):
         shown = None if self._shown is None else self._measured()
         verdict = self._compiler.verdict
         memory = () if shown is None else peak_texts(self._held())
-        places = self._group.met.places or [*map(str, self.devices)]
+        places = self._group.members.places or [*map(str, self.devices)]
         replicas = self._options.replicas
         table = stage_table(self._model, shown, places, verdict, memory, replicas)
         alone = self._group.size > 1 and not self._engine.flushed  # sizes would wait for all ranks

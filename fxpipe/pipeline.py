@@ -13,21 +13,21 @@ from fxpipe.arguments import check_whole
 from fxpipe.changes import Changed, Changes
 from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
-from fxpipe.compiler.described import described
-from fxpipe.compiler.looking import HOOKS
+from fxpipe.compiler.fingerprint import fingerprint
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.overheads import Took
+from fxpipe.compiler.overheads import StepTimes
 from fxpipe.compiler.predict import split_target
+from fxpipe.compiler.state_snapshot import HOOKS
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.inspection import SignedLikeTheModel
+from fxpipe.locks import locked, locked_in_backward
 from fxpipe.runtime.batch import Batch, MicroBatches, check_surroundings
 from fxpipe.saving import Saved
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.measured import measured_run
 from fxpipe.torchtools.pytrees import together
-from fxpipe.turn import in_turn, in_turn_in_backward
 
 
 class Pipeline(Saved):
@@ -65,7 +65,7 @@ class Pipeline(Saved):
 
     # training and calling
 
-    @in_turn
+    @locked
     def step(
         self, *args: Any, target: Any = None, return_output: bool = False, **kwargs: Any
     ) -> Any:
@@ -147,7 +147,7 @@ class Pipeline(Saved):
         self._engine.flush()
 
     @SignedLikeTheModel
-    @in_turn_in_backward
+    @locked_in_backward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch.
 
@@ -179,7 +179,7 @@ class Pipeline(Saved):
             output = run(compiled, micro)
         return together(output, compiled.traced.out_spec)
 
-    @in_turn
+    @locked
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
         """Trace and compile for inputs like these, without running a step.
 
@@ -205,7 +205,7 @@ class Pipeline(Saved):
                         raise
             self._shown, _ = self._ready(micro, Kind("call"))
 
-    @in_turn
+    @locked
     def profile(self, *args: Any, target: Any = None, steps: int = 1, **kwargs: Any) -> Simulation:
         """Train on a batch as ``step`` does and measure it: ``simulate`` with measured times.
 
@@ -235,12 +235,12 @@ class Pipeline(Saved):
             seconds = perf_counter() - start
         compiled = self._compiled()
         found = measured_run(self.program, steps, times, self._engine.held(compiled))
-        self._rehearsals.learn(compiled, Took(seconds, times), steps)
+        self._rehearsals.learn(compiled, StepTimes(seconds, times), steps)
         return found
 
     # its life
 
-    @in_turn
+    @locked
     def train(self, mode: bool = True) -> Pipeline:
         """Switch the model's mode; each mode has graphs of its own. Flushes first."""
         self.flush()
@@ -340,7 +340,7 @@ class Pipeline(Saved):
         compiles = known is None
         if self._group.size > 1:
             flushes = known is not None and not self._engine.joins(known)
-            common, own = described(
+            common, own = fingerprint(
                 *(micro, kind, self._compiler.told(), self._engine.batches),
                 compiles=compiles,
                 first=self._shown is None,

@@ -21,7 +21,7 @@ from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.overheads import Took, learned, overheads
+from fxpipe.compiler.overheads import StepTimes, learned, overheads
 from fxpipe.engine import Engine
 from fxpipe.errors import told
 from fxpipe.ir import instruction as ins
@@ -68,7 +68,7 @@ class Rehearsals:
                 known[id(compiled.program)] = compiled.program, made
         return known.get(id(compiled.program), (None, None))[1]
 
-    def learn(self, compiled: Compiled, took: Took, steps: int) -> None:
+    def learn(self, compiled: Compiled, took: StepTimes, steps: int) -> None:
         """Take the times of a real run from now on."""
         if self._on_processors:
             known = self._made.setdefault(compiled.plan.stages[0].kernel, {})
@@ -128,7 +128,7 @@ class _Steps:
 
     def rehearsal(self) -> Rehearsal:
         """What so many of them teach that they are stable."""
-        took: list[Took] = []
+        took: list[StepTimes] = []
         self._step()  # warms up
         latest = perf_counter() + _SECONDS
         while len(took) < _LEAST or (len(took) < _MOST and perf_counter() < latest):
@@ -137,7 +137,7 @@ class _Steps:
         serial = self._compiled.threads == 1
         return learned(self._program, took, overheads(), serial=serial, shares=shares)
 
-    def _step(self) -> Took:
+    def _step(self) -> StepTimes:
         """All that a call does, but for its results."""
         compiled, engine, compiler = self._compiled, self._engine, self._compiler
         times: list[list[int]] = [[] for _ in self._program.lists]
@@ -166,7 +166,7 @@ class _Steps:
                 values = [*dict.fromkeys(edge.value for edge in edges)]
                 host.set_output_gradients(values, [None] * len(values))
                 run.advance(lambda: None)
-        return Took(perf_counter() - start, times)
+        return StepTimes(perf_counter() - start, times)
 
     def _optimizers(self, state: Mapping[str, Tensor]) -> Sequence[Optimizer | None]:
         """Stage → its optimizer, or before there are any one like it."""

@@ -12,18 +12,18 @@ import torch
 from fxpipe.compiler.compiled import Owned, owned
 from fxpipe.errors import InputError
 from fxpipe.inspection import Inspected
+from fxpipe.locks import locked
 from fxpipe.runtime.ranks.group import refuse_on_ranks
 from fxpipe.runtime.weights import checkpoint_file
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.runtime.weights.initial import Initialise, initialise
 from fxpipe.torchtools.meta import allocated
-from fxpipe.turn import in_turn
 
 
 class Saved(Inspected):
     """The part of a pipe that saves and loads its state."""
 
-    @in_turn
+    @locked
     def state_dict(self, *args: Any, full: bool = False, **kwargs: Any) -> Any:
         """The model's own state dict. Flushes first, so that it is the newest version.
 
@@ -55,7 +55,7 @@ class Saved(Inspected):
     def _owned(self) -> Owned:
         return owned(self._model, self._shown, self._options.owns)
 
-    @in_turn
+    @locked
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As the model's own. Flushes first; the next batch reads what was loaded.
 
@@ -81,7 +81,7 @@ class Saved(Inspected):
         self._engine.flush()
         self._model._load_from_state_dict(*args, **kwargs)
 
-    @in_turn
+    @locked
     def reset_parameters(self, function: Initialise | None = None) -> None:
         """Give parameters and buffers their initial values, as one process would draw them.
 
@@ -109,7 +109,7 @@ class Saved(Inspected):
             torch.set_rng_state(self._group.share("generator", torch.get_rng_state))
             initialise(self._model, used, function)
 
-    @in_turn
+    @locked
     def checkpoint(self, path: str | os.PathLike[str], *, extra: Any = None) -> None:
         """Write to a file all that training needs to go on as if not interrupted. Flushes first.
 
@@ -134,7 +134,7 @@ class Saved(Inspected):
         progress = self._engine.progress
         checkpoint_file.write(progress.checkpoint(extra, changed=progress.changed), path)
 
-    @in_turn
+    @locked
     def restore(self, path: str | os.PathLike[str]) -> Any:
         """Go on from a checkpoint, at any time, on any number of devices.
 
@@ -155,7 +155,7 @@ class Saved(Inspected):
             self._engine.flush()
             return self._go_on_from(checkpoint_file.read(path))
 
-    @in_turn
+    @locked
     def save(self, folder: str | os.PathLike[str], extra: Any = None) -> None:
         """Write to a folder all that training needs to go on as if not interrupted. Flushes first.
 
@@ -188,7 +188,7 @@ class Saved(Inspected):
             state = self._own_part(self._model.state_dict())
             checkpoint_folder.write(saved, state, folder, self._group)
 
-    @in_turn
+    @locked
     def load(self, folder: str | os.PathLike[str], *, must_exist: bool = True) -> Any:
         """Go on from a folder that ``save`` wrote, on any number of devices or ranks.
 

@@ -8,10 +8,10 @@ from rich.table import Table
 from torch import nn
 
 from fxpipe.compiler.compiled import Compiled
+from fxpipe.formatting import bytes_text, table_text
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.inductor import peak_of
 from fxpipe.passes.partition.assignment import Verdict
-from fxpipe.words import bytes_text, table_text
 
 _MODULES = 4
 """So many modules of a stage are named."""

@@ -23,7 +23,7 @@ LAYERS = {
         "fxpipe.random",
         "fxpipe.signals",
         "fxpipe.torchtools",
-        "fxpipe.words",
+        "fxpipe.formatting",
     ),
     "representations": ("fxpipe.ir", "fxpipe.kernels"),
     "text": ("fxpipe.text",),
@@ -58,7 +58,7 @@ LAYERS = {
         "fxpipe.rehearsal",
         "fxpipe.saving",
         "fxpipe.stage_table",
-        "fxpipe.turn",
+        "fxpipe.locks",
     ),
 }
 """Layer → its modules; a package stands for all that is in it, save for ``fxpipe`` itself."""

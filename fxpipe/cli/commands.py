@@ -22,13 +22,13 @@ from fxpipe.cli.read import DEVICES, MICROBATCHES, read_costs, read_file, read_s
 from fxpipe.cli.search import add_search
 from fxpipe.comparison import compare
 from fxpipe.errors import FxpipeError, InputError, VerificationError
+from fxpipe.formatting import table_text
 from fxpipe.formulas import Formulas, time
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
 from fxpipe.simulator import simulate_schedule
 from fxpipe.verify.peers import Actions
-from fxpipe.words import table_text
 
 DONE, FAULTY, WRONG = 0, 1, 2
 """Exit statuses: no faults; faults were found; the command could not be carried out."""

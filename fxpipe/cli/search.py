@@ -11,12 +11,12 @@ from rich.table import Table
 
 from fxpipe.cli.read import DEVICES, MICROBATCHES, read_costs
 from fxpipe.errors import InputError
+from fxpipe.formatting import table_text
 from fxpipe.ir.recipe import Placement, one_each, round_robin, vee
 from fxpipe.search.read import MOST
 from fxpipe.search.search import Found, search_schedule
 from fxpipe.simulator.costs import Link
 from fxpipe.simulator.sizes import Sizes
-from fxpipe.words import table_text
 
 _WIDTH = 100
 

@@ -17,7 +17,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.kernels.kernel import Discarding, Kernel
-from fxpipe.kernels.recompute import Rechecked
+from fxpipe.kernels.recompute import CheckedRecompute
 from fxpipe.passes.inductor.compile_stages import peaks_of, take_peaks
 from fxpipe.passes.tracing.loss_terms import Divisor
 
@@ -92,7 +92,7 @@ class Compiled:
         again = {x.stage for own in self.program.lists for x in own if isinstance(x, Recompute)}
         return [
             [
-                Rechecked(kernel, stage, i) if stage in again else kernel
+                CheckedRecompute(kernel, stage, i) if stage in again else kernel
                 for stage, kernel in enumerate(own)
             ]
             for i, own in enumerate(self.kernels)

@@ -13,7 +13,7 @@ from typing import Any
 from fxpipe.compiler import passes
 from fxpipe.compiler.capturing import Capturing
 from fxpipe.compiler.compiled import Compiled, Kind, agree_on_plans, exchanged, restoring
-from fxpipe.compiler.described import ModelState, state_told
+from fxpipe.compiler.fingerprint import ModelState, state_text
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.objective import divided, known_buffers, with_weights
 from fxpipe.compiler.options import Options
@@ -98,14 +98,14 @@ class Compiler:
     def told(self) -> ModelState:
         """The state in which ``known`` has seen the model, as text that ranks compare."""
         if self._told is None or self._told[0] != self._state:
-            self._told = self._state, state_told(self.options.model, self._state)
+            self._told = self._state, state_text(self.options.model, self._state)
         return ModelState(self._told[1], self._since)
 
     def compile(self, micro: MicroBatches, kind: Kind) -> Compiled:
         """Compile a call of these inputs, and targets for a step. What was made for earlier calls
         is used again.
 
-        Meanwhile nothing may change the model, and no other call may run: see ``fxpipe.turn``.
+        Meanwhile nothing may change the model, and no other call may run: see ``fxpipe.locks``.
         """
         name, size = type(self.options.model).__name__, micro.batch.size
         with self._compiling(f"{name} for a {kind.purpose} of {size} samples"):

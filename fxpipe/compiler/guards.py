@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fxpipe.compiler.looking import OUTSIDE, Look, Reads, top
 from fxpipe.compiler.options import Options
+from fxpipe.compiler.state_snapshot import OUTSIDE, CodeReads, StateSnapshot, top
 from fxpipe.log import LOGGER
 from fxpipe.random.leaf_draws import Draws
 from fxpipe.signals import put_back
@@ -46,7 +46,7 @@ class _Variant:
     """One combination of the values of all expressions that traces have read."""
 
     number: int
-    reads: Reads
+    reads: CodeReads
     values: dict[str, Any]
 
 
@@ -61,11 +61,11 @@ class Guards:
         """Nothing has run yet. No trace looks into ``leaves``, a mapping that may grow later."""
         self._options = options
         self._leaves = leaves
-        self._reads = Reads()
+        self._reads = CodeReads()
         self._variants: list[_Variant] = []
         self._count = 0
         self._current: _Variant | None = None
-        self._seen: Look | None = None
+        self._seen: StateSnapshot | None = None
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -126,7 +126,7 @@ class Guards:
         """The number of the variant that the model is in now; a new one if its state is new."""
         if self._seen is not None and self._current is not None and self._seen.holds():
             return self._current.number
-        looks: dict[int, Look] = {}
+        looks: dict[int, StateSnapshot] = {}
         for variant in reversed(self._variants):
             look = looks.get(id(variant.reads)) or self._look(variant.reads)
             looks[id(variant.reads)] = look
@@ -156,10 +156,10 @@ class Guards:
         self._current.reads, self._current.values = self._reads, look.values
         self._seen = look
 
-    def _look(self, reads: Reads) -> Look:
-        return Look(reads, self._options, self._leaves)
+    def _look(self, reads: CodeReads) -> StateSnapshot:
+        return StateSnapshot(reads, self._options, self._leaves)
 
-    def _new(self) -> tuple[_Variant, Look]:
+    def _new(self) -> tuple[_Variant, StateSnapshot]:
         if self._current is not None:
             old, new = self._current.values, self._look(self._current.reads).values
             report = LOGGER.warning if self._count == VARIANTS else LOGGER.info
@@ -181,7 +181,7 @@ class Guards:
         return {variant.number for variant in self._variants}
 
 
-def _read(code: CodeType, module: dict[str, Any], reads: Reads) -> bool:
+def _read(code: CodeType, module: dict[str, Any], reads: CodeReads) -> bool:
     """Note the names in a code object.
 
     Returns:

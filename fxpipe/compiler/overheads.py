@@ -25,12 +25,12 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.unroll import unroll
 from fxpipe.ir.value import Buffer
-from fxpipe.kernels.kernel import Backwarded, Forwarded
+from fxpipe.kernels.kernel import BackwardResult, ForwardResult
 from fxpipe.passes.inductor.libraries import Libraries
 from fxpipe.runtime import choice
 from fxpipe.runtime.devices.backend import Backend, Worker
 from fxpipe.runtime.host import Job
-from fxpipe.runtime.offload import FileAway
+from fxpipe.runtime.offload import FileMemory
 from fxpipe.runtime.run import FlushedRun
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.simulator.costs import Overheads, Rehearsal
@@ -54,7 +54,7 @@ _AT_ONCE = ins.Load, ins.Output, ins.Send, ins.Stash, ins.Free
 """Instructions that neither compute nor wait."""
 
 
-class Took(NamedTuple):
+class StepTimes(NamedTuple):
     """What a step, or several in a row, took.
 
     Attributes:
@@ -68,7 +68,7 @@ class Took(NamedTuple):
 
 def learned(
     program: Program,
-    took: Sequence[Took],
+    took: Sequence[StepTimes],
     known: Overheads,
     *,
     serial: bool = False,
@@ -132,7 +132,7 @@ def learned(
     return Rehearsal(costs, overheads, serial, spread(every) + known.error)
 
 
-def _middle(took: Sequence[Took]) -> Sequence[Took]:
+def _middle(took: Sequence[StepTimes]) -> Sequence[StepTimes]:
     """The half that is neither quick nor slow."""
     ordered = sorted(took, key=itemgetter(0))
     return ordered[len(took) // 4 : len(took) - len(took) // 4]
@@ -175,7 +175,7 @@ def _measured_rates(place: str) -> tuple[float, float]:
     for _ in range(_ROUNDS):
         start = perf_counter()
         if memory.is_cpu:
-            away = FileAway(-1, [memory])
+            away = FileMemory(-1, [memory])
             away.wait()
             between = perf_counter()
             away.fetch()
@@ -200,12 +200,12 @@ class _Work:
     def __init__(self, gradients: int, matrix: torch.Tensor | None = None) -> None:
         self._gradients, self._matrix = gradients, matrix
 
-    def forward(self, parameters: Any, buffers: Any, inputs: list[Any]) -> Forwarded:
+    def forward(self, parameters: Any, buffers: Any, inputs: list[Any]) -> ForwardResult:
         inputs.clear()
-        return Forwarded([self._made()], [], [])
+        return ForwardResult([self._made()], [], [])
 
-    def backward(self, saved: Any, gradients: Any, totals: Any = ()) -> Backwarded:
-        return Backwarded([self._made()] * self._gradients, [])  # type: ignore[list-item]
+    def backward(self, saved: Any, gradients: Any, totals: Any = ()) -> BackwardResult:
+        return BackwardResult([self._made()] * self._gradients, [])  # type: ignore[list-item]
 
     def _made(self) -> torch.Tensor | None:
         return None if self._matrix is None else self._matrix @ self._matrix
@@ -236,7 +236,7 @@ def _measured_overheads() -> dict[str, float]:
 
 def _steps(
     program: Program, workers: Sequence[Worker], matrix: torch.Tensor | None = None
-) -> list[Took]:
+) -> list[StepTimes]:
     """Steps of a pipe whose stages have this work in them, after one that warms up."""
     plan = chain(2)
     host: Any = SimpleNamespace(
@@ -251,5 +251,5 @@ def _steps(
         run = FlushedRun(program, plan, workers, backend, weights, times=times)
         run.feed(job)
         run.advance(lambda: None)
-        made.append(Took(perf_counter() - start, times))
+        made.append(StepTimes(perf_counter() - start, times))
     return made[1:]

@@ -11,6 +11,7 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import PartitionError
+from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
@@ -24,7 +25,6 @@ from fxpipe.passes.partition.work import Load, Machine
 from fxpipe.passes.runner import run_all
 from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.torchtools.state import intra_op_threads, under, untouched
-from fxpipe.words import bytes_text
 
 
 class Placement:

@@ -15,6 +15,7 @@ from fxpipe.compiler.front_end import Call, FrontEnd
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.errors import TraceError, told
+from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, with_dims
@@ -31,7 +32,6 @@ from fxpipe.torchtools.state import (
     under,
     untouched,
 )
-from fxpipe.words import bytes_text
 
 
 @dataclass(frozen=True)

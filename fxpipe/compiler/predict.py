@@ -22,6 +22,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.overheads import away_rates
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import FxpipeError, InputError
+from fxpipe.formatting import bytes_text, plural, preformatted, table_text
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
@@ -42,7 +43,6 @@ from fxpipe.simulator.costs import (
 )
 from fxpipe.simulator.sizes import Sizes as StageSizes
 from fxpipe.torchtools.state import processors
-from fxpipe.words import bytes_text, plural, preformatted, table_text
 
 if TYPE_CHECKING:
     from fxpipe.passes.graph.extents import Extent

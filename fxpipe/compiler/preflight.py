@@ -18,9 +18,9 @@ from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 
 from fxpipe.compiler.guards import Guards
-from fxpipe.compiler.looking import hooked
 from fxpipe.compiler.objective import Objective
 from fxpipe.compiler.pythonic import refuse_changes
+from fxpipe.compiler.state_snapshot import hooked
 from fxpipe.errors import InputError, TraceError, told, way_out
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule

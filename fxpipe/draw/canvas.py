@@ -44,7 +44,7 @@ def _ems(text: str) -> float:
 
 
 @dataclass(frozen=True)
-class Look:
+class BoxStyle:
     """How a box looks: its colour inside and that of its outline, which is ``dashed``, ``dotted``
     or ``rounded`` where it has a style. A part without a colour is not drawn."""
 
@@ -55,7 +55,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Stroke:
+class ArrowStyle:
     """How an arrow looks."""
 
     colour: str = INK
@@ -80,7 +80,7 @@ class Canvas:
         corner: Point,
         width: float,
         height: float,
-        look: Look,
+        look: BoxStyle,
         *,
         label: str = "",
         size: float = 9,
@@ -132,7 +132,7 @@ class Canvas:
     def band(self, corner: Point, width: float, height: float, colour: str) -> None:
         """A filled rectangle under everything. Draw all bands before the first box."""
         (x, y), middle = corner, corner[1] + height / 2
-        ends = [self.box((at, y), 0, height, Look()) for at in (x, x + width)]
+        ends = [self.box((at, y), 0, height, BoxStyle()) for at in (x, x + width)]
         # Only an edge can be under other edges, so the band is an edge as thick as it is high.
         path = [(at, middle) for at in (x, x + width / 3, x + width * 2 / 3, x + width)]
         self.picture.edge(
@@ -140,7 +140,7 @@ class Canvas:
         )
 
     def arrow(
-        self, tail: str, head: str, path: Sequence[Point], stroke: Stroke, *, tooltip: str = ""
+        self, tail: str, head: str, path: Sequence[Point], stroke: ArrowStyle, *, tooltip: str = ""
     ) -> None:
         """An arrow between two boxes along a Bézier curve of 3n + 1 points."""
         *curve, before, tip = path

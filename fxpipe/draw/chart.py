@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpipe.draw.canvas import Canvas, Look, Point, Stroke, text_width
+from fxpipe.draw.canvas import ArrowStyle, BoxStyle, Canvas, Point, text_width
 from fxpipe.draw.picture import FAINT, FAULT, IDLE, INK, PAPER
 from fxpipe.errors import Fault, VerificationError
+from fxpipe.formatting import plural
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.walk import Place
-from fxpipe.words import plural
 
 _LARGEST, _LEGIBLE, _SMALLEST = 9.0, 6.0, 5.0
 _WIDEST, _NARROWEST = 1500.0, 360.0
@@ -28,7 +28,7 @@ _LINE = 1.25
 
 
 @dataclass(frozen=True)
-class Fit:
+class ChartScale:
     """A chart's scale, in points per unit of time, its labels' font size and its boxes' height."""
 
     scale: float
@@ -46,7 +46,7 @@ class Fit:
         return "\n".join(shown)
 
 
-def fit(boxes: Collection[tuple[str, float]], end: float, row_height: float) -> Fit:
+def fit(boxes: Collection[tuple[str, float]], end: float, row_height: float) -> ChartScale:
     """Choose the scale for boxes given as label and time.
 
     A chart grows until all labels fit well or it has the usual width of a picture. Then the labels
@@ -68,7 +68,7 @@ def fit(boxes: Collection[tuple[str, float]], end: float, row_height: float) -> 
         ((time * scale - _TIGHT) / text_width(text, 1) for text, time in boxes if text and time),
         default=largest,
     )
-    return Fit(scale, max(_SMALLEST, min(fitting, largest)), row_height)
+    return ChartScale(scale, max(_SMALLEST, min(fitting, largest)), row_height)
 
 
 def _scale(boxes: Collection[tuple[str, float]], size: float, room: float) -> float:
@@ -89,11 +89,11 @@ _STEPS = (1.0, 2.0, 5.0, 10.0)
 
 
 @dataclass(frozen=True)
-class Entry:
+class LegendEntry:
     """One entry of the legend: what it means, and a sample with a label, if any."""
 
     text: str
-    sample: Look | Stroke | None = None
+    sample: BoxStyle | ArrowStyle | None = None
     label: str = ""
 
 
@@ -158,22 +158,22 @@ class Chart:
     def axis(self, caption: str) -> float:
         """Draw the time axis under the rows; returns y below it."""
         y = self.bottom + 6
-        self.canvas.box((self._left, y), max(self._end * self._scale, 1), 0.6, Look(FAINT))
+        self.canvas.box((self._left, y), max(self._end * self._scale, 1), 0.6, BoxStyle(FAINT))
         step = nice_step(self._end)
         for tick in range(int(self._end / step + 1e-9) + 1):
             x, label = self.x(tick * step), f"{tick * step:g}"
-            self.canvas.box((x - 0.3, y), 0.6, 3.5, Look(FAINT))
+            self.canvas.box((x - 0.3, y), 0.6, 3.5, BoxStyle(FAINT))
             wide = text_width(label, _SMALL) + _SLACK
             self.canvas.text((x - wide / 2, y + 4), wide, 11, label, size=_SMALL, align="centre")
         wide = text_width(caption, _SMALL) + _SLACK
         self.canvas.text((self._left, y + 16), wide, 12, caption, size=_SMALL)
         return y + 34
 
-    def legend(self, y: float, entries: Sequence[Entry]) -> float:
+    def legend(self, y: float, entries: Sequence[LegendEntry]) -> float:
         """Draw the entries in lines, no wider than the rows or a page; returns y below them."""
         x, right = self._left, max(self.x(self._end), _LEGEND_WIDTH)
         for entry in entries:
-            sample = _LONG_SAMPLE if isinstance(entry.sample, Stroke) else _SAMPLE
+            sample = _LONG_SAMPLE if isinstance(entry.sample, ArrowStyle) else _SAMPLE
             indent = sample + 4 if entry.sample else 0
             wide = text_width(entry.text, _SMALL) + _SLACK
             if x > self._left and x + indent + wide > right:
@@ -183,23 +183,23 @@ class Chart:
             x += indent + wide + 10
         return y + _LEGEND_PITCH + 6
 
-    def _sample(self, x: float, y: float, entry: Entry) -> None:
+    def _sample(self, x: float, y: float, entry: LegendEntry) -> None:
         match entry.sample:
-            case Look() as look:
+            case BoxStyle() as look:
                 self.canvas.box((x, y + 1), _SAMPLE, 10, look, label=entry.label, size=6.5)
-            case Stroke() as stroke:
+            case ArrowStyle() as stroke:
                 path = [(x + part * _LONG_SAMPLE, y + 6) for part in (0, 0.3, 0.6, 1)]
-                ends = [self.canvas.box(at, 0, 0, Look()) for at in (path[0], path[-1])]
+                ends = [self.canvas.box(at, 0, 0, BoxStyle()) for at in (path[0], path[-1])]
                 self.canvas.arrow(ends[0], ends[1], path, stroke)
             case None:
                 pass
 
 
-def fault_entries(marks: Marks, *, stuck: bool) -> list[Entry]:
+def fault_entries(marks: FaultMarks, *, stuck: bool) -> list[LegendEntry]:
     """The legend of the faults, and of what waits for ever."""
-    entries = [Entry("at fault", FAULTY, "1")] if marks.faults else []
+    entries = [LegendEntry("at fault", FAULTY, "1")] if marks.faults else []
     if stuck:
-        entries += [Entry("waits for ever", WAITING), Entry("never runs", NEVER)]
+        entries += [LegendEntry("waits for ever", WAITING), LegendEntry("never runs", NEVER)]
     return entries
 
 
@@ -217,13 +217,13 @@ def nice_step(end: float) -> float:
     return next((step * power for step in _STEPS if end / (step * power) <= TICKS), 10 * power)
 
 
-FAULTY = Look(PAPER, FAULT, 2.0)
+FAULTY = BoxStyle(PAPER, FAULT, 2.0)
 """A task or an instruction at fault; its own colour is kept where it runs at all."""
 
-WAITING = Look(PAPER, FAULT, 0.8, "dashed")
+WAITING = BoxStyle(PAPER, FAULT, 0.8, "dashed")
 """The look of a task at which a device waits for ever."""
 
-NEVER = Look(PAPER, FAINT, 0.6, "dotted")
+NEVER = BoxStyle(PAPER, FAINT, 0.6, "dotted")
 """The look of a task that never runs, as its device waits for ever before it."""
 
 GAP = 0.55
@@ -235,7 +235,7 @@ _PITCH = 12.0
 
 
 @dataclass(frozen=True)
-class Marks:
+class FaultMarks:
     """The faults of a schedule or program, numbered from 1.
 
     Attributes:
@@ -289,7 +289,7 @@ def _some(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:3])) + (", …" if len(numbers) > 3 else "")
 
 
-def mark(faults: Sequence[Fault]) -> Marks:
+def mark(faults: Sequence[Fault]) -> FaultMarks:
     """Number the faults and find the position of each."""
     at: dict[Place, list[int]] = defaultdict(list)
     rows: dict[int, list[int]] = defaultdict(list)
@@ -298,7 +298,7 @@ def mark(faults: Sequence[Fault]) -> Marks:
             at[Place(fault.device, fault.position)].append(number)
         elif fault.device is not None:
             rows[fault.device].append(number)
-    return Marks(tuple(faults), at, rows)
+    return FaultMarks(tuple(faults), at, rows)
 
 
 def faults_of(verified: Plan | Schedule | Program) -> tuple[Fault, ...]:

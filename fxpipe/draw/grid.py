@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from fxpipe.draw.chart import TICKS, Marks, nice_step
+from fxpipe.draw.chart import TICKS, FaultMarks, nice_step
 from fxpipe.draw.timeline import Span, Timeline, timeline_of
 from fxpipe.errors import Fault, InputError
 from fxpipe.ir.schedule import Schedule
@@ -66,7 +66,7 @@ def schedule_grid(
 class _Grid:
     """A timeline in columns of characters."""
 
-    def __init__(self, schedule: Schedule, timeline: Timeline[Task], marks: Marks) -> None:
+    def __init__(self, schedule: Schedule, timeline: Timeline[Task], marks: FaultMarks) -> None:
         self._tags_stages = schedule.stages > schedule.devices
         self._steps = timeline.steps
         self._marks = marks

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.draw.chart import row_height
-from fxpipe.draw.looks import Boxes, simulation_boxes
 from fxpipe.draw.picture import FAINT, IDLE, INK, OTHER, SKIP, TASKS
 from fxpipe.draw.schedule import simulation_title
+from fxpipe.draw.styles import TaskStyles, simulation_boxes
 from fxpipe.errors import InputError
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer
@@ -149,7 +149,7 @@ def _levels(simulation: Simulation, counted: bool) -> Sequence[Sequence[int]]:
 def _tasks(
     simulation: Simulation,
     levels: Sequence[Sequence[int]],
-    boxes: Boxes,
+    boxes: TaskStyles,
     unit: float,
     looks: dict[tuple[str, str], int],
 ) -> Columns:

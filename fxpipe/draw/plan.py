@@ -22,9 +22,9 @@ from fxpipe.draw.picture import (
     markup,
 )
 from fxpipe.errors import Fault
+from fxpipe.formatting import bytes_text, count_text, lines, plural, runs, shape_text, time_text
 from fxpipe.ir.plan import Argument, Plan, Stage
 from fxpipe.ir.value import HOST, Edge
-from fxpipe.words import bytes_text, count_text, lines, plural, runs, shape_text, time_text
 
 _LINE, _MODULE_LINES = 44, 4
 _NAME, _VALUES = 28, 6

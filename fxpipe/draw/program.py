@@ -7,27 +7,34 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
-from fxpipe.draw.canvas import Canvas, Look, Point, Stroke, text_width
+from fxpipe.draw.canvas import ArrowStyle, BoxStyle, Canvas, Point, text_width
 from fxpipe.draw.chart import (
     FAULTY,
     GAP,
     NEVER,
     WAITING,
     Chart,
-    Entry,
-    Fit,
-    Marks,
+    ChartScale,
+    FaultMarks,
+    LegendEntry,
     fault_entries,
     faults_of,
     fit,
     mark,
     row_height,
 )
-from fxpipe.draw.looks import MARK_HEIGHT, Glyph, arrow, arrow_entries, glyph
 from fxpipe.draw.picture import FAINT, IDLE, Picture
 from fxpipe.draw.schedule import row_label
+from fxpipe.draw.styles import (
+    MARK_HEIGHT,
+    InstructionStyle,
+    arrow,
+    arrow_entries,
+    instruction_style,
+)
 from fxpipe.draw.timeline import Span, Timeline, sketch
 from fxpipe.errors import Fault
+from fxpipe.formatting import plural
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.program import Program
@@ -35,7 +42,6 @@ from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place, Wait, usual_cost, waits_of
 from fxpipe.simulator.simulate import share_of
 from fxpipe.text.program import print_instruction
-from fxpipe.words import plural
 
 DETAILED = 600
 """The most instructions with every one drawn; a larger program shows only compute and transfers."""
@@ -51,7 +57,7 @@ _AIR = 3.0
 
 _TRANSFERS = (ins.Send, ins.Receive, ins.Stash, ins.Pop)
 
-WAIT_ARROW = Stroke(FAINT, "dotted")
+WAIT_ARROW = ArrowStyle(FAINT, "dotted")
 
 _ASIDE = 2.0
 """Where there are no marks, arrows of gradients are shifted to the right by so much."""
@@ -143,7 +149,7 @@ def sketch_program(program: Program, rows: Rows, mark: float) -> Timeline[ins.In
 class _Scale:
     """How large a program is drawn, and whether with marks, and with arrows for its transfers."""
 
-    fit: Fit
+    fit: ChartScale
     marks: bool
     arrows: bool
 
@@ -169,10 +175,12 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
     marks = _in_rows(mark(faults_of(program) if faults is None else faults), rows)
     timeline = sketch_program(program, rows, _MARK / unit if count <= DETAILED else 0.0)
     spans = (*timeline.spans, *timeline.unrun)
-    glyphs = [glyph(span.task, program) for span in spans]
+    glyphs = [instruction_style(span.task, program) for span in spans]
     end = timeline.end or 1.0
     if count <= DETAILED:
-        scale = _Scale(Fit(unit, _LABEL, row_height(len(rows.rows))), marks=True, arrows=True)
+        scale = _Scale(
+            ChartScale(unit, _LABEL, row_height(len(rows.rows))), marks=True, arrows=True
+        )
     else:
         boxes = {
             (drawn.label, span.end - span.start)
@@ -207,7 +215,7 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
     waits = _draw_waits(chart, drawn_at, rows) if scale.marks else False
     entries = [*_marks(program, scale), *_arrows(program, scale)]
     if waits:
-        entries.append(Entry("waits for an event", WAIT_ARROW))
+        entries.append(LegendEntry("waits for an event", WAIT_ARROW))
     entries += fault_entries(marks, stuck=bool(timeline.unrun))
     below = chart.legend(chart.bottom + 10, entries)
     marks.list(chart, below)
@@ -216,12 +224,16 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
 
 def _unit(program: Program) -> float:
     """The width of a forward in points where marks are drawn, so that its label fits well."""
-    labels = {glyph(x, program).label for x in chain(*program.lists) if isinstance(x, ins.Forward)}
+    labels = {
+        instruction_style(x, program).label
+        for x in chain(*program.lists)
+        if isinstance(x, ins.Forward)
+    }
     return max([_UNIT, *(text_width(label, _LABEL) + _AIR for label in labels)])
 
 
 def _draw(
-    chart: Chart, span: Span[ins.Instruction], drawn: Glyph, scale: _Scale, wrong: bool
+    chart: Chart, span: Span[ins.Instruction], drawn: InstructionStyle, scale: _Scale, wrong: bool
 ) -> str | None:
     """Draw an instruction; returns its node, which is invisible for a transfer without a mark.
 
@@ -238,7 +250,7 @@ def _draw(
             label = scale.fit.label(label, span.end - span.start)
     elif not scale.marks and not wrong:
         moves = isinstance(span.task, _TRANSFERS)
-        return chart.canvas.box(corner, 0, 0, Look()) if moves and scale.arrows else None
+        return chart.canvas.box(corner, 0, 0, BoxStyle()) if moves and scale.arrows else None
     height = drawn.height * chart.row_height
     aside = (_MARK - _MARK_BOX) / 2 if drawn.mark else 0.0
     return chart.canvas.box(
@@ -312,12 +324,12 @@ def _draw_waits(chart: Chart, drawn: dict[Place, _Box], rows: Rows) -> bool:
     return bool(found)
 
 
-def _in_rows(marks: Marks, rows: Rows) -> Marks:
+def _in_rows(marks: FaultMarks, rows: Rows) -> FaultMarks:
     """The same faults at their rows in the picture; those of a whole device at its first row."""
     first: dict[int, int] = {}
     for at, row in enumerate(rows.rows):
         first.setdefault(row.device, at)
-    return Marks(
+    return FaultMarks(
         marks.faults,
         {rows.at.get(place, Place(-1, -1)): numbers for place, numbers in marks.at.items()},
         {first[device]: found for device, found in marks.rows.items() if device in first},
@@ -329,7 +341,7 @@ def _row_label(program: Program, row: Row) -> str:
     return f"{label} · {row.stream}" if row.stream else label
 
 
-def _title(program: Program, timeline: Timeline[ins.Instruction], marks: Marks) -> str:
+def _title(program: Program, timeline: Timeline[ins.Instruction], marks: FaultMarks) -> str:
     parts = [
         f"program of {program.name}",
         f"p = {program.devices}",
@@ -343,30 +355,30 @@ def _title(program: Program, timeline: Timeline[ins.Instruction], marks: Marks) 
     return " · ".join(parts)
 
 
-def _marks(program: Program, scale: _Scale) -> list[Entry]:
+def _marks(program: Program, scale: _Scale) -> list[LegendEntry]:
     """The legend of the boxes: each opcode of the program, and those that are not drawn."""
     examples: dict[type[ins.Instruction], ins.Instruction] = {}
     for instruction in chain(*program.lists):
         examples.setdefault(type(instruction), instruction)
-    entries: list[Entry] = []
+    entries: list[LegendEntry] = []
     left_out: list[str] = []
     for word, kind in ins.OPCODES.items():
         if kind not in examples:
             continue
-        drawn = glyph(examples[kind], program)
+        drawn = instruction_style(examples[kind], program)
         if not drawn.mark:
-            entries.append(Entry(word, replace(drawn.look, border=FAINT), drawn.label[0]))
+            entries.append(LegendEntry(word, replace(drawn.look, border=FAINT), drawn.label[0]))
         elif scale.marks:
-            entries.append(Entry(word, drawn.look, drawn.label))
+            entries.append(LegendEntry(word, drawn.look, drawn.label))
         elif not (scale.arrows and kind in _TRANSFERS):
             left_out.append(word)
-    entries.append(Entry("idle", Look(IDLE, FAINT)))
+    entries.append(LegendEntry("idle", BoxStyle(IDLE, FAINT)))
     if left_out:
-        entries.append(Entry(f"(too many to be shown: {', '.join(left_out)})"))
+        entries.append(LegendEntry(f"(too many to be shown: {', '.join(left_out)})"))
     return entries
 
 
-def _arrows(program: Program, scale: _Scale) -> list[Entry]:
+def _arrows(program: Program, scale: _Scale) -> list[LegendEntry]:
     """The legend of the arrows."""
     sent = [x.buffer.kind for x in chain(*program.lists) if isinstance(x, ins.Sending)]
     return arrow_entries(set(sent)) if scale.arrows else []

@@ -5,25 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxpipe.draw.canvas import Canvas, Look
+from fxpipe.draw.canvas import BoxStyle, Canvas
 from fxpipe.draw.chart import (
     FAULTY,
     GAP,
     NEVER,
     WAITING,
     Chart,
-    Entry,
-    Fit,
-    Marks,
+    ChartScale,
+    FaultMarks,
+    LegendEntry,
     fault_entries,
     fit,
     mark,
     row_height,
 )
-from fxpipe.draw.looks import VERSIONS, Boxes, arrow, arrow_entries, boxes_of, simulation_boxes
 from fxpipe.draw.picture import INK, PAPER, Picture
+from fxpipe.draw.styles import (
+    VERSIONS,
+    TaskStyles,
+    arrow,
+    arrow_entries,
+    boxes_of,
+    simulation_boxes,
+)
 from fxpipe.draw.timeline import Timeline, simulated, timeline_of
 from fxpipe.errors import Fault, InputError
+from fxpipe.formatting import time_text
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
@@ -31,12 +39,11 @@ from fxpipe.ir.walk import Place
 from fxpipe.simulator.costs import Costs
 from fxpipe.simulator.simulation import Simulation, Transfer
 from fxpipe.simulator.sums import Sum
-from fxpipe.words import time_text
 
 WITH_ARROWS = 1000
 """The most transfers with which those that take time are drawn."""
 
-_LEFT_OUT = Entry("(labels that do not fit are left out)")
+_LEFT_OUT = LegendEntry("(labels that do not fit are left out)")
 _BETWEEN = 10.0
 _MILLISECONDS = 1e3
 _STAGES_SHOWN = 6
@@ -90,7 +97,7 @@ def draw_schedule(
     return chart.canvas.picture
 
 
-def _fit(drawn: Sequence[tuple[Timeline[Task], Boxes]]) -> Fit:
+def _fit(drawn: Sequence[tuple[Timeline[Task], TaskStyles]]) -> ChartScale:
     """The common scale at which these timelines are drawn.
 
     Tasks that come once per step, such as updates, may be too short for their labels; they do not
@@ -109,7 +116,7 @@ def _fit(drawn: Sequence[tuple[Timeline[Task], Boxes]]) -> Fit:
 
 
 def _draw_tasks(
-    chart: Chart, timeline: Timeline[Task], boxes: Boxes, fitted: Fit, marks: Marks
+    chart: Chart, timeline: Timeline[Task], boxes: TaskStyles, fitted: ChartScale, marks: FaultMarks
 ) -> bool:
     """Draw the boxes of all tasks; returns whether all labels fit completely."""
     whole = True
@@ -144,13 +151,15 @@ def _draw_tasks(
         )
         version = boxes.version(span.task)
         if version is not None and time:
-            strip = Look(VERSIONS[version % len(VERSIONS)], INK, 0.3)
+            strip = BoxStyle(VERSIONS[version % len(VERSIONS)], INK, 0.3)
             chart.canvas.box((corner[0], corner[1] + chart.row_height + 0.5), width, _STRIP, strip)
         marks.number(chart, place, corner[0])
     return whole
 
 
-def _row_labels(drawn: Schedule | Program, timeline: Timeline[Task], marks: Marks) -> list[str]:
+def _row_labels(
+    drawn: Schedule | Program, timeline: Timeline[Task], marks: FaultMarks
+) -> list[str]:
     """The label of each device's row, and of those beside them."""
     own = [marks.label(device, row_label(drawn, device)) for device in range(drawn.devices)]
     return own + [f"device {device} · {KINDS[letter].name}" for device, letter in timeline.beside]
@@ -167,7 +176,7 @@ def row_label(drawn: Schedule | Program, device: int) -> str:
     return f"device {device} ({'stage' if len(held) == 1 else 'stages'} {shown})"
 
 
-def _title(schedule: Schedule, timeline: Timeline[Task], marks: Marks) -> str:
+def _title(schedule: Schedule, timeline: Timeline[Task], marks: FaultMarks) -> str:
     parts = [schedule.name, f"p = {schedule.devices}", f"m = {schedule.microbatches}"]
     if any(schedule.delays):
         delays = sorted({d for r in schedule.rules for d in (r if isinstance(r, tuple) else [r])})
@@ -196,7 +205,9 @@ def _caption(timeline: Timeline[Task]) -> str:
     return f"time, with {', '.join(shown)}" if shown else "time"
 
 
-def _legend(boxes: Boxes, timeline: Timeline[Task], marks: Marks, whole: bool) -> list[Entry]:
+def _legend(
+    boxes: TaskStyles, timeline: Timeline[Task], marks: FaultMarks, whole: bool
+) -> list[LegendEntry]:
     entries = boxes.legend(span.task for span in (*timeline.spans, *timeline.unrun))
     entries += fault_entries(marks, stuck=bool(timeline.unrun))
     return entries if whole else [*entries, _LEFT_OUT]
@@ -273,12 +284,12 @@ _ABOVE = 2.0
 
 def _visible(simulation: Simulation) -> list[Transfer]:
     """The transfers that are drawn."""
-    taking = [
+    call_locked = [
         t
         for t in simulation.transfers
         if t.end > t.start and (t.source != t.target or isinstance(t.buffer, Sum))
     ]
-    return taking if len(taking) <= WITH_ARROWS else []
+    return call_locked if len(call_locked) <= WITH_ARROWS else []
 
 
 def _draw_transfers(chart: Chart, simulation: Simulation, unit: float) -> None:
@@ -290,7 +301,7 @@ def _draw_transfers(chart: Chart, simulation: Simulation, unit: float) -> None:
         if isinstance(transfer.buffer, Sum):
             above = chart.y(transfer.source) - _ABOVE
             ends = (xs[0], above), (xs[1], above)
-        tail, head = (chart.canvas.box(at, 0, 0, Look()) for at in ends)
+        tail, head = (chart.canvas.box(at, 0, 0, BoxStyle()) for at in ends)
         (x1, y1), (x2, y2) = ends
         path = [(x1 + (x2 - x1) * part, y1 + (y2 - y1) * part) for part in (0, 1 / 3, 2 / 3, 1)]
         stroke = arrow(transfer.buffer.kind)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
-from fxpipe.draw.chart import Marks, faults_of, mark
+from fxpipe.draw.chart import FaultMarks, faults_of, mark
 from fxpipe.errors import Fault, InputError
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
@@ -99,7 +99,7 @@ def timeline_of(
     costs: Costs | None = None,
     steps: int | None = None,
     faults: Sequence[Fault] | None = None,
-) -> tuple[Timeline[Task], Marks]:
+) -> tuple[Timeline[Task], FaultMarks]:
     """The timeline of a schedule, valid or not, with communication that takes no time.
 
     A valid schedule is simulated. One with faults is shown as far as it runs, as one window in

@@ -184,7 +184,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Once:
+class OncePerStep:
     """What does something for a stage once a step.
 
     Attributes:
@@ -197,7 +197,7 @@ class Once:
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatter(Once):
+class ReduceScatter(OncePerStep):
     """Begin to sum what is left of a stage's gradients over the replicas. It waits for nobody.
 
     Each replica sums one part of them. Roughly: peers[r].put(part) for r, part in parts(gradients).
@@ -205,7 +205,7 @@ class ReduceScatter(Once):
 
 
 @dataclass(frozen=True, slots=True)
-class AllGather(Once):
+class AllGather(OncePerStep):
     """Wait for the sums of all replicas. Roughly: gradients[stage] = [peer.sum() for each peer].
 
     They are a stage's gradients from then on.
@@ -213,7 +213,7 @@ class AllGather(Once):
 
 
 @dataclass(frozen=True, slots=True)
-class TakePart(Once):
+class TakePart(OncePerStep):
     """Wait for the sum of this replica's part of them. Roughly: gradients[stage] = self.sum().
 
     It is a stage's gradients from then on: what the replica needs where optimizers are sharded.
@@ -221,7 +221,7 @@ class TakePart(Once):
 
 
 @dataclass(frozen=True, slots=True)
-class GatherWeights(Once):
+class GatherWeights(OncePerStep):
     """Wait for the parts of new weights. Roughly: weights[batch + 1] = [part() for each peer].
 
     The updates of all replicas have made and sent them; ``batch`` is whose update it was.
@@ -229,7 +229,7 @@ class GatherWeights(Once):
 
 
 @dataclass(frozen=True, slots=True)
-class Share(Once):
+class Share(OncePerStep):
     """Give a stage's weights to its copies. Roughly: copy.put(weights[stage]) for each copy."""
 
 
@@ -251,7 +251,7 @@ class Give:
 
 
 @dataclass(frozen=True, slots=True)
-class Add(Once):
+class Add(OncePerStep):
     """Add what the copies of a stage give, in the order of their devices.
 
     Roughly: gradients[stage] += sums for each copy.
@@ -259,12 +259,12 @@ class Add(Once):
 
 
 @dataclass(frozen=True, slots=True)
-class Norm(Once):
+class Norm(OncePerStep):
     """Tell all stages the norms of a stage's gradients. Roughly: norms = [g.norm() for g in …]."""
 
 
 @dataclass(frozen=True, slots=True)
-class Clip(Once):
+class Clip(OncePerStep):
     """Scale a stage's gradients by the norm of those of all stages.
 
     Roughly: gradients[stage] *= min(1, limit / norm(all norms)).

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from fxpipe.formatting import plural, shown
 from fxpipe.ir.value import HOST, Edge
-from fxpipe.words import plural, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -10,11 +10,11 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from fxpipe.formatting import plural, shown
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Launch
 from fxpipe.ir.schedule import ordered_copies
 from fxpipe.ir.value import COPIED, HOST, Buffer, Edge, Operands, norm_buffer, own_buffer
-from fxpipe.words import plural, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import InputError
+from fxpipe.formatting import plural, shown
 from fxpipe.ir.task import Task
-from fxpipe.words import plural, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -113,7 +113,7 @@ def shifted(instruction: ins.Instruction, steps: int) -> ins.Instruction:
     match x:
         case ins.Update(stage, reads, writes):
             return ins.Update(stage, steps + reads, steps + writes, batch)
-        case ins.Once(stage):
+        case ins.OncePerStep(stage):
             return type(x)(stage, batch)
         case ins.Give(stage, copy):
             return ins.Give(stage, copy, batch)

@@ -16,7 +16,13 @@ from torch import Tensor, fx, nn
 from fxpipe.errors import PassError
 from fxpipe.ir.traced import AUTOCAST, TAKES_TURNS
 from fxpipe.kernels.graph import added, onto, strides_of_sum
-from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Partial, Totals
+from fxpipe.kernels.kernel import (
+    BackwardResult,
+    ForwardResult,
+    InputGradResult,
+    PartialResult,
+    Totals,
+)
 from fxpipe.random.leaf_draws import SeededDraws, draw_from, others_kept
 from fxpipe.torchtools.state import called_under, uncached, under
 
@@ -69,7 +75,7 @@ class AutogradKernel:
 
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
-    ) -> Forwarded:
+    ) -> ForwardResult:
         """See Kernel.forward. ``saved`` holds what autograd keeps."""
         weights = [p.detach().requires_grad_(p.requires_grad) for p in parameters]
         for weight, name in zip(weights, self.parameters, strict=True):
@@ -95,7 +101,7 @@ class AutogradKernel:
             outputs = torch.func.functional_call(self._run, tensors, given)
         keeps = any(self.output_gradients)
         saved = [list(outputs), sources, weights] if keeps else []
-        return Forwarded(
+        return ForwardResult(
             [out.detach() if isinstance(out, Tensor) else out for out in outputs],
             [tensors[name] for name in self.written],
             saved,
@@ -103,9 +109,9 @@ class AutogradKernel:
 
     def backward(
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
-    ) -> Backwarded:
+    ) -> BackwardResult:
         if not saved:
-            return Backwarded([], added(totals, [None] * len(self.parameters)))
+            return BackwardResult([], added(totals, [None] * len(self.parameters)))
         outputs, sources, weights = saved
         saved.clear()
         roots = [out for out, has in zip(outputs, self.output_gradients, strict=True) if has]
@@ -136,15 +142,15 @@ class AutogradKernel:
                 gradient = onto(None, gradient, strides_of_sum(gradient, weight))
                 seen.add(_storage(gradient))
             fresh.append(gradient)
-        return Backwarded([g for g in found[:count] if g is not None], added(totals, fresh))
+        return BackwardResult([g for g in found[:count] if g is not None], added(totals, fresh))
 
-    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGraded:
+    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGradResult:
         """See Kernel.input_grad.
 
         Autograd runs once for all gradients, and the parameters' gradients are deferred as they
         are: running it once for each half would compute the gradients between the layers twice.
         """
-        return InputGraded(*self.backward(saved, gradients))
+        return InputGradResult(*self.backward(saved, gradients))
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
         """See Kernel.weight_grad. It adds the gradients that ``input_grad`` has computed."""
@@ -154,7 +160,7 @@ class AutogradKernel:
 
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
-    ) -> Partial:
+    ) -> PartialResult:
         """See Kernel.partial_backward. No plan has buckets for leaf modules."""
         raise PassError("autograd computes all gradients at once; sum them in one bucket")
 

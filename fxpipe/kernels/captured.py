@@ -7,8 +7,8 @@ of the capture. So each micro-batch in flight at a stage uses a slot of fixed me
     backward                     gradients → copied in → replay → input gradients copied out,
                                  those of parameters added to their sums; the slot is free
 
-What forward saves stays in the slot; a ``Hold`` represents it in the store. Everything on a slot
-runs on one stream, so its memory is reused only after the work before is done.
+What forward saves stays in the slot; a ``SlotLease`` represents it in the store. Everything on a
+slot runs on one stream, so its memory is reused only after the work before is done.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.kernels.graph import GraphKernel, layout
-from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals, Wrapping
+from fxpipe.kernels.kernel import BackwardResult, ForwardResult, InputGradResult, Totals, Wrapping
 from fxpipe.log import LOGGER
 
 T = TypeVar("T")
@@ -122,11 +122,11 @@ class Slot:
         return found
 
 
-class Hold:
+class SlotLease:
     """A slot in use, until ``release`` is called or this object is garbage-collected.
 
     It takes the place of what a forward saved. A run that fails drops the values of all devices,
-    and with them its Holds, so no slot stays in use.
+    and with them its leases, so no slot stays in use.
     """
 
     def __init__(self, slot: Slot, free: list[Slot]) -> None:
@@ -201,8 +201,8 @@ class Captured(Wrapping):
 
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
-    ) -> Forwarded:
-        """See Kernel.forward. ``saved`` is a Hold."""
+    ) -> ForwardResult:
+        """See Kernel.forward. ``saved`` is a SlotLease."""
         changing = self._changing
         moving = [buffer for buffer, moves in zip(buffers, changing, strict=True) if moves]
         hold = self._take(
@@ -218,7 +218,7 @@ class Captured(Wrapping):
             count = len(inputs)
             given = self._inputs(hold.slot, inputs, moving)
 
-            def run() -> Forwarded:
+            def run() -> ForwardResult:
                 copies = iter(given[count:])
                 return self.kernel.forward(
                     [parameter.detach() for parameter in parameters],
@@ -226,8 +226,8 @@ class Captured(Wrapping):
                     given[:count],
                 )
 
-            made: Forwarded = self._replayed(hold, "forward", run)
-            copied = Forwarded(_copies(made.outputs), _copies(made.writes), [hold])
+            made: ForwardResult = self._replayed(hold, "forward", run)
+            copied = ForwardResult(_copies(made.outputs), _copies(made.writes), [hold])
         except BaseException:
             hold.release()
             raise
@@ -238,7 +238,7 @@ class Captured(Wrapping):
 
     def backward(
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
-    ) -> Backwarded:
+    ) -> BackwardResult:
         """See Kernel.backward. The slot is free after it."""
         hold = _held(saved)
         if hold is None:
@@ -252,19 +252,19 @@ class Captured(Wrapping):
                 return made.inputs
 
             inputs: list[Tensor] = self._replayed(hold, "backward", run)
-            return Backwarded(_copies(inputs), self._added(totals))
+            return BackwardResult(_copies(inputs), self._added(totals))
         finally:
             hold.release()
 
-    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGraded:
-        """See Kernel.input_grad. ``deferred`` is the Hold."""
+    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGradResult:
+        """See Kernel.input_grad. ``deferred`` is the SlotLease."""
         hold = _held(saved)
         if hold is None:
             return self.kernel.input_grad(saved, gradients)
         try:
             slot = self._given(hold, gradients)
 
-            def run() -> InputGraded:
+            def run() -> InputGradResult:
                 return self.kernel.input_grad(hold.saved, list(slot.values))
 
             inputs = _copies(self._replayed(hold, "input_grad", run).inputs)
@@ -273,8 +273,8 @@ class Captured(Wrapping):
             raise
         if not any(self.kernel.parameter_gradients):
             hold.release()
-            return InputGraded(inputs, [])
-        return InputGraded(inputs, [hold])
+            return InputGradResult(inputs, [])
+        return InputGradResult(inputs, [hold])
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
         """See Kernel.weight_grad. The slot is free after it."""
@@ -290,7 +290,7 @@ class Captured(Wrapping):
         finally:
             hold.release()
 
-    def _take(self, key: Key) -> Hold | None:
+    def _take(self, key: Key) -> SlotLease | None:
         """Take a free slot, preferably one with captures for these addresses."""
         if self.given_up:
             return None
@@ -304,7 +304,7 @@ class Captured(Wrapping):
         else:
             self.overflows += 1
             return None
-        hold = Hold(slot, self._free)
+        hold = SlotLease(slot, self._free)
         self._dropped += key not in slot.takes and len(slot.takes) >= self.versions
         if self._dropped > max(PATIENCE * self.slots, self._forwards / SELDOM):
             LOGGER.warning(
@@ -326,7 +326,7 @@ class Captured(Wrapping):
         slot.inputs.fill(values)
         return slot.inputs.values
 
-    def _given(self, hold: Hold, gradients: list[Tensor]) -> Fixed:
+    def _given(self, hold: SlotLease, gradients: list[Tensor]) -> Fixed:
         """Copy gradients of outputs into a slot; empties the list."""
         slot = hold.slot
         slot.gradients = slot.gradients or Fixed(gradients, self.kernel.gradient_strides)
@@ -334,7 +334,7 @@ class Captured(Wrapping):
         gradients.clear()
         return slot.gradients
 
-    def _replayed(self, hold: Hold, task: str, run: Callable[[], Any]) -> Any:
+    def _replayed(self, hold: SlotLease, task: str, run: Callable[[], Any]) -> Any:
         """Replay a task, or capture it the first time. Its results are in the slot's memory."""
         part = hold.parts.get(task)
         if part is None:
@@ -387,10 +387,10 @@ def _copies(values: Sequence[Any]) -> list[Any]:
     return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
-def _held(saved: list[Any]) -> Hold | None:
-    """Take the Hold out of ``saved``; None where the list holds the values themselves."""
-    if len(saved) == 1 and isinstance(saved[0], Hold):
-        hold: Hold = saved[0]
+def _held(saved: list[Any]) -> SlotLease | None:
+    """Take the SlotLease out of ``saved``; None where the list holds the values themselves."""
+    if len(saved) == 1 and isinstance(saved[0], SlotLease):
+        hold: SlotLease = saved[0]
         saved.clear()
         return hold
     return None

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.errors import PassError
-from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Partial, Totals
+from fxpipe.kernels.kernel import (
+    BackwardResult,
+    ForwardResult,
+    InputGradResult,
+    PartialResult,
+    Totals,
+)
 
 
 class BucketGraph(NamedTuple):
@@ -70,25 +76,25 @@ class GraphKernel:
 
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
-    ) -> Forwarded:
+    ) -> ForwardResult:
         given = laid_out(parameters, self.parameter_strides)
         arguments = [*given, *buffers, *map(_laid_out, inputs, self.input_strides)]
         inputs.clear()
         flat = self.forward_graph.forward(arguments)
         a, b = self.outputs, self.outputs + self.writes
-        return Forwarded(list(flat[:a]), list(flat[a:b]), list(flat[b:]))
+        return ForwardResult(list(flat[:a]), list(flat[a:b]), list(flat[b:]))
 
     def backward(
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
-    ) -> Backwarded:
+    ) -> BackwardResult:
         if self.backward_graph is None:
             saved.clear()
-            return Backwarded([], self._totals([], totals))
+            return BackwardResult([], self._totals([], totals))
         arguments = self._backward_arguments(saved, gradients)
         arguments += self._added_to(totals)
         flat = self.backward_graph.forward(arguments)
         count = self.input_gradients
-        return Backwarded(list(flat[:count]), self._totals(flat[count:], totals))
+        return BackwardResult(list(flat[:count]), self._totals(flat[count:], totals))
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> GraphKernel:
         """The same kernel with ``change`` applied to all of its graph modules."""
@@ -104,13 +110,13 @@ class GraphKernel:
             },
         )
 
-    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGraded:
+    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGradResult:
         if self.backward_graph is None:
             saved.clear()
-            return InputGraded([], [])
+            return InputGradResult([], [])
         flat = self._half(self.input_grad_graph)(self._backward_arguments(saved, gradients))
         count = self.input_gradients
-        return InputGraded(list(flat[:count]), list(flat[count:]))
+        return InputGradResult(list(flat[:count]), list(flat[count:]))
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
         if not any(self.parameter_gradients):
@@ -121,7 +127,7 @@ class GraphKernel:
 
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
-    ) -> Partial:
+    ) -> PartialResult:
         own = self.buckets[kind][bucket]
         sums = list(totals) or [None] * len(self.parameter_gradients)
         if kind == "B" and bucket == 0:
@@ -132,7 +138,7 @@ class GraphKernel:
         flat = own.graph.forward(arguments)
         for index, total in zip(own.parameters, flat[own.left :], strict=True):
             sums[index] = total
-        return Partial(list(flat[: own.left]), sums)
+        return PartialResult(list(flat[: own.left]), sums)
 
     def _added_to(self, totals: Totals) -> list[Tensor | None]:
         """The sums that a graph with parameter gradients adds to, as its argument."""

@@ -29,7 +29,7 @@ _RUNNERS = 16
 """So many threads may run one library at once."""
 
 
-class Look(NamedTuple):
+class TensorLayout(NamedTuple):
     """The layout of a tensor that a library was compiled for."""
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Look(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, value: Tensor) -> Look:
+    def of(cls, value: Tensor) -> TensorLayout:
         return cls(tuple(value.shape), value.stride(), value.dtype, value.device)
 
     def fits(self, value: Tensor) -> bool:
@@ -71,7 +71,7 @@ class Draw(NamedTuple):
     operator: Any
     given: tuple[Any, ...]
     options: dict[str, Any]
-    made: Look
+    made: TensorLayout
     seed: int
     node: int
 
@@ -82,7 +82,7 @@ class Draw(NamedTuple):
 
     def run(self, arguments: Sequence[Any]) -> Tensor:
         """Draw."""
-        given = [each.empty() if isinstance(each, Look) else each for each in self.given]
+        given = [each.empty() if isinstance(each, TensorLayout) else each for each in self.given]
         drawn: Tensor = self.operator(*given, arguments[self.seed], self.node, **self.options)
         return drawn
 
@@ -129,7 +129,7 @@ class Wiring:
 
     draws: tuple[Draw, ...]
     takes: tuple[int, ...]
-    looks: tuple[Look, ...]
+    looks: tuple[TensorLayout, ...]
     indices: tuple[Indices, ...]
     totals: frozenset[int]
     gives: tuple[tuple[str, Any], ...]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, fx
 
 
-class Forwarded(NamedTuple):
+class ForwardResult(NamedTuple):
     """The results of a stage's forward.
 
     Attributes:
@@ -25,7 +25,7 @@ class Forwarded(NamedTuple):
     saved: list[Any]
 
 
-class Backwarded(NamedTuple):
+class BackwardResult(NamedTuple):
     """The results of a stage's backward.
 
     Attributes:
@@ -39,11 +39,11 @@ class Backwarded(NamedTuple):
     parameters: list[Tensor | None]
 
 
-class InputGraded(NamedTuple):
+class InputGradResult(NamedTuple):
     """The results of the input-gradient half of a stage's backward.
 
     Attributes:
-        inputs: as in Backwarded.
+        inputs: as in BackwardResult.
         deferred: the values that the weight-gradient half needs; empty when it has no work.
     """
 
@@ -51,12 +51,12 @@ class InputGraded(NamedTuple):
     deferred: list[Any]
 
 
-class Partial(NamedTuple):
+class PartialResult(NamedTuple):
     """The results of a backward, or of its second half, up to a bucket of gradients.
 
     Attributes:
         left: the values that the rest of it needs; of the rest the gradients of the inputs.
-        parameters: as in Backwarded.
+        parameters: as in BackwardResult.
     """
 
     left: list[Tensor]
@@ -89,7 +89,7 @@ class Kernel(Protocol):
 
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
-    ) -> Forwarded:
+    ) -> ForwardResult:
         """Run the stage on one micro-batch.
 
         Args:
@@ -102,7 +102,7 @@ class Kernel(Protocol):
 
     def backward(
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
-    ) -> Backwarded:
+    ) -> BackwardResult:
         """Compute the stage's gradients. The first two lists are emptied as they are used.
 
         Args:
@@ -114,7 +114,7 @@ class Kernel(Protocol):
         """
         ...
 
-    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGraded:
+    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGradResult:
         """Compute the inputs' gradients: the half of ``backward`` that other stages wait for.
 
         Both halves together give ``backward``'s gradients to the bit. Empties both lists, which are
@@ -127,7 +127,7 @@ class Kernel(Protocol):
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
         """Compute the parameters' gradients, the other half, of what ``input_grad`` deferred, which
-        is emptied. ``totals`` is as for ``backward``. Returns the sums as in Backwarded.
+        is emptied. ``totals`` is as for ``backward``. Returns the sums as in BackwardResult.
 
         Raises:
             PassError: the stage's backward is not parted.
@@ -136,7 +136,7 @@ class Kernel(Protocol):
 
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
-    ) -> Partial:
+    ) -> PartialResult:
         """Compute the gradients of one bucket. All buckets in turn do what the whole does.
 
         Args:
@@ -166,15 +166,15 @@ class Wrapping:
 
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
-    ) -> Forwarded:
+    ) -> ForwardResult:
         return self.kernel.forward(parameters, buffers, inputs)
 
     def backward(
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
-    ) -> Backwarded:
+    ) -> BackwardResult:
         return self.kernel.backward(saved, gradients, totals)
 
-    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGraded:
+    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGradResult:
         return self.kernel.input_grad(saved, gradients)
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
@@ -182,7 +182,7 @@ class Wrapping:
 
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
-    ) -> Partial:
+    ) -> PartialResult:
         return self.kernel.partial_backward(kind, bucket, left, totals)
 
 
@@ -195,10 +195,10 @@ class Discarding(Wrapping):
 
     def backward(
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
-    ) -> Backwarded:
+    ) -> BackwardResult:
         """See Kernel.backward. The gradients of the inputs may be NaN."""
         made = self.kernel.backward(saved, gradients)
-        return Backwarded(made.inputs, list(totals) or [None] * len(made.parameters))
+        return BackwardResult(made.inputs, list(totals) or [None] * len(made.parameters))
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
         made = self.kernel.weight_grad(deferred)
@@ -206,6 +206,6 @@ class Discarding(Wrapping):
 
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
-    ) -> Partial:
+    ) -> PartialResult:
         made = self.kernel.partial_backward(kind, bucket, left)
-        return Partial(made.left, list(totals) or [None] * len(made.parameters))
+        return PartialResult(made.left, list(totals) or [None] * len(made.parameters))

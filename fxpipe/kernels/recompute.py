@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.errors import RecomputeError
-from fxpipe.kernels.kernel import Forwarded, Kernel, Wrapping
+from fxpipe.kernels.kernel import ForwardResult, Kernel, Wrapping
 from fxpipe.torchtools import source
 
 _here = threading.local()
@@ -36,7 +36,7 @@ def recomputing() -> Iterator[None]:
         _here.active = False
 
 
-class Rechecked(Wrapping):
+class CheckedRecompute(Wrapping):
     """Runs one micro-batch with the wrapped kernel, and compares its two forwards to the bit.
 
     Of the first forward it keeps a fingerprint of each value, not the values.
@@ -51,7 +51,7 @@ class Rechecked(Wrapping):
 
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
-    ) -> Forwarded:
+    ) -> ForwardResult:
         """See Kernel.forward. Raises RecomputeError where the second forward differs."""
         made = self.kernel.forward(parameters, buffers, inputs)
         values = dict(zip(_returned(self.forward_graph), chain(*made), strict=False))

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.value import HOST, gradient_groups, outputs_of
-from fxpipe.kernels.kernel import Backwarded
+from fxpipe.kernels.kernel import BackwardResult
 
 
 @dataclass(frozen=True)
-class Ran:
+class SerialResult:
     """The results of one micro-batch.
 
     Attributes:
@@ -38,7 +38,7 @@ def run_serially(
     *,
     halves: bool = False,
     own: Collection[int] | None = None,
-) -> Ran:
+) -> SerialResult:
     """Run one micro-batch through a differentiated plan, forward and, if asked, backward.
 
     Args:
@@ -78,7 +78,7 @@ def run_serially(
         kernel, kept = stage.kernel, saved[stage.index]
         if halves:
             inputs, deferred = kernel.input_grad(kept, totals)
-            back = Backwarded(inputs, kernel.weight_grad(deferred))
+            back = BackwardResult(inputs, kernel.weight_grad(deferred))
         else:
             back = kernel.backward(kept, totals)
         carried = [edge for edge in plan.edges_into(stage.index) if edge.gradient]
@@ -88,4 +88,4 @@ def run_serially(
             if parameter is not None and stage.index in wanted:
                 gradients[argument.target] = parameter
         del back
-    return Ran(found, written, gradients)
+    return SerialResult(found, written, gradients)

@@ -12,10 +12,10 @@ from math import inf, prod
 
 import fxpipe.schedules as library
 from fxpipe.errors import InputError
+from fxpipe.formatting import time_text
 from fxpipe.ir.recipe import Placement, Recipe, find_recipe, one_each
 from fxpipe.passes.schedule import Recompute
 from fxpipe.simulator.costs import Times
-from fxpipe.words import time_text
 
 EXACT = 1.01
 """Times that differ by less are equal, as measured times are no exacter; then memory decides."""

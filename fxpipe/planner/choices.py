@@ -11,17 +11,17 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fxpipe.draw.canvas import Canvas, Look
-from fxpipe.draw.chart import Chart, Entry
+from fxpipe.draw.canvas import BoxStyle, Canvas
+from fxpipe.draw.chart import Chart, LegendEntry
 from fxpipe.draw.picture import FORWARD, OTHER, UPDATE, Picture
 from fxpipe.errors import InputError
+from fxpipe.formatting import bytes_text, preformatted, table_text, time_text
 from fxpipe.planner.candidates import (
     Modes,
     Predicted,
 )
 from fxpipe.planner.cluster import Cluster, Layout
 from fxpipe.planner.profile import Stages
-from fxpipe.words import bytes_text, preformatted, table_text, time_text
 
 _WIDTH, _BARS = 150, 480.0
 
@@ -195,14 +195,17 @@ class TrainingPlan:
         title = f"samples a second against memory · {self.cluster.devices} devices"
         chart = Chart(canvas, title, names, most * unit, _BARS / (most * unit), wrong=wrong)
         for at, each in enumerate(rows):
-            look = Look(UPDATE if each is self.best else FORWARD if each.fits else OTHER)
+            look = BoxStyle(UPDATE if each is self.best else FORWARD if each.fits else OTHER)
             told = f"{each.replicas} × {each.stages} · {each.predicted}"
             corner, wide = (chart.x(0), chart.y(at)), each.memory / most * _BARS
             canvas.box(corner, wide, chart.row_height, look, tooltip=told)
             canvas.text((corner[0] + 4, corner[1]), _BARS, chart.row_height, told, size=8)
         below = chart.axis("MiB of the fullest device")
-        entries = [Entry("fits", Look(FORWARD)), Entry("the best", Look(UPDATE))]
-        chart.legend(below, [*entries, Entry("too much memory", Look(OTHER))])
+        entries = [
+            LegendEntry("fits", BoxStyle(FORWARD)),
+            LegendEntry("the best", BoxStyle(UPDATE)),
+        ]
+        chart.legend(below, [*entries, LegendEntry("too much memory", BoxStyle(OTHER))])
         return canvas.picture
 
 

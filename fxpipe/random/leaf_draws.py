@@ -28,13 +28,13 @@ from fxpipe.errors import InputError
 from fxpipe.random import SEEDED, UNSEEDED, draws, mix, with_defaults
 
 
-class _Now(threading.local):
+class _ThreadState(threading.local):
     seed = 0
     node = 0
     drawn = 0
 
 
-_NOW = _Now()
+_NOW = _ThreadState()
 
 
 def draw_from(x: Any, seed: torch.Tensor, node: int, others_too: bool = False) -> Any:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe.errors import DeviceError, DeviceMemoryError, ExecutionError, FxpipeError, told
+from fxpipe.formatting import bytes_text
 from fxpipe.ir import instruction as ins
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.text.program import print_instruction
 from fxpipe.torchtools import source
-from fxpipe.words import bytes_text
 
 if TYPE_CHECKING:
     from fxpipe.runtime.devices.backend import Backend

@@ -22,7 +22,7 @@ from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer, own_buffer
 from fxpipe.kernels.graph import laid_out
-from fxpipe.kernels.kernel import Forwarded, Kernel
+from fxpipe.kernels.kernel import ForwardResult, Kernel
 from fxpipe.kernels.recompute import recomputing
 from fxpipe.runtime import copies, offload, own_task
 from fxpipe.runtime.host import Job
@@ -182,9 +182,9 @@ class Machine:
             laid[stage] = (version, strides), laid_out(weights, strides)
         return laid[stage][1], buffers
 
-    def store_away(self, memories: list[Tensor]) -> offload.Away:
+    def store_away(self, memories: list[Tensor]) -> offload.OffloadMemory:
         """Begin to store memory outside of the device."""
-        return offload.FileAway(self.device, memories)
+        return offload.FileMemory(self.device, memories)
 
     def named(self, buffer: Buffer) -> Buffer:
         """The buffer with its absolute batch number, as other devices name it."""
@@ -253,7 +253,7 @@ def _run_forward(
     weights: Sequence[Tensor],
     buffers: Sequence[Tensor],
     given: Sequence[Any] = (),
-) -> Forwarded:
+) -> ForwardResult:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     program, values = machine.program, machine.store.values
     inputs = [*given] or [values[each] for each in program.operands[stage, i, batch].inputs]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fxpipe.runtime.interpreter import Machine
 
 
-class Away(Protocol):
+class OffloadMemory(Protocol):
     """Memory on its way out of a device, or back."""
 
     def wait(self) -> None:
@@ -63,7 +63,7 @@ class Offloaded(NamedTuple):
     """
 
     values: list[Any]
-    away: Away
+    away: OffloadMemory
 
 
 def begin(machine: Machine, instruction: ins.Offload) -> None:
@@ -134,7 +134,7 @@ def _memory(value: Tensor) -> int:
     return value.untyped_storage().data_ptr() if value.layout is torch.strided else 0
 
 
-class FileAway:
+class FileMemory:
     """Memory in a file that is in no folder: it is gone with the process, however that ends.
 
     It is in the folder of Python's ``tempfile``, which TMPDIR says.
@@ -147,7 +147,7 @@ class FileAway:
         self._begin("offload", self._write, memories)
 
     def wait(self) -> None:
-        """See Away.wait. Raises what writing or reading has raised."""
+        """See OffloadMemory.wait. Raises what writing or reading has raised."""
         self._done.result()
 
     def fetch(self) -> list[Tensor]:

@@ -17,13 +17,13 @@ from typing import Any
 from rich.table import Table
 
 from fxpipe.errors import InputError
+from fxpipe.formatting import bytes_text, plural, table_text
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer
 from fxpipe.simulator.holding import PARTS
 from fxpipe.simulator.simulation import Simulation, Span, task_of
 from fxpipe.simulator.sums import Sum
 from fxpipe.text.program import print_instruction
-from fxpipe.words import bytes_text, plural, table_text
 
 LEGEND = """\
 bubble: the share of the devices' time that is idle until the last micro-batch is through. By cause:

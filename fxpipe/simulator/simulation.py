@@ -9,13 +9,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.errors import InputError
+from fxpipe.formatting import plural, preformatted
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import Task
 from fxpipe.ir.value import Buffer
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.simulator.sums import Sum
-from fxpipe.words import plural, preformatted
 
 if TYPE_CHECKING:
     from os import PathLike

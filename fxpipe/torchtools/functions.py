@@ -72,7 +72,7 @@ _APPLY = torch.autograd.Function.__dict__["apply"]
 _REGISTER_HOOK: Any = Tensor.register_hook
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """How this thread treats autograd functions.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Here(threading.local):
     opens = False
 
 
-_HERE = _Here()
+_HERE = _ThreadState()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpipe.errors import Fault, VerificationError
+from fxpipe.formatting import plural
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 from fxpipe.ir.walk import Wait, needs_of, walk
@@ -35,7 +36,6 @@ from fxpipe.text.peers import (
     schedule_of,
 )
 from fxpipe.verify.tasks import Window, complete, counts_faults
-from fxpipe.words import plural
 
 Place = tuple[int, int, int]
 """Rank, cell and place in an overlapped pair, all from 0."""

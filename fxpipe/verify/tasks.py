@@ -22,12 +22,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fxpipe.errors import Fault, near
+from fxpipe.formatting import numbers_text
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task, TaskKind
 from fxpipe.ir.value import FURTHEST
 from fxpipe.ir.walk import Key, Place, Wait, key_index, walk
 from fxpipe.verify.copies import Wrong, away
-from fxpipe.words import numbers_text
 
 _MISSING = 10_000
 """How many forwards may be missing and still be told one by one."""

@@ -22,7 +22,7 @@ from fxpipe.ir.traced import DRAWS_FROM_OTHERS, Traced, Value
 from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.inductor import compiled
-from fxpipe.kernels.serial import Ran, run_serially
+from fxpipe.kernels.serial import SerialResult, run_serially
 from fxpipe.passes.graph.randomness import FixedDraws, fixed_others, pattern
 from fxpipe.torchtools import moments, source
 from fxpipe.torchtools.pytrees import pieces, taken_apart
@@ -110,7 +110,7 @@ def check(
 
     parted = any(stage.input_grad is not None for stage in plan.stages)
 
-    def run_plan(seeds: Mapping[str, Tensor]) -> list[Ran]:
+    def run_plan(seeds: Mapping[str, Tensor]) -> list[SerialResult]:
         with torch.no_grad():
             return [
                 run_serially(plan, values, {**state, **before}, seeds, halves=halves, own=own)

@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from fxpipe.errors import told
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.kernels.inductor import ELSEWHERE, Compiled, Look, Wiring, peak_of
+from fxpipe.kernels.inductor import ELSEWHERE, Compiled, TensorLayout, Wiring, peak_of
 from fxpipe.log import noted
 from fxpipe.passes.differentiate.extract import results
 from fxpipe.passes.graph.lazy_module import lazy_module
@@ -38,7 +38,7 @@ from fxpipe.passes.inductor.libraries import (
     is_lasting,
     key_of,
 )
-from fxpipe.passes.inductor.lower_graph import Refused, graph_text, lowered
+from fxpipe.passes.inductor.lower_graph import CannotCompile, graph_text, lowered
 from fxpipe.passes.partition.measure import Stopwatch
 
 StageCompiler = Literal["inductor", "auto"]
@@ -135,7 +135,7 @@ class Job:
         self._wiring: Wiring
         try:
             graph, self._wiring = lowered(module.graph)
-        except Refused as refused:
+        except CannotCompile as refused:
             self.reason = str(refused)
             return
         self._module = fx.GraphModule(torch.nn.Module(), graph)
@@ -166,7 +166,7 @@ class Job:
         library = libraries.load(self.key, suffix, self.device)
         compiled = Compiled(library, self._wiring, self.module.forward)
         for value, node in zip(compiled([*values]), results(self.module.graph), strict=True):
-            if isinstance(value, Tensor) and not Look.of(node.meta["val"]).fits(value):
+            if isinstance(value, Tensor) and not TensorLayout.of(node.meta["val"]).fits(value):
                 return Record(f"inductor gives {node.name!r} in another layout")
         # of this thread alone: other work on the machine counts little
         watch = Stopwatch.of(values, thread_time)
@@ -268,7 +268,7 @@ def _example(value: Any) -> Any:
     """A value that may stand for a graph's argument."""
     if not isinstance(value, Tensor):
         return value
-    found = Look.of(value).empty().zero_()
+    found = TensorLayout.of(value).empty().zero_()
     if value.is_floating_point() and value.element_size() > 1:
         generator = torch.Generator(value.device).manual_seed(0)
         places = found.untyped_storage().nbytes() // found.element_size()

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from fxpipe.kernels.graph import onto
-from fxpipe.kernels.inductor import Draw, Indices, Look, Wiring
+from fxpipe.kernels.inductor import Draw, Indices, TensorLayout, Wiring
 from fxpipe.passes.differentiate.accumulate import product_onto
 from fxpipe.passes.differentiate.extract import results
 from fxpipe.passes.differentiate.joint import rnn_layer_with_workspace
@@ -43,7 +43,7 @@ _RECURRENT = rnn_layer_with_workspace, aten.mkldnn_rnn_layer_backward.default
 """Layers of LSTMs. What inductor makes of one lacks the workspace that oneDNN's backward reads."""
 
 
-class Refused(Exception):
+class CannotCompile(Exception):
     """A graph that cannot be handed to inductor."""
 
 
@@ -61,11 +61,13 @@ def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
     sums: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module"):
-            raise Refused(f"{node.name!r} is an attribute or a module")
+            raise CannotCompile(f"{node.name!r} is an attribute or a module")
         if node.target in _RECURRENT:
-            raise Refused(f"{node.name!r} is an LSTM, of which a library would keep too little")
+            raise CannotCompile(
+                f"{node.name!r} is an LSTM, of which a library would keep too little"
+            )
         if _is_mixed_norm(node):
-            raise Refused(
+            raise CannotCompile(
                 f"{node.name!r} is a norm with weights of another type, whose statistics a library "
                 "would keep in that of its input"
             )
@@ -129,18 +131,18 @@ def _addition(node: fx.Node) -> Any:
     return aten.addmm_.default if operand.meta["val"].dim() == 2 else aten.baddbmm_.default
 
 
-def _look(node: fx.Node) -> Look:
+def _look(node: fx.Node) -> TensorLayout:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
-        raise Refused(f"{node.name!r} is no dense tensor")
-    return Look.of(value)
+        raise CannotCompile(f"{node.name!r} is no dense tensor")
+    return TensorLayout.of(value)
 
 
 def _draw(node: fx.Node, place: dict[fx.Node, int]) -> Draw:
     args: Any = node.args
     *given, seed, number = args
     if seed not in place:
-        raise Refused(f"{node.name!r} draws from a seed that is made in the stage")
+        raise CannotCompile(f"{node.name!r} draws from a seed that is made in the stage")
     like = [_look(each) if isinstance(each, fx.Node) else each for each in given]
     return Draw(node.target, tuple(like), dict(node.kwargs), _look(node), place[seed], number)
 
@@ -173,7 +175,7 @@ def graph_text(module: fx.GraphModule, threads: int) -> str:
         if node.op != "placeholder":
             target = node.target
         elif isinstance(value := node.meta.get("val"), Tensor) and value.layout is torch.strided:
-            look = f"{Look.of(value)[:3]} {value.device.type}"
+            look = f"{TensorLayout.of(value)[:3]} {value.device.type}"
             device = value.device if value.device.type != "cpu" else device
         text = f"{names[node]} {node.op} {target} {args} {look}"
         found.append(re.sub(r", index=\d+", "", text))

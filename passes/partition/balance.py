@@ -20,6 +20,7 @@ from dataclasses import replace
 from torch import fx, nn
 
 from fxpipe.errors import PartitionError, near
+from fxpipe.formatting import bytes_text
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.assignment import (
     Assignment,
@@ -35,7 +36,6 @@ from fxpipe.passes.partition.solver.bound import lower_bound
 from fxpipe.passes.partition.solver.solve import least_limits, solve
 from fxpipe.passes.partition.work import Division, Machine, weigh
 from fxpipe.passes.tracing.leaf_nests import REST
-from fxpipe.words import bytes_text
 
 
 def balance(

@@ -374,5 +374,5 @@ def test_an_error_fits_a_screen_and_the_rest_is_in_the_debug_log(
     assert text.count("\n") < 45
     assert last in text.splitlines()[-2] and shown in text
     ours = [line for line in text.splitlines() if 'File "' in line and "/fxpipe/" in line]
-    assert all("turn.py" in line or "tests" in line for line in ours)
+    assert all("locks.py" in line or "tests" in line for line in ours)
     assert "in step\n" in caplog.text

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from fxpipe.compiler.overheads import Took, learned, spread
+from fxpipe.compiler.overheads import StepTimes, learned, spread
 from fxpipe.compiler.predict import predict
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
@@ -215,7 +215,7 @@ def test_what_a_run_took_is_predicted_of_its_program(name: str, steps: int, seri
     costs |= {("U", s): 7.0 for s in range(3)}
     links = None if serial else Link(0.75)
     ran = simulate(program, costs, links=links, overhead=0.25, serial=serial, steps=steps)
-    took = [Took(ran.makespan + 6.0 * steps, clocked(ran))] * 4
+    took = [StepTimes(ran.makespan + 6.0 * steps, clocked(ran))] * 4
     found = learned(program, took, Overheads(hand_over=0.75), serial=serial, steps=steps)
     for key, time in found.costs.items():
         assert time == pytest.approx(costs[key])
@@ -230,7 +230,7 @@ def test_what_a_run_stored_and_fetched_took_what_was_waited_for_it(stores: float
     program = chain_program(add_offload(find_recipe("gpipe")(3, 6), "always"))
     costs = {"F": 3.0, "B": 5.0, "U": 7.0, "O": stores, "P": 1.5 * stores}
     ran = simulate(program, costs, links=Link(0.75), overhead=0.25)
-    found = learned(program, [Took(ran.makespan, clocked(ran))] * 4, Overheads(hand_over=0.75))
+    found = learned(program, [StepTimes(ran.makespan, clocked(ran))] * 4, Overheads(hand_over=0.75))
     for key in itertools.product("OP", range(3)) if stores == 30.0 else ():
         assert found.costs[key] == pytest.approx(costs[key[0]], rel=0.02)
     made = predict(chain(3), program, Sizes({}), rehearsal=found)
@@ -240,12 +240,14 @@ def test_what_a_run_stored_and_fetched_took_what_was_waited_for_it(stores: float
 def test_a_run_that_was_held_up_does_not_count() -> None:
     program = chain_program(find_recipe("1f1b")(2, 2))
 
-    def took(factor: float) -> Took:
+    def took(factor: float) -> StepTimes:
         ran = simulate(program, {"F": factor, "B": 2 * factor, "U": 0.0})
         pairs = [
             zip(*each, strict=True) for each in zip(ran.events.starts, ran.events.ends, strict=True)
         ]
-        return Took(ran.makespan, [[round(1e9 * t) for pair in own for t in pair] for own in pairs])
+        return StepTimes(
+            ran.makespan, [[round(1e9 * t) for pair in own for t in pair] for own in pairs]
+        )
 
     found = learned(program, [*map(took, (1.0, 50.0, 1.2, 0.8))], Overheads())
     assert found.costs["F", 0] == pytest.approx(1.1)
@@ -257,7 +259,9 @@ def test_a_sampled_update_takes_its_share() -> None:
     pairs = [
         zip(*each, strict=True) for each in zip(ran.events.starts, ran.events.ends, strict=True)
     ]
-    took = Took(ran.makespan, [[round(1e9 * t) for pair in own for t in pair] for own in pairs])
+    took = StepTimes(
+        ran.makespan, [[round(1e9 * t) for pair in own for t in pair] for own in pairs]
+    )
     found = learned(program, [took], Overheads(), shares={0: 0.25, 1: 1.0})
     assert (found.costs["U", 0], found.costs["U", 1]) == pytest.approx((8.0, 2.0))
 

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam
 
 import fxpipe
-from fxpipe.words import bytes_text
+from fxpipe.formatting import bytes_text
 
 SCHEDULES: list[tuple[str, Any, int]] = [
     # a version and the state

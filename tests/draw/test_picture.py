@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fxpipe.draw.canvas import Canvas, Look, Stroke
+from fxpipe.draw.canvas import ArrowStyle, BoxStyle, Canvas
 from fxpipe.draw.picture import FORMATS, Picture, blank, lay_out
 from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
@@ -146,16 +146,16 @@ def test_a_copy_draws_as_the_original_does(picture: Picture) -> None:
 @pytest.mark.parametrize("text", [r"a\n\N\lb", "<b>", '"', "a&lt;b", "{x|y}", "ümläut → ×"])
 def test_a_plain_label_shows_exactly_its_text(text: str) -> None:
     canvas = Canvas("odd")
-    canvas.box((0, 0), 200, 20, Look(), label=text, tooltip=text, name=text)
+    canvas.box((0, 0), 200, 20, BoxStyle(), label=text, tooltip=text, name=text)
     svg = canvas.picture.pipe("svg", encoding="utf-8")
     assert f">{escape(text, quote=True)}</text>" in svg
 
 
 def test_what_is_placed_stays_where_it_was_put() -> None:
     canvas = Canvas("placed")
-    canvas.box((100, 50), 20, 10, Look("#112233"), name="one")
-    canvas.box((130, 80), 20, 10, Look("#445566"), name="two")
-    canvas.arrow("one", "two", [(110, 60), (110, 70), (140, 70), (140, 80)], Stroke())
+    canvas.box((100, 50), 20, 10, BoxStyle("#112233"), name="one")
+    canvas.box((130, 80), 20, 10, BoxStyle("#445566"), name="two")
+    canvas.arrow("one", "two", [(110, 60), (110, 70), (140, 70), (140, 80)], ArrowStyle())
     drawn = json.loads(canvas.picture.pipe("json"))
     (x1, y1), (x2, y2) = (map(float, node["pos"].split(",")) for node in drawn["objects"])
     assert (x2 - x1, y1 - y2) == (30, 30)

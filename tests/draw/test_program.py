@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fxpipe.draw.looks import glyph
 from fxpipe.draw.picture import BACKWARD, FAULT, FORWARD, GRADIENT, SKIP, UPDATE, Picture
 from fxpipe.draw.program import DETAILED, WITH_ARROWS, draw_program, rows_of, sketch_program
+from fxpipe.draw.styles import instruction_style
 from fxpipe.draw.timeline import Timeline
 from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
@@ -101,12 +101,12 @@ def test_every_opcode_is_drawn_and_explained(word: str) -> None:
     program = by_hand((EVERY[word],), *partner)
     picture = draw_program(program)
     assert word in legend(picture)
-    assert glyph(EVERY[word], program).label in legend(picture)
+    assert instruction_style(EVERY[word], program).label in legend(picture)
     assert "STUCK" not in picture.source
 
 
 def test_opcodes_look_different() -> None:
-    glyphs = [glyph(made, by_hand((), ())) for made in EVERY.values()]
+    glyphs = [instruction_style(made, by_hand((), ())) for made in EVERY.values()]
     assert len({(made.label, made.look) for made in glyphs}) == len(ins.OPCODES)
 
 

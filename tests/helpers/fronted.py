@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import PartitionError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import SEED, Literal, Traced, Value
-from fxpipe.kernels.serial import Ran, run_serially
+from fxpipe.kernels.serial import SerialResult, run_serially
 from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.graph.fit import localise_sizes
 from fxpipe.passes.graph.functionalise import functionalise
@@ -137,7 +137,7 @@ def run_plan(
     seed: int = 0,
     halves: bool = False,
     **kwargs: Any,
-) -> Ran:
+) -> SerialResult:
     """The plan's kernels one after another, each output's gradient being ``seed_like`` it."""
     values = values_of(traced, *args, seed=seed, **kwargs)
     carried = {e.value: plan.specs[e.value] for e in plan.edges if e.gradient and e.target == -1}

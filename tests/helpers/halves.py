@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.traced import Traced
-from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals, Wrapping
+from fxpipe.kernels.kernel import BackwardResult, ForwardResult, InputGradResult, Totals, Wrapping
 from fxpipe.passes.differentiate.part_backward import part_backward
 from tests.helpers.fronted import differentiated, front_end, in_stages, run_plan
 
@@ -21,14 +21,14 @@ aten = torch.ops.aten
 class Compared(Wrapping):
     """A kernel whose backward runs the whole and the halves, and holds one against the other."""
 
-    def forward(self, parameters: Any, buffers: Any, inputs: list[Any]) -> Forwarded:
+    def forward(self, parameters: Any, buffers: Any, inputs: list[Any]) -> ForwardResult:
         self.given = [*parameters, *buffers, *inputs]
         self.result = self.kernel.forward(parameters, buffers, inputs)
         return self.result
 
     def backward(
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
-    ) -> Backwarded:
+    ) -> BackwardResult:
         seen = [*self.given, *self.result.outputs, *self.result.writes, *saved, *gradients]
         # the workspace of oneDNN's recurrent layers is its own to write
         seen = [x for x in seen if not (isinstance(x, Tensor) and x.dtype == torch.uint8)]
@@ -53,7 +53,7 @@ class Compared(Wrapping):
         assert_same(seen, before)
         return expected
 
-    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGraded:
+    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGradResult:
         raise AssertionError
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:

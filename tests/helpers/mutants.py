@@ -130,7 +130,7 @@ def _other_instructions(
     match instruction:
         case ins.Barrier() | ins.Pause():
             return
-        case ins.Once():
+        case ins.OncePerStep():
             pass
         case ins.Give():
             for copy in range(program.devices):

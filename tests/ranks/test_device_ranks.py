@@ -17,7 +17,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.task import B, F, Task, U
 from fxpipe.runtime.ranks.devices import CudaRanks, DeviceChannels
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.meeting import check_cuda_ranks
+from fxpipe.runtime.ranks.rendezvous import check_cuda_ranks
 from fxpipe.text.program import print_instruction
 from tests.helpers.failing import Beside, die, first_of_each_kind, unchanged
 from tests.helpers.group_ranks import Gloo, use

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fxpipe import RankError
-from fxpipe.runtime.ranks.hearing import RECOVERY, Exchange, Hearing
+from fxpipe.runtime.ranks.inbox import RECOVERY, Exchange, Inbox
 from fxpipe.runtime.ranks.links import CLOSED
 
 pytestmark = pytest.mark.timeout(120, method="thread")
@@ -18,91 +18,91 @@ NAMES = tuple(f"rank {rank} (host, process {rank})" for rank in range(3))
 FAILED = {"error": "ValueError: no", "traceback": "the traceback"}
 
 
-def heard(hearing: Hearing, exchange: Exchange, seconds: float = 0.3) -> Any:
-    return hearing.values(exchange, seconds, lambda done, timeout: time.sleep(0.01), held=False)
+def heard(inbox: Inbox, exchange: Exchange, seconds: float = 0.3) -> Any:
+    return inbox.values(exchange, seconds, lambda done, timeout: time.sleep(0.01), held=False)
 
 
 def test_an_exchange_that_was_complete_where_a_rank_failed_later_is_complete_here_too() -> None:
-    hearing = Hearing(NAMES, 0)
+    inbox = Inbox(NAMES, 0)
     end = Exchange(4, 2, "end")
-    hearing.say(1, end, "one")
-    hearing.fail(1, 4, 3, FAILED)  # after this exchange
-    threading.Timer(0.1, hearing.say, (2, end, "two")).start()
-    assert heard(hearing, end, 10) == {1: "one", 2: "two"}
+    inbox.say(1, end, "one")
+    inbox.fail(1, 4, 3, FAILED)  # after this exchange
+    threading.Timer(0.1, inbox.say, (2, end, "two")).start()
+    assert heard(inbox, end, 10) == {1: "one", 2: "two"}
     with pytest.raises(RankError, match=r"rank 1 .* failed: ValueError: no") as raised:
-        heard(hearing, Exchange(4, 3, "more"))
+        heard(inbox, Exchange(4, 3, "more"))
     assert raised.value.rank == 1 and "the traceback" in raised.value.__notes__[-1]
 
 
 def test_a_failure_before_an_exchange_was_complete_ends_it() -> None:
-    hearing = Hearing(NAMES, 0)
-    hearing.say(1, Exchange(4, 2, "end"), "one")
-    hearing.fail(1, 4, 2, FAILED)
+    inbox = Inbox(NAMES, 0)
+    inbox.say(1, Exchange(4, 2, "end"), "one")
+    inbox.fail(1, 4, 2, FAILED)
     with pytest.raises(RankError, match="ValueError"):
-        heard(hearing, Exchange(4, 2, "end"))
+        heard(inbox, Exchange(4, 2, "end"))
 
 
 def test_a_rank_that_has_said_its_value_may_be_gone_before_the_others_have() -> None:
-    hearing = Hearing(NAMES, 0)
+    inbox = Inbox(NAMES, 0)
     end = Exchange(4, 2, "end")
-    hearing.say(1, end, "one")
-    hearing.lose(1, CLOSED)
-    hearing.say(2, end, "two")
-    assert heard(hearing, end) == {1: "one", 2: "two"}
+    inbox.say(1, end, "one")
+    inbox.lose(1, CLOSED)
+    inbox.say(2, end, "two")
+    assert heard(inbox, end) == {1: "one", 2: "two"}
     with pytest.raises(RankError, match=CLOSED) as raised:
-        heard(hearing, Exchange(5, 0, "the begin of a call"))
+        heard(inbox, Exchange(5, 0, "the begin of a call"))
     assert raised.value.rank == 1
 
 
 def test_the_first_rank_that_was_lost_is_named_where_another_one_left_because_of_it() -> None:
-    hearing = Hearing(NAMES, 0)
-    hearing.lose(2, "has ended")
-    hearing.lose(1, CLOSED)
+    inbox = Inbox(NAMES, 0)
+    inbox.lose(2, "has ended")
+    inbox.lose(1, CLOSED)
     with pytest.raises(RankError, match="has ended") as raised:
-        heard(hearing, Exchange(5, 0, "the begin of a call"))
+        heard(inbox, Exchange(5, 0, "the begin of a call"))
     assert raised.value.rank == 2
 
 
 def test_a_rank_that_went_on_after_another_one_failed_is_not_blamed() -> None:
-    hearing = Hearing(NAMES, 0)
-    hearing.say(2, Exchange(5, 0, "the begin of a call"), "step")  # it has heard of the failure
-    timer = threading.Timer(0.1, hearing.fail, (1, 4, 1, FAILED))
+    inbox = Inbox(NAMES, 0)
+    inbox.say(2, Exchange(5, 0, "the begin of a call"), "step")  # it has heard of the failure
+    timer = threading.Timer(0.1, inbox.fail, (1, 4, 1, FAILED))
     timer.start()
     with pytest.raises(RankError, match="ValueError: no") as raised:
-        heard(hearing, Exchange(4, 1, "the call"), 10)
+        heard(inbox, Exchange(4, 1, "the call"), 10)
     assert raised.value.rank == 1
 
 
 def test_values_and_failures_of_calls_that_are_over_do_not_matter() -> None:
-    hearing = Hearing(NAMES, 0)
-    hearing.fail(1, 4, 1, FAILED)
-    hearing.forget(4)
-    hearing.fail(2, 4, 0, FAILED)
-    assert hearing.failure(4, 9) is None
-    hearing.say(1, Exchange(4, 2, "end"), "old")
+    inbox = Inbox(NAMES, 0)
+    inbox.fail(1, 4, 1, FAILED)
+    inbox.forget(4)
+    inbox.fail(2, 4, 0, FAILED)
+    assert inbox.failure(4, 9) is None
+    inbox.say(1, Exchange(4, 2, "end"), "old")
     for rank in (1, 2):
-        hearing.say(rank, Exchange(5, 0, "the begin of a call"), rank)
-    assert heard(hearing, Exchange(5, 0, "the begin of a call")) == {1: 1, 2: 2}
+        inbox.say(rank, Exchange(5, 0, "the begin of a call"), rank)
+    assert heard(inbox, Exchange(5, 0, "the begin of a call")) == {1: 1, 2: 2}
 
 
 def test_after_a_failure_ranks_recover_wherever_they_were() -> None:
-    hearing = Hearing(NAMES, 0)
-    hearing.fail(1, 4, 1, FAILED)
-    hearing.say(2, Exchange(4, 1, "end"), None)
+    inbox = Inbox(NAMES, 0)
+    inbox.fail(1, 4, 1, FAILED)
+    inbox.say(2, Exchange(4, 1, "end"), None)
     for rank in (1, 2):
-        hearing.say(rank, Exchange(4, -1, RECOVERY), 7 + rank)
-    assert heard(hearing, Exchange(4, -1, RECOVERY)) == {1: 8, 2: 9}
+        inbox.say(rank, Exchange(4, -1, RECOVERY), 7 + rank)
+    assert heard(inbox, Exchange(4, -1, RECOVERY)) == {1: 8, 2: 9}
 
 
 def test_what_a_rank_found_out_for_all_is_told_in_its_own_words() -> None:
-    hearing = Hearing(NAMES, 0)
-    error = hearing.fail(1, 4, 1, {"error": "rank 2 is gone", "traceback": "", "rank": 2})
+    inbox = Inbox(NAMES, 0)
+    error = inbox.fail(1, 4, 1, {"error": "rank 2 is gone", "traceback": "", "rank": 2})
     assert error.rank == 2 and str(error) == "rank 2 is gone"
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
-    hearing = Hearing(NAMES, 0)
-    hearing.say(1, Exchange(1, 0, "the begin of a call"), "step")
+    inbox = Inbox(NAMES, 0)
+    inbox.say(1, Exchange(1, 0, "the begin of a call"), "step")
     with pytest.raises(RankError, match=r"rank 2 .* has not come") as raised:
-        heard(hearing, Exchange(1, 0, "the begin of a call"))
+        heard(inbox, Exchange(1, 0, "the begin of a call"))
     assert raised.value.rank == 2

@@ -14,8 +14,8 @@ import pytest
 
 from fxpipe import RankError
 from fxpipe.runtime.ranks import links as links_module
-from fxpipe.runtime.ranks.connecting import Met
 from fxpipe.runtime.ranks.group import RankGroup
+from fxpipe.runtime.ranks.handshake import Membership
 from fxpipe.runtime.ranks.links import CLOSED
 from fxpipe.runtime.ranks.message import Message
 from fxpipe.runtime.ranks.peer import Peer
@@ -31,7 +31,7 @@ def groups(size: int) -> list[RankGroup]:
     for rank, other in itertools.combinations(range(size), 2):
         sockets[rank][other], sockets[other][rank] = socket.socketpair()
     return [
-        RankGroup(Met(rank, names, names, ("host",) * size, sockets[rank], 1, 5.0))
+        RankGroup(Membership(rank, names, names, ("host",) * size, sockets[rank], 1, 5.0))
         for rank in range(size)
     ]
 
@@ -58,7 +58,7 @@ def test_a_group_that_is_collected_says_goodbye() -> None:
     assert links is not None
     del one
     gc.collect()
-    assert soon(lambda: bool(two.hearing.gone))
+    assert soon(lambda: bool(two.inbox.gone))
     with pytest.raises(RankError, match=f"rank 0 .*{CLOSED}") as raised:
         two.check()
     assert raised.value.rank == 0
@@ -72,8 +72,8 @@ def test_a_damaged_message_of_a_known_kind_loses_the_rank() -> None:
         one, two = groups(2)
         assert one.links is not None
         one.links.send(1, bad)
-        assert soon(lambda two=two: bool(two.hearing.gone))  # type: ignore[misc]
-        assert "cannot be read" in two.hearing.gone[0]
+        assert soon(lambda two=two: bool(two.inbox.gone))  # type: ignore[misc]
+        assert "cannot be read" in two.inbox.gone[0]
         one.close()
         two.close()
 
@@ -138,7 +138,7 @@ def test_a_rank_that_waits_for_one_that_knows_of_a_lost_one_is_told_of_the_lost_
     assert soon(lambda: one.call == 2)
     for peer in three.links._peers.values():  # as the end of its process does
         peer.socket.shutdown(socket.SHUT_RDWR)
-    assert soon(lambda: 2 in two.hearing.gone)
+    assert soon(lambda: 2 in two.inbox.gone)
     if leaves == "calls":
         call(two)
     else:
@@ -174,7 +174,7 @@ def test_what_a_lost_rank_had_said_counts_though_another_one_tells_first_that_it
     for thread in threads:
         thread.start()
     call(three, 1)
-    assert soon(lambda: all(three.hearing._said[rank] for rank in (0, 1)))  # of their second call
+    assert soon(lambda: all(three.inbox._said[rank] for rank in (0, 1)))  # of their second call
     monkeypatch.setattr(two.links, "_read", read_later)
     begin, end = (2, 0, "the begin of a call"), (2, 1, "end")
     three.links.send_all(Message("said", begin, ["step", 0, ""]))
@@ -183,12 +183,12 @@ def test_what_a_lost_rank_had_said_counts_though_another_one_tells_first_that_it
     for peer in three.links._peers.values():
         peer.socket.shutdown(socket.SHUT_RDWR)
     lost = two.links._peers[2]
-    assert soon(lambda: 2 in one.hearing.gone and lost.doubt[0] != "")
+    assert soon(lambda: 2 in one.inbox.gone and lost.doubt[0] != "")
     reads.set()
     for thread in threads:
         thread.join()
     assert not told, "a rank rolls back what the other one counts"
-    assert soon(lambda: 2 in two.hearing.gone)
+    assert soon(lambda: 2 in two.inbox.gone)
     for group in (one, two, three):
         group.close()
 
@@ -202,8 +202,8 @@ def test_what_a_lost_rank_had_said_counts_though_nothing_can_be_sent_to_it_any_m
         two.links.send_all(Message("said", (1, 0, "the begin of a call"), ["step", 0, ""]))
         peer.broken = "cannot be reached any more"
         one.links._look(peer, time.monotonic())
-    assert one.hearing.gone == {1: "cannot be reached any more"}
-    assert len(one.hearing._said[1]) == 1
+    assert one.inbox.gone == {1: "cannot be reached any more"}
+    assert len(one.inbox._said[1]) == 1
     for group in (one, two):
         group.close()
 
@@ -212,7 +212,7 @@ def test_a_rank_that_another_one_has_lost_is_given_up_soon_though_it_lives() -> 
     one, two, three = groups(3)
     assert one.links is not None
     one.links.send(1, Message("gone", (2,), "cannot be reached any more"))
-    assert soon(lambda: 2 in two.hearing.gone and 1 in three.hearing.gone)
-    assert two.hearing.gone == {2: "cannot be reached any more"}
+    assert soon(lambda: 2 in two.inbox.gone and 1 in three.inbox.gone)
+    assert two.inbox.gone == {2: "cannot be reached any more"}
     for group in (one, two, three):
         group.close()

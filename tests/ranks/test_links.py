@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.ranks import connecting
+from fxpipe.runtime.ranks import handshake
 from fxpipe.runtime.ranks import links as links_module
 from fxpipe.runtime.ranks.links import CLOSED, Links
 from fxpipe.runtime.ranks.message import MOST, PREFIX, Message, digest, pack
-from fxpipe.runtime.ranks.shared import Lent
+from fxpipe.runtime.ranks.shared import LentMemory
 from tests.helpers.tiny import soon, within
 
 pytestmark = pytest.mark.timeout(120, method="thread")
@@ -175,7 +175,7 @@ def test_a_message_that_nobody_reads_does_not_keep_a_rank_from_closing() -> None
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory can be shared here")
 def test_a_process_that_is_forked_while_a_thread_lends_memory_goes_on() -> None:
     with ends() as (end, _):
-        lent = end.links._peers[1].lent = Lent(os.memfd_create("test"))
+        lent = end.links._peers[1].lent = LentMemory(os.memfd_create("test"))
         with lent._lock:
             child = os.fork()
             if not child:
@@ -217,15 +217,15 @@ def test_strangers_are_not_let_in_and_keep_nobody_waiting() -> None:
         strangers[2].sendall(struct.pack("!H", 1) + b"\0" * 32)
         strangers[3].close()
         rank = socket.create_connection(address)
-        nonce = connecting._exactly
+        nonce = handshake._exactly
         found: list[tuple[int, socket.socket]] = []
 
         def proves() -> None:
-            rank.sendall(struct.pack("!H", 1) + connecting._proof(secret, nonce(rank, 16)))
+            rank.sendall(struct.pack("!H", 1) + handshake._proof(secret, nonce(rank, 16)))
 
         thread = threading.Thread(target=proves)
         thread.start()
-        with within(2), connecting._Door([listener], secret) as door:
+        with within(2), handshake._Acceptor([listener], secret) as door:
             while not found:
                 found += door.admitted()
         thread.join()

@@ -208,7 +208,7 @@ def killed_elsewhere(mesh: DeviceMesh, folder: str) -> None:
         if change is committing:  # all were ready: the step counts here, and nothing comes after
             pipe.step(x, target=y)
         if change is in_flight:
-            assert soon(lambda: 1 in pipe._group.hearing.gone)  # noqa: B023
+            assert soon(lambda: 1 in pipe._group.inbox.gone)  # noqa: B023
         with told_of(1) as raised:
             pipe.step(x, target=y)
         notes = str(getattr(raised.value, "__notes__", ()))
@@ -267,14 +267,14 @@ def never_comes(mesh: DeviceMesh, folder: str) -> str:
     beside.step()
     x, y = beside.batch()
     group = beside.pipe._group
-    group.met = group.met._replace(timeout=1.0)
+    group.members = group.members._replace(timeout=1.0)
     done = Path(folder, "done")
     if mesh.get_local_rank() == 1:
         await_file(done)
     with within(5), pytest.raises(RankError) as raised:
         beside.pipe.step(x, target=y)
     done.touch()
-    group.met = group.met._replace(timeout=60.0)
+    group.members = group.members._replace(timeout=60.0)
     beside.step()
     beside.pipe.close()
     return str(raised.value)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.runtime.ranks.summing import Adding, cut
+from fxpipe.runtime.ranks.summing import RunningSum, cut
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.oracles import replicated_loop
@@ -176,7 +176,7 @@ def assert_equal(found: Results, expected: Results, name: str) -> None:
 def test_sums_in_the_order_of_arrival_are_there_but_for_the_last() -> None:
     values = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
     (first, second, third) = (cut([value], 1)[0] for value in values)
-    ordered, unordered = Adding(3, True), Adding(3, False)
+    ordered, unordered = RunningSum(3, True), RunningSum(3, False)
     for adding in (ordered, unordered):
         assert adding.take(2, third) is None
         assert adding.take(0, first) is None
@@ -185,7 +185,7 @@ def test_sums_in_the_order_of_arrival_are_there_but_for_the_last() -> None:
     assert [float(each) for each in found if each is not None] == [0.0, 1.0]
     assert [float(value) for value in values] == [1e8, 1.0, -1e8]  # gradients are left alone
     for order in permutations(range(4)):
-        for adding in (Adding(4, True), Adding(4, False)):
+        for adding in (RunningSum(4, True), RunningSum(4, False)):
             *early, last = [adding.take(r, cut([torch.tensor([10.0**r])], 1)[0]) for r in order]
             assert early == [None] * 3
             assert last is not None and last.pieces == [torch.tensor([1111.0])]

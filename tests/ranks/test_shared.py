@@ -18,7 +18,7 @@ from torch import Tensor
 from fxpipe import RankError
 from fxpipe.runtime.ranks import shared
 from fxpipe.runtime.ranks.message import Message, pack, unpacking
-from fxpipe.runtime.ranks.shared import LOCAL, Borrowed, Lent, Slot, share
+from fxpipe.runtime.ranks.shared import LOCAL, BorrowedMemory, LentMemory, Slot, share
 
 pytestmark = pytest.mark.skipif(
     LOCAL is None or not hasattr(os, "memfd_create"), reason="no memory can be shared here"
@@ -36,7 +36,7 @@ class Joined:
         sent: bytes that the last message had besides what is shared.
     """
 
-    def __init__(self, lent: Lent, borrowed: Borrowed) -> None:
+    def __init__(self, lent: LentMemory, borrowed: BorrowedMemory) -> None:
         self.lent, self.borrowed, self.sent = lent, borrowed, 0
 
     def through(self, value: object) -> object:

@@ -21,7 +21,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import add_offload
 from fxpipe.runtime import interpreter
-from fxpipe.runtime.offload import FileAway
+from fxpipe.runtime.offload import FileMemory
 from fxpipe.schedules import gpipe
 from tests.helpers.eager_lanes import launched
 from tests.helpers.overlapping import ADAMW, compiled, make
@@ -98,16 +98,16 @@ def test_what_others_hold_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     model, x, y = nn.Sequential(Scaled(), Scaled()), torch.randn(8, 8), torch.randn(8, 8)
     held = [*model.parameters(), *model.buffers(), x, y]
     count = 0
-    begin = FileAway.__init__
+    begin = FileMemory.__init__
 
-    def storing(self: FileAway, device: int, memories: list[Tensor]) -> None:
+    def storing(self: FileMemory, device: int, memories: list[Tensor]) -> None:
         nonlocal count
         count += len(memories)
         theirs = {tensor.untyped_storage().data_ptr() for tensor in held}
         assert theirs.isdisjoint(memory.untyped_storage().data_ptr() for memory in memories)
         begin(self, device, memories)
 
-    monkeypatch.setattr(FileAway, "__init__", storing)
+    monkeypatch.setattr(FileMemory, "__init__", storing)
     options: dict[str, Any] = {"schedule": "gpipe", "microbatches": 4, "offload": "always"}
     with fxpipe.compile(model, 2, loss=nn.functional.mse_loss, **options) as pipe:
         pipe.step(x, target=y)
@@ -193,9 +193,9 @@ def test_a_backward_waits_until_what_it_needs_is_there(monkeypatch: pytest.Monke
     alone = copy.deepcopy(model)
     expected = loop.train(alone, 4, x, loss=nn.functional.mse_loss, target=y)
     waiting = threading.Semaphore(0)
-    read, handler = FileAway._read, interpreter.HANDLERS[ins.Await]
+    read, handler = FileMemory._read, interpreter.HANDLERS[ins.Await]
 
-    def late(self: FileAway, memories: list[Tensor]) -> None:
+    def late(self: FileMemory, memories: list[Tensor]) -> None:
         waiting.acquire()  # until a device waits for it
         read(self, memories)
 
@@ -203,7 +203,7 @@ def test_a_backward_waits_until_what_it_needs_is_there(monkeypatch: pytest.Monke
         waiting.release()
         handler(machine, instruction)
 
-    monkeypatch.setattr(FileAway, "_read", late)
+    monkeypatch.setattr(FileMemory, "_read", late)
     monkeypatch.setattr(interpreter, "HANDLERS", {**interpreter.HANDLERS, ins.Await: waits})
     options: dict[str, Any] = {
         "loss": nn.functional.mse_loss,
@@ -218,7 +218,7 @@ def test_a_backward_waits_until_what_it_needs_is_there(monkeypatch: pytest.Monke
 def test_the_file_is_in_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     memory = torch.arange(40, dtype=torch.uint8)
-    away = FileAway(0, [memory, memory[:0], memory * 2])
+    away = FileMemory(0, [memory, memory[:0], memory * 2])
     away.wait()
     assert not list(tmp_path.iterdir())
     fetched = away.fetch()

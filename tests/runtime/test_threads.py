@@ -328,7 +328,7 @@ def test_what_runs_in_a_pipes_own_threads_may_ask_the_pipe() -> None:
 def waits(thread: int | None) -> bool:
     """Whether a thread is where threads wait for others."""
     frame = sys._current_frames().get(thread or 0)
-    return frame is not None and frame.f_code.co_name in ("take", "alone")
+    return frame is not None and frame.f_code.co_name in ("call", "exclusive")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are sent as POSIX does")

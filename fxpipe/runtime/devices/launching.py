@@ -26,7 +26,7 @@ from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.failure import Launched, Unfinished
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
-from fxpipe.runtime.offload import Away
+from fxpipe.runtime.offload import OffloadMemory
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.text.program import print_instruction
 
@@ -180,8 +180,8 @@ class Events:
             self._changed.notify_all()
 
 
-class HostAway:
-    """A device's memory in that of its host. Streams copy it, and events say when. See Away."""
+class HostMemory:
+    """A device's memory in that of its host: an OffloadMemory, copied by streams."""
 
     def __init__(self, lanes: Lanes, memories: list[Tensor]) -> None:
         """Begin to copy, on the current stream."""
@@ -189,7 +189,7 @@ class HostAway:
         self._stored = [lanes.take(memory) for memory in memories]
 
     def wait(self) -> None:
-        """See Away.wait: the stream has waited for an event."""
+        """See OffloadMemory.wait: the stream has waited for an event."""
 
     def fetch(self) -> list[Tensor]:
         fetched = [self._lanes.bring(PREFETCH, each) for each in self._stored]
@@ -252,8 +252,8 @@ class LaunchingMachine(Machine):
                 return False
         return True
 
-    def store_away(self, memories: list[Tensor]) -> Away:
-        return HostAway(self.lanes, memories)
+    def store_away(self, memories: list[Tensor]) -> OffloadMemory:
+        return HostMemory(self.lanes, memories)
 
     def _launch_next(self) -> ins.Instruction:
         """Launch the instruction at ``position``, and return it."""

@@ -16,9 +16,9 @@ from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job, alone
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.hearing import POLL, failure_of
+from fxpipe.runtime.ranks.inbox import POLL, failure_of
 from fxpipe.runtime.ranks.message import Message
-from fxpipe.runtime.ranks.summing import Adding, Part, Pieces, cut, joined, merged
+from fxpipe.runtime.ranks.summing import Part, Pieces, RunningSum, cut, joined, merged
 from fxpipe.runtime.weights.clipping import norms_of
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class RankChannels(Channels):
         self._unsent: list[tuple[Any, Any]] = []
         self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}
         self._ordered = ordered_sums
-        self._sums: dict[tuple[int, int, int], Adding] = {}
+        self._sums: dict[tuple[int, int, int], RunningSum] = {}
         self._parts: dict[tuple[int, int], list[Pieces]] = {}
         self._met: SimpleQueue[int | None] = SimpleQueue()
         self._times_met: Counter[int] = Counter()
@@ -115,7 +115,7 @@ class RankChannels(Channels):
         return buffer.value == self._jobs[buffer.batch].host.shared
 
     def fed(self, batch: int) -> None:
-        with self._group.hearing.changed:
+        with self._group.inbox.changed:
             for buffer, value, replica in self._outputs.pop(batch, []):
                 self._jobs[batch].host.take(buffer, value, replica)
 
@@ -153,7 +153,7 @@ class RankChannels(Channels):
         for rank, part in zip(self._group.twins, parts, strict=True):
             if rank != self._group.rank:
                 self._links.send(rank, Message("part", (self._run, key), tuple(part)))
-        with self._group.hearing.changed:
+        with self._group.inbox.changed:
             self._group.summed += sum(part.nbytes for part in parts) - parts[own].nbytes
             self._add(own, key, parts[own])
 
@@ -172,7 +172,7 @@ class RankChannels(Channels):
         """Take a replica's gradients of the part that this rank sums up; with the last of them the
         sum is complete, and is sent."""
         replicas, own = self._group.replicas, self._group.replica
-        adding = self._sums.setdefault(key, Adding(replicas, self._ordered))
+        adding = self._sums.setdefault(key, RunningSum(replicas, self._ordered))
         total, (stage, batch, bucket) = adding.take(replica, part), key
         if total is None:
             return
@@ -218,7 +218,7 @@ class RankChannels(Channels):
         """Give the other replicas the parts of a stage's new weights, which the update of a batch
         has made here; never waits."""
         buffer = _of_replica("weights", stage, self._group.replica, batch)
-        with self._group.hearing.changed:
+        with self._group.inbox.changed:
             size = sum(part.nbytes for part in parts)
             self._group.summed += size * (self._group.replicas - 1)
         self._tell_twins(buffer, parts)
@@ -261,7 +261,7 @@ class RankChannels(Channels):
             self._add(self._group.replica_of(rank), message.key[1], Part(*message.value))
             return
         if message.kind == "left":
-            error = self._group.hearing.error_of(rank, message.value)
+            error = self._group.inbox.error_of(rank, message.value)
             if self.running:
                 self.fail(error)
             else:
@@ -318,7 +318,7 @@ class RankBackend(Backend):
 
     def memory(self, device: int) -> DeviceMemory:
         """See Backend.memory; the ranks of a host share its memory."""
-        hosts = self.group.met.hosts
+        hosts = self.group.members.hosts
         host = hosts[self.group.pipeline[device]]
         here = host == hosts[self.group.rank]
         known = super().memory(device).total if here else None

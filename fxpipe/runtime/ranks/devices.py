@@ -63,7 +63,7 @@ class _Posted(NamedTuple):
 
 
 @dataclass
-class _Awaited:
+class _Receives:
     """What this rank receives from another one.
 
     Attributes:
@@ -97,7 +97,7 @@ class DeviceChannels(RankChannels, LaunchingChannels):
         self._stopped = threading.Event()
         self._pairs = pairs
         self._sent: dict[Buffer, tuple[Tensor, Any]] = {}
-        self._awaited: dict[int, _Awaited] = {}
+        self._awaited: dict[int, _Receives] = {}
         self._pauses: list[int] = []
         self._until: int | None = None  # the pause that comes next
         super().__init__(program, group, jobs)
@@ -113,7 +113,7 @@ class DeviceChannels(RankChannels, LaunchingChannels):
                     self._pauses.append(at)
                 elif isinstance(x, ins.Receiving):
                     origin = self._program.origin(x)
-                    awaited = self._awaited.setdefault(origin, _Awaited(machine.first))
+                    awaited = self._awaited.setdefault(origin, _Receives(machine.first))
                     awaited.receives.append((at, x.buffer))
         self._until = next((at for at in self._pauses if at >= machine.position), None)
         for source, awaited in self._awaited.items():
@@ -178,7 +178,7 @@ class DeviceChannels(RankChannels, LaunchingChannels):
             return None
         return spec if spec.bytes else None
 
-    def _post(self, machine: LaunchingMachine, source: int, awaited: _Awaited, most: int) -> None:
+    def _post(self, machine: LaunchingMachine, source: int, awaited: _Receives, most: int) -> None:
         """Post receives on the current stream until there are so many, or no more are known."""
         while len(awaited.posted) < most:
             buffer = self._upcoming(machine, awaited)
@@ -191,7 +191,7 @@ class DeviceChannels(RankChannels, LaunchingChannels):
                     work = self._pairs.receive(source, made)
                 awaited.posted.append(_Posted(buffer, made, work))
 
-    def _upcoming(self, machine: LaunchingMachine, awaited: _Awaited) -> Buffer | None:
+    def _upcoming(self, machine: LaunchingMachine, awaited: _Receives) -> Buffer | None:
         """What is received next, or None as long as that is not known: where the caller decides
         whether there is another batch, or whether it goes on after a pause."""
         while True:
@@ -247,7 +247,7 @@ class CudaRanks(RankBackend, CudaBackend):
         """See Backend.memory; what other ranks' devices hold is not known here."""
         if device == self.group.rank:
             return self.lanes[0].memory()
-        return DeviceMemory(self.group.met.places[device], None, None)
+        return DeviceMemory(self.group.members.places[device], None, None)
 
 
 def backend_of(

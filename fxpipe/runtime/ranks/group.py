@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from fxpipe.errors import InputError, RankError
-from fxpipe.runtime.ranks.connecting import Met
-from fxpipe.runtime.ranks.hearing import (
+from fxpipe.runtime.ranks.handshake import Membership
+from fxpipe.runtime.ranks.inbox import (
     RECOVERY,
     Delivery,
     Exchange,
-    Hearing,
+    Inbox,
     difference,
     failure_of,
 )
@@ -27,7 +27,7 @@ from fxpipe.runtime.ranks.links import CLOSED, Links
 from fxpipe.runtime.ranks.message import Message
 from fxpipe.signals import signals_at_operations
 
-ALONE = Met()
+ALONE = Membership()
 """A process that is the only rank."""
 
 
@@ -49,21 +49,21 @@ class RankGroup:
         summed: how many bytes of gradients this rank has sent to be summed over the replicas, and
             of their sums.
         closed: whether ``close`` was called.
-        hearing: what the other ranks have told.
+        inbox: what the other ranks have told.
         delivery: the channels of runs, to which their messages go.
     """
 
-    def __init__(self, met: Met = ALONE) -> None:
+    def __init__(self, members: Membership = ALONE) -> None:
         """Connect the ranks that have met; by default this process is the only one."""
-        self.met = met
-        self.rank, self.size, self.replicas = met.rank, len(met.names), met.replicas
+        self.members = members
+        self.rank, self.size, self.replicas = members.rank, len(members.names), members.replicas
         self._devices = self.size // self.replicas
         self.replica, self.device = divmod(self.rank, self._devices)
         self.call = self.kept = 0
         self.summed = 0
         self.closed = False
-        self.hearing = Hearing(met.names, met.rank)
-        self.delivery = Delivery(self.hearing.changed)
+        self.inbox = Inbox(members.names, members.rank)
+        self.delivery = Delivery(self.inbox.changed)
         self._given_up = ""  # why no rank can make a call any more
         self._what = ""  # the call that runs; empty between calls
         self._exchanges = 0  # of this call that are complete
@@ -131,7 +131,7 @@ class RankGroup:
                 raise
             finally:
                 self._what = ""
-                self.hearing.forget(self.call)
+                self.inbox.forget(self.call)
 
     def when_failed(self, roll_back: Callable[[], str]) -> None:
         """Call a function at the end of each call that failed, on every rank. The error gets what
@@ -155,8 +155,8 @@ class RankGroup:
             RankError: a rank is gone.
         """
         self._check_open()
-        for rank in [*self.hearing.gone]:  # the first that was lost
-            raise self.hearing.lost(rank)
+        for rank in [*self.inbox.gone]:  # the first that was lost
+            raise self.inbox.lost(rank)
 
     def _check_open(self) -> None:
         if self.links is not None and self.links.forked:
@@ -188,7 +188,7 @@ class RankGroup:
         exchange = Exchange(self.call, index, about)
         self._settled = False
         self.links.send_all(Message("said", tuple(exchange), value))
-        found = self.hearing.values(exchange, self.met.timeout, self.links.pump, held=held)
+        found = self.inbox.values(exchange, self.members.timeout, self.links.pump, held=held)
         self._exchanges += 1
         return [value if rank == self.rank else found[rank] for rank in range(self.size)]
 
@@ -220,7 +220,7 @@ class RankGroup:
         try:
             known = self.exchange(RECOVERY, (version, value), held=True)
         except RankError:
-            if not self.hearing.gone:
+            if not self.inbox.gone:
                 self.close()  # the ranks may have gone back to different versions
             return version, [value]
         twins = [known[rank][1] for rank in self.twins if known[rank] is not None]
@@ -249,7 +249,7 @@ class RankGroup:
         texts = [text, own, twins]
         digests = [hashlib.sha256(each.encode()).hexdigest() for each in texts]
         told = self.exchange(about, [*digests, value])
-        names = self.met.names
+        names = self.members.names
         for rank in range(self.size):
             device = rank % self._devices
             for kind, first in enumerate((0, rank - device, device)):
@@ -265,7 +265,7 @@ class RankGroup:
 
     def announce(self, error: BaseException) -> None:
         """Tell all other ranks that this call has failed here, unless they know."""
-        if not self._what or self._told or self._settled or self.hearing.knows(error):
+        if not self._what or self._told or self._settled or self.inbox.knows(error):
             return
         self._told = True
         assert self.links is not None
@@ -276,9 +276,9 @@ class RankGroup:
     @property
     def failure(self) -> RankError | None:
         """Why this call cannot go on, as far as the other ranks have told."""
-        failure = self.hearing.failure(self.call, self._exchanges)
-        gone = [*self.hearing.gone]
-        return self.hearing.lost(gone[0]) if failure is None and gone else failure
+        failure = self.inbox.failure(self.call, self._exchanges)
+        gone = [*self.inbox.gone]
+        return self.inbox.lost(gone[0]) if failure is None and gone else failure
 
     def close(self) -> None:
         """Say goodbye; what still runs here ends."""
@@ -291,7 +291,7 @@ class RankGroup:
     def _begin(self, what: str) -> None:
         """Check that all ranks make the same call, with the results of the same calls before."""
         calls = self.exchange("the begin of a call", [what, self.kept, self._given_up])
-        names = self.met.names
+        names = self.members.names
         for rank, (other, kept, given_up) in enumerate(calls):
             if given_up:
                 raise RankError(f"{names[rank]} {given_up}", rank=rank)
@@ -324,10 +324,10 @@ class RankGroup:
         """Take a message; called by the thread of the links. It may raise for a damaged one."""
         if message.kind == "said":
             call, index, about = message.key
-            self.hearing.say(rank, Exchange(call, index, about), message.value)
+            self.inbox.say(rank, Exchange(call, index, about), message.value)
         elif message.kind == "failed":
             call, index = message.key
-            error = self.hearing.fail(rank, call, index, message.value)
+            error = self.inbox.fail(rank, call, index, message.value)
             if call == self.call:
                 self.delivery.stop(error)
         elif message.kind == "gone":
@@ -341,7 +341,7 @@ class RankGroup:
         """Called by the thread of the links."""
         if why != CLOSED and self.links is not None:  # the others may not have noticed
             self.links.send_all(Message("gone", (rank,), why))
-        self.delivery.stop(self.hearing.lose(rank, why))
+        self.delivery.stop(self.inbox.lose(rank, why))
 
 
 def _links(group: RankGroup) -> Links:
@@ -356,10 +356,10 @@ def _links(group: RankGroup) -> Links:
         if (here := reference()) is not None:
             here._lost(rank, why)
 
-    met = group.met
-    here = met.hosts.count(met.hosts[met.rank])
+    members = group.members
+    here = members.hosts.count(members.hosts[members.rank])
     spins = here <= (os.cpu_count() or 1)  # else another rank may need the core
-    links = Links(met.sockets, deliver, lost, met.shared, spins=spins)
+    links = Links(members.sockets, deliver, lost, members.shared, spins=spins)
     weakref.finalize(group, links.end).atexit = False
     if not _groups:
         atexit.register(_close_all)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.ranks.shared import LEAST, Borrowed, Lent, Slot
+from fxpipe.runtime.ranks.shared import LEAST, BorrowedMemory, LentMemory, Slot
 
 PREFIX = struct.Struct("!IQ")
 """Before each message: the bytes of its head, and the bytes of all its tensors."""
@@ -86,7 +86,7 @@ class _Layout(NamedTuple):
         return _DTYPES[self.dtype].itemsize * (self.span if self.where else prod(self.once))
 
 
-def pack(message: Message, lent: Lent | None = None) -> list[memoryview]:
+def pack(message: Message, lent: LentMemory | None = None) -> list[memoryview]:
     """The bytes of a message, in parts, which keep the tensors alive. These are not copied where
     they lie dense in memory; large ones go to memory that is lent to the process that gets them.
     Raises InputError where the message has something in it that cannot be sent."""
@@ -116,7 +116,7 @@ def digest(tensor: Tensor) -> str:
     return made.hexdigest()[:16]
 
 
-def unpacking(borrowed: Borrowed | None = None) -> Iterator[memoryview | Message]:
+def unpacking(borrowed: BorrowedMemory | None = None) -> Iterator[memoryview | Message]:
     """Read messages one after another: yields memory to fill, or a message that is complete. Large
     tensors are in memory that is borrowed from the process that sends them."""
     while True:
@@ -138,7 +138,7 @@ def unpacking(borrowed: Borrowed | None = None) -> Iterator[memoryview | Message
 
 
 def _arriving(
-    layouts: Sequence[_Layout], borrowed: Borrowed | None
+    layouts: Sequence[_Layout], borrowed: BorrowedMemory | None
 ) -> Generator[memoryview, None, list[Tensor]]:
     """The tensors of a message; yields memory for those that are sent."""
     found: list[Tensor] = []
@@ -171,7 +171,7 @@ class _Flat:
         layouts: how to restore all.
     """
 
-    def __init__(self, lent: Lent | None) -> None:
+    def __init__(self, lent: LentMemory | None) -> None:
         self.tensors: list[Tensor] = []
         self.layouts: list[_Layout] = []
         self._lent = lent

@@ -21,7 +21,7 @@ from fxpipe.errors import RankError, told
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.meeting import interruptibly, within
+from fxpipe.runtime.ranks.rendezvous import interruptibly, within
 from fxpipe.signals import raise_held
 
 ABORTING = 30.0
@@ -113,7 +113,7 @@ class PairGroups:
         before = os.environ.get(name)
         os.environ[name] = "0"  # else torch ends this process when another rank has died
         try:
-            return nccl(store, member, 2, timedelta(seconds=self._ranks.met.timeout))
+            return nccl(store, member, 2, timedelta(seconds=self._ranks.members.timeout))
         finally:
             del os.environ[name]
             if before is not None:
@@ -127,7 +127,7 @@ class PairGroups:
         """A pair and its group, over which a byte has gone: nothing is left to be set up later,
         where a rank would wait for the other."""
         member = pair.index(self._ranks.rank)
-        store = within(self._ranks.met.store, f"{pair[0]}>{pair[1]}")
+        store = within(self._ranks.members.store, f"{pair[0]}>{pair[1]}")
         # a thread has a current device of its own
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             try:
@@ -136,7 +136,7 @@ class PairGroups:
                 (made.recv([byte], 0, 0) if member else made.send([byte], 1, 0)).wait()
                 byte.item()
             except BaseException as error:
-                other = self._ranks.met.names[pair[1 - member]]
+                other = self._ranks.members.names[pair[1 - member]]
                 raise RankError(
                     f"the devices of this rank and of {other} cannot be connected ({told(error)})",
                     rank=pair[1 - member],

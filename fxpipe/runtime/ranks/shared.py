@@ -53,7 +53,7 @@ class Slot(NamedTuple):
     capacity: int
 
 
-class Lent:
+class LentMemory:
     """The memory that this process lends another one: it writes, the other one reads.
 
     A step sends tensors of the same sizes as the one before, so that slots are used again.
@@ -115,7 +115,7 @@ class Lent:
         return slot
 
 
-class Borrowed:
+class BorrowedMemory:
     """The memory that another process lends this one."""
 
     def __init__(self, file: int) -> None:
@@ -162,7 +162,7 @@ def _closed(file: int) -> int:
     return _NONE
 
 
-Shared = tuple[Lent | None, Borrowed | None]
+Shared = tuple[LentMemory | None, BorrowedMemory | None]
 """What a process lends another one, and borrows from it."""
 
 
@@ -195,18 +195,18 @@ def share(connections: Mapping[int, socket.socket], names: Sequence[str]) -> dic
     return shared
 
 
-def _lend(connection: socket.socket) -> Lent:
+def _lend(connection: socket.socket) -> LentMemory:
     file = os.memfd_create("fxpipe")
     try:
         socket.send_fds(connection, [b"m"], [file])
     except OSError:
         os.close(file)
         raise
-    return Lent(file)
+    return LentMemory(file)
 
 
-def _borrow(connection: socket.socket) -> Borrowed:
+def _borrow(connection: socket.socket) -> BorrowedMemory:
     _, files, *_ = socket.recv_fds(connection, 1, 1)
     if not files:
         raise ConnectionError("the connection was closed")
-    return Borrowed(*files)
+    return BorrowedMemory(*files)

@@ -91,7 +91,7 @@ def add_up(parts: Sequence[Part]) -> Part:
     return Part(pieces, layouts)
 
 
-class Adding:
+class RunningSum:
     """The sum of a part, as the replicas' gradients come.
 
     In the order of the replicas it is the same to the bit each time, and is made when all have

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.ir.plan import Plan
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.kernels.kernel import Backwarded, Discarding, Totals, Wrapping
+from fxpipe.kernels.kernel import BackwardResult, Discarding, Totals, Wrapping
 from fxpipe.passes.differentiate.accumulate import fuse_accumulation
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.differentiate.part_gradients import part_gradients
@@ -30,7 +30,7 @@ class Bucketed(Wrapping):
 
     def backward(
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
-    ) -> Backwarded:
+    ) -> BackwardResult:
         seen = [x for x in (*saved, *gradients) if isinstance(x, Tensor)]
         # the workspace of oneDNN's recurrent layers is its own to write
         seen = [x for x in seen if x.dtype != torch.uint8]

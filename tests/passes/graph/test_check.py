@@ -18,8 +18,8 @@ import fxpipe
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
-from fxpipe.kernels.kernel import Backwarded
-from fxpipe.kernels.serial import Ran, run_serially
+from fxpipe.kernels.kernel import BackwardResult
+from fxpipe.kernels.serial import SerialResult, run_serially
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.check import check
 from tests.helpers.exported import Recurrent
@@ -136,9 +136,9 @@ def test_a_rank_compares_the_gradients_of_its_own_stages(stage: int, own: int) -
     def spoil(plan: Plan) -> Plan:
         """Add to the gradients of a stage's parameters."""
 
-        def backward(*args: Any) -> Backwarded:
+        def backward(*args: Any) -> BackwardResult:
             made = original(*args)
-            return Backwarded(made.inputs, [g if g is None else g + 1 for g in made.parameters])
+            return BackwardResult(made.inputs, [g if g is None else g + 1 for g in made.parameters])
 
         kernel: Any = plan.stages[stage].kernel
         original, kernel.backward = kernel.backward, backward
@@ -225,7 +225,7 @@ def test_a_gradient_that_is_wrong_for_all_weights_nearby_is_refused(
     """One ReLU that turns over does so for some weights, and far beyond what others show."""
     calls = []
 
-    def spoiled(*args: Any, **options: Any) -> Ran:
+    def spoiled(*args: Any, **options: Any) -> SerialResult:
         ran = run_serially(*args, **options)
         calls.append(ran)
         gradients = dict(ran.gradients)

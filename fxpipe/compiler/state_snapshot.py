@@ -47,7 +47,7 @@ _INSIDE = ("__self__", "__func__", "func", "args", "keywords", "fget")
 
 
 @dataclass
-class Reads:
+class CodeReads:
     """The names in code that ran.
 
     Attributes:
@@ -66,14 +66,14 @@ class Reads:
     makers: set[type] = field(default_factory=set)
     asked: dict[int, Tensor] = field(default_factory=dict)
 
-    def copied(self) -> Reads:
+    def copied(self) -> CodeReads:
         """A copy, to which names may be added."""
-        return Reads(
+        return CodeReads(
             *({*self.names}, {*self.codes}, {**self.variables}, {*self.makers}, {**self.asked})
         )
 
 
-class Look:
+class StateSnapshot:
     """A snapshot of the plain Python state that code reads.
 
     Attributes:
@@ -83,7 +83,7 @@ class Look:
         dense: those of them that have strides.
     """
 
-    def __init__(self, reads: Reads, options: Options, leaves: Iterable[str]) -> None:
+    def __init__(self, reads: CodeReads, options: Options, leaves: Iterable[str]) -> None:
         """Take the snapshot of the model and its loss, but for leaf modules."""
         self.values: dict[str, Any] = {}
         self.modules = [*options.model.modules()]
@@ -115,7 +115,7 @@ class Look:
             if len(self.values) < left:
                 self._into(path, value)
             else:
-                self.values[path] = Same(value)
+                self.values[path] = Identity(value)
         self._first.clear()
 
     def holds(self) -> bool:
@@ -211,11 +211,13 @@ class Look:
                 self._lists.append((module._modules, [*module._modules]))
                 self.values[f"the order of {where}"] = [*module._modules]
             if where in without:
-                self.values[where] = Same(module)
+                self.values[where] = Identity(module)
             if any(where == leaf or where.startswith(f"{leaf}.") for leaf in without):
                 continue
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                self.values[f"{where}.{name}"] = Same(tensor) if leaves is None else _form(tensor)
+                self.values[f"{where}.{name}"] = (
+                    Identity(tensor) if leaves is None else _form(tensor)
+                )
             for name in HOOKS:
                 self._hooks(f"{where}.{name}", vars(module).get(name, {}))
             every = type(module) in self._reads.makers
@@ -240,7 +242,7 @@ class Look:
         if package in OUTSIDE:
             items = [(n, v) for n, v in vars(cls).items() if n in self._reads.names]
             self._dicts.append((vars(cls), len(vars(cls)), items))
-            self.values.update((f"{path}.{name}", Same(value)) for name, value in items)
+            self.values.update((f"{path}.{name}", Identity(value)) for name, value in items)
         else:
             self._attributes(path, vars(cls), cls in self._reads.makers)
         for index, base in enumerate(cls.__bases__):
@@ -284,13 +286,13 @@ def hooked(parameter: Tensor) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Same:
-    """Compares an object by identity: equal only to a ``Same`` of the same object."""
+class Identity:
+    """Compares an object by identity: equal only to a ``Identity`` of the same object."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        return isinstance(other, Identity) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -301,13 +303,13 @@ def _kind(value: Any) -> Any:
     if isinstance(value, _SEQUENCES) and len(value) <= LONG:
         return type(value), len(value)
     if _is_dict(value) and len(value) <= LONG:  # which another thread may change meanwhile
-        keys = [(type(k), k) if isinstance(k, _PLAIN) else Same(k) for k in list(value)]
+        keys = [(type(k), k) if isinstance(k, _PLAIN) else Identity(k) for k in list(value)]
         return type(value), keys
     if isinstance(value, FunctionType):
-        return value.__code__, Same(value.__globals__)
+        return value.__code__, Identity(value.__globals__)
     if isinstance(value, nn.Module | MethodType | partial):
         return type(value)
-    return Same(value)
+    return Identity(value)
 
 
 def _form(tensor: Tensor | None) -> Any:
@@ -315,7 +317,7 @@ def _form(tensor: Tensor | None) -> Any:
     if tensor is None:
         return None
     if is_lazy(tensor):
-        return Same(tensor)  # a lazy parameter has no shape before the model has run
+        return Identity(tensor)  # a lazy parameter has no shape before the model has run
     hooks = isinstance(tensor, nn.Parameter) and hooked(tensor)
     return tensor.shape, tensor.dtype, tensor.layout, hooks
 

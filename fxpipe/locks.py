@@ -41,12 +41,12 @@ R = TypeVar("R")
 M = TypeVar("M", bound=Callable[..., Any])
 
 
-class Turn:
+class PipeLock:
     """The lock of a pipe."""
 
     _tracing: ClassVar = threading.RLock()
     _tracer: ClassVar[int | None] = None  # the thread that traces, or waits for pipes to finish
-    _every: ClassVar[weakref.WeakValueDictionary[int, Turn]] = weakref.WeakValueDictionary()
+    _every: ClassVar[weakref.WeakValueDictionary[int, PipeLock]] = weakref.WeakValueDictionary()
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         """No thread is inside; ``workers`` are the pipe's."""
@@ -56,9 +56,9 @@ class Turn:
         self._inside: int | None = None  # the thread that is inside
         self._waits = False  # whether that thread only waits to trace
         self._passes: dict[threading.Event, int] = {}  # backward pass: when it ends → its thread
-        Turn._every[id(self)] = self
+        PipeLock._every[id(self)] = self
 
-    def take(
+    def call(
         self,
         do: Callable[..., R],
         args: Sequence[Any] = (),
@@ -77,7 +77,7 @@ class Turn:
         while True:
             with self._lock:
                 others = () if in_backward else self._others(me)
-                if not others and (Turn._tracer in (None, me) or is_worker()):
+                if not others and (PipeLock._tracer in (None, me) or is_worker()):
                     self._inside = me
                     try:
                         return do(*args, **kwargs)
@@ -85,7 +85,7 @@ class Turn:
                         self._inside = None
             for ended in others:
                 ended.wait()
-            with Turn._tracing:
+            with PipeLock._tracing:
                 pass  # the trace of another thread is over
 
     def until_pass_ends(self) -> None:
@@ -108,7 +108,7 @@ class Turn:
         return [ended for ended, thread in self._passes.copy().items() if thread != me]
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Inside the block nothing else runs in any pipe. Ctrl-C ends the wait for that."""
         if is_worker():
             yield
@@ -116,20 +116,20 @@ class Turn:
         with SignalsAtOperations():
             self._waits = self._inside == threading.get_ident()
             try:
-                while not Turn._tracing.acquire(timeout=POLL):
+                while not PipeLock._tracing.acquire(timeout=POLL):
                     raise_held()
             finally:
                 self._waits = False
-            before = Turn._tracer
+            before = PipeLock._tracer
             try:
-                Turn._tracer = threading.get_ident()
-                while not all(turn._quiet() for turn in Turn._known()):
+                PipeLock._tracer = threading.get_ident()
+                while not all(turn._quiet() for turn in PipeLock._known()):
                     raise_held()
                     time.sleep(POLL)
                 yield
             finally:
-                Turn._tracer = before
-                Turn._tracing.release()
+                PipeLock._tracer = before
+                PipeLock._tracing.release()
 
     def _quiet(self) -> bool:
         """Whether nothing runs in the pipe; the caller makes sure that nothing starts meanwhile."""
@@ -148,33 +148,33 @@ class Turn:
             turn._passes = {}
 
     @classmethod
-    def _known(cls) -> list[Turn]:
+    def _known(cls) -> list[PipeLock]:
         """The locks of all pipes, as a list: other threads may make pipes at any time."""
         return [turn for ref in cls._every.valuerefs() if (turn := ref()) is not None]
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=Turn._forked)
+    os.register_at_fork(after_in_child=PipeLock._forked)
 
 
-def in_turn(method: M) -> M:
-    """Decorate a method so that one thread at a time runs it; its object has a ``_turn``.
+def locked(method: M) -> M:
+    """Decorate a method so that one thread at a time runs it; its object has a ``_lock``.
 
     ``torch.compile`` leaves the method as it is: what a pipe runs is compiled already.
     """
-    return _taking(method, in_backward=False)
+    return _locking(method, in_backward=False)
 
 
-def in_turn_in_backward(method: M) -> M:
+def locked_in_backward(method: M) -> M:
     """The same for a method that backward passes call, or what those run again."""
-    return _taking(method, in_backward=True)
+    return _locking(method, in_backward=True)
 
 
-def _taking(method: M, *, in_backward: bool) -> M:
+def _locking(method: M, *, in_backward: bool) -> M:
     @functools.wraps(method)
-    def taking(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_locked(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._turn.take(method, (self, *args), kwargs, in_backward=in_backward)
+            return self._lock.call(method, (self, *args), kwargs, in_backward=in_backward)
         except PassError:  # where in the library is what matters
             raise
         except FxpipeError as error:  # it names the user's place; where else is for the log
@@ -186,4 +186,4 @@ def _taking(method: M, *, in_backward: bool) -> M:
                 error.__cause__.__traceback__ = called_by_ours(error.__cause__.__traceback__)
             raise error
 
-    return cast(M, _disable_dynamo(taking))
+    return cast(M, _disable_dynamo(call_locked))

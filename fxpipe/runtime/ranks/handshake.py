@@ -27,7 +27,7 @@ _NONCE = 16
 _POLL = 0.05
 
 
-class Card(NamedTuple):
+class RankInfo(NamedTuple):
     """What a rank tells the others of itself."""
 
     global_rank: int
@@ -43,7 +43,7 @@ class Card(NamedTuple):
     device: int | None
 
 
-class Met(NamedTuple):
+class Membership(NamedTuple):
     """What the ranks of a pipe know of each other; by default of a process that is the only one.
 
     Attributes:
@@ -78,38 +78,38 @@ class Met(NamedTuple):
 
 def connected(
     rank: int,
-    cards: Sequence[Card],
+    infos: Sequence[RankInfo],
     names: Sequence[str],
     listeners: Sequence[socket.socket],
     deadline: float,
 ) -> dict[int, socket.socket]:
     """Connections to all others: to the lower ranks from here, from the higher ones to here."""
     found: dict[int, socket.socket] = {}
-    secret = cards[0].secret
+    secret = infos[0].secret
     try:
         for other in range(rank):
-            card = cards[other]
+            info = infos[other]
             try:
-                made = _connection(card, max(deadline - time.monotonic(), 1))
+                made = _connection(info, max(deadline - time.monotonic(), 1))
                 made.sendall(
                     bytes([rank >> 8, rank & 255]) + _proof(secret, _exactly(made, _NONCE))
                 )
             except OSError as error:
                 raise RankError(
-                    f"{names[other]} cannot be reached at {card.address} port {card.port} "
+                    f"{names[other]} cannot be reached at {info.address} port {info.port} "
                     f"({told(error)}); open the network between the hosts, or set MASTER_ADDR to "
                     "an address by which they reach each other",
                     rank=other,
                 ) from error
             found[other] = made
-        with _Door(listeners, secret) as door:
-            while len(found) < len(cards) - 1:
+        with _Acceptor(listeners, secret) as door:
+            while len(found) < len(infos) - 1:
                 raise_held()
                 if time.monotonic() > deadline:
-                    late = next(r for r in range(len(cards)) if r != rank and r not in found)
+                    late = next(r for r in range(len(infos)) if r != rank and r not in found)
                     raise RankError(f"{names[late]} did not connect in time", rank=late)
                 for other, made in door.admitted():
-                    if rank < other < len(cards) and other not in found:
+                    if rank < other < len(infos) and other not in found:
                         found[other] = made
                     else:
                         made.close()
@@ -133,22 +133,22 @@ def local_listener() -> socket.socket | None:
     return made
 
 
-def _connection(card: Card, timeout: float) -> socket.socket:
+def _connection(info: RankInfo, timeout: float) -> socket.socket:
     """A connection to another rank, if it can be one inside of this host."""
-    if card.local and sys.platform == "linux":
+    if info.local and sys.platform == "linux":
         made = socket.socket(socket.AF_UNIX)
         made.settimeout(timeout)
         try:
-            made.connect(f"\0{card.local}")
+            made.connect(f"\0{info.local}")
             return made
         except OSError:  # it is on another host
             made.close()
-    made = socket.create_connection((card.address, card.port), timeout)
+    made = socket.create_connection((info.address, info.port), timeout)
     made.settimeout(timeout)
     return made
 
 
-class _Door:
+class _Acceptor:
     """Lets in who proves to be a rank. Strangers, even silent ones, keep nobody waiting."""
 
     def __init__(self, listeners: Sequence[socket.socket], secret: bytes) -> None:
@@ -160,7 +160,7 @@ class _Door:
         for each in listeners:
             self._selector.register(each, selectors.EVENT_READ)
 
-    def __enter__(self) -> _Door:
+    def __enter__(self) -> _Acceptor:
         return self
 
     def __exit__(self, *_: object) -> None:

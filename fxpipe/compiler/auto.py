@@ -14,16 +14,16 @@ from fxpipe.compiler.compiler import Compiler, Rehearse
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import InputError, PartitionError
+from fxpipe.formatting import bytes_text
 from fxpipe.ir.recipe import Placement, find_recipe, one_each
 from fxpipe.log import noted
 from fxpipe.planner.candidates import EXACT, Predicted
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
-from fxpipe.words import bytes_text
 
 
 @dataclass(eq=False)
-class Where:
+class PendingPlacement:
     """Where the stages are; it changes until they are made."""
 
     place: Placement = one_each
@@ -32,7 +32,7 @@ class Where:
         return self.place(devices)
 
 
-class Deciding(Compiler):
+class AutoCompiler(Compiler):
     """A compiler that decides at the first step, and again at a larger batch, if it is alone.
 
     The model is traced, measured and cut for a schedule that keeps few micro-batches. Some steps
@@ -46,7 +46,7 @@ class Deciding(Compiler):
     _size = 0
     _stages: Stages | None = None
 
-    def __init__(self, options: Options, choice: Choice, where: Where) -> None:
+    def __init__(self, options: Options, choice: Choice, where: PendingPlacement) -> None:
         """Nothing is decided yet; the recipe of the options has its stages ``where`` it is decided,
         which is changed."""
         super().__init__(options, choice)

@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.errors import InputError, RankError, told
-from fxpipe.runtime.ranks.connecting import (
+from fxpipe.formatting import numbers_text
+from fxpipe.runtime.ranks.handshake import (
     CONNECTS,
     PROOF,
-    Card,
-    Met,
+    Membership,
+    RankInfo,
     address_here,
     connected,
     local_listener,
 )
 from fxpipe.runtime.ranks.shared import share
 from fxpipe.signals import raise_held
-from fxpipe.words import numbers_text
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ def check_cuda_ranks() -> None:
         )
 
 
-def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Met:
+def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Membership:
     """Connect to the other ranks of a pipe. Every rank of the mesh has to call this.
 
     Args:
@@ -119,7 +119,7 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Met:
         if local is not None:
             listeners.append(closing.enter_context(local))
             local.listen(size)
-        card = Card(
+        info = RankInfo(
             dist.get_rank(),
             socket.gethostname(),
             os.getpid(),
@@ -132,20 +132,20 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Met:
             tuple(ranks[first : first + devices] for first in range(0, size, devices)),
             device,
         )
-        cards = interruptibly(lambda: _gathered(groups, card), raise_held)
-        _check_alike(cards)
-        cards.sort(key=lambda each: ranks.index(each.global_rank))  # the group is in its own order
-        names = tuple(_named_rank(each) for each in cards)
-        sockets = connected(rank, cards, names, listeners, time.monotonic() + CONNECTS)
+        infos = interruptibly(lambda: _gathered(groups, info), raise_held)
+        _check_alike(infos)
+        infos.sort(key=lambda each: ranks.index(each.global_rank))  # the group is in its own order
+        names = tuple(_named_rank(each) for each in infos)
+        sockets = connected(rank, infos, names, listeners, time.monotonic() + CONNECTS)
     shared = share(sockets, names)
-    beside = sum(each.host == card.host and each.network == card.network for each in cards)
+    beside = sum(each.host == info.host and each.network == info.network for each in infos)
     threads = torch.get_num_threads()
     threads = threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // beside)
-    places = tuple(_place(cards[device::devices]) for device in range(devices))
-    hosts = tuple(each.host for each in cards)
-    name = hashlib.sha256(cards[0].secret).hexdigest()
+    places = tuple(_place(infos[device::devices]) for device in range(devices))
+    hosts = tuple(each.host for each in infos)
+    name = hashlib.sha256(infos[0].secret).hexdigest()
     store = within(groups[0].get_group_store(), f"fxpipe/{name}")
-    return Met(
+    return Membership(
         rank,
         names,
         places,
@@ -155,33 +155,33 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Met:
         timeout,
         shared,
         store,
-        tuple(each.device for each in cards),
+        tuple(each.device for each in infos),
         size // devices,
     )
 
 
-def _gathered(groups: Sequence[dist.ProcessGroup], card: Card) -> list[Card]:
-    """The cards of all ranks. Raises RankError where one does not come."""
-    cards = [card]
+def _gathered(groups: Sequence[dist.ProcessGroup], info: RankInfo) -> list[RankInfo]:
+    """The infos of all ranks. Raises RankError where one does not come."""
+    infos = [info]
     try:
-        with nullcontext() if card.device is None else torch.cuda.device(card.device):
+        with nullcontext() if info.device is None else torch.cuda.device(info.device):
             for group in groups:  # along one dimension of the mesh, then along the other
-                parts: list[list[Card]] = [[]] * group.size()
-                dist.all_gather_object(parts, cards, group=group)
-                cards = [each for part in parts for each in part]
+                parts: list[list[RankInfo]] = [[]] * group.size()
+                dist.all_gather_object(parts, infos, group=group)
+                infos = [each for part in parts for each in part]
     except BaseException as error:
         raise RankError(
             f"the ranks of the mesh did not meet ({told(error)}); every rank has to call "
             "fxpipe.compile with the same mesh",
             rank=-1,
         ) from error
-    return cards
+    return infos
 
 
-def _check_alike(cards: Sequence[Card]) -> None:
+def _check_alike(infos: Sequence[RankInfo]) -> None:
     """Raises InputError where ranks have different versions or meshes."""
-    first = cards[0]
-    for each in cards:
+    first = infos[0]
+    for each in infos:
         if each.versions != first.versions:
             raise InputError(
                 f"{_named_rank(each)} has fxpipe {each.versions[0]} and torch {each.versions[1]}, "
@@ -195,21 +195,21 @@ def _check_alike(cards: Sequence[Card]) -> None:
             )
 
 
-def _place(cards: Sequence[Card]) -> str:
+def _place(infos: Sequence[RankInfo]) -> str:
     """What a table says of a device, which is on one rank of each replica."""
-    hosts = {card.host for card in cards}
-    where = cards[0].host if len(hosts) == 1 else f"{len(hosts)} hosts"
-    ranks = numbers_text(sorted(card.global_rank for card in cards))
-    return f"rank{'s' * (len(cards) > 1)} {ranks}, {where}"
+    hosts = {info.host for info in infos}
+    where = infos[0].host if len(hosts) == 1 else f"{len(hosts)} hosts"
+    ranks = numbers_text(sorted(info.global_rank for info in infos))
+    return f"rank{'s' * (len(infos) > 1)} {ranks}, {where}"
 
 
-def _named_rank(card: Card) -> str:
+def _named_rank(info: RankInfo) -> str:
     """What messages call a rank."""
     place = ""
-    for replica, own in enumerate(card.ranks if len(card.ranks) > 1 else ()):
-        if card.global_rank in own:
-            place = f"device {own.index(card.global_rank)} of replica {replica}, "
-    return f"rank {card.global_rank} ({place}{card.host}, process {card.process})"
+    for replica, own in enumerate(info.ranks if len(info.ranks) > 1 else ()):
+        if info.global_rank in own:
+            place = f"device {own.index(info.global_rank)} of replica {replica}, "
+    return f"rank {info.global_rank} ({place}{info.host}, process {info.process})"
 
 
 def _version() -> str:

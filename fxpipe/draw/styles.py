@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fxpipe.draw.canvas import Look, Stroke
-from fxpipe.draw.chart import Entry
+from fxpipe.draw.canvas import ArrowStyle, BoxStyle
+from fxpipe.draw.chart import LegendEntry
 from fxpipe.draw.picture import (
     FAINT,
     GRADIENT,
@@ -42,7 +42,7 @@ VERSIONS = (INK, "#FFFFFF", SKIP)
 
 
 @dataclass(frozen=True)
-class Boxes:
+class TaskStyles:
     """The looks and labels of the tasks of one timeline.
 
     Attributes:
@@ -59,10 +59,10 @@ class Boxes:
     steps: int = 0
     versions: Callable[[Task], int | None] | None = None
 
-    def look(self, task: Task) -> Look:
+    def look(self, task: Task) -> BoxStyle:
         chunk = 0 if task.stage is None else self.chunks(task.stage, task.microbatch)
         border, width, style = BORDERS[abs(task.batch) % len(BORDERS)]
-        return Look(tint(TASKS.get(task.kind, OTHER), chunk), border, width, style)
+        return BoxStyle(tint(TASKS.get(task.kind, OTHER), chunk), border, width, style)
 
     def label(self, task: Task) -> str:
         """``F3``, and below it stage, batch and version where the picture needs them, each in a
@@ -98,18 +98,18 @@ class Boxes:
             parts.append(f"{'writes' if task.kind == 'U' else 'reads'} version {version}")
         return f"{', '.join(parts)}: {start:g} to {end:g}"
 
-    def legend(self, tasks: Iterable[Task]) -> list[Entry]:
+    def legend(self, tasks: Iterable[Task]) -> list[LegendEntry]:
         """What the looks of these tasks mean."""
         tasks = list(tasks)
         letters = {task.kind for task in tasks}
         entries = [
-            Entry(kind.name, Look(TASKS.get(letter, OTHER), FAINT), letter)
+            LegendEntry(kind.name, BoxStyle(TASKS.get(letter, OTHER), FAINT), letter)
             for letter, kind in KINDS.items()
             if letter in letters
         ]
-        entries.append(Entry("idle", Look(IDLE, FAINT)))
+        entries.append(LegendEntry("idle", BoxStyle(IDLE, FAINT)))
         if self.tags_stages:
-            entries.append(Entry("lighter, @: later stages of a device"))
+            entries.append(LegendEntry("lighter, @: later stages of a device"))
         for batch in sorted({task.batch for task in tasks}, reverse=not self.steps):
             if batch or self.steps > 1:
                 entries.append(self._batch(batch))
@@ -118,21 +118,21 @@ class Boxes:
             for turn, colour in enumerate(VERSIONS):
                 same = [f"v{version}" for version in shown if version % len(VERSIONS) == turn]
                 if same:
-                    entries.append(Entry(f"weights {', '.join(same)}", Look(colour, INK)))
+                    entries.append(LegendEntry(f"weights {', '.join(same)}", BoxStyle(colour, INK)))
         return entries
 
-    def _batch(self, batch: int) -> Entry:
+    def _batch(self, batch: int) -> LegendEntry:
         border, width, style = BORDERS[abs(batch) % len(BORDERS)]
-        look = Look(PAPER, FAINT if border == PAPER else border, width, style)
+        look = BoxStyle(PAPER, FAINT if border == PAPER else border, width, style)
         if self.steps:
-            return Entry(f"batch {batch}", look, f"b{batch}")
+            return LegendEntry(f"batch {batch}", look, f"b{batch}")
         before = "the batch before" if batch == -1 else f"the batch {-batch} before"
-        return Entry(before, look, str(Task("B", 3, None, batch)))
+        return LegendEntry(before, look, str(Task("B", 3, None, batch)))
 
 
 def boxes_of(
     drawn: Schedule | Program, steps: int = 0, versions: Callable[[Task], int | None] | None = None
-) -> Boxes:
+) -> TaskStyles:
     """The boxes for the tasks of a schedule or a program."""
     before: Counter[int] = Counter()
     chunks: dict[int, int] = {}
@@ -147,10 +147,10 @@ def boxes_of(
         device = drawn.device_of(stage, microbatch)
         return before[device] if device != drawn.placement[stage] else chunks[stage]
 
-    return Boxes(chunk, drawn.stages > drawn.devices or any(drawn.copies), steps, versions)
+    return TaskStyles(chunk, drawn.stages > drawn.devices or any(drawn.copies), steps, versions)
 
 
-def simulation_boxes(simulation: Simulation) -> Boxes:
+def simulation_boxes(simulation: Simulation) -> TaskStyles:
     """The same for a simulation, with the versions where a task reads an older one."""
     tasks = [span.instruction for span in simulation.spans]
     versions = {task_of(x): version_of(x) for x in tasks}
@@ -158,10 +158,10 @@ def simulation_boxes(simulation: Simulation) -> Boxes:
     return boxes_of(simulation.program, simulation.steps, versions.get if differ else None)
 
 
-ACT_ARROW = Stroke(INK)
-SKIP_ARROW = Stroke(SKIP, "dashed")
-GRADIENT_ARROW = Stroke(GRADIENT)
-SUM_ARROW = Stroke(SUM, "dashed")
+ACT_ARROW = ArrowStyle(INK)
+SKIP_ARROW = ArrowStyle(SKIP, "dashed")
+GRADIENT_ARROW = ArrowStyle(GRADIENT)
+SUM_ARROW = ArrowStyle(SUM, "dashed")
 
 _BACK = ("grad", "sums")
 """The kinds of what comes back."""
@@ -172,45 +172,45 @@ Moved = BufferKind | Literal["sum"]
 MARK_HEIGHT = 0.55
 """Height of a mark's box as a fraction of the row's height."""
 
-_GRADIENT = Look(PAPER, GRADIENT)
+_GRADIENT = BoxStyle(PAPER, GRADIENT)
 
 
 @dataclass(frozen=True)
-class Glyph:
+class InstructionStyle:
     """How an instruction is drawn: its box, and its height as a fraction of the row's.
 
     A mark computes nothing. It is a narrow box, left out in large programs.
     """
 
     label: str
-    look: Look
+    look: BoxStyle
     height: float = MARK_HEIGHT
     mark: bool = True
 
 
-_MARKS: dict[type[ins.Instruction], Glyph] = {
-    ins.Load: Glyph("L", Look(INPUT, FAINT)),
-    ins.Output: Glyph("O", Look(INPUT, FAINT)),
-    ins.Send: Glyph("S", Look(PAPER, INK)),
-    ins.Receive: Glyph("R", Look(PAPER, INK)),
-    ins.Stash: Glyph("s", Look(PAPER, SKIP, 0.8)),
-    ins.Pop: Glyph("p", Look(PAPER, SKIP, 0.8)),
-    ins.AllGather: Glyph("g", _GRADIENT),
-    ins.TakePart: Glyph("t", _GRADIENT),
-    ins.GatherWeights: Glyph("w", Look(PARAMETER, PAPER)),
-    ins.Share: Glyph("w", Look(PAPER, INK)),
-    ins.Add: Glyph("+", _GRADIENT),
-    ins.Norm: Glyph("n", _GRADIENT),
-    ins.Offload: Glyph("o", Look(PAPER, UPDATE)),
-    ins.Prefetch: Glyph("f", Look(PAPER, UPDATE)),
-    ins.Await: Glyph("a", Look(PAPER, UPDATE)),
-    ins.Free: Glyph("x", Look(OTHER, PAPER), height=0.4),
-    ins.Barrier: Glyph("|", Look(FAINT, PAPER), height=1.0),
-    ins.Pause: Glyph("||", Look(PARAMETER, PAPER), height=1.0),
+_MARKS: dict[type[ins.Instruction], InstructionStyle] = {
+    ins.Load: InstructionStyle("L", BoxStyle(INPUT, FAINT)),
+    ins.Output: InstructionStyle("O", BoxStyle(INPUT, FAINT)),
+    ins.Send: InstructionStyle("S", BoxStyle(PAPER, INK)),
+    ins.Receive: InstructionStyle("R", BoxStyle(PAPER, INK)),
+    ins.Stash: InstructionStyle("s", BoxStyle(PAPER, SKIP, 0.8)),
+    ins.Pop: InstructionStyle("p", BoxStyle(PAPER, SKIP, 0.8)),
+    ins.AllGather: InstructionStyle("g", _GRADIENT),
+    ins.TakePart: InstructionStyle("t", _GRADIENT),
+    ins.GatherWeights: InstructionStyle("w", BoxStyle(PARAMETER, PAPER)),
+    ins.Share: InstructionStyle("w", BoxStyle(PAPER, INK)),
+    ins.Add: InstructionStyle("+", _GRADIENT),
+    ins.Norm: InstructionStyle("n", _GRADIENT),
+    ins.Offload: InstructionStyle("o", BoxStyle(PAPER, UPDATE)),
+    ins.Prefetch: InstructionStyle("f", BoxStyle(PAPER, UPDATE)),
+    ins.Await: InstructionStyle("a", BoxStyle(PAPER, UPDATE)),
+    ins.Free: InstructionStyle("x", BoxStyle(OTHER, PAPER), height=0.4),
+    ins.Barrier: InstructionStyle("|", BoxStyle(FAINT, PAPER), height=1.0),
+    ins.Pause: InstructionStyle("||", BoxStyle(PARAMETER, PAPER), height=1.0),
 }
 
 
-def glyph(instruction: ins.Instruction, program: Program) -> Glyph:
+def instruction_style(instruction: ins.Instruction, program: Program) -> InstructionStyle:
     """How an instruction of the program is drawn."""
     letter = ins.letter_of(instruction)
     if letter is not None:
@@ -218,15 +218,15 @@ def glyph(instruction: ins.Instruction, program: Program) -> Glyph:
         if program.stages <= program.devices and not program.copies:
             task = replace(task, stage=None)
         begins = isinstance(instruction, ins.Give | ins.PartialBackward)
-        look = Look(TASKS.get(letter, OTHER), GRADIENT if begins else PAPER)
-        return Glyph(str(task), look, height=1.0, mark=False)
+        look = BoxStyle(TASKS.get(letter, OTHER), GRADIENT if begins else PAPER)
+        return InstructionStyle(str(task), look, height=1.0, mark=False)
     drawn = _MARKS[type(instruction)]
     if isinstance(instruction, ins.Send | ins.Receive) and instruction.buffer.kind in _BACK:
         return replace(drawn, look=_GRADIENT)
     return drawn
 
 
-def arrow(kind: Moved) -> Stroke:
+def arrow(kind: Moved) -> ArrowStyle:
     """The stroke of an arrow for the transfer of such a buffer."""
     if kind == "sum":
         return SUM_ARROW
@@ -235,7 +235,7 @@ def arrow(kind: Moved) -> Stroke:
     return SKIP_ARROW if kind == "skip" else ACT_ARROW
 
 
-def arrow_entries(kinds: Collection[Moved]) -> list[Entry]:
+def arrow_entries(kinds: Collection[Moved]) -> list[LegendEntry]:
     """The legend entries for the arrows of such buffers."""
     strokes = {arrow(kind) for kind in kinds}
     meanings = {
@@ -244,4 +244,4 @@ def arrow_entries(kinds: Collection[Moved]) -> list[Entry]:
         GRADIENT_ARROW: "gradient",
         SUM_ARROW: "gradients are summed over the replicas",
     }
-    return [Entry(text, stroke) for stroke, text in meanings.items() if stroke in strokes]
+    return [LegendEntry(text, stroke) for stroke, text in meanings.items() if stroke in strokes]

@@ -13,7 +13,7 @@ from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.ranks.message import digest
 
 
-def described(
+def fingerprint(
     micro: MicroBatches,
     kind: Kind,
     state: ModelState,
@@ -79,7 +79,7 @@ class ModelState(NamedTuple):
     since: int | None
 
 
-def state_told(model: nn.Module, state: tuple[Any, ...]) -> list[str]:
+def state_text(model: nn.Module, state: tuple[Any, ...]) -> list[str]:
     """The state of a model's guards as lines of text, but for the values that its code reads.
 
     Args:

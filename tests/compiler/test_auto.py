@@ -18,6 +18,7 @@ from benchmarks.counted import counted
 from benchmarks.models.unet import UNet
 from fxpipe.compiler import candidates
 from fxpipe.compiler import predict as predicting
+from fxpipe.formatting import time_text
 from fxpipe.ir.recipe import Placement, find_recipe, one_each, round_robin, vee
 from fxpipe.planner.candidates import (
     Candidate,
@@ -36,7 +37,6 @@ from fxpipe.simulator.costs import (
     Rehearsal,
     times_of,
 )
-from fxpipe.words import time_text
 from tests.helpers.overlapping import OPTIMIZERS
 from tests.oracles.delayed_loop import DelayedLoop
 from tests.oracles.loop import train

@@ -54,7 +54,7 @@ class _Failure(NamedTuple):
     error: RankError
 
 
-class Hearing:
+class Inbox:
     """Keeps what the other ranks tell, and waits for it.
 
     An exchange that is complete on one rank will be complete on every rank that lives, as all have
