@@ -26,7 +26,7 @@ from fxpipe.search.timing import Timeline, fits, peaks, value_of
 from fxpipe.simulator.costs import Costs, Links, measured_costs
 from fxpipe.simulator.sizes import Sizes
 
-_FIRST = 0.3, 0.1
+_FIRST = 0.2, 0.1
 """Of the time, for list schedules, where swaps follow, and where the solver does, too."""
 
 _SWAPPED = 1_000_000
