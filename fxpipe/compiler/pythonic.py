@@ -185,11 +185,12 @@ def _line_that_changes(key: Key, watch: _Watch, model: nn.Module) -> tuple[str, 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         if not found and last and not _same(watch.at(key), before):
             take()
-        file = frame.f_code.co_filename
-        if found or not source.is_users(file) or file == random.__file__:
+        if found or _users(frame) is not frame:
             return None
         if event == "line":
             last[:] = [(frame, frame.f_lineno)]
+        elif event == "return" and (caller := _users(frame.f_back)) is not None:
+            last[:] = [(caller, caller.f_lineno)]  # its line goes on
         return trace
 
     previous = sys.gettrace()
@@ -202,3 +203,13 @@ def _line_that_changes(key: Key, watch: _Watch, model: nn.Module) -> tuple[str, 
         take()
     last.clear()  # frames hold all that was computed in them
     return "".join(found), around
+
+
+def _users(frame: FrameType | None) -> FrameType | None:
+    """The frame, or the next one around it, that runs the user's own code."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if source.is_users(file) and file != random.__file__:
+            return frame
+        frame = frame.f_back
+    return None

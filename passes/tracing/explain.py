@@ -122,9 +122,11 @@ def _has_shape_of_values(node: fx.Node) -> bool:
 
 def _is_trained(node: fx.Node) -> bool:
     """Whether a value is computed from parameters that are trained."""
-    found = [node]
-    for each in found:
-        found += [other for other in each.all_input_nodes if other not in found]
+    found, left = {node}, [node]
+    while left:
+        new = [each for each in left.pop().all_input_nodes if each not in found]
+        found.update(new)
+        left += new
     return any(n.op == "placeholder" and n.meta["val"].requires_grad for n in found)
 
 

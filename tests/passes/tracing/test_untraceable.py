@@ -68,6 +68,15 @@ def counts(self: Inner, y: Tensor) -> Tensor:
     return y * self.count
 
 
+def following(number: int) -> int:
+    return number + 1
+
+
+def counts_by_another(self: Inner, y: Tensor) -> Tensor:
+    self.count = following(self.count)  # here
+    return y * self.count
+
+
 def appends(self: Inner, y: Tensor) -> Tensor:
     self.log.append(1)  # here
     return y * len(self.log)
@@ -111,6 +120,7 @@ tracers = pytest.mark.parametrize("tracer", ["export", "symbolic"])
         (loops, "a loop that goes on as the values of a tensor say"),
         (array, "a NumPy array made of a tensor"),
         (counts, "a mutation of Python state: every call changes Inner.count"),
+        (counts_by_another, "a mutation of Python state: every call changes Inner.count"),
         (appends, "a mutation of Python state: every call changes Inner.log"),
         (tabulates, "a mutation of Python state: every call changes Inner.table"),
         (remembers, "a mutation of Python state: every call changes Inner.kept"),
