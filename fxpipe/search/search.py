@@ -229,7 +229,7 @@ def _search_placements(given: Given, budget: _Budget) -> list[tuple[Certificate,
 
 def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificate, Library]:
     """The best of one problem, with memory that is held back until a simulation fits."""
-    bound = best_bound(problem)
+    started, bound = perf_counter(), best_bound(problem)
     sizes = given.sizes if given.memory is not None else None
     limits = given.limits(problem.devices)
 
@@ -251,11 +251,13 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificat
             library[name] = "keeps more than fits"
         else:
             known.append(certificate)
+    left = budget.seconds - (perf_counter() - started)
+    budget = replace(budget, seconds=max(0.1, left))
     tight = problem
     rounds = 1 if sizes is None else _TIGHTENED
-    for left in range(rounds - 1, -1, -1):
+    for others in range(rounds - 1, -1, -1):
         # half of what is left, as the first round mostly fits
-        part = 2 ** min(rounds - left, rounds - 1)
+        part = 2 ** min(rounds - others, rounds - 1)
         share = replace(budget, seconds=budget.seconds / part)
         own = bound if tight is problem else best_bound(tight)
         certificate = _solve(tight, own, share, orders)
@@ -270,7 +272,7 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificat
         memory = tuple(
             max(least, min(most, peak - more)) if more else most for most, peak, more, least in kept
         )
-        if not left or memory == tight.memory:
+        if not others or memory == tight.memory:
             break
         tight = replace(tight, memory=memory)
     if known:
