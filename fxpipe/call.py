@@ -38,7 +38,7 @@ def outputs_of(host: BatchHost, run: FlushedRun) -> list[Any]:
 
 
 def differentiable_call(
-    compiled: Compiled, host: BatchHost, run: FlushedRun, turn: PipeLock, group: RankGroup
+    compiled: Compiled, host: BatchHost, run: FlushedRun, lock: PipeLock, group: RankGroup
 ) -> list[Any]:
     """The same for autograd. An input that the model returns unchanged is returned as it is.
 
@@ -53,7 +53,7 @@ def differentiable_call(
     parameters = run.weights.by_name
     leaves = (leaf for leaf in host.micro.batch.leaves if isinstance(leaf, Tensor))
     watched = [*leaves, *parameters.values(), *run.weights.constants]
-    call = _Call(turn, group, compiled, host, run, list(inputs), list(parameters), watched)
+    call = _Call(lock, group, compiled, host, run, list(inputs), list(parameters), watched)
     tensors = (*inputs.values(), *parameters.values())
     outputs = _Pipe.apply(call, *tensors)  # type: ignore[no-untyped-call]
     return [

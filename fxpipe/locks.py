@@ -123,7 +123,7 @@ class PipeLock:
             before = PipeLock._tracer
             try:
                 PipeLock._tracer = threading.get_ident()
-                while not all(turn._quiet() for turn in PipeLock._known()):
+                while not all(lock._quiet() for lock in PipeLock._known()):
                     raise_held()
                     time.sleep(POLL)
                 yield
@@ -143,14 +143,14 @@ class PipeLock:
     def _forked(cls) -> None:
         """Reset all locks in a forked process, which has none of the other threads."""
         cls._tracing, cls._tracer = threading.RLock(), None
-        for turn in cls._known():
-            turn._lock, turn._inside, turn._waits = threading.RLock(), None, False
-            turn._passes = {}
+        for lock in cls._known():
+            lock._lock, lock._inside, lock._waits = threading.RLock(), None, False
+            lock._passes = {}
 
     @classmethod
     def _known(cls) -> list[PipeLock]:
         """The locks of all pipes, as a list: other threads may make pipes at any time."""
-        return [turn for ref in cls._every.valuerefs() if (turn := ref()) is not None]
+        return [lock for ref in cls._every.valuerefs() if (lock := ref()) is not None]
 
 
 if hasattr(os, "register_at_fork"):

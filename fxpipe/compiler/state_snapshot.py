@@ -287,7 +287,7 @@ def hooked(parameter: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Identity:
-    """Compares an object by identity: equal only to a ``Identity`` of the same object."""
+    """Compares an object by identity: equal only to an ``Identity`` of the same object."""
 
     value: Any
 

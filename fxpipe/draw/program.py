@@ -175,7 +175,7 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
     marks = _in_rows(mark(faults_of(program) if faults is None else faults), rows)
     timeline = sketch_program(program, rows, _MARK / unit if count <= DETAILED else 0.0)
     spans = (*timeline.spans, *timeline.unrun)
-    glyphs = [instruction_style(span.task, program) for span in spans]
+    styles = [instruction_style(span.task, program) for span in spans]
     end = timeline.end or 1.0
     if count <= DETAILED:
         scale = _Scale(
@@ -184,7 +184,7 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
     else:
         boxes = {
             (drawn.label, span.end - span.start)
-            for span, drawn in zip(spans, glyphs, strict=True)
+            for span, drawn in zip(spans, styles, strict=True)
             if not drawn.mark
         }
         fitted = fit(boxes, end, row_height(len(rows.rows)))
@@ -200,7 +200,7 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
     )
     drawn_at: dict[Place, _Box] = {}
     stuck = set(timeline.stuck)
-    for number, (span, drawn) in enumerate(zip(spans, glyphs, strict=True)):
+    for number, (span, drawn) in enumerate(zip(spans, styles, strict=True)):
         place = Place(span.device, span.position)
         runs = number < len(timeline.spans)
         if not runs:

@@ -284,12 +284,12 @@ _ABOVE = 2.0
 
 def _visible(simulation: Simulation) -> list[Transfer]:
     """The transfers that are drawn."""
-    call_locked = [
+    taking = [
         t
         for t in simulation.transfers
         if t.end > t.start and (t.source != t.target or isinstance(t.buffer, Sum))
     ]
-    return call_locked if len(call_locked) <= WITH_ARROWS else []
+    return taking if len(taking) <= WITH_ARROWS else []
 
 
 def _draw_transfers(chart: Chart, simulation: Simulation, unit: float) -> None:

@@ -205,18 +205,18 @@ class Captured(Wrapping):
         """See Kernel.forward. ``saved`` is a SlotLease."""
         changing = self._changing
         moving = [buffer for buffer, moves in zip(buffers, changing, strict=True) if moves]
-        hold = self._take(
+        lease = self._take(
             (
                 *map(_address, parameters),
                 *[_address(b) for b, moves in zip(buffers, changing, strict=True) if not moves],
                 *[(type(x), x) for x in inputs if not isinstance(x, Tensor)],
             )
         )
-        if hold is None:
+        if lease is None:
             return self.kernel.forward(parameters, buffers, inputs)
         try:
             count = len(inputs)
-            given = self._inputs(hold.slot, inputs, moving)
+            given = self._inputs(lease.slot, inputs, moving)
 
             def run() -> ForwardResult:
                 copies = iter(given[count:])
@@ -226,13 +226,13 @@ class Captured(Wrapping):
                     given[:count],
                 )
 
-            made: ForwardResult = self._replayed(hold, "forward", run)
-            copied = ForwardResult(_copies(made.outputs), _copies(made.writes), [hold])
+            made: ForwardResult = self._replayed(lease, "forward", run)
+            copied = ForwardResult(_copies(made.outputs), _copies(made.writes), [lease])
         except BaseException:
-            hold.release()
+            lease.release()
             raise
         if self.backward_graph is None:
-            hold.release()
+            lease.release()
             return copied._replace(saved=[])
         return copied
 
@@ -240,55 +240,55 @@ class Captured(Wrapping):
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
     ) -> BackwardResult:
         """See Kernel.backward. The slot is free after it."""
-        hold = _held(saved)
-        if hold is None:
+        lease = _held(saved)
+        if lease is None:
             return self.kernel.backward(saved, gradients, totals)
         try:
-            slot = self._given(hold, gradients)
+            slot = self._given(lease, gradients)
 
             def run() -> list[Tensor]:
-                made = self.kernel.backward(hold.saved, list(slot.values))
+                made = self.kernel.backward(lease.saved, list(slot.values))
                 self._keep(made.parameters)
                 return made.inputs
 
-            inputs: list[Tensor] = self._replayed(hold, "backward", run)
+            inputs: list[Tensor] = self._replayed(lease, "backward", run)
             return BackwardResult(_copies(inputs), self._added(totals))
         finally:
-            hold.release()
+            lease.release()
 
     def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGradResult:
         """See Kernel.input_grad. ``deferred`` is the SlotLease."""
-        hold = _held(saved)
-        if hold is None:
+        lease = _held(saved)
+        if lease is None:
             return self.kernel.input_grad(saved, gradients)
         try:
-            slot = self._given(hold, gradients)
+            slot = self._given(lease, gradients)
 
             def run() -> InputGradResult:
-                return self.kernel.input_grad(hold.saved, list(slot.values))
+                return self.kernel.input_grad(lease.saved, list(slot.values))
 
-            inputs = _copies(self._replayed(hold, "input_grad", run).inputs)
+            inputs = _copies(self._replayed(lease, "input_grad", run).inputs)
         except BaseException:
-            hold.release()
+            lease.release()
             raise
         if not any(self.kernel.parameter_gradients):
-            hold.release()
+            lease.release()
             return InputGradResult(inputs, [])
-        return InputGradResult(inputs, [hold])
+        return InputGradResult(inputs, [lease])
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
         """See Kernel.weight_grad. The slot is free after it."""
-        hold = _held(deferred)
-        if hold is None:
+        lease = _held(deferred)
+        if lease is None:
             return self.kernel.weight_grad(deferred, totals)
         try:
-            left = hold.parts["input_grad"].made.deferred
+            left = lease.parts["input_grad"].made.deferred
             self._replayed(
-                hold, "weight_grad", lambda: self._keep(self.kernel.weight_grad(list(left)))
+                lease, "weight_grad", lambda: self._keep(self.kernel.weight_grad(list(left)))
             )
             return self._added(totals)
         finally:
-            hold.release()
+            lease.release()
 
     def _take(self, key: Key) -> SlotLease | None:
         """Take a free slot, preferably one with captures for these addresses."""
@@ -304,7 +304,7 @@ class Captured(Wrapping):
         else:
             self.overflows += 1
             return None
-        hold = SlotLease(slot, self._free)
+        lease = SlotLease(slot, self._free)
         self._dropped += key not in slot.takes and len(slot.takes) >= self.versions
         if self._dropped > max(PATIENCE * self.slots, self._forwards / SELDOM):
             LOGGER.warning(
@@ -314,8 +314,8 @@ class Captured(Wrapping):
             )
             self.given_up, self._free = True, []
             return None
-        hold.parts = slot.parts(key, self.versions)
-        return hold
+        lease.parts = slot.parts(key, self.versions)
+        return lease
 
     def _inputs(self, slot: Slot, inputs: list[Any], moving: list[Tensor]) -> list[Any]:
         """Copy inputs, and buffers whose address changes, into a slot; empties ``inputs``."""
@@ -326,24 +326,24 @@ class Captured(Wrapping):
         slot.inputs.fill(values)
         return slot.inputs.values
 
-    def _given(self, hold: SlotLease, gradients: list[Tensor]) -> Fixed:
+    def _given(self, lease: SlotLease, gradients: list[Tensor]) -> Fixed:
         """Copy gradients of outputs into a slot; empties the list."""
-        slot = hold.slot
+        slot = lease.slot
         slot.gradients = slot.gradients or Fixed(gradients, self.kernel.gradient_strides)
         slot.gradients.fill(gradients)
         gradients.clear()
         return slot.gradients
 
-    def _replayed(self, hold: SlotLease, task: str, run: Callable[[], Any]) -> Any:
+    def _replayed(self, lease: SlotLease, task: str, run: Callable[[], Any]) -> Any:
         """Replay a task, or capture it the first time. Its results are in the slot's memory."""
-        part = hold.parts.get(task)
+        part = lease.parts.get(task)
         if part is None:
             if task not in self._warm:
                 for _ in range(WARM_UP):
                     run()
                 self._warm.add(task)
             what = f"{task.replace('_', ' ')} of stage {self._stage}"
-            part = hold.parts[task] = Part(*hold.slot.graphs.capture(run, what))
+            part = lease.parts[task] = Part(*lease.slot.graphs.capture(run, what))
             self.captures += 1
         part.replay()
         return part.made
@@ -390,7 +390,7 @@ def _copies(values: Sequence[Any]) -> list[Any]:
 def _held(saved: list[Any]) -> SlotLease | None:
     """Take the SlotLease out of ``saved``; None where the list holds the values themselves."""
     if len(saved) == 1 and isinstance(saved[0], SlotLease):
-        hold: SlotLease = saved[0]
+        lease: SlotLease = saved[0]
         saved.clear()
-        return hold
+        return lease
     return None

@@ -174,16 +174,14 @@ def _functions(module: str) -> dict[str, Function]:
         case _ if module in _OWN:
             return {function.__name__: function for function in _OWN[module]}
     holder, prefix = _TORCH[module]
-    call_locked = {
-        id(f) for own in torch.overrides.get_overridable_functions().values() for f in own
-    }
+    taking = {id(f) for own in torch.overrides.get_overridable_functions().values() for f in own}
     return {
         name: function
         for name, function in vars(holder).items()
         if callable(function)
         and not isinstance(function, (type, types.ModuleType))
         and (not name.startswith("_") or name.startswith("_sym_"))
-        and (id(function) in call_locked or _find_packet("aten", prefix + name))
+        and (id(function) in taking or _find_packet("aten", prefix + name))
         and name not in _BEYOND_TENSORS
     }
 

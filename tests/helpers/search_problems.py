@@ -19,8 +19,9 @@ from fxpipe.search.bounds import (
     work_bounds,
 )
 from fxpipe.search.certificate import Certificate
-from fxpipe.search.local import search_of
-from fxpipe.search.problem import Problem
+from fxpipe.search.listing import list_schedule
+from fxpipe.search.local import random_policy, search_of
+from fxpipe.search.problem import Order, Problem
 from fxpipe.simulator.costs import Key
 
 needs_ortools = pytest.mark.skipif(
@@ -37,6 +38,13 @@ UNEQUAL: dict[Key, float] = {
     "W": 1,
     "U": 0,
 }
+
+
+def listed(problem: Problem, random: Random) -> Order:
+    """The order that a list schedule by drawn habits has."""
+    policy = random_policy(problem, random)
+    _, rows, _ = list_schedule(problem, policy, [0.0] * problem.devices, inf)
+    return tuple(map(tuple, rows))
 
 
 def problem_of(

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from fxpipe.search import exact
 from fxpipe.search.bounds import best_bound
 from fxpipe.search.certificate import Certificate
-from fxpipe.search.listing import list_schedule
-from fxpipe.search.local import random_policy
 from fxpipe.search.placing import spread_bound
 from fxpipe.search.problem import Order, Problem
 from fxpipe.search.read import Given, problems_of
@@ -24,6 +22,7 @@ from fxpipe.simulator.costs import Key
 from tests.helpers.search_problems import (
     all_bounds,
     larger,
+    listed,
     mixing,
     needs_ortools,
     problem_of,
@@ -67,9 +66,7 @@ def named(problem: Problem, order: Order) -> list[Row]:
 
 @given(problems((1, 4), (1, 5)), st.integers(0, 10**6))
 def test_an_order_is_worth_its_longest_way_or_greatest_mean(problem: Problem, seed: int) -> None:
-    policy = random_policy(problem, Random(seed))
-    _, rows, _ = list_schedule(problem, policy, [0.0] * problem.devices, inf)
-    order = tuple(map(tuple, rows))
+    order = listed(problem, Random(seed))
     assert value_of(problem, order) == pytest.approx(least_time(problem, named(problem, order)))
 
 

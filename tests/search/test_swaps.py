@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from random import Random
 
 import pytest
@@ -11,14 +10,13 @@ from hypothesis import strategies as st
 
 import fxpipe
 from fxpipe.search.bounds import best_bound
-from fxpipe.search.listing import list_schedule
-from fxpipe.search.local import Local, random_policy
+from fxpipe.search.local import Local
 from fxpipe.search.problem import Problem
 from fxpipe.search.read import Given, problems_of
 from fxpipe.search.swaps import Rows, improve
 from fxpipe.search.timing import Timeline, fits, value_of
 from fxpipe.simulator.costs import Key
-from tests.helpers.search_problems import larger, problems, shared
+from tests.helpers.search_problems import larger, listed, problems, shared
 
 
 @given(st.one_of(problems((1, 4), (1, 5)), shared(), larger()), st.integers(0, 10**6))
@@ -27,9 +25,8 @@ def test_after_any_swaps_the_rows_are_timed_as_an_order_of_theirs_is(
     problem: Problem, seed: int
 ) -> None:
     random = Random(seed)
-    policy = random_policy(problem, random)
-    _, listed, _ = list_schedule(problem, policy, [0.0] * problem.devices, inf)
-    rows = Rows(Timeline(problem, tuple(map(tuple, listed))))
+    before = listed(problem, random)
+    rows = Rows(Timeline(problem, before))
     for _ in range(12):
         moves = list(rows.moves(random))
         if not moves:
@@ -39,7 +36,7 @@ def test_after_any_swaps_the_rows_are_timed_as_an_order_of_theirs_is(
         assert rows.swap(*move)
         assert rows.value >= estimate * (1 - 1e-9)
         order = rows.order()
-        assert [sorted(own) for own in order] == [sorted(own) for own in listed]
+        assert [sorted(own) for own in order] == [sorted(own) for own in before]
         assert fits(problem, order)
         problem.schedule_of(order).verify()
         if problem.flush:

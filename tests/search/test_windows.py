@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from math import inf
 from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.search.exact import PASSES, improve, reordered
-from fxpipe.search.listing import list_schedule
-from fxpipe.search.local import Local, random_policy
+from fxpipe.search.local import Local
 from fxpipe.search.problem import Problem
 from fxpipe.search.read import Given, problems_of
 from fxpipe.search.timing import Timeline, value_of
 from fxpipe.simulator.costs import Key
-from tests.helpers.search_problems import larger, needs_ortools, problems, shared
+from tests.helpers.search_problems import larger, listed, needs_ortools, problems, shared
 
 
 @needs_ortools
@@ -25,9 +23,7 @@ def test_a_window_only_changes_the_order_of_tasks_to_one_that_is_as_good(
     problem: Problem, seed: int
 ) -> None:
     random = Random(seed)
-    policy = random_policy(problem, random)
-    _, rows, _ = list_schedule(problem, policy, [0.0] * problem.devices, inf)
-    order = tuple(map(tuple, rows))
+    order = listed(problem, random)
     other = reordered(Timeline(problem, order), random)
     assert other is not None
     assert [sorted(own) for own in other] == [sorted(own) for own in order]
