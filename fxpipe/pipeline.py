@@ -28,6 +28,7 @@ from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.measured import measured_run
 from fxpipe.torchtools.pytrees import together
+from fxpipe.torchtools.state import without_collection
 
 
 class Pipeline(Saved):
@@ -219,7 +220,8 @@ class Pipeline(Saved):
             The times of all instructions in seconds, over replicas those of this one's. Its
             ``costs`` are the times of the stages while all of them ran at once, and can be given to
             ``simulate``, which predicts with these times from now on. Its ``memory`` is predicted
-            as in ``simulate``, from the measured times.
+            as in ``simulate``, from the measured times. Python's cyclic garbage is collected
+            only afterwards, as this may take longer than a step.
 
         Raises:
             InputError: as in ``step``, or ``steps`` is below 1.
@@ -228,11 +230,12 @@ class Pipeline(Saved):
             check_whole("steps", steps, 1)
             if target is None and self._options.loss is not None:
                 args, target = split_target(self._model, args, kwargs)
-            start = perf_counter()
-            with self._engine.timed(len(self.devices)) as times:
-                for _ in range(steps):
-                    self.step(*args, target=target, **kwargs)
-            seconds = perf_counter() - start
+            with without_collection():
+                start = perf_counter()
+                with self._engine.timed(len(self.devices)) as times:
+                    for _ in range(steps):
+                        self.step(*args, target=target, **kwargs)
+                seconds = perf_counter() - start
         compiled = self._compiled()
         found = measured_run(self.program, steps, times, self._engine.held(compiled))
         self._rehearsals.learn(compiled, StepTimes(seconds, times), steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import sys
 import threading
@@ -311,6 +312,37 @@ def test_profiling_trains_as_a_step_does() -> None:
         two.profile(x, y)  # the target may stand behind the inputs
         for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True):
             assert torch.equal(a, b)
+
+
+class Collecting(torch.optim.SGD):
+    """Notes at each step whether Python's garbage may be collected then."""
+
+    def __init__(self, parameters: Any, found: list[bool]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.found = found
+
+    def step(self, closure: Any = None) -> Any:
+        self.found.append(gc.isenabled())
+        return super().step(closure)
+
+
+def test_no_garbage_is_collected_while_times_are_taken() -> None:
+    found: list[bool] = []
+    x, y = batch()
+    with fxpipe.compile(
+        model(),
+        ["cpu"] * 2,
+        microbatches=4,
+        loss=mse_loss,
+        optimizer=lambda own: Collecting(own, found),
+    ) as pipe:
+        pipe.step(x, target=y)
+        assert all(found)
+        found.clear()
+        pipe.profile(x, target=y)
+        assert len(found) == 2
+        assert not any(found)
+        assert gc.isenabled()
 
 
 def test_a_step_takes_no_times() -> None:
