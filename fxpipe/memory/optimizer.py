@@ -20,6 +20,10 @@ _SIDE = 64
 _FEW = 1 << 22
 """Parameters of fewer bytes stand there with data: PyTorch computes that far sooner than shapes."""
 
+_MOST_KNOWN = 1 << 12
+_known: dict[tuple[Any, ...], tuple[int, int]] = {}
+"""What was found for optimizers of PyTorch: settings and layouts of parameters tell it."""
+
 
 def optimizer_memory(optimizer: Optimizer) -> tuple[int, int]:
     """The bytes of an optimizer's state, now or, before its first step, after it; and the most that
@@ -27,16 +31,47 @@ def optimizer_memory(optimizer: Optimizer) -> tuple[int, int]:
 
     A copy of the optimizer makes two steps over zeros of the same shapes, which have no data where
     they are large. If it needs data, or asks for the device, it steps over small tensors, and the
-    result is scaled.
+    result is scaled. It is kept for optimizers of PyTorch that are alike.
     """
+    like = _like(optimizer)
+    if like is None or like not in _known:
+        state, step = _found(optimizer)
+        if like is not None:
+            if len(_known) >= _MOST_KNOWN:
+                _known.clear()
+            _known[like] = state, step
+    else:
+        state, step = _known[like]
+    return _bytes(optimizer.state) or state, step
+
+
+def _like(optimizer: Optimizer) -> tuple[Any, ...] | None:
+    """What tells the memory of an optimizer; None where its class or a setting is not PyTorch's."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return None
+    key: list[Any] = [type(optimizer), torch.get_default_dtype()]
+    for group in optimizer.param_groups:
+        for name, value in sorted(group.items()):
+            if name == "params":
+                key += [(p.shape, p.stride(), p.dtype, p.device, p.requires_grad) for p in value]
+            elif isinstance(value, Tensor):
+                key.append((name, value.shape, value.dtype, value.device))
+            elif isinstance(value, int | float | str | tuple | None):
+                key.append((name, value))
+            else:
+                return None
+    return tuple(key)
+
+
+def _found(optimizer: Optimizer) -> tuple[int, int]:
+    """The bytes of its state after its first steps, and what a step needs besides."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     few = sum(p.nbytes for p in parameters) < _FEW and all(p.is_cpu for p in parameters)
     try:
         device = "cpu" if few else "meta"
-        state, step = _steps(optimizer, [_zeros(group, device) for group in optimizer.param_groups])
+        return _steps(optimizer, [_zeros(group, device) for group in optimizer.param_groups])
     except Exception:
-        state, step = _in_proportion(optimizer, parameters)
-    return _bytes(optimizer.state) or state, step
+        return _in_proportion(optimizer, parameters)
 
 
 def _steps(optimizer: Optimizer, groups: list[dict[str, Any]]) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import fxpipe
 from benchmarks.counted import Counted, counted
 from benchmarks.models.gpt2 import GPT2, next_words
 from benchmarks.models.unet import UNet
+from fxpipe.memory import optimizer as optimizer_module
 from fxpipe.memory.optimizer import optimizer_memory
 from fxpipe.simulator import Simulation
 from fxpipe.text.program import print_instruction
@@ -201,6 +202,29 @@ def test_to_predict_its_memory_changes_nothing_that_an_optimizer_keeps() -> None
     optimizer = Noting(nn.Linear(8, 8).parameters())
     assert optimizer_memory(optimizer)[0] == 4 * 8 * 9
     assert not optimizer.rates and not optimizer.state
+
+
+def test_the_memory_of_optimizers_that_are_alike_is_found_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step, steps = SGD.step, list[SGD]()
+
+    def counted(optimizer: SGD, *given: Any) -> Any:
+        steps.append(optimizer)
+        return step(optimizer, *given)
+
+    monkeypatch.setattr(SGD, "step", counted)
+    monkeypatch.setattr(optimizer_module, "_known", {})
+
+    def found(width: int, momentum: float) -> int:
+        own = nn.Linear(8, width).parameters()
+        return optimizer_memory(SGD(own, lr=0.1, momentum=momentum))[0]
+
+    assert found(8, 0.0) == found(8, 0.0) == 0
+    assert len(steps) == 2
+    assert found(8, 0.9) == found(8, 0.9) == 4 * 8 * 9
+    assert len(steps) == 4
+    assert found(16, 0.9) == 4 * 16 * 9
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
