@@ -7,7 +7,7 @@ after:   add = aten.add.Tensor(b_count, 1);  relu = aten.relu.default(bn);  retu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -350,10 +350,11 @@ def _with_lasting_names(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[st
 def _tidy(module: fx.GraphModule, placeholders: set[str]) -> None:
     """Drop assertions, needless copies, dead nodes and placeholders that nothing reads."""
     graph = module.graph
-    for node in reversed(list(graph.nodes)):
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node in reversed(order):
         if node.op == "call_function" and node.target in _ASSERTIONS and not node.users:
             graph.erase_node(node)
-        elif _is_idle_copy(node):
+        elif _is_idle_copy(node, order):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     graph.eliminate_dead_code()
@@ -363,10 +364,12 @@ def _tidy(module: fx.GraphModule, placeholders: set[str]) -> None:
     graph.lint()
 
 
-def _is_idle_copy(node: fx.Node) -> bool:
+def _is_idle_copy(node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
     """Whether a node is a copy of another node's value with the same strides.
 
     Nothing is changed in place any more, so it is not needed. Dropout with p = 0 leaves such one.
+    But the gradients of its readers are added up first, and then to those of the value's other
+    readers, the later ones before: a copy stays if without it these sums were made otherwise.
     """
     if node.op != "call_function" or node.target is not torch.ops.aten.clone.default:
         return False
@@ -375,4 +378,8 @@ def _is_idle_copy(node: fx.Node) -> bool:
         return False
     if any(user.op == "output" for user in node.users):
         return False  # an output of the model stays a tensor of its own
+    last = max((order[user] for user in node.users), default=0)
+    later = [order[user] for user in source.users if order[user] > order[node]]
+    if later and (len(node.users) > 1 or min(later) < last):
+        return False
     return same_layout(node, source)

@@ -22,6 +22,7 @@ from tests.helpers.fronted import (
     run_plan,
     whole,
 )
+from tests.oracles import loop
 
 
 class Model(nn.Module):
@@ -316,6 +317,29 @@ def test_a_copy_that_the_model_returns_is_its_own() -> None:
     (y, clone), _ = run_graph(model, front_end(model, x), x)
     assert torch.equal(y, clone)
     assert y.data_ptr() != clone.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda model, y: (each := y.clone(), torch.exp(y) + torch.sin(y) * each)[1],
+        lambda model, y: sum((each := y.clone(), torch.exp(each), torch.sin(each), torch.tan(y))),
+    ],
+)
+def test_gradients_of_what_is_copied_are_added_up_in_the_order_of_the_model(
+    function: Callable[..., Any],
+) -> None:
+    torch.manual_seed(0)
+    model = Model(lambda model, x: function(model, torch.sigmoid(model.layer(x))))
+    alone, x = copy.deepcopy(model), torch.randn(64, 4)
+
+    def loss(y: Tensor) -> Tensor:
+        return y.square().mean()
+
+    with fxpipe.compile(model, 2, microbatches=2, loss=loss) as pipe:
+        pipe.step(x)
+    loop.train(alone, 2, x, loss=loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
 def test_every_node_that_computes_knows_its_line() -> None:
