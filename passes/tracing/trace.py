@@ -196,16 +196,33 @@ def _export(
 
 @contextmanager
 def _announced(model: nn.Module, as_export: bool) -> Iterator[None]:
-    """Inside, ``torch.compiler.is_exporting()`` returns ``as_export`` to the model."""
+    """Inside, ``torch.compiler.is_exporting()`` returns ``as_export`` to the model.
+
+    PyTorch's own ``torch.vmap`` is told the truth: else it hides from the trace what it computes.
+    """
+    from torch._export import utils  # imported here because it is slow
+
+    asked = "_maybe_find_pre_dispatch_tf_mode_for_export"  # by torch.vmap
+    find: Callable[[], Any] = vars(utils).get(asked, lambda: None)
+    flags = vars(torch.compiler)
 
     def announce(module: nn.Module, args: Any) -> None:
         # export itself sets it before, and puts it back after the model has run
-        torch.compiler._is_exporting_flag = as_export
+        flags["_is_exporting_flag"] = as_export
+
+    def found() -> Any:
+        announced, flags["_is_exporting_flag"] = flags["_is_exporting_flag"], True
+        try:
+            return find()
+        finally:
+            flags["_is_exporting_flag"] = announced
 
     hook = model.register_forward_pre_hook(announce)
+    vars(utils)[asked] = found
     try:
         yield
     finally:
+        vars(utils)[asked] = find
         hook.remove()
 
 

@@ -300,3 +300,34 @@ def test_a_first_step_may_be_taken_while_autograd_looks_for_anomalies() -> None:
         assert torch.is_anomaly_enabled()
         loop.train(alone, 2, x, loss=nn.functional.mse_loss, target=y)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+class Windows(nn.Module):
+    """Makes a mask with ``torch.vmap``, and computes otherwise while it is exported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def seen(query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (query - key < 3)
+
+        mask = torch.vmap(torch.vmap(seen, (None, 0)), (0, None))(torch.arange(4), torch.arange(4))
+        y = self.first(x)
+        exported = torch.compiler.is_exporting()
+        made: Tensor = self.last(y @ mask.float() if exported else (y.unsqueeze(-1) * mask).sum(1))
+        return made
+
+
+def test_vmap_is_traced_as_the_model_computes_it_when_it_is_not_exported() -> None:
+    torch.manual_seed(0)
+    model = Windows()
+    alone, x = copy.deepcopy(model), torch.randn(8, 4)
+    with fxpipe.compile(model, 2, microbatches=2, loss=torch.sum) as pipe:
+        pipe.step(x)
+        assert "mul" in str(pipe.plan)
+        assert "matmul" not in str(pipe.plan)
+    loop.train(alone, 2, x, loss=torch.sum)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
