@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import PartitionError
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.work import Load
+from fxpipe.passes.tracing.items import makes_object
 from fxpipe.passes.tracing.symbolic import leaf_tensors
 from fxpipe.random.leaf_draws import draw_from
 
@@ -201,7 +202,10 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
         parts = [
             user
             for user in users
-            if is_part(user) or node.target is draw_from or (copied and user.op == "call_module")
+            if is_part(user)
+            or node.target is draw_from
+            or makes_object(node)
+            or (copied and user.op == "call_module")
         ]
         if parts:
             yield [node, *parts]

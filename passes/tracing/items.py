@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor, fx
@@ -25,25 +25,49 @@ _WHERE = ("nn_module_stack", "stack_trace")
 """What a node says of its place in the code."""
 
 
-def object_of(value: Any, tracer: fx.Tracer) -> fx.Node | None:
-    """A node that makes an ordered dict, or a dict that is a dataclass as the outputs of
-    transformers are, which torch.fx would take for a plain dict; None for all other values."""
+def object_of(value: Any, owner: fx.Tracer | fx.Graph) -> fx.Node | None:
+    """A node that makes an ordered dict, or a dataclass, which may be a dict as the outputs of
+    transformers are and which torch.fx would take for a plain one; None for all other values."""
     kind = type(value)
-    if not isinstance(value, dict) or not (kind is OrderedDict or is_dataclass(kind)):
+    if kind is OrderedDict or (is_dataclass(kind) and isinstance(value, dict)):
+        items = dict(value)
+    elif is_dataclass(kind):
+        items = {field.name: getattr(value, field.name) for field in fields(kind)}
+    else:
         return None
-    items = {key: tracer.create_arg(item) for key, item in value.items()}
+    if isinstance(owner, fx.Tracer):
+        items = {key: owner.create_arg(item) for key, item in items.items()}
     args, kwargs = ((), items) if is_dataclass(kind) else ((items,), {})
-    return tracer.create_node("call_function", kind, args, kwargs)
+    return owner.create_node("call_function", kind, args, kwargs)
 
 
-def take_objects_apart(graph: fx.Graph) -> None:
-    """Give what takes an object of ``object_of`` a plain dict, as torch.fx does; but for the
-    graph's output, see ``take_outputs_apart``."""
-    for node in graph.nodes:
-        kind = node.target
-        if isinstance(kind, type) and issubclass(kind, dict):
-            readers = [user for user in node.users if user.op != "output"]
-            _give(readers, node, dict(node.kwargs or node.args[0]))
+def with_objects(value: Any, call: fx.Node) -> Any:
+    """What a leaf module takes, of nodes, with a node right before its call for each object."""
+    items, spec = pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)
+    if len(items) == 1 and items[0] is value:
+        return value
+    made = pytree.tree_unflatten([with_objects(item, call) for item in items], spec)
+    with call.graph.inserting_before(call):
+        node = object_of(made, call.graph)
+    if node is None:
+        return made
+    node.meta.update({key: call.meta[key] for key in _WHERE if key in call.meta})
+    return node
+
+
+def makes_object(node: fx.Node) -> bool:
+    """Whether a node makes an object for ``object_of``."""
+    kind = node.target
+    return isinstance(kind, type) and (issubclass(kind, dict) or is_dataclass(kind))
+
+
+def make_objects_at_readers(graph: fx.Graph) -> None:
+    """Let each reader of an object of ``object_of`` have one of its own, made in its stage; but for
+    the graph's output, see ``take_outputs_apart``."""
+    for node in reversed(list(graph.nodes)):  # what holds an object comes before it
+        for user in [user for user in node.users if makes_object(node) and user.op != "output"]:
+            with graph.inserting_before(user):
+                _give([user], node, graph.node_copy(node))
 
 
 def take_slices_apart(graph: fx.Graph) -> None:

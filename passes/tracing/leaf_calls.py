@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Traced, Value
+from fxpipe.passes.tracing.items import with_objects
 from fxpipe.passes.tracing.leaf_nests import (
     Place,
     UnfitLeaf,
@@ -324,6 +325,7 @@ class _Rewriter:
         tensors: Any = node.args[0]
         call = self.calls[int(str(node.args[1]))]
         args, kwargs = pytree.tree_map_only(Place, lambda place: tensors[place.index], call.given)
+        args, kwargs = with_objects((args, kwargs), node)
         with self.graph.inserting_before(node):
             module = self.graph.call_module(call.name, args, kwargs)
         module.meta.update(node.meta)

@@ -31,8 +31,8 @@ from fxpipe.ir.traced import (
 )
 from fxpipe.passes.tracing.explain import explained
 from fxpipe.passes.tracing.items import (
+    make_objects_at_readers,
     object_of,
-    take_objects_apart,
     take_outputs_apart,
     take_slices_apart,
 )
@@ -94,7 +94,7 @@ def trace_symbolically(
             module._buffers.update(buffers)
     module = fx.GraphModule(model, graph)
     _out_of_place(module)  # before dead code is removed: an unused in-place operation looks dead
-    take_objects_apart(graph)
+    make_objects_at_readers(graph)
     _drop_assertions(graph)
     names = _inputs(graph, given)
     tensors = [given[name] for name, node in names.items() if node is not None]

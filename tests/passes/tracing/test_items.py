@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_flatten
+from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import BaseModelOutput
 
 import fxpipe
@@ -115,32 +116,64 @@ def test_outputs_may_hold_several_values_that_one_call_returns(read: Any) -> Non
         _, found = pipe.step(x, return_output=True)
     loop.train(alone, 2, x, loss=loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
-    leaves, spec = tree_flatten(found)
-    wanted = [tree_flatten(alone(part)) for part in x.chunk(2)]
+    leaves, spec = pytree.tree_flatten(found)
+    wanted = [pytree.tree_flatten(alone(part)) for part in x.chunk(2)]
     assert spec == wanted[0][1]
     for leaf, *parts in zip(leaves, *(one[0] for one in wanted), strict=True):
         assert torch.equal(leaf, torch.cat(parts))
 
 
-class Sums(nn.Linear):
-    """A leaf that is given a dict."""
+@dataclass
+class Pair:
+    first: Any
+    second: Any = None
 
-    def forward(self, given: Any) -> Any:
-        return super().forward(given["first"]) + given["second"]
+
+pytree.register_dataclass(Pair, serialized_type_name="tests.Pair")
+
+
+class Adds(nn.Linear):
+    """A leaf that is given an object, with the name of the class that it is to have."""
+
+    def forward(self, given: Any, kind: str = "") -> Any:
+        assert type(given).__name__ == kind
+        first, second = pytree.tree_leaves(given)
+        return super().forward(first) + second
 
 
 class Gives(nn.Module):
-    def __init__(self) -> None:
+    """Gives two leaves, of two stages, the same object."""
+
+    def __init__(self, made: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(4, 4), Sums(4, 4)
+        self.first, self.inner, self.last = nn.Linear(4, 4), Adds(4, 4), Adds(4, 4)
+        self.made = made
 
     def forward(self, x: Tensor) -> Any:
-        return self.last(OrderedDict(first=self.first(x), second=x))
+        given = self.made(self.first(x), x)
+        kind = type(given).__name__
+        return self.inner(given, kind) * self.last(given, kind=kind)
 
 
-def test_a_leaf_is_given_the_items_of_an_ordered_dict() -> None:
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda y, x: OrderedDict(first=y, second=x),
+        lambda y, x: BaseModelOutput(last_hidden_state=y, hidden_states=(x,)),
+        Pair,
+        lambda y, x: Pair([Pair(y)], {"x": OrderedDict(x=x)}),
+    ],
+)
+def test_a_leaf_is_given_an_object_of_its_class(made: Callable[..., Any], tracer: Any) -> None:
     torch.manual_seed(0)
-    trained_alike(Gives(), rows, ["last"], zeros, leaf_modules=[Sums])
+    model, x = Gives(made), rows(4)
+    alone = copy.deepcopy(model)
+    options: Any = {"tracer": tracer, "partition": ["last"], "leaf_modules": [Adds]}
+    with fxpipe.compile(model, 2, microbatches=2, loss=torch.sum, **options) as pipe:
+        pipe.step(x)
+    loop.train(alone, 2, x, loss=torch.sum)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
 def _ordered(y: Tensor, h: Tensor, x: Tensor) -> Any:
