@@ -36,6 +36,7 @@ from fxpipe.passes.tracing.items import (
     take_outputs_apart,
     take_slices_apart,
 )
+from fxpipe.passes.tracing.leaf_nests import UnfitLeaf
 from fxpipe.passes.tracing.watching import StateReads
 from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
@@ -323,6 +324,11 @@ class _Tracer(fx.Tracer):
         return id(m) in self.leaves or super().is_leaf_module(m, module_qualified_name)
 
 
+def _place(x: Any) -> int | None:
+    """Where a tensor's memory begins."""
+    return x.data_ptr() if isinstance(x, Tensor) and x.layout is torch.strided else None
+
+
 class Example(fx.Interpreter):
     """Runs the graph once, to note the value of each node and the buffers that are written."""
 
@@ -332,6 +338,8 @@ class Example(fx.Interpreter):
         buffers = dict(model.named_buffers(remove_duplicate=False))
         before = {name: (buffer._version, buffer.clone()) for name, buffer in buffers.items()}
         self.extra_traceback = False
+        read = (self.fetch_attr(str(n.target)) for n in self.graph.find_nodes(op="get_attr"))
+        self._read = set(map(_place, read)) - {None}
         with torch.no_grad(), assigned_in_place(model):
             self.run(*inputs)
         owners = {
@@ -348,8 +356,16 @@ class Example(fx.Interpreter):
         own = own or "out" in n.kwargs
         given = [self.env[m] for m in n.all_input_nodes if m.op != "get_attr" and not own]
         written = versions(given)
+        kept = self._attributes(n)
         with DrawsWatched() as watch, under(n.meta.get(AUTOCAST, ())):
             value = super().run_node(n)
+        for key, held in self._attributes(n).items():
+            if held != kept.get(key, held):
+                raise UnfitLeaf(
+                    str(n.target),
+                    f"sets its attribute {key[1]!r} in every call, which code outside of it reads "
+                    "and which would stay as it is there; let its forward return that, too",
+                )
         if versions(given) != written:
             what = f"leaf module {n.target!r}" if n.op == "call_module" else n.name
             raise TraceError(
@@ -374,3 +390,17 @@ class Example(fx.Interpreter):
             )
         n.meta["val"] = value.to("meta") if isinstance(value, Tensor) else value
         return value
+
+    def _attributes(self, n: fx.Node) -> dict[tuple[nn.Module, str], list[tuple[int, ...]]]:
+        """Of a leaf module, each attribute → its tensors that the graph reads elsewhere, too."""
+        parts = self.fetch_attr(str(n.target)).modules() if n.op == "call_module" else ()
+        return {
+            (part, key): [
+                (_place(x) or 0, *versions(x))
+                for x in pytree.tree_leaves(value)
+                if _place(x) in self._read
+            ]
+            for part in parts
+            for key, value in vars(part).items()
+            if self._read and key not in ("_parameters", "_buffers", "_modules")
+        }

@@ -248,3 +248,44 @@ def test_a_quantised_tensor_stays_inside_of_a_leaf(tracer: Any) -> None:
         apart(torch.ones(4, 4))
     with fxpipe.compile(model, 1, leaf_modules=["1"], **options) as pipe, torch.no_grad():
         assert torch.equal(pipe(torch.ones(4, 4)), model(torch.ones(4, 4)))
+
+
+class Balanced(nn.Linear):
+    """Keeps a term of the loss, as a router of experts may, for the model to add up."""
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__(4, 4)
+        self.terms = [torch.full((), 0.5)] if kept else []
+        self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if not self.kept:
+            self.terms = [y.square().mean()]
+        return y
+
+
+class Adding(nn.Module):
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self.first, self.last = Balanced(kept), Balanced(kept)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.first(x).tanh())
+        loss: Tensor = y.square().mean() + 1e-5 * (self.first.terms[0] + self.last.terms[0])
+        return loss
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_what_a_leaf_sets_in_every_call_is_read_by_no_code_outside_of_it(tracer: Any) -> None:
+    """What it adds to the loss is too little for the graph's values to tell."""
+    options: Any = {"microbatches": 2, "tracer": tracer, "leaf_modules": [Balanced]}
+    with (
+        fxpipe.compile(Adding(kept=False), 1, **options) as pipe,
+        pytest.raises(TraceError, match=r"'first' sets its attribute 'terms' in every call"),
+    ):
+        pipe.step(torch.ones(4, 4))
+    model = Adding(kept=True)
+    alone, x = copy.deepcopy(model), torch.randn(4, 4)
+    with fxpipe.compile(model, 1, **options) as pipe:
+        assert torch.equal(pipe.step(x), loop.train(alone, 2, x, loss=lambda out: out).loss)
