@@ -75,12 +75,6 @@ def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
     elif any(word in whole for word in _OUTSIDE):
         construct, cure = _construct(where)
         reason, cure = f"{construct}: {summary[:200]}", f"{cure}, or {other}"
-    elif "found a fake tensor in the exported program" in whole:
-        reason = "it reads or writes .data of a tensor, which a trace does not see"
-        cure = "use .detach() to read, and torch.no_grad() to write"
-        if not called(model, error):  # of no line; tracing up to a line would lose the write, too
-            unseen = _error(model, where, reason, cure, ())
-            return TraceError(str(unseen))
     elif "constraint" in whole:
         reason = "it holds for one size alone"
         cure = "make that line independent of the size, or give inputs of one size"

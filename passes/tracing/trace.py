@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,12 +19,14 @@ from torch import nn
 from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram
 from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import TraceError, way_out
 from fxpipe.passes.graph.layouts import BatchNormsLaidOut
 from fxpipe.passes.tracing.explain import explained
 from fxpipe.passes.tracing.positions import counted_positions_known
+from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import functions_kept
 from fxpipe.torchtools.pytrees import returning_parts
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 Dims = Sequence[tuple[int, ...]]
 """Flat input → its dimensions that are the batch."""
 
+_DATA: Any = torch.Tensor.data
 _TORCH_LOG = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
 
@@ -184,6 +188,7 @@ def _export(
             _masks_unread(),
             counted_positions_known(),
             BatchNormsLaidOut(),
+            _DataDetached(),
         ):
             warnings.simplefilter("ignore")  # notes on attributes that the model itself assigns
             return torch.export.export(
@@ -224,6 +229,44 @@ def _announced(model: nn.Module, as_export: bool) -> Iterator[None]:
     finally:
         vars(utils)[asked] = find
         hook.remove()
+
+
+class _DataDetached(TorchFunctionMode):
+    """Inside, ``tensor.data`` is traced as ``tensor.detach()``; of ``.data`` no trace knows.
+
+    A write that autograd shall not notice is refused at the end, as the graph's would be noticed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read: list[tuple[torch.Tensor, int, str]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in (_DATA.__get__, _DATA.__set__):
+            return func(*args, **(kwargs or {}))
+        frame = sys._getframe(source.users_level() - 1)
+        where = source.of_frame(frame, frame.f_lineno)
+        if func == _DATA.__set__ and where:
+            raise _unseen(where)
+        if args[0].requires_grad:
+            self._read.append((args[0], args[0]._version, where))
+        return args[0].detach() if func == _DATA.__get__ else func(*args)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for tensor, version, where in self._read:
+            if error is None and tensor._version != version:
+                raise _unseen(where)
+
+
+def _unseen(where: str) -> TraceError:
+    return TraceError(
+        f"the model writes into the .data of a tensor, or into the tensor after that, at {where}, "
+        "which no graph can hold; write under torch.no_grad() into a buffer, or work on a copy "
+        f"(x = x.clone()); clamp weights where their optimizer has stepped; or {way_out('')}"
+    )
 
 
 @contextmanager

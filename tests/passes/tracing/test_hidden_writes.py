@@ -155,6 +155,15 @@ def test_what_is_chosen_by_whole_numbers_is_traced(
     assert "cannot be traced" not in caplog.text
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_data_is_read_and_a_buffers_data_is_written_as_by_the_loop(schedule: str) -> None:
+    def between(net: Any, x: Tensor) -> Any:
+        net.mean.data.mul_(0.9).add_(x.data.mean(0))
+        return net.extra(x) @ net.first.weight.data - net.mean
+
+    step_as_the_loop(Net(between), schedule)
+
+
 def test_a_value_detached_in_place_hands_no_gradient_on() -> None:
     def between(net: Any, x: Tensor) -> Any:
         kept = x * 1.0
@@ -177,8 +186,19 @@ def write_parameter(net: Any, x: Tensor) -> Any:
     return made
 
 
-def write_data(net: Any, x: Tensor) -> Any:
-    net.mean.data.add_(x.detach().mean(0))
+def write_value(net: Any, x: Tensor) -> Any:
+    made = x * net.extra.weight[0]
+    x.data.mul_(1 + 1e-6)  # as the gradient of the weight will read it
+    return made
+
+
+def clamp(net: Any, x: Tensor) -> Any:
+    net.extra.weight.data.clamp_(-0.1, 0.1)
+    return net.extra(x)
+
+
+def assign(net: Any, x: Tensor) -> Any:
+    net.mean.data = x.detach().mean(0)
     return x - net.mean
 
 
@@ -187,7 +207,9 @@ def write_data(net: Any, x: Tensor) -> Any:
     [
         (write_plain, "writes into a tensor 'plain' that is no buffer of it.*register_buffer"),
         (write_parameter, r"writes into its parameter 'extra\.weight' while it runs"),
-        (write_data, r"\.data of a tensor, which a trace does not see.*no_grad"),
+        (write_value, r"test_hidden_writes\.py:\d+, in write_value: x\.data\.mul_.*a copy"),
+        (clamp, r"test_hidden_writes\.py:\d+, in clamp: net\.extra\.weight\.data\.clamp_"),
+        (assign, r"test_hidden_writes\.py:\d+, in assign: net\.mean\.data = .*no_grad"),
     ],
 )
 def test_what_no_graph_can_write_is_refused_by_name(between: Any, message: str) -> None:
