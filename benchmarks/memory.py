@@ -181,6 +181,19 @@ def halved(work: Work, schedule: str, microbatches: int) -> Grid:
     return Grid(heads, cells)
 
 
+def errors(devices: int, found: list[tuple[str, str, Row]]) -> list[Figure]:
+    """How far predictions for so many devices are off."""
+    what, device, _ = max(found, key=lambda each: abs(each[2].error))
+    off = [abs(row.error) for *_, row in found]
+    within = sum(error <= 3 for error in off)
+    return [
+        Figure(f"{devices} devices: the largest error", max(off), "%"),
+        Figure("of", f"{what}, device {device}"),
+        Figure(f"{devices} devices: the mean error, signs left out", sum(off) / len(off), "%"),
+        Figure(f"{devices} devices: at most 3 %", f"{within} of {len(off)}"),
+    ]
+
+
 def stored_in() -> str:
     """The folder in which offloads store, and the file system that it is on."""
     folder = Path(tempfile.gettempdir()).resolve()
@@ -193,37 +206,34 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--devices", type=int, default=3)
+    parser.add_argument("--devices", type=int, nargs="+", default=(2, 3), help="each in turn")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--tiny", action="store_true", help="small models, for a trial")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
     own = parser.parse_args(given)
     machine = describe()
-    found: list[tuple[str, int, Row]] = []
+    found: list[tuple[str, str, Row]] = []
+    figures = []
     with one_thread():
-        for work in works(own.tiny):
-            for schedule in own.schedules:
-                for mode in own.modes:
-                    what = f"{work.name}, {schedule}, recompute {mode}"
-                    options = {"schedule": schedule, "recompute": mode}
-                    rows = measure(work, own.devices, microbatches=own.microbatches, **options)
-                    found += [(what, device, row) for device, row in enumerate(rows)]
+        for devices in own.devices:
+            begun = len(found)
+            for work in works(own.tiny):
+                for schedule in own.schedules:
+                    for mode in own.modes:
+                        what = f"{work.name}, {schedule}, recompute {mode}"
+                        options = {"schedule": schedule, "recompute": mode}
+                        rows = measure(work, devices, microbatches=own.microbatches, **options)
+                        found += [
+                            (what, f"{device} of {devices}", row) for device, row in enumerate(rows)
+                        ]
+            figures += errors(devices, found[begun:])
         limited = [halved(works(own.tiny)[0], name, own.microbatches) for name in ("gpipe", "1f1b")]
-    errors = [row.error for _, _, row in found]
-    largest = max(found, key=lambda each: abs(each[2].error))
-    figures = [
-        Figure("the largest error", max(map(abs, errors)), "%"),
-        Figure("of", f"{largest[0]}, device {largest[1]}"),
-        Figure("the mean error, signs left out", sum(map(abs, errors)) / len(errors), "%"),
-        Figure("devices with an error of at most 3 %", sum(abs(e) <= 3 for e in errors)),
-        Figure("devices", len(errors)),
-    ]
     parts = [part for part in found[0][2].parts if any(row.parts[part] for _, _, row in found)]
     heads = ("model, schedule", "device", "predicted", "counted", "error", *parts)
     cells = [
         (
             what,
-            str(device),
+            device,
             bytes_text(row.predicted),
             bytes_text(row.counted),
             f"{row.error:+.2f} %",
@@ -232,7 +242,7 @@ def main(given: Sequence[str] | None = None) -> int:
         for what, device, row in found
     ]
     settings: dict[str, str | int] = {
-        "devices": f"{own.devices} CPU devices of one thread",
+        "devices": f"{' and '.join(map(str, own.devices))} CPU devices of one thread",
         "batch": 16,
         "micro-batches": own.microbatches,
         "optimizer": "Adam",
