@@ -234,34 +234,6 @@ def test_batches_may_change_their_size_between_steps(
         loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
-class Residual(nn.Module):
-    """Adds what it makes to what it got: sums of several sizes have other names in a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, input: Tensor) -> Tensor:
-        x = input
-        for layer in self.layers:
-            x = x + layer(x[:, :4] * (1 / x.shape[0])).tanh()
-        return x
-
-
-@pytest.mark.parametrize("counts", [(4, 3, 6), (1, 4, 2)])
-def test_microbatches_of_one_sample_and_of_more_go_together(counts: tuple[int, ...]) -> None:
-    model = Residual().double()
-    alone = copy.deepcopy(model)
-    with fxpipe.compile(model, ["cpu"] * 2, loss=mse_loss) as pipe:  # microbatches: at most 8
-        for count in (*counts, 13):
-            loop.clear(model, alone)
-            loss = pipe.step(rows(count), target=rows(count, 2))
-            m = min(8, count)
-            expected = loop.train(alone, m, rows(count), loss=mse_loss, target=rows(count, 2))
-            assert torch.equal(loss, expected.loss)
-            loop.assert_same(loop.gradients(model), loop.gradients(alone), 1e-12)
-
-
 @dataclass
 class Answer:
     loss: Tensor

@@ -73,6 +73,34 @@ def test_a_model_is_traced_twice_at_most(
     assert traces == expected
 
 
+class Residual(nn.Module):
+    """Adds what it makes to what it got: sums of several sizes have other names in a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
+        for layer in self.layers:
+            x = x + layer(x[:, :4] * (1 / x.shape[0])).tanh()
+        return x
+
+
+@pytest.mark.parametrize("counts", [(4, 3, 6), (1, 4, 2)])
+def test_microbatches_of_one_sample_and_of_more_go_together(counts: tuple[int, ...]) -> None:
+    model = Residual().double()
+    alone = copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"] * 2, loss=mse_loss) as pipe:  # microbatches: at most 8
+        for count in (*counts, 13):
+            loop.clear(model, alone)
+            x, y = batch(count)
+            loss = pipe.step(x, target=y)
+            expected = loop.train(alone, min(8, count), x, loss=mse_loss, target=y)
+            assert torch.equal(loss, expected.loss)
+            loop.assert_same(loop.gradients(model), loop.gradients(alone), 1e-12)
+
+
 def test_a_graph_of_a_symbolic_trace_is_for_any_size_at_once() -> None:
     model = mlp().double()
     with compiled(model, tracer="symbolic") as pipe:
