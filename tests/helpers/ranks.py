@@ -43,19 +43,20 @@ def on_ranks(
     Raises:
         Failed: a rank raised, or was still running at the deadline.
     """
-    folder = tempfile.mkdtemp()
-    ranks = [
-        start(rank, size, folder, function, *args, timeout=timeout, replicas=replicas)
-        for rank in range(size)
-    ]
-    try:
-        for process in ranks:
-            process.join(DEADLINE)
-    finally:
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
-    return [result_of(folder, rank) for rank in range(size)]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            start(rank, size, folder, function, *args, timeout=timeout, replicas=replicas)
+            for rank in range(size)
+        ]
+        try:
+            for process in ranks:
+                process.join(DEADLINE)
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+        return [result_of(folder, rank) for rank in range(size)]
 
 
 def start(

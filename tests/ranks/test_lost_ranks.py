@@ -48,14 +48,14 @@ with its backward."""
 
 def survivors(size: int, lost: set[int], function: Callable[..., Any], *args: Any) -> list[Any]:
     """What the function returned on all ranks but those that were killed; all must end."""
-    folder = tempfile.mkdtemp()
-    # those that are killed last wait for their turn, on however slow a machine
-    own = function, folder, *args
-    ranks = [start(rank, size, folder, *own, timeout=190) for rank in range(size)]
-    for process in ranks:
-        process.join(200)
-        assert process.exitcode is not None, "a rank hangs"
-    return [result_of(folder, rank) for rank in range(size) if rank not in lost]
+    with tempfile.TemporaryDirectory() as folder:
+        # those that are killed last wait for their turn, on however slow a machine
+        own = function, folder, *args
+        ranks = [start(rank, size, folder, *own, timeout=190) for rank in range(size)]
+        for process in ranks:
+            process.join(200)
+            assert process.exitcode is not None, "a rank hangs"
+        return [result_of(folder, rank) for rank in range(size) if rank not in lost]
 
 
 @contextmanager
