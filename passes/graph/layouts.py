@@ -63,12 +63,17 @@ _LIKE_ANOTHER = frozenset(
 
 
 class TrueLayouts(TorchDispatchMode):
-    """Inside, together with a fake tensor mode, the results of operations have real strides."""
+    """Inside, together with a fake tensor mode, the results of operations have real strides.
+
+    What an operation checks with ``equal``, which needs data, is taken as right.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.equal.default:  # istft looks for a gap in its windows
+            return False  # the model's own run did, too
         made = func(*args, **kwargs)
         if isinstance(made, FakeTensor) and made.layout is torch.sparse_coo:
             return _with_entries(made, func, args)

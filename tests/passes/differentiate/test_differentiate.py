@@ -33,6 +33,8 @@ from tests.helpers.fronted import (
 
 
 class Model(nn.Module):
+    hann: Tensor
+
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -40,6 +42,7 @@ class Model(nn.Module):
         self.scale = nn.Parameter(torch.randn(4))
         self.table = nn.Embedding(7, 4)
         self.register_buffer("mean", torch.randn(4))
+        self.register_buffer("hann", torch.hann_window(4))
         self.function = function
 
     def forward(self, *args: Any) -> Any:
@@ -111,6 +114,11 @@ def _sorted(m: Model, x: Tensor) -> Any:
     return m.layer(x).sort(1).values, m.layer(x).topk(2).values, m.layer(x).cumsum(0)
 
 
+def _spectra(m: Model, x: Tensor) -> Any:
+    spectra = torch.stft(m.layer(x), 4, 2, window=m.hann, return_complex=True)
+    return torch.istft(spectra * m.scale[:3, None], 4, 2, window=m.hann, length=4), spectra.abs()
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
     "convolutions": (
         lambda: UNet(channels=2, base=2, depth=2),
@@ -146,6 +154,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
             (_identity_gradients, rows),
             (_reductions, rows),
             (_sorted, rows),
+            (_spectra, rows),
         )
     },
 }
