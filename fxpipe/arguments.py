@@ -335,7 +335,8 @@ def check_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> None:
 
 def check_model(model: Any, place: torch.device) -> None:
     """Raises InputError for what is no module, is neither on the CPU nor on a device like the
-    first one of the pipe, or has a SyncBatchNorm or a module of torch.jit."""
+    first one of the pipe, was made in inference mode, or has a SyncBatchNorm or a module of
+    torch.jit."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is {model!r}; give an nn.Module")
     for name, parameter in model.named_parameters():
@@ -343,6 +344,12 @@ def check_model(model: Any, place: torch.device) -> None:
             raise InputError(
                 f"parameter {name!r} is on {parameter.device}; move the model to the CPU first "
                 "(model.cpu())"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            raise InputError(
+                f"{name!r} was made under torch.inference_mode(), so that nothing may write it or "
+                "train with it; outside of that mode, give copy.deepcopy(model)"
             )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

@@ -121,6 +121,19 @@ def test_a_model_on_another_device_is_refused() -> None:
     refused(InputError, lambda: bytes_without_data(model, torch.device("cuda:0")), part)
 
 
+@pytest.mark.parametrize("name", ["first.0.weight", "scale"])
+def test_what_was_made_in_inference_mode_is_refused_and_its_copy_is_not(name: str) -> None:
+    model = Tiny()
+    model.register_buffer("scale", torch.ones(3))
+    module, _, last = name.rpartition(".")
+    made = model.get_submodule(module)
+    with torch.inference_mode():
+        value = getattr(made, last).clone()
+        setattr(made, last, nn.Parameter(value) if module else value)
+    refused(InputError, lambda: compiled(model), f"{name!r} was made under torch.inference_mode()")
+    stepped(copy.deepcopy(model))
+
+
 def test_a_tensor_without_data_that_is_no_buffer_is_refused() -> None:
     model = Tiny()
     vars(model.last)["scale"] = torch.ones(3, device="meta")
