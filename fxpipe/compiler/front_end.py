@@ -23,6 +23,7 @@ from fxpipe.compiler.timetable import Purpose
 from fxpipe.errors import TraceError, way_out
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED, Traced, Value, with_dims
+from fxpipe.log import LOGGER
 from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import LossModule
@@ -35,7 +36,7 @@ from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import checkpoints_opened
 from fxpipe.torchtools.pytrees import taken_apart
-from fxpipe.torchtools.state import assigned_in_place, intra_op_threads, untouched
+from fxpipe.torchtools.state import assigned_in_place, intra_op_threads, put_back, untouched
 
 Dims = Sequence[tuple[int, ...]]
 """Flat input → its dimensions that are the batch."""
@@ -152,6 +153,7 @@ class FrontEnd:
         self.options = options
         self._leaves = Leaves(options)
         self.guards = Guards(options, self._leaves.modules)
+        self._written: set[str] = set()  # inputs that the model writes into
 
     def trace(self, call: Call, *, fixed: bool) -> Traced:
         """The graph of the model for micro-batches like this one, for a step with its loss; it need
@@ -176,8 +178,15 @@ class FrontEnd:
         }
         self._leaves.renew()
         run_all(passes.ADMIT, facts)
-        with untouched(options.model), intra_op_threads(options.threads):
-            output = self._tried(facts)
+        with (
+            untouched(options.model),
+            put_back(facts["inputs"]),
+            intra_op_threads(options.threads),
+        ):
+            given = call.leaves[: call.batch.inputs]
+            with put_back(dict(zip(call.batch.names, given, strict=False))) as written:
+                output = self._tried(facts)
+            self._tell_written(written)
             traced = self._front_end(args, kwargs, dims, size, fixed)
             if not fixed and any(out.dims is None for out in traced.outputs):
                 told = output_dims(options.model, args, kwargs, dims, _flat_outputs(traced), size)
@@ -236,6 +245,16 @@ class FrontEnd:
             except TraceError as error:
                 if not error.submodules or self._leaves.grow(error) is not None:
                     raise
+
+    def _tell_written(self, names: Sequence[str]) -> None:
+        """Say once that what the model writes into its inputs is seen by itself alone."""
+        for name in set(names) - self._written:
+            LOGGER.warning(
+                "the model writes into its input %r: each micro-batch is a copy to it, and your "
+                "tensor keeps its values",
+                name,
+            )
+            self._written.add(name)
 
     def _front_end(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, size: int, fixed: bool
@@ -319,6 +338,7 @@ class FrontEnd:
             "calls": calls,
             "leaves": self._leaves.modules.values(),
             "symbolic": self.options.tracer == "symbolic",
+            "discards": own,
         }
         try:
             traced: Traced = run_all(passes.TRACE, facts)["traced"]
@@ -342,6 +362,8 @@ class FrontEnd:
 
     def call(self, call: Call, with_loss: bool) -> tuple[Any, Tensor | None]:
         """Call the model itself on one micro-batch: its output and its loss, or None."""
+        if self._written:
+            call = call._mapped(torch.clone)
         args, kwargs, targets = call.batch.unflatten(call.leaves)
         with assigned_in_place(self.options.model), checkpoints_opened():
             output = self.options.model(*args, **kwargs)

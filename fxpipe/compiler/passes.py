@@ -79,7 +79,12 @@ TRACE = (
         when="not symbolic",
     ),
     Pass(refuse_control_flow, "model, program", "", when="not symbolic"),
-    Pass(functionalise, "program, accepts, model", "functional traced", when="not symbolic"),
+    Pass(
+        functionalise,
+        "program, accepts, model, discards",
+        "functional traced",
+        when="not symbolic",
+    ),
     Pass(refuse_values, "model, functional traced", "", when="not symbolic"),
     Pass(refuse_entries, "model, functional traced", "", when="not symbolic"),
     Pass(call_leaves, "functional traced, model, calls, args, kwargs", "traced", when="calls"),

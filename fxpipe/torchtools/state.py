@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,27 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     if buffer.shape != before.shape:
                         buffer.resize_(before.shape)
                     buffer.copy_(before)
+
+
+@contextmanager
+def put_back(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Afterwards the tensors among these have their values of before. The list then has the names
+    of those that were written; of tensors of inference mode, those that have other values."""
+    held = [
+        (name, x, 0 if x.is_inference() else x._version, x.detach().clone())
+        for name, x in tensors.items()
+        if isinstance(x, Tensor) and x.layout is torch.strided
+    ]
+    written: list[str] = []
+    try:
+        yield written
+    finally:
+        for name, x, version, before in held:
+            if torch.equal(x, before) if x.is_inference() else x._version == version:
+                continue
+            with torch.no_grad():
+                x.copy_(before)
+            written.append(name)
 
 
 def _repeats(buffer: Tensor) -> bool:

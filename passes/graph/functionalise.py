@@ -51,7 +51,10 @@ _ASSERTIONS = frozenset(
 
 
 def functionalise(
-    program: ExportedProgram, accepts: Callable[[int], bool], model: nn.Module | None = None
+    program: ExportedProgram,
+    accepts: Callable[[int], bool],
+    model: nn.Module | None = None,
+    discards: bool = False,
 ) -> Traced:
     """The exported program as one functional graph.
 
@@ -59,20 +62,22 @@ def functionalise(
         program: the exported program; it is changed.
         accepts: whether the program holds for a batch size.
         model: the traced model, for the messages of errors.
+        discards: whether what is written into an input is seen in the graph alone, or refused.
 
     Raises:
-        TraceError: the model writes into one of its inputs, or keeps something that a graph
-            cannot hold. If ``model`` is given, any other failure is raised as one, too.
+        TraceError: the model writes into one of its inputs, where that is refused, or keeps
+            something that a graph cannot hold. If ``model`` is given, any other failure is raised
+            as one, too.
     """
     try:
-        return _functional(program, accepts)
+        return _functional(program, accepts, discards)
     except Exception as error:
         if model is None:
             raise
         raise explained(model, error, "export") from error
 
 
-def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Traced:
+def _functional(program: ExportedProgram, accepts: Callable[[int], bool], discards: bool) -> Traced:
     detach_without_grad(program.graph_module)
     detach_in_place(program.graph_module)
     lay_gradients(program.graph_module)
@@ -85,7 +90,7 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Tra
         program = functional(program)
     module, written = (program.graph_module, []) if ruled is None else ruled
     parameters, buffers, constants, inputs = _arguments(program, module, held)
-    writes, outputs = _results(program, module, held, written)
+    writes, outputs = _results(program, module, held, written, discards)
     _let_copies_have_gradients(module)
     _let_strides_vary(module)
     part_recurrent(module)
@@ -154,6 +159,7 @@ def _results(
     module: fx.GraphModule,
     held: Callable[[str], str],
     written: Sequence[str],
+    discards: bool,
 ) -> tuple[list[Write], list[Value | Literal]]:
     """What a graph writes to buffers, those ``written`` first, and what it returns.
 
@@ -163,6 +169,7 @@ def _results(
     writes = [Write(held(target), "") for target in written]
     outputs: list[Value | Literal] = []
     returned: Any = module.graph.output_node().args[0]
+    kept = [*returned[: len(written)]]
     values = {node.name: node.meta.get("val") for node in module.graph.nodes}
     dynamic = any(isinstance(size, torch.SymInt) for v in values.values() for size in _shape(v))
     for out, node in zip(
@@ -174,6 +181,8 @@ def _results(
             case OutputKind.USER_OUTPUT:
                 name = node.name if isinstance(node, fx.Node) else ""
                 outputs.append(_output(out.arg, name, values.get(name), dynamic))
+            case OutputKind.USER_INPUT_MUTATION if discards:
+                continue
             case OutputKind.USER_INPUT_MUTATION:
                 raise TraceError(
                     f"the model writes into its input {out.target!r}; let it work on a copy "
@@ -191,6 +200,8 @@ def _results(
                 raise TraceError(message)
             case kind:
                 raise TraceError(f"the model has an output of kind {kind.name}; return tensors")
+        kept.append(node)
+    module.graph.output_node().args = (tuple(kept),)
     return writes, outputs
 
 

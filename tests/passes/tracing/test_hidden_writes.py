@@ -264,3 +264,82 @@ def test_sparse_gradients_are_refused_by_name(tracer: Any) -> None:
         pytest.raises(fxpipe.TraceError, match=r"'0\.weight' is torch\.sparse_coo.*sparse=False"),
     ):
         pipe.step(torch.randint(5, (4, 2)), target=torch.randint(3, (4,)))
+
+
+class Writing(nn.Module):
+    """Writes into its input before it reads it. A row has 64 bytes: how a sum rounds may depend on
+    where in memory its operands begin."""
+
+    def __init__(self, write: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.last, self.write = nn.Linear(16, 16), nn.Linear(16, 3), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(x)
+        made: Tensor = self.last(self.first(x).tanh() + x)
+        return made
+
+
+def scaled(x: Tensor) -> Any:
+    return x.mul_(2)
+
+
+def rectified(x: Tensor) -> Any:
+    return F.relu_(x)
+
+
+def partly_set(x: Tensor) -> Any:
+    x.view(-1)[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("write", "tracer"),
+    [
+        *((write, "export") for write in (scaled, rectified, partly_set)),
+        *((write, "symbolic") for write in (scaled, rectified)),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_what_a_model_writes_into_its_input_is_seen_by_itself_alone(
+    write: Callable[[Tensor], Any], tracer: Any, schedule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = Writing(write)
+    alone = copy.deepcopy(model)
+    with fxpipe.compile(
+        model, 2, schedule=schedule, microbatches=3, loss=F.mse_loss, tracer=tracer
+    ) as pipe:
+        for rows in (6, 6, 7):
+            x, y = torch.randn(rows, 16), torch.randn(rows, 3)
+            before = x.clone()
+            loop.clear(model, alone)
+            made = pipe.step(x, target=y)
+            assert torch.equal(x, before)
+            expected = loop.train(alone, 3, before, loss=F.mse_loss, target=y)
+            assert torch.equal(made, expected.loss)
+            loop.assert_same(loop.gradients(model), loop.gradients(alone))
+        with torch.no_grad():
+            x = torch.randn(6, 16)
+            before = x.clone()
+            made = pipe.eval()(x)
+            assert torch.equal(x, before)
+            assert torch.equal(made, torch.cat([alone(part) for part in before.tensor_split(3)]))
+    assert caplog.text.count("writes into its input 'x'") == 1
+
+
+@pytest.mark.parametrize("what", ["output", "target"])
+def test_a_loss_that_writes_into_what_it_is_given_is_refused_and_that_is_put_back(
+    what: str,
+) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        (output if what == "output" else target).mul_(2)
+        return F.mse_loss(output, target)
+
+    x, y = torch.randn(6, 6), torch.randn(6, 3)
+    before = y.clone()
+    with (
+        fxpipe.compile(nn.Linear(6, 3), 1, microbatches=3, loss=loss) as pipe,
+        pytest.raises(fxpipe.TraceError, match="writes into its input"),
+    ):
+        pipe.step(x, target=y)
+    assert torch.equal(y, before)
