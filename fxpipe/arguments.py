@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
-from pathlib import Path
+from os.path import isfile
 from typing import Any, cast, get_args
 
 import torch
@@ -91,7 +91,7 @@ def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
     elif isinstance(schedule, str | PathLike) and is_python(fspath(schedule)):
         schedule = of_python(fspath(schedule))
     elif isinstance(schedule, PathLike) or (
-        isinstance(schedule, str) and schedule not in RECIPES and Path(schedule).is_file()
+        isinstance(schedule, str) and schedule not in RECIPES and isfile(schedule)
     ):
         schedule = Schedule.from_file(schedule)
     if isinstance(schedule, str):

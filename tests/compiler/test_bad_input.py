@@ -64,6 +64,11 @@ def test_an_unknown_schedule_is_refused_with_the_near_names(schedule: str, part:
     assert str(raised.value) == part
 
 
+def test_a_name_that_is_too_long_for_a_file_is_refused() -> None:
+    with pytest.raises(InputError, match="there is no schedule 'fff"):
+        compiled(schedule="f" * 3000)
+
+
 @pytest.mark.parametrize("schedule", [None, 3])
 def test_what_is_no_schedule_is_refused(schedule: Any) -> None:
     refused(InputError, lambda: compiled(schedule=schedule), f"schedule is {schedule}; give a name")
