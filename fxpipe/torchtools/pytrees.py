@@ -24,6 +24,9 @@ from fxpipe.errors import InputError
 _WHOLE = (Tensor, nn.Module, type, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Classes that are never taken apart: a symbolic size refers to the whole state of its tracer."""
 
+_OF_PYTHON = 1 << 9
+"""The flag of classes that are not written in C: those make objects of their own alone."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -106,7 +109,8 @@ def _objects(value: Any) -> Any:
     def made(parts: Any) -> Any:
         if not isinstance(parts, Parts):
             return parts
-        new: Any = object.__new__(parts.kind)
+        own: Any = next(kind for kind in parts.kind.__mro__ if not kind.__flags__ & _OF_PYTHON)
+        new = own.__new__(parts.kind)
         new.__dict__.update(parts.others)
         new.__dict__.update({name: _objects(inner) for name, inner in parts.tensors.items()})
         return new

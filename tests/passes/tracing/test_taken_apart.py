@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +83,20 @@ def test_what_pytorch_knows_keeps_its_type() -> None:
     value = OrderedDict(a=[torch.zeros(1)], b=(torch.ones(1),))
     assert type(taken_apart(value)) is OrderedDict
     assert not any(isinstance(x, Parts) for x in pytree.tree_leaves(taken_apart(value)))
+
+
+class Named(SimpleNamespace):
+    """Of a class that is written in C."""
+
+
+@pytest.mark.parametrize("kind", [SimpleNamespace, Named, ValueError])
+def test_an_object_of_a_class_in_c_is_made_again(kind: Any) -> None:
+    value = kind()
+    value.scores, value.word = torch.ones(1), "best"
+    made = together(*pytree.tree_flatten(taken_apart(value)))
+    assert type(made) is kind
+    assert made.word == "best"
+    assert torch.equal(made.scores, torch.ones(1))
 
 
 def test_an_object_that_holds_itself_is_no_trap() -> None:
