@@ -248,7 +248,7 @@ class FrontEnd:
 
     def _tell_written(self, names: Sequence[str]) -> None:
         """Say once that what the model writes into its inputs is seen by itself alone."""
-        for name in set(names) - self._written:
+        for name in (name for name in names if name not in self._written):
             LOGGER.warning(
                 "the model writes into its input %r: each micro-batch is a copy to it, and your "
                 "tensor keeps its values",
