@@ -10,6 +10,7 @@ from typing import Any, cast, get_args
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import fxpipe.schedules as _library
 from fxpipe.compiler.objective import Objective, Reduction
@@ -346,7 +347,7 @@ def check_model(model: Any, place: torch.device) -> None:
                 "(model.cpu())"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_inference():
+        if not is_lazy(tensor) and tensor.is_inference():
             raise InputError(
                 f"{name!r} was made under torch.inference_mode(), so that nothing may write it or "
                 "train with it; outside of that mode, give copy.deepcopy(model)"
