@@ -1,4 +1,4 @@
-"""``fxpipe`` in a shell: its arguments, its commands and its exit status."""
+"""The command line: arguments, commands and exit statuses of ``fxpipe``."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _CLOSED = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status. By default it has the process's own arguments."""
+    """Run a command, by default with the process's arguments, and return its exit status."""
     try:
         if any("\0" in argument for argument in arguments or ()):
-            raise InputError("an argument holds a NUL character, which no name of a file can")
+            raise InputError("an argument holds a NUL character, which no file name can")
         given = make_parser().parse_args(arguments)
         sound = given.run(given)
         if sys.stdout is not None:  # None where the shell has closed it
@@ -59,10 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return WRONG
     except OSError as error:
         if isinstance(error, BrokenPipeError):
-            # The reader of the output, such as ``head``, has closed it.
+            # What reads the output, such as ``head``, has closed it.
             _drop_output()
             return _CLOSED
-        # Where a disk is full no file is named, and it may be that of the output.
+        # A full disk names no file; it may be the one that the output goes to.
         where = error.filename or "the output cannot be written"
         print(f"fxpipe: {where}: {error.strerror}", file=sys.stderr)
         try:
@@ -77,15 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Let the flush at exit not fail."""
+    """Redirect stdout to nowhere, so that the flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _WHAT = (
-    "a name that 'fxpipe list' shows, a file with a schedule's text or a CSV of "
-    "torch.distributed.pipelining (- for what is piped in), or "
-    "path/to/file.py:name for a schedule of your own: what @fxpipe.schedule made, a function or a "
-    "Schedule"
+    "a name from 'fxpipe list'; a file with a schedule's text or a CSV of "
+    "torch.distributed.pipelining (- for standard input); or path/to/file.py:name, where name is "
+    "a Schedule, a function, or a recipe made with @fxpipe.schedule"
 )
 
 
@@ -97,64 +96,68 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser; its result has the function of the command as ``run``, which returns True if
-    the schedule, plan or program that it read has no faults."""
-    parser = _Parser(prog="fxpipe", description="Look at pipeline schedules, and check them.")
+    """The parser. The parsed arguments have the command's function as ``run``, which returns True
+    if the schedule, plan or program has no faults."""
+    parser = _Parser(prog="fxpipe", description="Show, compare, check and search schedules.")
     parser.add_argument("--version", action="version", version=f"fxpipe {fxpipe.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    named = commands.add_parser("list", help="the schedules that have a name")
+    named = commands.add_parser("list", help="list the library's schedules")
     named.set_defaults(run=list_schedules)
 
     shown = commands.add_parser(
         "schedule",
-        help="a schedule's grid, figures and formulas, or a picture of it",
-        description="Show a schedule in time, and what it costs. Exits with 1 if it has faults.",
+        help="show a schedule: its grid, figures, formulas, or a picture",
+        description="Show a schedule over time, and its figures. Exits with 1 if it has faults.",
     )
     add = shown.add_argument
     add("schedule", metavar="SCHEDULE", help=_WHAT)
     _add_counts(shown)
-    add("--text", action="store_true", help="print its text and nothing else")
+    add("--text", action="store_true", help="print only its text")
     add("--csv", metavar="FILE", help="write it as the CSV of torch.distributed.pipelining")
     add("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
-    add("--html", metavar="FILE", help="write a page to zoom and search in, for any browser")
+    add("--html", metavar="FILE", help="write a page for a browser, to zoom and search in")
     add("--trace", metavar="FILE", help="write a trace that https://ui.perfetto.dev opens")
-    given = "how long tasks take, of all stages or of one: F=1,F@3=1.5"
+    given = "how long tasks take, on all stages or on one: F=1,F@3=1.5"
     add("--costs", metavar="F=1,B=2", help=given)
     given = "derive the formulas, which takes a few seconds"
     add("--formulas", action=argparse.BooleanOptionalAction, default=True, help=given)
-    given = "the grid and the figures of a huge schedule, too"
+    given = "show the grid and the figures even of a huge schedule"
     add("--all", action="store_true", help=given)
-    add("--steps", type=int, metavar="N", help="how many steps in a row")
-    given = "characters a line; by default the terminal's"
+    add("--steps", type=int, metavar="N", help="the number of consecutive steps")
+    given = "characters per line; by default the width of the terminal"
     add("--width", type=int, metavar="N", help=given)
     shown.set_defaults(run=show_schedule)
 
     compared = commands.add_parser(
         "compare",
-        help="all library schedules in one table",
+        help="compare all library schedules in one table",
         description="Compare the library's schedules, and mark the best for a memory limit.",
     )
     add = compared.add_argument
     add("-p", "--devices", type=int, metavar="N", default=DEVICES, help=f"by default {DEVICES}")
-    given = f"of a step; by default {MICROBATCHES}"
+    given = f"micro-batches per step; by default {MICROBATCHES}"
     add("-m", "--microbatches", type=int, metavar="N", default=MICROBATCHES, help=given)
-    add("--costs", metavar="F=1,B=2", help="how long tasks take on what one device has of a model")
-    add("--memory", type=float, metavar="N", help="micro-batches that a device has room for")
+    add(
+        "--costs",
+        metavar="F=1,B=2",
+        help="how long tasks take, for all stages of a device together",
+    )
+    add("--memory", type=float, metavar="N", help="how many micro-batches fit on a device")
     add("--draw", metavar="FILE", help="draw them: .svg, .png, .pdf")
     compared.set_defaults(run=compare_schedules)
 
     checked = commands.add_parser(
         "verify",
         help="check a schedule, a plan or a program",
-        description="Check a text of any kind, or a schedule. Exits with 1 if it has faults. Of a "
-        "CSV of torch.distributed.pipelining they are what would hang or give wrong gradients "
-        "there.",
+        description="Check a schedule, a plan or a program. Exits with 1 if it has faults. For a "
+        "CSV of torch.distributed.pipelining, the faults are what would hang or give wrong "
+        "gradients in torch's runtime.",
     )
     checked.add_argument(
         "file",
         metavar="FILE",
-        help="the text of a schedule, plan or program, or a CSV (- for what is piped in), or "
+        help="the text of a schedule, plan or program, or a CSV (- for standard input), or "
         "path/to/file.py:name",
     )
     _add_counts(checked)
@@ -163,18 +166,18 @@ def make_parser() -> argparse.ArgumentParser:
     add_search(
         commands.add_parser(
             "search",
-            help="the best schedule for given times, and how good it is",
-            description="Search for the schedule that takes the least time, within the memory that "
-            "there is, and show it beside the library's, with a time that none can be below.",
+            help="find the best schedule for given times, and show how good it is",
+            description="Search for the fastest schedule within a memory limit. Show it beside the "
+            "library's schedules, with a lower bound for any schedule.",
         )
     )
     return parser
 
 
 def _add_counts(parser: argparse.ArgumentParser) -> None:
-    given = f"number of devices, where the schedule leaves it open; by default {DEVICES}"
+    given = f"number of devices, if the schedule leaves it open; by default {DEVICES}"
     parser.add_argument("-p", "--devices", type=int, metavar="N", help=given)
-    given = f"micro-batches a step, where it leaves them open; by default {MICROBATCHES}"
+    given = f"micro-batches per step, if it leaves them open; by default {MICROBATCHES}"
     parser.add_argument("-m", "--microbatches", type=int, metavar="N", help=given)
 
 
@@ -183,7 +186,7 @@ _SHOWN = 200_000
 
 
 def list_schedules(given: Namespace) -> bool:
-    """``fxpipe list``: every schedule that has a name."""
+    """``fxpipe list``: the library's schedules."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("name", no_wrap=True)
     table.add_column("stages", justify="right")
@@ -258,7 +261,7 @@ def compare_schedules(given: Namespace) -> bool:
 
 
 def verify_file(given: Namespace) -> bool:
-    """``fxpipe verify``: all faults of a text or of a schedule; of a CSV, those it has there."""
+    """``fxpipe verify``: all faults of a schedule, plan, program, or CSV of torch's."""
     value = read_file(given.file, given.devices, given.microbatches)
     try:
         value.verify()
@@ -294,8 +297,8 @@ def formulas_text(
 ) -> str:
     """Makespan, bubble and stash as formulas in the time of a forward, or why there are none.
 
-    With a recipe the numbers of devices and micro-batches are variables of the formulas. They hold
-    for the ratios of the times of tasks in ``costs``.
+    With a recipe, the numbers of devices and micro-batches are variables of the formulas. The
+    formulas hold for the ratios between the times in ``costs``.
     """
     own = {key: cost for key, cost in (costs or {}).items() if isinstance(key, str)}
     if len(own) < len(costs or {}):
@@ -312,7 +315,7 @@ def _formulas(schedule: Schedule, recipe: Recipe | None, given: tuple[Relational
     try:
         return recipe.formulas(given=given)
     except VerificationError:
-        # Made for at least as many micro-batches as devices.
+        # The recipe needs at least as many micro-batches as devices.
         return recipe.formulas(
             given=given, microbatches=lambda p: (p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p)
         )

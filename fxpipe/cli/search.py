@@ -25,16 +25,21 @@ def add_search(parser: ArgumentParser) -> None:
     """Give the command's parser its arguments."""
     add = parser.add_argument
     add("-p", "--devices", type=int, metavar="N", help=f"devices; by default {DEVICES}")
-    given = f"of a step; by default {MICROBATCHES}"
+    given = f"micro-batches per step; by default {MICROBATCHES}"
     add("-m", "--microbatches", type=int, metavar="N", default=MICROBATCHES, help=given)
-    add("--costs", metavar="F=1,I=1,W=1", help="how long tasks take: F=1,F@3=1.5; with B whole")
+    add(
+        "--costs",
+        metavar="F=1,I=1,W=1",
+        help="how long tasks take: F=1,F@3=1.5; B: whole backwards",
+    )
     add(
         "--placement",
         metavar="each|v|loop=N|search",
-        help="one stage a device, the V, N stages a device in turn, or the best of all ways to put "
-        "the stages of --costs on the devices; without it the usual ones are searched",
+        help="one stage per device, the V, N stages per device round robin, or any placement of "
+        "the stages in --costs; by default the usual placements are searched",
     )
-    add("--memory", metavar="N[,N...]", help="micro-batches, or units of --keeps, a device holds")
+    given = "how much a device holds: micro-batches, or units of --keeps"
+    add("--memory", metavar="N[,N...]", help=given)
     add(
         "--keeps",
         metavar="F=1,W=1",
@@ -44,14 +49,15 @@ def add_search(parser: ArgumentParser) -> None:
     add(
         "--flush",
         action=BooleanOptionalAction,
-        help="the least time for one step; with --no-flush, a step where many follow one another",
+        help="minimise the time of one step; with --no-flush, of each of many consecutive steps",
     )
-    given = "batches mix, and read weights at most N versions old; the least time for each"
+    given = "let batches mix and read weights at most N versions old; minimise the time per batch"
     add("--delay", type=int, default=0, metavar="N", help=given)
-    add("--seconds", type=float, default=10.0, metavar="T", help="the longest that it may take")
-    add("--work", type=int, metavar="N", help="list schedules to try, instead of --seconds")
+    add("--seconds", type=float, default=10.0, metavar="T", help="time limit")
+    given = "the number of list schedules to try, instead of --seconds"
+    add("--work", type=int, metavar="N", help=given)
     add("--seed", type=int, default=0, metavar="N", help="of the random choices")
-    add("--text", action="store_true", help="print the schedule's text and nothing else")
+    add("--text", action="store_true", help="print only the schedule's text")
     add("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
     add("--csv", metavar="FILE", help="write it as the CSV of torch.distributed.pipelining")
     parser.set_defaults(run=run_search)
@@ -100,7 +106,7 @@ def run_search(given: Namespace) -> bool:
 
 
 def library_table(found: Found) -> str:
-    """The times of all library schedules, beside what was found."""
+    """A table of the times of the schedule found and of all library schedules."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
     table.add_column("time", justify="right")
@@ -121,7 +127,7 @@ def library_table(found: Found) -> str:
 def _stages(
     placement: Placement | str | None, devices: int | None, named: list[tuple[str, int]]
 ) -> int:
-    """How many stages there can be at most."""
+    """The most stages that the options allow."""
     most = 1 + max((stage for _, stage in named), default=0)
     return max(most, devices or 1, len(placement(devices or 1)) if callable(placement) else 0)
 
@@ -138,7 +144,7 @@ def _placement(text: str | None) -> Placement | str | None:
 
 
 def _memory(given: Namespace, stages: int) -> tuple[float | list[float] | None, Sizes | None]:
-    """The most that devices may hold, and what micro-batches take of it."""
+    """The memory of the devices, and how much of it micro-batches take."""
     keeps = read_costs(given.keeps, "--keeps")
     if given.memory is None:
         if keeps is not None:
