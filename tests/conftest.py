@@ -156,6 +156,14 @@ def what_is_defined_stays_in_its_test() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def collections_look_at_what_is_new() -> None:
+    """Keep collections from going through what earlier files have left: some tests collect after
+    each step, and what is remembered of traces fills the heap."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
     """Ctrl-C raises, also in the background of a shell, where it is ignored by default."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 
 from tests.helpers import fake_cuda, fake_graphs
@@ -19,11 +17,3 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 @pytest.fixture
 def graphs(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Graphs:
     return fake_graphs.install(monkeypatch)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def collections_look_at_what_is_new() -> None:
-    """What earlier tests have left is no garbage, and a collection does not go through it again:
-    there are some after each step of the tests that look for what stays alive."""
-    gc.collect()
-    gc.freeze()
