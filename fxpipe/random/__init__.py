@@ -152,7 +152,7 @@ torch.library.register_autograd(
 def native_dropout(
     x: Tensor, p: float, train: bool | None, seed: Tensor, node: int
 ) -> tuple[Tensor, Tensor]:
-    """Dropout, as ``aten.native_dropout``. Returns the result and the mask, True for kept values."""
+    """Dropout, as ``aten.native_dropout``. Returns the result, and a mask of the kept values."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     mask = _MASK(x, 1 - p, seed, node)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,22 +85,18 @@ class _ThreadState(threading.local):
 _HERE = _ThreadState()
 
 
-@contextmanager
-def functions_kept() -> Iterator[None]:
+def functions_kept() -> AbstractContextManager[None]:
     """Record each call of an autograd function, inside the block and in this thread, as one
     operation; ``tensor.register_hook`` raises TraceError."""
-    with _patched(keeps=True):
-        yield
+    return _patched(keeps=True)
 
 
-@contextmanager
-def checkpoints_opened() -> Iterator[None]:
+def checkpoints_opened() -> AbstractContextManager[None]:
     """Let reentrant checkpoints, inside the block and in this thread, just compute their content.
 
     Their own backward calls autograd, which ``torch.autograd.grad`` refuses.
     """
-    with _patched(keeps=False):
-        yield
+    return _patched(keeps=False)
 
 
 @contextmanager
@@ -140,11 +136,9 @@ def _applied(function: Any, *args: Any, **kwargs: Any) -> Any:
         needed = any(isinstance(value, Tensor) and value.requires_grad for value in rest)
         with torch.set_grad_enabled(torch.is_grad_enabled() and needed):
             return run(*rest)
-    if not _HERE.keeps:
+    if not _HERE.keeps or kwargs or function.__module__.partition(".")[0] == "torch":
         return _APPLY.__get__(None, function)(*args, **kwargs)
     leaves, spec = pytree.tree_flatten(args)
-    if kwargs or function.__module__.partition(".")[0] == "torch":
-        return _APPLY.__get__(None, function)(*args, **kwargs)
     proxy = next((leaf for leaf in leaves if isinstance(leaf, fx.Proxy)), None)
     if proxy is not None:
         key = _key(_Call(function, spec, []))  # ``call`` needs only the function

@@ -25,8 +25,8 @@ _WHOLE = (Tensor, nn.Module, type, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Classes that are never taken apart: a symbolic size refers to the whole state of its tracer."""
 
 _OF_PYTHON = 1 << 9
-"""The flag of classes written in Python. Objects must be made by the ``__new__`` of the first class
-in its MRO without it, as that class is written in C."""
+"""The flag of classes written in Python. Objects must be made by ``__new__`` of the first class in
+their MRO without this flag, which is written in C."""
 
 
 @dataclass(frozen=True)
