@@ -112,8 +112,8 @@ class SeededDraws(Draws):
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)
         raise InputError(
-            f"a module draws with {func}, which has no form that is a function of a seed; draw "
-            'with torch.rand or torch.randn instead, or use tracer="export"'
+            f"a module draws random numbers with {func}, which cannot be seeded for each draw; "
+            'draw with torch.rand or torch.randn instead, or use tracer="export"'
         )
 
 

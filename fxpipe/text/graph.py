@@ -222,8 +222,8 @@ class _GraphReader:
                     return function
                 roots = ", ".join(root for root in ROOTS if root != "self")
                 message = (
-                    f"a text can name some functions of {roots} and some builtins, and what is "
-                    "listed: Plan.parse(text, functions=[...])"
+                    f"a text can name only some functions of {roots} and some builtins; list "
+                    "others: Plan.parse(text, functions=[...])"
                 )
                 raise line.error(message, node)
         raise line.error(_FORM, node)

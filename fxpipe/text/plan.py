@@ -324,7 +324,7 @@ class _Reader:
 def _read_target(line: Line) -> str:
     """Read a name of the model, with or without quotes."""
     start = line.at
-    text = line.need(_TARGET, "a name of the model, in quotes where it is not a plain one")
+    text = line.need(_TARGET, "a name of the model, in quotes unless it is a plain word")
     if _PLAIN.fullmatch(text):
         return text
     try:

@@ -225,7 +225,7 @@ def _instruction(line: Line) -> tuple[ins.Instruction, Launch]:
     elif word in _FORMS:
         once = kind is ins.Run and "[" not in line.text[line.at :].partition("#")[0]
         form = _RUN_ONCE if once else _FORMS[word]
-        line.gap(f"what it is of, as in {form.example}")
+        line.gap(f"its operands, as in {form.example}")
         flags, values = form.flags, form.read(line)
     for option in options(line, *flags, "stream=", "wait=", "record="):
         match option:

@@ -165,7 +165,7 @@ class Line:
 def lines_of(text: object) -> list[Line]:
     """Split a text into lines. Raises InputError if it is no string."""
     if not isinstance(text, str):
-        raise InputError(f"a text is read, and this is a {type(text).__name__}; give a string")
+        raise InputError(f"cannot parse a {type(text).__name__}; give a string")
     parts = enumerate(text.split("\n"), 1)
     return [Line(part.removesuffix("\r"), number) for number, part in parts]
 

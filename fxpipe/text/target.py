@@ -332,4 +332,4 @@ def _operators(namespace: str) -> set[str]:
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    return f"{near(name, known)}; one of your own is read where Plan.parse(functions=[...]) has it"
+    return f"{near(name, known)}; list a function of your own: Plan.parse(text, functions=[...])"

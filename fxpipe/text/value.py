@@ -149,7 +149,7 @@ class ValueReader:
         path = read_path(self.line, node.func)
         make, count = _CALLS.get((path.start, *path.steps) if path else (), (None, 0))
         if make is None:
-            message = "an argument can call slice, range, complex or torch.device alone"
+            message = "an argument can call slice, range, complex and torch.device only"
             raise self.line.error(message, node)
         if len(node.args) != count or node.keywords:
             raise self.line.error(f"{make.__name__} takes {count} arguments by position", node)
@@ -157,7 +157,7 @@ class ValueReader:
             return make(*map(self.read, node.args))
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             message = str(error).partition("\n")[0]
-            raise self.line.error(f"this {make.__name__} cannot be: {message}", node) from None
+            raise self.line.error(f"this {make.__name__} cannot be made: {message}", node) from None
 
     def _path(self, node: ast.expr) -> Any:
         path = read_path(self.line, node)

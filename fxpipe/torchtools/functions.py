@@ -156,8 +156,8 @@ def _register_hook(self: Tensor, hook: Any) -> Any:
         return _REGISTER_HOOK(self, hook)
     where = source.of_frame(frame, frame.f_lineno)
     raise TraceError(
-        f"the model puts a hook on the gradient of a value, at {where}, which no graph would "
-        f"call; write it as a torch.autograd.Function with that backward, or {way_out('')}"
+        f"the model registers a hook on the gradient of a value, at {where}, which no graph would "
+        f"call; write a torch.autograd.Function with that backward, or {way_out('')}"
     )
 
 

@@ -34,8 +34,8 @@ def bytes_without_data(model: nn.Module, place: torch.device) -> int:
         for attribute, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 raise InputError(
-                    f"{attribute!r} of {name or 'the model'} is a tensor on the meta device and no "
-                    "buffer, so that nothing can give it values; make it on a real device "
+                    f"{attribute!r} of {name or 'the model'} is a tensor on the meta device but no "
+                    "buffer, so nothing can give it values; make it on a real device "
                     '(device="cpu"), or register_buffer it'
                 )
     return sum(map(size_in_bytes, without_data.values()))

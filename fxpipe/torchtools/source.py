@@ -105,7 +105,7 @@ def refusing_failures(what: str = "the model") -> Iterator[None]:
         if lacks_memory(error):
             raise
         raise InputError(
-            f"the model fails on the first micro-batch where gradients are wanted, at "
+            f"the model fails on the first micro-batch with gradients enabled, at "
             f"{of_exception(error) or what} ({told(error).splitlines()[0]}); correct that line"
         ) from error
 

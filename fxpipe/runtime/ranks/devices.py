@@ -123,9 +123,9 @@ class DeviceChannels(RankChannels, LaunchingChannels):
             return
         if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
             raise InputError(
-                f"{buffer.value} has the shape {tuple(value.shape)} and {value.dtype}, and the "
-                f"device that receives it expects {spec.shape} and {spec.dtype}, as it was traced; "
-                "keep what makes a value of changing size and what uses it on one stage"
+                f"{buffer.value} has the shape {tuple(value.shape)} and {value.dtype}, but the "
+                f"device that receives it expects {spec.shape} and {spec.dtype}, as in the trace; "
+                "if the size of a value changes, make and use it on the same stage"
             )
         dense = room(spec, torch.device("meta"))
         sent = value.detach().resolve_conj().resolve_neg()

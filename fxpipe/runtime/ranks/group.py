@@ -163,7 +163,7 @@ class RankGroup:
         if self.links is not None and self.links.forked:
             raise InputError(
                 "this process was forked from the one that compiled the pipe, and the other ranks "
-                "know that one alone; use the pipe there"
+                "are connected only to that one; use the pipe there"
             )
         if self.closed:
             raise InputError("the pipe is closed; compile the model again")
@@ -294,7 +294,7 @@ class RankGroup:
 
     def _begin(self, what: str) -> None:
         """Check that all ranks make the same call, and have kept the results of as many runs."""
-        calls = self.exchange("the begin of a call", [what, self.kept, self._given_up])
+        calls = self.exchange("the beginning of a call", [what, self.kept, self._given_up])
         names = self.members.names
         for rank, (call, kept, given_up) in enumerate(calls):
             if given_up:
@@ -308,8 +308,8 @@ class RankGroup:
             if kept != calls[0][1]:
                 raise RankError(
                     f"{names[rank]} has kept the results of {kept} runs and {names[0]} "
-                    f"those of {calls[0][1]}: one failed when the others kept theirs, so that the "
-                    "stages belong to different batches; go back to a checkpoint on every rank",
+                    f"those of {calls[0][1]}: a rank failed after others had kept the results of "
+                    "the same run, so their stages do not match; load a checkpoint on every rank",
                     rank=rank,
                 )
 

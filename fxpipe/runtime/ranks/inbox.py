@@ -173,8 +173,8 @@ class Inbox:
                     untold = min(untold, time.monotonic())
             if time.monotonic() > deadline:
                 raise RankError(
-                    f"{self._names[missing[0]]} has not come to where the other ranks are "
-                    f"({exchange.about}) for {seconds:.0f} s, the timeout of init_process_group; "
+                    f"{self._names[missing[0]]} has not reached the point where this rank waits "
+                    f"({exchange.about}) in {seconds:.0f} s, the timeout of init_process_group; "
                     "let every rank make the same calls",
                     rank=missing[0],
                 )

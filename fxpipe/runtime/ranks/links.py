@@ -207,7 +207,7 @@ class Links:
         try:
             self._serve()
         except BaseException as error:
-            why = f"cannot be reached any more, as the thread of connections ended ({told(error)})"
+            why = f"cannot be reached any more, as the connections' thread ended ({told(error)})"
             raise
         finally:
             for peer in self._peers.values():

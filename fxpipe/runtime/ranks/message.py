@@ -151,7 +151,7 @@ def _arriving(
         if isinstance(where, bool):
             memory = torch.empty(layout.start + layout.span, dtype=dtype)
         elif borrowed is None:
-            raise ValueError("a tensor in shared memory, and none is shared")
+            raise ValueError("a tensor in shared memory, but no memory is shared")
         else:
             memory = torch.frombuffer(borrowed.view(Slot(*where)), dtype=dtype)
         least = min(layout.start, *layout.strides, 0)

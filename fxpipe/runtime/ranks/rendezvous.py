@@ -65,8 +65,8 @@ def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
         check_cuda_ranks()
         if replicas is not None and mesh.shape[replicas] > 1:
             raise InputError(
-                f"'dp' of the mesh of CUDA devices has {mesh.shape[replicas]} ranks, and replicas "
-                'run on CPUs so far; give a mesh in which "pp" has all ranks'
+                f"'dp' of the mesh of CUDA devices has {mesh.shape[replicas]} ranks, but so far "
+                'replicas run only on CPUs; give a mesh in which "pp" has all ranks'
             )
     return pipeline, replicas
 
