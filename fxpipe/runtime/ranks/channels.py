@@ -55,12 +55,12 @@ class RankChannels(Channels):
         self._group, self._links, self._jobs = group, group.links, jobs
         self._program, self._overlaps = program, program.depth > 0
         self._followed = program.followed
-        self._together: dict[int, tuple[list[Buffer], list[Any]]] = {}
-        self._unsent: list[tuple[Any, Any]] = []
-        self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}
+        self._together: dict[int, tuple[list[Buffer], list[Any]]] = {}  # to send in one message
+        self._unsent: list[tuple[Any, Any]] = []  # published here
+        self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}  # of batches not fed yet
         self._ordered = ordered_sums
         self._sums: dict[tuple[int, int, int], RunningSum] = {}
-        self._parts: dict[tuple[int, int], list[Pieces]] = {}
+        self._parts: dict[tuple[int, int], list[Pieces]] = {}  # summed buckets, for norms
         self._met: SimpleQueue[int | None] = SimpleQueue()
         self._times_met: Counter[int] = Counter()
         self._failed: Callable[[RankError], None] = lambda error: None
@@ -108,13 +108,14 @@ class RankChannels(Channels):
             unsent, self._unsent = self._unsent, []
             pipeline = self._group.pipeline
             self._links.send_all(Message("outputs", (self._run,), unsent), pipeline)
-            losses = [(words, value) for words, value in unsent if self._is_loss(Buffer(*words))]
-            elsewhere = [rank for rank in self._group.others if rank not in pipeline]
-            if losses and elsewhere:
+            losses = [
+                (words, value)
+                for words, value in unsent
+                if (buffer := Buffer(*words)).value == self._jobs[buffer.batch].host.shared
+            ]
+            if losses:
+                elsewhere = {*range(self._group.size)}.difference(pipeline)
                 self._links.send_all(Message("outputs", (self._run,), losses), elsewhere)
-
-    def _is_loss(self, buffer: Buffer) -> bool:
-        return buffer.value == self._jobs[buffer.batch].host.shared
 
     def fed(self, batch: int) -> None:
         with self._group.inbox.changed:

@@ -73,11 +73,6 @@ class RankGroup:
         self.links = _links(self) if self.size > 1 else None
 
     @property
-    def others(self) -> list[int]:
-        """All ranks except this one."""
-        return [rank for rank in range(self.size) if rank != self.rank]
-
-    @property
     def pipeline(self) -> range:
         """Device → its rank in this rank's replica."""
         first = self.replica * self._devices
