@@ -103,6 +103,6 @@ def test_what_a_rank_found_out_for_all_is_told_in_its_own_words() -> None:
 def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
     inbox = Inbox(NAMES, 0)
     inbox.say(1, Exchange(1, 0, "the beginning of a call"), "step")
-    with pytest.raises(RankError, match=r"rank 2 .* has not come") as raised:
+    with pytest.raises(RankError, match=r"rank 2 .* has not reached") as raised:
         heard(inbox, Exchange(1, 0, "the beginning of a call"))
     assert raised.value.rank == 2

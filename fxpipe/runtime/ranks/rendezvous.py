@@ -179,16 +179,16 @@ def _gathered(groups: Sequence[dist.ProcessGroup], info: RankInfo) -> list[RankI
 def _check_alike(infos: Sequence[RankInfo]) -> None:
     """Raise InputError if ranks have different versions or meshes."""
     first = infos[0]
-    for each in infos:
-        if each.versions != first.versions:
+    for info in infos:
+        if info.versions != first.versions:
             raise InputError(
-                f"{_named_rank(each)} has fxpipe {each.versions[0]} and torch {each.versions[1]}, "
+                f"{_named_rank(info)} has fxpipe {info.versions[0]} and torch {info.versions[1]}, "
                 f"and {_named_rank(first)} {first.versions[0]} and {first.versions[1]}; install "
                 "the same on all"
             )
-        if each.ranks != first.ranks:
+        if info.ranks != first.ranks:
             raise InputError(
-                f"{_named_rank(each)} has a mesh of the ranks {each.ranks} and "
+                f"{_named_rank(info)} has a mesh of the ranks {info.ranks} and "
                 f"{_named_rank(first)} one of {first.ranks}; make the same mesh on all"
             )
 

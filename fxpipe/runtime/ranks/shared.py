@@ -58,7 +58,7 @@ class LentMemory:
     """
 
     def __init__(self, file: int) -> None:
-        """Args: file: the descriptor of an empty file without a name."""
+        """``file``: the descriptor of an empty file without a name."""
         self._file = file
         self._lock = threading.Lock()
         self._slots: list[Slot] = []
@@ -117,7 +117,7 @@ class BorrowedMemory:
     """Memory that another process lends to this one."""
 
     def __init__(self, file: int) -> None:
-        """Args: file: the descriptor that the other process has sent."""
+        """``file``: the descriptor that the other process has sent."""
         self._file = file
         self._process = os.getpid()
         self._segments: dict[int, mmap.mmap] = {}
