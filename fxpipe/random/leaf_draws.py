@@ -54,8 +54,7 @@ class Draws(TorchDispatchMode):
     """A dispatch mode that calls ``operation`` in place of every PyTorch operation.
 
     Attributes:
-        traced: whether a higher-order operator ran, such as ``torch.cond``, for which PyTorch
-            traces functions.
+        traced: whether a higher-order operator such as ``torch.cond`` ran: it makes PyTorch trace.
     """
 
     supports_higher_order_operators = True

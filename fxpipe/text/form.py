@@ -88,8 +88,7 @@ class Form:
         return "".join(parts + flags)
 
     def read(self, line: Line) -> dict[str, Any]:
-        """Read the fields from the line's position on: field → value. Flags are not read, and are
-        False."""
+        """Read the fields, but not the flags: field → value, False for each flag."""
         values: dict[str, Any] = dict.fromkeys(self.flags.values(), False)
         for _, words, field, kind, after in self._pieces:
             for place, (word, what) in enumerate(words):

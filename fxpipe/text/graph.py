@@ -1,7 +1,6 @@
 """Print an fx graph as text, one node per line, and parse it back.
 
-Each line is Python syntax: it reads like code, and Python's own parser reads it. The text is never
-run::
+Each line is Python syntax, which Python's own parser reads. The text is never run::
 
     x = placeholder()                                 # the graph's inputs come first
     p_weight = placeholder()
@@ -238,8 +237,7 @@ class _GraphReader:
         return "call_method", path.steps[0], (receiver, *args), kwargs
 
     def _spelt_method(self, line: Line, values: ValueReader, node: ast.Call) -> _Expression:
-        """Read ``method('name', receiver)``: used if the receiver is no node, or a node with the
-        name of a root."""
+        """Read ``method('name', receiver)``: the receiver is no node, or is named like a root."""
         match node.args:
             case [ast.Constant(value=str(name)) as at, _, *_] if is_name(name):
                 if refused := refused_method(name):

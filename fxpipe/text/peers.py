@@ -1,7 +1,6 @@
 """Schedules in the formats of other libraries.
 
-``parse_actions`` and ``print_actions`` read and write the CSV of torch.distributed.pipelining, with
-a row for each rank:
+``parse_actions`` and ``print_actions``: the CSV of torch.distributed.pipelining, a row per rank:
 
     0F0,0F1,0B0,0B1
     ,1F0,1B0,(1F1;1B1)OVERLAP_F_B
@@ -304,8 +303,7 @@ def parse_nodes(nodes: Nodes | str, name: str) -> Schedule:
 
     Raises:
         ParseError: the text is no list of lists.
-        InputError: ``nodes`` is neither, or a Schedule cannot express a node; the message names its
-            row and place.
+        InputError: ``nodes`` is neither, or a node has no task; the message names it.
     """
     table = _literal(nodes) if isinstance(nodes, str) else nodes
     if not isinstance(table, Sequence) or not all(isinstance(row, Sequence) for row in table):
@@ -353,8 +351,7 @@ def _task(node: Any, device: int, devices: int, where: str) -> Task | None:
 
 
 def _literal(text: str) -> list[list[Any]]:
-    """Parse lists, mappings and calls with named arguments, as Python prints them, without running
-    anything."""
+    """Parse lists, mappings and calls with named arguments, as Python prints them; nothing runs."""
     above = text[: len(text) - len(text.lstrip())].count("\n")
     code = _ENUM.sub(lambda match: match[1].ljust(len(match[0])), text.strip())
 

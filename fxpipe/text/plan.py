@@ -224,7 +224,7 @@ class _Reader:
         self.position = 0
 
     def header(self, form: str) -> Line:
-        """Take the first line. Raises an error with the message ``form`` if it is indented."""
+        """Take the first line, or raise an error with the message ``form`` if it is indented."""
         line = self.next(form)
         if line.indent:
             raise line.error(form)

@@ -43,15 +43,13 @@ class Line:
         return self.text.lstrip()[:1] in ("", "#")
 
     def error(self, message: str, at: ast.AST | int | None = None) -> ParseError:
-        """Return an error at an index of the line or at a part of its statement; by default at the
-        next character."""
+        """Return an error at an index or at a part of the statement; by default at ``self.at``."""
         if isinstance(at, ast.AST):
             at = self._index(getattr(at, "col_offset", 0))
         return ParseError(message, self.number, (self.at if at is None else at) + 1)
 
     def error_at_end(self, message: str, node: ast.expr, length: int) -> ParseError:
-        """Return an error at the last ``length`` characters of an expression, such as its last
-        name."""
+        """Return an error at an expression's last ``length`` characters, such as its last name."""
         return self.error(message, max(self._index(node.end_col_offset or 0) - length, 0))
 
     def _index(self, count: int) -> int:
@@ -131,8 +129,7 @@ class Line:
         return name
 
     def starts(self, word: str) -> bool:
-        """Whether this whole word comes next, or any text that begins with it if it ends with
-        ``=``."""
+        """Whether this word comes next. One that ends with ``=`` may be followed by anything."""
         end = "" if word.endswith("=") else r"\b"
         return re.compile(word + end).match(self.text, self.at) is not None
 

@@ -25,8 +25,7 @@ _REST = re.compile(r"[^ \t\r#]+")
 
 
 def print_schedule(schedule: Schedule) -> str:
-    """Print a schedule as text that ``parse_schedule`` reads back to an equal value, if all tasks
-    are in range.
+    """Print a schedule; ``parse_schedule`` reads back an equal value if all tasks are in range.
 
     A task shows its stage unless that is the only stage of its device::
 

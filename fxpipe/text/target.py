@@ -215,8 +215,7 @@ def print_function(function: Function) -> str:
 
 
 def named(functions: Iterable[Function]) -> dict[str, Function]:
-    """Printed name → function; an operator comes with its overloads. Raises InputError if
-    something is no function."""
+    """Printed name → function, with operators' overloads; InputError if one is not callable."""
     names: dict[str, Function] = {}
     for function in functions:
         if not callable(function):

@@ -51,8 +51,7 @@ class Scratch:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the same shape, strides and dtype; a sparse tensor is returned
-        itself."""
+        """Return a tensor of the same shape, strides and dtype; return a sparse tensor itself."""
         if tensor.layout is not torch.strided:
             return tensor
         shape, strides = tensor.shape, tensor.stride()
@@ -69,8 +68,7 @@ class Scratch:
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """Fill a tensor with small positive numbers; with zeros if its dtype is integral or has one
-    byte."""
+    """Fill a tensor with small positive numbers, or zeros if its dtype is integral or one byte."""
     if tensor.is_floating_point() and tensor.element_size() > 1:
         return tensor.uniform_(0.0, 0.1, generator=torch.Generator().manual_seed(0))
     return tensor.zero_()
@@ -78,8 +76,7 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def standing_in(model: nn.Module, share: Callable[[Tensor], bool]) -> Iterator[list[Tensor]]:
-    """Replace, inside the block, a model's parameters and buffers on the meta device by stand-ins,
-    which have numbers.
+    """Inside the block, replace parameters and buffers on the meta device by ones with data.
 
     Args:
         model: the model.

@@ -36,8 +36,7 @@ def alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
 
 
 def unshared_items(value: Any) -> Any:
-    """Copy tensors and the containers that hold them; return parameters and other objects as they
-    are."""
+    """Copy tensors, and containers of them; return parameters and other objects as they are."""
     match value:
         case nn.Parameter():
             return value

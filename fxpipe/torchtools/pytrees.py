@@ -143,8 +143,7 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def versions(value: Any) -> list[int]:
-    """How often each tensor in a pytree was written; without tensors of inference mode, which do
-    not count it."""
+    """The version counters of the tensors in a pytree; inference tensors have none."""
     tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
 

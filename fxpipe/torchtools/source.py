@@ -94,8 +94,7 @@ def lacks_memory(cause: BaseException) -> bool:
 def refusing_failures(what: str = "the model") -> Iterator[None]:
     """Raise InputError, with the line of the model, for an error inside the block.
 
-    The model has run without gradients before, so gradients must be the cause, unless memory has
-    run out.
+    The model has run without gradients before, so they must be the cause, unless memory ran out.
     """
     try:
         yield

@@ -47,8 +47,7 @@ class RankChannels(Channels):
         jobs: Mapping[int, Job],
         ordered_sums: bool = True,
     ) -> None:
-        """Make empty channels. ``ordered_sums``: whether gradients are summed in the order of the
-        replicas."""
+        """Make empty channels. ``ordered_sums``: whether to sum in the order of the replicas."""
         super().__init__(program, 1)
         self.failure: RankError | None = None
         assert group.links is not None
@@ -222,8 +221,7 @@ class RankChannels(Channels):
         return norms
 
     def give_weights(self, stage: int, batch: int, parts: list[Tensor]) -> None:
-        """Send the other replicas the parts of a stage's weights that this rank has updated after a
-        batch; never waits."""
+        """Send the other replicas the parts of a stage's weights updated here; never waits."""
         buffer = _of_replica("weights", stage, self._group.replica, batch)
         with self._group.inbox.changed:
             size = sum(part.nbytes for part in parts)
@@ -232,14 +230,12 @@ class RankChannels(Channels):
         super().put(self._group.device, buffer, parts)
 
     def gather_weights(self, stage: int, batch: int) -> list[list[Tensor]]:
-        """Wait for the updated parts of a stage's weights: replica → its parts. Raises like
-        ``all_gather``."""
+        """Wait for a stage's updated weights: replica → its parts. Raises like ``all_gather``."""
         replicas = range(self._group.replicas)
         return [self._wait(_of_replica("weights", stage, r, batch)) for r in replicas]
 
     def meet(self) -> None:
-        """Wait until every rank of this replica has called this. Raises Stopped when the run is
-        stopped."""
+        """Wait until all ranks of this replica have called this. Raises Stopped if the run ends."""
         pipeline = self._group.pipeline
         self._links.send_all(Message("meet", (self._run,)), pipeline)
         self._times_met[self._group.rank] += 1
@@ -285,8 +281,7 @@ class RankChannels(Channels):
                         self._outputs.setdefault(buffer.batch, []).append((buffer, value, replica))
 
     def fail(self, error: RankError) -> None:
-        """Stop the run because another rank has left it; called by the thread that reads
-        messages."""
+        """Stop the run, as another rank has left it; called by the thread that reads messages."""
         if self.running and not self.stopping:
             self.failure = error
             self._failed(error)  # before the devices report that they have been stopped
@@ -294,8 +289,7 @@ class RankChannels(Channels):
 
 
 def _of_replica(what: str, number: int, replica: int, batch: int) -> Buffer:
-    """The key of a value that a replica sends the others about a stage or a device. No program
-    contains such a buffer."""
+    """The key of a value that replicas exchange about a stage or a device; no program has it."""
     return Buffer("state", what, number, number, replica, batch)
 
 

@@ -49,8 +49,7 @@ LOOK = 5e-5
 """Seconds between two checks of whether the device is done."""
 
 PATIENCE = 2.0
-"""Seconds to wait, after a transfer has failed, for the other rank to report why over its socket:
-its error says more."""
+"""Seconds to wait, after a failed transfer, for the other rank's own error, which says more."""
 
 
 class _Posted(NamedTuple):
@@ -88,8 +87,7 @@ class DeviceChannels(RankChannels, LaunchingChannels):
         jobs: Mapping[int, Job],
         pairs: PairGroups,
     ) -> None:
-        """Connect, with ``pairs``, the devices that exchange values. Raises like
-        PairGroups.connect."""
+        """Connect the devices that exchange values by ``pairs``. Raises like PairGroups.connect."""
         self._stopped = threading.Event()
         self._pairs = pairs
         self._sent: dict[Buffer, tuple[Tensor, Any]] = {}
@@ -175,8 +173,7 @@ class DeviceChannels(RankChannels, LaunchingChannels):
         return spec if spec.bytes else None
 
     def _post(self, machine: LaunchingMachine, source: int, awaited: _Receives, most: int) -> None:
-        """Post receives on the current stream until ``most`` are posted or no further one is
-        known."""
+        """Post receives on the current stream until ``most`` are posted or no more are known."""
         while len(awaited.posted) < most:
             buffer = self._upcoming(machine, awaited)
             if buffer is None:
@@ -208,8 +205,7 @@ class DeviceChannels(RankChannels, LaunchingChannels):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise Stopped in place of a transfer's error that only follows from the stop of the
-        run."""
+        """Raise Stopped instead of an error of a transfer that the stop of the run has caused."""
         try:
             yield
         except RuntimeError:
@@ -249,8 +245,7 @@ class CudaRanks(RankBackend, CudaBackend):
 def backend_of(
     group: RankGroup, here: torch.device, devices: Sequence[CudaPlace], ordered_sums: bool
 ) -> Backend:
-    """Return the backend of a pipe: of the device ``here`` if the pipe runs over several ranks,
-    else of all ``devices``."""
+    """Return a pipe's backend: of the device ``here`` of several ranks, or of all ``devices``."""
     cuda = here.type == "cuda"
     if group.size > 1:
         return CudaRanks(group, here) if cuda else RankBackend(group, ordered_sums)

@@ -129,8 +129,7 @@ class RankGroup:
                 self.inbox.forget(self.call)
 
     def when_failed(self, roll_back: Callable[[], str]) -> None:
-        """Call a function on every rank after each failed call, and add the text that it returns to
-        the error as a note."""
+        """Call a function on every rank after a failed call, and add its text to the error."""
         self._roll_back = roll_back
 
     @property
@@ -139,8 +138,7 @@ class RankGroup:
         return self.size == 1 or bool(self._what)
 
     def give_up(self, why: str) -> None:
-        """Make all later calls fail on every rank. In the message, ``why`` follows the name of this
-        rank."""
+        """Make later calls fail on all ranks; the message is this rank's name and ``why``."""
         self._given_up = why
 
     def check(self) -> None:
@@ -369,8 +367,7 @@ _groups = weakref.WeakSet[RankGroup]()
 
 
 def _close_all() -> None:
-    """Close all groups at exit, before the workers are joined: this wakes those that wait for
-    another rank."""
+    """Close all groups at exit, before workers are joined: wakes those that wait for a rank."""
     for group in list(_groups):
         group.close()
 

@@ -153,8 +153,7 @@ def _connect(info: RankInfo, timeout: float) -> socket.socket:
 
 
 class _Acceptor:
-    """Accepts connections from ranks that prove who they are. Strangers, even silent ones, delay
-    nobody."""
+    """Accepts ranks that prove who they are. Strangers, even silent ones, delay nobody."""
 
     def __init__(self, listeners: Sequence[socket.socket], secret: bytes) -> None:
         self._secret = secret
@@ -191,8 +190,7 @@ class _Acceptor:
             connection.send(nonce)
 
     def _read_answer(self, connection: socket.socket) -> int | None:
-        """Return the rank at the other end once its proof is complete; closes a stranger's
-        connection."""
+        """Return the rank at the other end if its proof is complete; hang up on a stranger."""
         try:
             part = connection.recv(2 + PROOF - len(self._answers[connection]))
         except BlockingIOError:

@@ -57,9 +57,8 @@ class _Failure(NamedTuple):
 class Inbox:
     """Keeps the values and failures that other ranks send, and waits for them.
 
-    A rank completes an exchange only when all ranks have sent their values. Then every rank that
-    lives can complete it, even if one of them fails later: either all ranks return from an
-    exchange, or none does.
+    A rank completes an exchange only when all ranks have sent their values. Then every living rank
+    can complete it, even if one fails later: either all ranks return from an exchange, or none.
 
     Attributes:
         changed: the lock to hold for any change here.
@@ -85,8 +84,7 @@ class Inbox:
             self.news += 1
 
     def fail(self, rank: int, call: int, index: int, value: Mapping[str, Any]) -> RankError:
-        """Note that a call has failed on a rank after ``index`` exchanges. Returns the error to
-        raise for it here."""
+        """Note that a rank failed in a call after ``index`` exchanges. Returns the error for it."""
         error = self.error_of(rank, value)
         with self.changed:
             if call > self._over:
@@ -120,8 +118,7 @@ class Inbox:
         )
 
     def failure(self, call: int, index: int) -> RankError | None:
-        """Return the error of another rank that keeps a call from going on after ``index``
-        exchanges, if any."""
+        """Return another rank's error that ends a call after ``index`` exchanges, if any."""
         for failure in self._failures:
             if failure.call == call and failure.number <= index:
                 return failure.error
@@ -245,8 +242,7 @@ class Delivery:
             self._early = {key: kept for key, kept in self._early.items() if key[0] >= call}
 
     def open(self, channels: RankChannels) -> Key:
-        """Deliver messages to these channels from now on. Returns their key, which is the same on
-        all ranks."""
+        """Deliver messages to these channels from now on. Returns their key, alike on all ranks."""
         with self._changed:
             self._key = key = self._key[0], self._key[1] + 1
             self._channels[key] = channels

@@ -1,8 +1,7 @@
 """Connections to the other ranks: one socket each, served by one thread.
 
 Messages between CPU ranks do not use ``torch.distributed``: gloo cannot cancel a pending receive,
-so each failure would require new process groups. Here a message that is no longer wanted is read
-and dropped.
+so each failure would require new process groups. Here unwanted messages are read and dropped.
 """
 
 from __future__ import annotations
@@ -36,11 +35,10 @@ DOUBT = 0.5
 """Seconds for which messages of a rank are still read after another rank has lost it."""
 
 CLOSED = "has closed its pipe or ended"
-"""Why a rank is gone that has said goodbye."""
+"""The reason why a rank is gone, if it said goodbye."""
 
 SHORT = 0.03
-"""Seconds after a ``pump`` in which the caller is expected to pump again, so that the thread of the
-links leaves reading to it."""
+"""Seconds after a ``pump`` for which the links' thread leaves reading to the next ``pump``."""
 
 SPIN = 0.0002
 """Seconds of busy waiting for a message before a thread sleeps: waking a sleeping core takes about
@@ -55,8 +53,7 @@ class Links:
 
     Sending never waits: a thread sends what a socket does not take at once. The same thread reads
     whatever arrives, so no rank ever waits for another one to read. A thread that waits for a
-    message reads the sockets itself, see ``pump``: handing a message from one thread to another
-    would double its latency.
+    message reads the sockets itself, see ``pump``: handing it over would double the latency.
     """
 
     def __init__(
@@ -264,8 +261,7 @@ class Links:
         return min(self._pumped + SHORT, self._looked + BEAT) - now
 
     def _look(self, peer: Peer, now: float) -> None:
-        """Send a sign of life if one is due, or give up a lost rank; else select what to wait for
-        on its socket."""
+        """Send a sign of life if one is due; give up a lost rank; else choose what to wait for."""
         if peer.gone:
             return
         if now - peer.spoke > BEAT:

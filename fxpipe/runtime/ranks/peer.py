@@ -55,8 +55,7 @@ class Peer:
         self._ahead = memoryview(bytearray(_AHEAD))
 
     def room(self) -> memoryview:
-        """Return memory for what arrives next: a large tensor's own memory, or a buffer from which
-        ``read`` copies."""
+        """Return memory for what arrives next: a large tensor's, or a buffer to copy from."""
         space = self.space[self.filled :]
         return space if len(space) > _AHEAD else self._ahead
 

@@ -168,8 +168,7 @@ def share(connections: Mapping[int, socket.socket], names: Sequence[str]) -> dic
     """Set up memory shared with the other ranks of this host; every rank must call this.
 
     Returns:
-        Other rank → memory shared with it; none between hosts, or if the system does not support
-        it.
+        Other rank → memory shared with it; none between hosts, or on systems without support.
 
     Raises:
         RankError: a rank has left meanwhile; all connections are closed then.
