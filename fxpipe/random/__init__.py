@@ -4,8 +4,8 @@ PyTorch draws from one generator per device, so the numbers that an operation ge
 ran before it. Here each call has a generator that is seeded with (micro-batch seed, node), so the
 numbers are the same for any number of devices, any cuts, any schedule and any recomputation.
 
-All take ``seed``, an int64 tensor without dimensions on the CPU, and ``node``, the number of the
-operation in the model's graph.
+All seeded operations take ``seed``, an int64 scalar tensor on the CPU, and ``node``, the number of
+the operation in the model's graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BITS = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """A 63-bit hash of some numbers (the finaliser of splitmix64, chained)."""
+    """Hash numbers to 63 bits (the finaliser of splitmix64, chained)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _BITS
@@ -42,13 +42,13 @@ UNSEEDED = ("pin_memory", "layout", "generator")
 def _operator(
     name: str, words: Sequence[str], draw: Callable[..., Tensor], fake: Callable[..., Any]
 ) -> Any:
-    """Define an operator without a gradient, of some operands, a seed and a node number.
+    """Define an operator without a gradient that takes operands, a seed and a node number.
 
     Args:
         name: its name.
-        words: its operands, and behind ``*`` its options, as in a schema.
-        draw: draws, with a generator; takes the rest of the operands and the options.
-        fake: what it makes without data, of these.
+        words: its operands and, after ``*``, its options, as in a schema.
+        draw: computes the result from operands, options and a generator.
+        fake: computes a result without data from operands and options.
     """
     end = words.index("*") if "*" in words else len(words)
     schema = ", ".join((*words[:end], "Tensor seed", "int node", *words[end:]))
@@ -56,11 +56,11 @@ def _operator(
 
     @torch.no_grad()
     def run(*args: Any, **options: Any) -> Tensor:
-        *given, seed, node = args
-        tensors = [each for each in given if isinstance(each, Tensor)]
+        *operands, seed, node = args
+        tensors = [operand for operand in operands if isinstance(operand, Tensor)]
         device = tensors[0].device if tensors else options.get("device")
         generator = torch.Generator(device or "cpu").manual_seed(mix(int(seed.item()), node))
-        return draw(*given, generator=generator, **options)
+        return draw(*operands, generator=generator, **options)
 
     @torch.no_grad()
     def run_without_data(*args: Any, **options: Any) -> Any:
@@ -74,11 +74,11 @@ def _operator(
 
 
 def _seeded(target: OpOverload) -> Any:
-    """The seeded form of a random operation: the same one, with a generator of its own."""
+    """Define the seeded form of a random operation: the same operation with its own generator."""
     words = str(target._schema).partition("(")[2].rpartition(") -> ")[0].split(", ")
     kept = [word for word in words if word.partition("=")[0].split()[-1] not in UNSEEDED]
     end = kept.index("*") if "*" in kept else len(kept)
-    plain = [word.partition("=")[0] for word in kept[:end]]  # no default comes before the seed
+    plain = [word.partition("=")[0] for word in kept[:end]]  # without defaults: the seed follows
     options = kept[end:] if kept[end + 1 :] else []
     name = str(target).removeprefix("aten.").removesuffix(".default")
     drawing = with_generator(target)
@@ -87,15 +87,15 @@ def _seeded(target: OpOverload) -> Any:
 
 
 def with_generator(target: OpOverload) -> OpOverload | None:
-    """The overload of a random operation that takes a generator; None if there is none."""
+    """Return the overload of a random operation that takes a generator; None if there is none."""
 
     def names(overload: OpOverload) -> list[str]:
         return [argument.name for argument in overload._schema.arguments]
 
     packet = target.overloadpacket
-    every = [target, *(getattr(packet, name) for name in packet.overloads())]
+    overloads = [target, *(getattr(packet, name) for name in packet.overloads())]
     wanted = {*names(target), "generator"}
-    return next((each for each in every if {*names(each)} == wanted), None)
+    return next((overload for overload in overloads if {*names(overload)} == wanted), None)
 
 
 _MASK = _operator(
@@ -127,13 +127,13 @@ _OF_VALUES = {
     )
 }
 LAYOUTS = frozenset((_MASK, *_OF_LAYOUTS.values()))
-"""The operators that read no values: of a tensor its layout, if there is one."""
+"""The seeded operators that read no values, and of a tensor argument only its layout."""
 
 OPERATORS = LAYOUTS.union(_OF_VALUES.values())
-"""All of them."""
+"""All seeded operators."""
 
-for _each in OPERATORS - {torch.ops.fxpipe._standard_gamma.default}:
-    _LIBRARY.impl(_each, torch.library.fallthrough_kernel, "Autograd")
+for _operation in OPERATORS - {torch.ops.fxpipe._standard_gamma.default}:
+    _LIBRARY.impl(_operation, torch.library.fallthrough_kernel, "Autograd")
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -152,7 +152,7 @@ torch.library.register_autograd(
 def native_dropout(
     x: Tensor, p: float, train: bool | None, seed: Tensor, node: int
 ) -> tuple[Tensor, Tensor]:
-    """Dropout and its mask of what is kept, as ``aten.native_dropout``."""
+    """Dropout, as ``aten.native_dropout``. Returns the result, and a mask of the kept values."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     mask = _MASK(x, 1 - p, seed, node)
@@ -160,7 +160,7 @@ def native_dropout(
 
 
 def rrelu(x: Tensor, lower: float, upper: float, training: bool, seed: Tensor, node: int) -> Tensor:
-    """A leaky ReLU whose slopes are uniform in [lower, upper) (Xu et al., 1505.00853)."""
+    """Leaky ReLU with slopes drawn uniformly from [lower, upper) (Xu et al., 1505.00853)."""
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
     slopes = torch.ops.fxpipe.uniform(x, lower, upper, seed, node)
@@ -176,7 +176,7 @@ def rrelu_with_noise(
     seed: Tensor,
     node: int,
 ) -> tuple[Tensor, Tensor]:
-    """``rrelu`` and its slopes, as ``aten.rrelu_with_noise_functional``; ``noise`` is not read."""
+    """Return ``rrelu`` and ``noise``, in the form of ``aten.rrelu_with_noise_functional``."""
     return rrelu(x, lower, upper, training, seed, node), noise
 
 
@@ -194,13 +194,13 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention with dropout of its weights (Vaswani et al., 1706.03762).
 
-    The plain formula: fused kernels draw their masks where no seed can be given. As in torch, what
-    sees no key at all gets zeros.
+    Computes the plain formula, as fused kernels take no seed for their masks. As in torch, a query
+    whose keys are all masked gets zeros.
     """
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    # scaled first, as scores before that may be too large for float16
+    # scale before the product, which may overflow in float16 otherwise
     scores = query * (scale or 1 / math.sqrt(query.size(-1))) @ key.transpose(-2, -1)
     if is_causal:
         shape = scores.shape[-2:]
@@ -214,7 +214,7 @@ def attention(
 
 
 FUNCTIONS = native_dropout, rrelu, rrelu_with_noise, attention
-"""The seeded forms that are no operators."""
+"""The seeded forms that are Python functions, not operators."""
 
 SEEDED: Mapping[Any, Callable[..., Any]] = {
     **_OF_LAYOUTS,
@@ -227,32 +227,31 @@ SEEDED: Mapping[Any, Callable[..., Any]] = {
 
 
 def with_defaults(function: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-    """The positional arguments of an operation, with the defaults of those that were left out.
-
-    A generator argument is dropped, as a seeded form has its own.
-    """
+    """Return an operation's positional arguments, with defaults for those that were left out, and
+    without a generator: seeded forms have their own."""
     arguments = [a for a in function._schema.arguments if not a.kwarg_only]
     rest = [a.default_value for a in arguments[len(args) :] if a.has_default_value()]
-    given = zip(arguments, (*args, *rest), strict=False)
-    return tuple(value for a, value in given if a.name != "generator")
+    pairs = zip(arguments, (*args, *rest), strict=False)
+    return tuple(value for a, value in pairs if a.name != "generator")
 
 
 def draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a random operation draws numbers: not with dropout 0 or in eval mode."""
-    given = arguments_of(function, args, kwargs)
-    chances = [given[name] for name in ("p", "dropout", "dropout_p") if name in given]
+    arguments = arguments_of(function, args, kwargs)
+    chances = [arguments[name] for name in ("p", "dropout", "dropout_p") if name in arguments]
     drawn = not chances or any(not isinstance(chance, int | float) or chance for chance in chances)
     return drawn and in_training(function, args, kwargs)
 
 
 def in_training(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a random operation is not in eval mode."""
-    given = arguments_of(function, args, kwargs)
-    return False not in (given.get("train"), given.get("training"))
+    arguments = arguments_of(function, args, kwargs)
+    return False not in (arguments.get("train"), arguments.get("training"))
 
 
 def arguments_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation's call by name, in the order of its schema, with the defaults
-    of those that were left out."""
-    given = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | {**kwargs}
-    return {a.name: given.get(a.name, a.default_value) for a in function._schema.arguments}
+    """Name → value of the arguments of an operation's call, in the order of its schema, with
+    defaults for those that were left out."""
+    schema = function._schema.arguments
+    passed = dict(zip((a.name for a in schema), args, strict=False)) | {**kwargs}
+    return {a.name: passed.get(a.name, a.default_value) for a in schema}

@@ -4,9 +4,9 @@ A module draws from PyTorch's global generator, whose state depends on what ran 
 which thread. Inside ``SeededDraws`` each draw has a generator of its own, seeded with the
 micro-batch's seed, the number of the module's node in the model's graph, and the number of earlier
 draws in that node. So the numbers are the same for any number of devices, any cuts, any schedule
-and any recomputation. If a module draws from Python's or NumPy's global generator, that generator
-is seeded with the micro-batch's seed and the node's number when the module is called. All threads
-share these two generators, here called the other ones.
+and any recomputation. If a module draws from Python's or NumPy's global generator (here called the
+other generators, shared by all threads), that generator is seeded with the micro-batch's seed and
+the node's number when the module is called.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _NOW = _ThreadState()
 
 
 def draw_from(x: Any, seed: torch.Tensor, node: int, others_too: bool = False) -> Any:
-    """A graph node right before a leaf module: it sets the micro-batch's seed and the number of the
-    module's node for the draws of that module, and returns ``x``, an input of it.
+    """Set the micro-batch's seed and the node number for the draws of a leaf module; a graph node
+    right before the module. Returns ``x``, an input of the module.
 
-    With ``others_too`` the module draws from Python's or NumPy's global generator as well. The
+    ``others_too``: whether the module also draws from Python's or NumPy's global generator. The
     caller makes sure that no other thread does meanwhile, and restores these generators.
     """
     _NOW.seed, _NOW.node, _NOW.drawn = int(seed.item()), node, 0
@@ -54,8 +54,7 @@ class Draws(TorchDispatchMode):
     """A dispatch mode that calls ``operation`` in place of every PyTorch operation.
 
     Attributes:
-        traced: whether a higher-order operator such as ``torch.cond`` ran, which makes PyTorch
-            trace.
+        traced: whether a higher-order operator such as ``torch.cond`` ran: it makes PyTorch trace.
     """
 
     supports_higher_order_operators = True
@@ -66,23 +65,23 @@ class Draws(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.cond compile its branches; the mode sees their operations all the same."""
+        """Let torch.cond compile its branches; the mode still sees their operations."""
         return getattr(utils, "_in_hop_compile", bool)()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if isinstance(func, HigherOrderOperator):  # torch.cond …: what it calls may draw as well
+        if isinstance(func, HigherOrderOperator):  # the functions that it calls may draw, too
             self.traced = True
             return func(*map(self._inside, args), **(kwargs or {}))
         return self.operation(func, args, dict(kwargs or {}))
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operation returns inside."""
+        """Return the result of an operation."""
         return func(*args, **kwargs)
 
     def _inside(self, argument: Any) -> Any:
-        """An argument of a higher-order operator; a function is wrapped to run inside this mode."""
+        """Wrap a higher-order operator's argument to run inside this mode, if it is a function."""
         if not callable(argument):
             return argument
 
@@ -94,10 +93,9 @@ class Draws(TorchDispatchMode):
 
 
 class SeededDraws(Draws):
-    """Inside this mode, the seed that ``draw_from`` has set determines the random numbers."""
+    """A mode in which the seed set by ``draw_from`` determines the random numbers."""
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operation returns inside."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         number = mix(_NOW.node, _NOW.drawn)
@@ -113,24 +111,19 @@ class SeededDraws(Draws):
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)
         raise InputError(
-            f"a module draws with {func}, which has no form that is a function of a seed; draw "
-            'with torch.rand or torch.randn instead, or use tracer="export"'
+            f"a module draws random numbers with {func}, which cannot be seeded for each draw; "
+            'draw with torch.rand or torch.randn instead, or use tracer="export"'
         )
 
 
 class DrawsWatched(Draws):
-    """Notes whether any random numbers are drawn inside.
-
-    Attributes:
-        drew: whether any were.
-    """
+    """A mode that notes in ``drew`` whether any random numbers are drawn."""
 
     def __init__(self) -> None:
         super().__init__()
         self.drew = False
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operation returns inside."""
         if torch.Tag.nondeterministic_seeded in func.tags and draws(func, args, kwargs):
             self.drew = True
         return func(*args, **kwargs)
@@ -140,12 +133,12 @@ _PYTHON, _NUMPY = "Python's random", "numpy.random"
 
 
 def other_states() -> dict[str, bytes]:
-    """Name of a generator → its state. NumPy's is left out where nobody has imported NumPy."""
-    found = {_PYTHON: pickle.dumps(random.getstate())}
+    """Name of a generator → its state; without NumPy's if NumPy has not been imported."""
+    states = {_PYTHON: pickle.dumps(random.getstate())}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        found[_NUMPY] = pickle.dumps(numpy.random.get_state(legacy=False))
-    return found
+        states[_NUMPY] = pickle.dumps(numpy.random.get_state(legacy=False))
+    return states
 
 
 def put_back_others(before: Mapping[str, bytes]) -> None:
@@ -158,7 +151,7 @@ def put_back_others(before: Mapping[str, bytes]) -> None:
 
 @contextmanager
 def others_kept() -> Iterator[None]:
-    """After the block, Python's and NumPy's generators have the states they had before it."""
+    """Restore the states of Python's and NumPy's generators after the block."""
     before = other_states()
     try:
         yield

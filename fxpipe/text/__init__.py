@@ -1,1 +1,1 @@
-"""The text form of each representation: its parser reads what it prints back to an equal value."""
+"""The text form of each representation: what is printed parses back to an equal value."""

@@ -1,4 +1,4 @@
-"""Forms: how the fields of a value stand in a line, to print them and to read them back."""
+"""Forms: templates that print the fields of an object in a line, and read them back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORD = re.compile(r"\w+")
 
 
 class Kind(NamedTuple):
-    """How a field is read, with the end of the message where it is not there, and printed."""
+    """How a field is read and printed. ``read`` gets the end of the message for a missing field."""
 
     read: Callable[[Line, str], Any]
     text: Callable[[Any], str] = str
@@ -56,30 +56,31 @@ KINDS = {
     "value": Kind(_value),
     "end": Kind(_end, stage_name),
 }
-"""What a template names behind the colon of a field."""
+"""The kinds of fields that a template can name after the colon."""
 
 
 class Form:
-    """Fields of a value as they stand in a line, such as ``s{stage}[{microbatch}{batch:batch}]``.
+    """The form of an object's fields in a line, such as ``s{stage}[{microbatch}{batch:batch}]``.
 
     Attributes:
         example: a text of this form, for messages.
-        flags: word → field, for what is true where its word stands behind the others.
+        flags: word → the field that is true if the word follows the other fields.
     """
 
     def __init__(self, template: str, example: str, **flags: str) -> None:
-        """A template is one of ``str.format``, with the kind of each field; a blank in it stands
-        for any number of them."""
+        """Make a form from a ``str.format`` template with the kind of each field. A blank in it
+        stands for any number of blanks."""
         self.example = example
         self.flags = flags
         self._pieces: list[tuple[str, list[tuple[str, str]], str | None, Kind, str]] = []
+        as_in = f", as in {example}"
         for text, field, kind, _ in Formatter().parse(template):
-            such, behind = f", as in {example}", f" after {text.strip()!r}" * bool(text.strip())
-            words = [(word, (repr(word) if word else "more") + such) for word in text.split(" ")]
-            self._pieces.append((text, words, field, KINDS[kind or ""], behind + such))
+            after = f" after {text.strip()!r}" if text.strip() else ""
+            words = [(word, (repr(word) if word else "more") + as_in) for word in text.split(" ")]
+            self._pieces.append((text, words, field, KINDS[kind or ""], after + as_in))
 
     def text(self, holder: object) -> str:
-        """The fields of an object, as they are read back."""
+        """Print the fields of an object."""
         parts = [
             t + (kind.text(getattr(holder, f)) if f else "") for t, _, f, kind, _ in self._pieces
         ]
@@ -87,23 +88,23 @@ class Form:
         return "".join(parts + flags)
 
     def read(self, line: Line) -> dict[str, Any]:
-        """Field → its value, from here on; those of flags are False."""
-        found: dict[str, Any] = dict.fromkeys(self.flags.values(), False)
-        for _, words, field, kind, behind in self._pieces:
+        """Read the fields, but not the flags: field → value, False for each flag."""
+        values: dict[str, Any] = dict.fromkeys(self.flags.values(), False)
+        for _, words, field, kind, after in self._pieces:
             for place, (word, what) in enumerate(words):
                 if place:
                     line.gap(what)
                 if word:
                     line.literal(word, what)
             if field:
-                found[field] = kind.read(line, behind)
-        return found
+                values[field] = kind.read(line, after)
+        return values
 
 
 def options(line: Line, *words: str) -> Iterator[str]:
-    """The words of these that come next, each once and behind a blank, to the end of the line.
+    """Read optional words up to the end of the line; yields each word. Each may come once.
 
-    Behind one that ends with ``=`` the caller reads its value before it goes on.
+    After a word that ends with ``=``, the caller reads its value before it continues.
     """
     left = list(words)
     while line.more():

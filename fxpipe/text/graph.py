@@ -1,11 +1,10 @@
-"""An fx graph as text, one node a line, and back.
+"""Print an fx graph as text, one node per line, and parse it back.
 
-Each line is a Python expression, so that it reads like code and Python's own parser reads it; the
-text is never run::
+Each line is Python syntax, which Python's own parser reads. The text is never run::
 
-    x = placeholder()                                 # what the graph takes; these come first
+    x = placeholder()                                 # the graph's inputs come first
     p_weight = placeholder()
-    relu_3 = pop('relu_3')                            # a value from a stage further back
+    relu_3 = pop('relu_3')                            # a value from an earlier stage
     conv2d = torch.ops.aten.conv2d.default(x, p_weight, None, [1, 1], [1, 1])
     h = self.encoder[0].block(conv2d)                 # a leaf module
     w = self.encoder[0].weight                        # an attribute of the root
@@ -13,8 +12,8 @@ text is never run::
     stash_y = stash('y', y)
     return (y, w)
 
-What has no meaning for the graph's result is left out: metadata, type annotations, the name of
-the output node, and whether a sequence is one of fx's own immutable kinds.
+The text leaves out what does not change the graph's result: metadata, type annotations, the name
+of the output node, and whether a sequence is one of fx's immutable classes.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ _METHOD_FORM = "method"
 
 
 def print_graph(graph: fx.Graph) -> str:
-    """The graph as text that ``parse_graph`` reads back, without an end of line at its end.
+    """Print a graph as text that ``parse_graph`` reads back, without a final line break.
 
     Raises:
-        InputError: an argument of a node has no text. Names the node.
+        InputError: an argument of a node has no text; the message names the node.
     """
     order = sorted(graph.nodes, key=lambda node: node.op != "placeholder")
     return "\n".join(_print_node(node) for node in order)
@@ -101,7 +100,7 @@ def _print_expression(node: fx.Node) -> str:
 def parse_graph(
     text: str, root: nn.Module | None, functions: Iterable[Function] = ()
 ) -> fx.GraphModule:
-    """Read a graph from what ``print_graph`` gave; see ``read_graph``."""
+    """Read a graph from the text of ``print_graph``; see ``read_graph``."""
     return read_graph(lines_of(text), root, functions)
 
 
@@ -111,26 +110,26 @@ def read_graph(
     """Read a graph. Nothing that the text names is run, and nothing is imported.
 
     Args:
-        lines: blank lines, comments and indentation mean nothing.
-        root: the module that holds the leaf modules and attributes which the graph names.
-        functions: what the text may name beside the list in ``fxpipe.text.target``.
+        lines: the text; blank lines, comments and indentation do not matter.
+        root: the module with the leaf modules and attributes that the graph names.
+        functions: functions that the text may name besides the list in ``fxpipe.text.target``.
 
     Raises:
-        ParseError: with line and column of the first thing that is wrong.
+        ParseError: with the line and column of the first error.
     """
     return _GraphReader(root, named(functions)).read(lines)
 
 
 _Expression = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
-"""Opcode, target and arguments of the node that an expression stands for."""
+"""Opcode, target, args and kwargs of the node that an expression stands for."""
 
 
 class _GraphReader:
     """Reads the lines of one graph in order.
 
     Attributes:
-        listed: the functions that the caller lets the text name, by name.
-        takes: the arguments that the graph takes.
+        listed: name → function that the caller lets the text name.
+        takes: the names of the graph's arguments so far.
     """
 
     def __init__(self, root: nn.Module | None, listed: Mapping[str, Function]) -> None:
@@ -149,14 +148,14 @@ class _GraphReader:
         for line in rest:
             raise line.error("nothing may follow the graph's 'return'", line.indent)
         try:
-            # fx writes the module's ``forward``, and this does not call it
+            # generates the code of ``forward``, but does not run it
             return fx.GraphModule(self.root if self.root is not None else nn.Module(), self.graph)
         except Exception as error:
             message = f"fx cannot make code of this graph: {error}"
             raise lines[0].error(message, lines[0].indent) from error
 
     def _read_line(self, line: Line) -> bool:
-        """Add the line's node. True for the last one."""
+        """Add the line's node. Returns whether it is the output."""
         statement = line.statement()
         values = ValueReader(line, self.nodes, self.listed)
         match statement:
@@ -170,7 +169,7 @@ class _GraphReader:
                     raise line.error(f"{name!r} is no name of a node", target)
                 op, function, args, kwargs = self._expression(line, values, name, value)
                 node = self.graph.create_node(op, function, args, kwargs, name=name)
-                # fx renames what would hide a builtin, but keeps names that are set afterwards.
+                # fx renames nodes that would hide a builtin, unless the name is set afterwards
                 if node.name != name:
                     node.name = name
                 self.nodes[name] = node
@@ -205,7 +204,7 @@ class _GraphReader:
             if refused:
                 raise line.error(refused, node)
         if path.start == "operator":
-            # fx writes these as operators, whose operands it takes for granted.
+            # fx writes these as operators, without a check that there are enough operands
             try:
                 inspect.signature(function).bind(*args, **kwargs)
             except TypeError as error:
@@ -213,17 +212,17 @@ class _GraphReader:
         return "call_function", function, args, kwargs
 
     def _spelt(self, line: Line, node: ast.expr) -> Function:
-        """``function('module.name')``: one that the caller has listed."""
+        """Read ``function('module.name')``: a function that the caller has listed."""
         match node:
             case ast.Call(func=ast.Name(id=word), args=[ast.Constant(value=str(name))]) if (
                 word == CALL_FORM
             ):
-                if (found := self.listed.get(f"{CALL_FORM}({name!r})")) is not None:
-                    return found
+                if (function := self.listed.get(f"{CALL_FORM}({name!r})")) is not None:
+                    return function
                 roots = ", ".join(root for root in ROOTS if root != "self")
                 message = (
-                    f"a text can name some functions of {roots} and some builtins, and what is "
-                    "listed: Plan.parse(text, functions=[...])"
+                    f"a text can name only some functions of {roots} and some builtins; list "
+                    "others: Plan.parse(text, functions=[...])"
                 )
                 raise line.error(message, node)
         raise line.error(_FORM, node)
@@ -238,7 +237,7 @@ class _GraphReader:
         return "call_method", path.steps[0], (receiver, *args), kwargs
 
     def _spelt_method(self, line: Line, values: ValueReader, node: ast.Call) -> _Expression:
-        """``method('name', receiver)``: the receiver is no node, or has the name of a root."""
+        """Read ``method('name', receiver)``: the receiver is no node, or is named like a root."""
         match node.args:
             case [ast.Constant(value=str(name)) as at, _, *_] if is_name(name):
                 if refused := refused_method(name):
@@ -271,7 +270,7 @@ class _GraphReader:
         return "placeholder", target, default, {}
 
     def _find(self, path: Path, *, module: bool) -> None:
-        """Check that the root holds what a path names, without running any of its code."""
+        """Check that the root has what a path names, without running any of its code."""
         if self.root is None:
             whole = print_path("self", ".".join(path.steps))
             raise path.line.error(
@@ -279,22 +278,22 @@ class _GraphReader:
             )
         holder: object = self.root
         for step, name in enumerate(path.steps):
-            found = dict(_held(holder))
+            members = dict(_members(holder))
             last = step == len(path.steps) - 1
-            if name not in found:
-                cure = near(name, found)
+            if name not in members:
+                cure = near(name, members)
                 if not step and name.startswith("fxpipe_"):
                     cure = "pass pipe.traced.module, which has the model's submodules and this one"
                 raise path.at(step, f"the root has nothing named {name!r} here: {cure}")
-            holder = found[name]
+            holder = members[name]
             if not isinstance(holder, nn.Module) and (module or not last):
                 raise path.at(step, f"{name!r} is no module")
 
 
-def _held(holder: object) -> Iterator[tuple[str, object]]:
-    """The modules and tensors of a module, as they are stored."""
+def _members(holder: object) -> Iterator[tuple[str, object]]:
+    """The submodules and tensors of a module, as they are stored."""
     if isinstance(holder, nn.Module):
-        own = vars(holder)
+        attributes = vars(holder)
         for kind in ("_modules", "_parameters", "_buffers"):
-            yield from own.get(kind, {}).items()
-        yield from ((name, value) for name, value in own.items() if isinstance(value, Tensor))
+            yield from attributes.get(kind, {}).items()
+        yield from ((name, x) for name, x in attributes.items() if isinstance(x, Tensor))

@@ -1,11 +1,11 @@
-"""Schedules as other libraries write them.
+"""Schedules in the formats of other libraries.
 
-``parse_actions`` and ``print_actions`` are the CSV of torch.distributed.pipelining, a row a rank:
+``parse_actions`` and ``print_actions``: the CSV of torch.distributed.pipelining, a row per rank:
 
     0F0,0F1,0B0,0B1
     ,1F0,1B0,(1F1;1B1)OVERLAP_F_B
 
-``parse_nodes`` reads zero-bubble's lists of scheduled nodes, one a pipeline stage.
+``parse_nodes`` reads zero-bubble's lists of scheduled nodes, one list for each pipeline stage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SENDS = ("SEND_F", "SEND_B")
 RECEIVES = ("RECV_F", "RECV_B")
 WAITS = ("WAIT_SEND_F", "WAIT_SEND_B")
 PER_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
-"""Actions of a whole stage, without a micro-batch. REDUCE_GRAD scales a stage's gradients, and
+"""Actions of a whole stage, without a micro-batch. REDUCE_GRAD scales the stage's gradients and
 sums them over the replicas."""
 
 _KINDS = (*COMPUTE, *SENDS, *RECEIVES, *WAITS, *PER_STAGE)
@@ -40,9 +40,9 @@ _SEPARATOR = re.compile(r"[;)]")
 _TASKS = {**{kind: kind for kind in COMPUTE}, "REDUCE_GRAD": "A"}
 """Action → letter of its task."""
 
-_BY_ITSELF = "UA"
-"""Tasks without an action in "compute_only": torch's lowering places the sum over replicas behind a
-stage's last backward, and the update is in the user's own loop."""
+_IMPLICIT = "UA"
+"""Tasks without an action in "compute_only": torch's lowering adds the sum over replicas after a
+stage's last backward, and updates are made in the user's own loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Action:
 
 
 Cell = tuple[Action, ...]
-"""Nothing for a bubble, one action, or those of an overlapped pair in order."""
+"""No action in a bubble, one action, or the actions of an overlapped pair in order."""
 
 Rows = tuple[tuple[Cell, ...], ...]
 """Rank → its cells."""
@@ -73,12 +73,12 @@ def parse_actions(text: str) -> Rows:
     """Read the CSV that ``_dump_csv`` of torch.distributed.pipelining writes, in either format.
 
     Raises:
-        ParseError: with line and column, for the first cell that is no action. torch's own reader
-            takes ``0F0xyz`` for ``0F0`` and ``0F`` for a forward of no micro-batch.
+        ParseError: with line and column of the first cell that is no action. (torch's own reader
+            is less strict: it reads ``0F0xyz`` as ``0F0``, and ``0F`` without a micro-batch.)
     """
     lines = lines_of(text)
     if len(lines) > 1 and not lines[-1].text:
-        lines.pop()  # the end of the last row; a further empty line is a rank without actions
+        lines.pop()  # it only ends the last row; an empty line before it is a rank without actions
     return tuple(tuple(_cells(line)) for line in lines)
 
 
@@ -139,12 +139,12 @@ def home_of(rows: Rows) -> dict[int, int]:
 
 
 def schedule_of(rows: Rows, name: str) -> Schedule:
-    """The tasks of a CSV as a Schedule.
+    """Turn the actions of a CSV into a Schedule.
 
-    An overlapped pair becomes its tasks one after another, REDUCE_GRAD becomes ``A``, sends and
-    receives are derived anew, and each row ends with the updates of its stages. Backwards that
-    take the micro-batches in another order than ascending, the same on all stages, are numbered
-    anew in ascending order: the micro-batches of a schedule are alike.
+    An overlapped pair becomes its tasks one after another, REDUCE_GRAD becomes ``A``, and each row
+    ends with the updates of its stages. Sends and receives are dropped, as the compiler derives
+    them. If the backwards of all stages take the micro-batches in the same order, they are
+    renumbered in ascending order: micro-batches are interchangeable.
 
     Raises:
         InputError: a stage is missing, or computes on two ranks.
@@ -166,7 +166,7 @@ def schedule_of(rows: Rows, name: str) -> Schedule:
 
 
 def _schedule(name: str, rows: Sequence[list[Task]]) -> Schedule:
-    """The schedule of these tasks, each row of which ends with the updates of its stages.
+    """Make a schedule of these tasks; adds the updates of its stages to the end of each row.
 
     Raises:
         InputError: a stage is missing, or in two rows.
@@ -192,7 +192,7 @@ def _schedule(name: str, rows: Sequence[list[Task]]) -> Schedule:
 
 
 def _ascending(actions: Sequence[Sequence[Action]]) -> dict[int | None, int]:
-    """Micro-batch → its place in the order of backwards, where all stages have the same one."""
+    """Micro-batch → its place in the order of the backwards; empty if stages differ in it."""
     orders: dict[int, list[int | None]] = {}
     for row in actions:
         for action in row:
@@ -206,19 +206,19 @@ def _ascending(actions: Sequence[Sequence[Action]]) -> dict[int | None, int]:
 
 
 def print_actions(schedule: Schedule) -> str:
-    """The CSV of a schedule that verifies, which ``_load_csv`` reads as "compute_only".
+    """Print a verified schedule as CSV, which torch's ``_load_csv`` reads as "compute_only".
 
-    Bubbles are empty cells, as if all tasks took the same time.
+    Bubbles become empty cells, as if all tasks took the same time.
 
     Raises:
-        InputError: it holds something that torch's runtime has no action for; all of it is named.
+        InputError: torch's runtime cannot run the schedule; the message names every reason.
     """
     if reasons := list(_inexpressible(schedule)):
         raise InputError(
             f"schedule {schedule.name!r} cannot be written as the CSV of "
             f"torch.distributed.pipelining: {'; '.join(reasons)}"
         )
-    rows = [[t for t in row if t.kind not in _BY_ITSELF] for row in schedule.rows]
+    rows = [[t for t in row if t.kind not in _IMPLICIT] for row in schedule.rows]
     places = {
         (t.kind, t.microbatch, t.stage or 0): Place(device, at)
         for device, row in enumerate(rows)
@@ -226,21 +226,21 @@ def print_actions(schedule: Schedule) -> str:
     }
     needs = needs_of(schedule)
     waits: list[list[Wait]] = [[] for _ in rows]
-    others: defaultdict[Place, list[Place]] = defaultdict(list)
+    needed: defaultdict[Place, list[Place]] = defaultdict(list)
     for key, here in places.items():
-        for on in [places[need] for need in needs(key) if need in places]:
-            if on.device != here.device:
-                waits[here.device].append((here.position, *on))
-                others[here].append(on)
+        for there in [places[need] for need in needs(key) if need in places]:
+            if there.device != here.device:
+                waits[here.device].append((here.position, *there))
+                needed[here].append(there)
     columns: list[list[int]] = [[] for _ in rows]
     for device, end in walk([len(row) for row in rows], waits).turns:
         while (at := len(columns[device])) < end:
-            late = [columns[on.device][on.position] for on in others[Place(device, at)]]
-            columns[device].append(1 + max((*columns[device][-1:], *late), default=-1))
+            before = [columns[place.device][place.position] for place in needed[Place(device, at)]]
+            columns[device].append(1 + max((*columns[device][-1:], *before), default=-1))
     lines: list[str] = []
-    for row, own in zip(rows, columns, strict=True):
-        cells = [""] * (own[-1] + 1)
-        for task, column in zip(row, own, strict=True):
+    for row, filled in zip(rows, columns, strict=True):
+        cells = [""] * (filled[-1] + 1)
+        for task, column in zip(row, filled, strict=True):
             cells[column] = f"{task.stage}{task.kind}{task.microbatch}"
         lines.append(",".join(cells) + "\n")
     return "".join(lines)
@@ -265,7 +265,7 @@ def _inexpressible(schedule: Schedule) -> Iterator[str]:
     for letter in sorted(schedule.kinds):
         kind = KINDS[letter]
         if letter == "R":
-            yield ("it has no recompute: leave R out, and let stages call torch.utils.checkpoint")
+            yield "it has no recompute: leave R out, and let stages call torch.utils.checkpoint"
         elif letter == "O":
             yield "it offloads nothing: leave O and P out"
         elif letter == "C":
@@ -290,11 +290,12 @@ def looks_like_nodes(text: str) -> bool:
 
 
 def parse_nodes(nodes: Nodes | str, name: str) -> Schedule:
-    """Read zero-bubble's lists of scheduled nodes, one list a pipeline stage, in its order.
+    """Read zero-bubble's lists of scheduled nodes, one list for each pipeline stage.
 
-    A node has ``type``, ``stage`` (its device) and ``microbatch`` or ``minibatch``, and where a
-    device has several chunks ``layer_group_idx``, or ``chunk`` of a V. B is there the input
-    gradient and BW the whole backward. Sends, receives and validations are derived, and left out.
+    A node has ``type``, ``stage`` (its device) and ``microbatch`` or ``minibatch``. If a device has
+    several chunks, it also has ``layer_group_idx``, or ``chunk`` in a V schedule. There, B is the
+    input gradient and BW the whole backward. Sends, receives and validations are dropped, as the
+    compiler derives them.
 
     Args:
         nodes: the lists, of objects or mappings; or their text, as Python or JSON prints it.
@@ -302,32 +303,32 @@ def parse_nodes(nodes: Nodes | str, name: str) -> Schedule:
 
     Raises:
         ParseError: the text is no list of lists.
-        InputError: it is neither, or a node says what a Schedule cannot hold; that is named by row
-            and place.
+        InputError: ``nodes`` is neither, or a node has no task; the message names it.
     """
     table = _literal(nodes) if isinstance(nodes, str) else nodes
-    if not isinstance(table, Sequence) or not all(isinstance(own, Sequence) for own in table):
+    if not isinstance(table, Sequence) or not all(isinstance(row, Sequence) for row in table):
         raise InputError(f"nodes is {nodes!r:.99}; give lists of nodes, one a stage, or their text")
     rows: list[list[Task]] = []
-    for device, own in enumerate(table):
-        made = [
-            _node(node, device, len(table), f"row {device + 1}, node {at + 1}")
-            for at, node in enumerate(own)
+    for device, nodes_of_device in enumerate(table):
+        tasks = [
+            _task(node, device, len(table), f"row {device + 1}, node {at + 1}")
+            for at, node in enumerate(nodes_of_device)
         ]
-        rows.append([task for task in made if task is not None])
+        rows.append([task for task in tasks if task is not None])
     return _schedule(name, rows)
 
 
-def _node(node: Any, device: int, devices: int, where: str) -> Task | None:
-    """The task of a node; None where it moves a value or validates an update."""
+def _task(node: Any, device: int, devices: int, where: str) -> Task | None:
+    """Return the task of a node; None if the node moves a value or validates an update."""
 
     def field(*names: str) -> Any:
-        found = [
-            node[name] if isinstance(node, Mapping) else getattr(node, name)
-            for name in names
-            if (name in node if isinstance(node, Mapping) else hasattr(node, name))
-        ]
-        return found[0] if found else None
+        for name in names:
+            if isinstance(node, Mapping):
+                if name in node:
+                    return node[name]
+            elif hasattr(node, name):
+                return getattr(node, name)
+        return None
 
     kind = field("type")
     kind = str(getattr(kind, "value", kind))
@@ -350,9 +351,9 @@ def _node(node: Any, device: int, devices: int, where: str) -> Task | None:
 
 
 def _literal(text: str) -> list[list[Any]]:
-    """Lists, mappings and calls with named arguments, as Python prints them; nothing runs."""
+    """Parse lists, mappings and calls with named arguments, as Python prints them; nothing runs."""
     above = text[: len(text) - len(text.lstrip())].count("\n")
-    code = _ENUM.sub(lambda found: found[1].ljust(len(found[0])), text.strip())
+    code = _ENUM.sub(lambda match: match[1].ljust(len(match[0])), text.strip())
 
     def value(node: ast.AST) -> Any:
         match node:
@@ -384,6 +385,6 @@ def _literal(text: str) -> list[list[Any]]:
     except (ValueError, RecursionError, MemoryError) as error:
         message = f"cannot be read: {str(error) or 'it nests too deep'}"
         raise ParseError(message, 1 + above, 1) from None
-    if not isinstance(table, list) or not all(isinstance(own, list) for own in table):
+    if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
         raise ParseError(f"expected lists, one a stage, of {_SUCH}", 1 + above, 1)
     return table

@@ -1,6 +1,6 @@
-"""Plans and traced graphs as text, and back: graphs with what they read and write.
+"""Print and parse plans and traced graphs: graphs, with what they read and write.
 
-A plan has its edges, then each stage::
+A plan lists its edges, then its stages::
 
     plan stages=2
     edge in x host->0
@@ -17,12 +17,12 @@ A plan has its edges, then each stage::
     stage 1 leaves
       …
 
-A traced graph has the inputs and outputs of the whole model::
+A traced graph lists the inputs and outputs of the whole model::
 
     traced
       input x
       input None                       # an input of the call that is no value of the graph
-      output linear (0,)               # and the dimensions that are the batch, None if unknown
+      output linear (0,)               # with its batch dimensions, or None if they are unknown
       output literal 3 ()
       loss mse_loss
       norm ('moments', 'bn.running_mean', 'bn.running_var', None, 0.1)
@@ -30,11 +30,11 @@ A traced graph has the inputs and outputs of the whole model::
       graph
         …
 
-With ``leaves`` a line such as ``parameter conv.weight`` or ``write bn.running_mean``, with no
-``=``, names what a leaf module reads or writes itself. A name of the model that is more than
-letters, digits, ``_`` and ``.`` stands in quotes. No part of the text are a plan's shapes, costs
-and kernels, and of a traced graph how the outputs nest, the values of constants and the sizes for
-which it holds.
+After ``leaves``, a line without ``=`` such as ``parameter conv.weight`` or ``write
+bn.running_mean`` names what a leaf module reads or writes itself. Names of the model are quoted if
+they contain anything but letters, digits, ``_`` and ``.``. The text leaves out a plan's shapes,
+costs and kernels. Of a traced graph it leaves out how the outputs nest, the values of constants,
+and the sizes for which the graph holds.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _NORM_FORM = "write 'norm (moments, running mean, running variance, counter, mom
 
 
 def print_plan(plan: Plan) -> str:
-    """The plan as text that ``parse_plan`` reads back to an equal value."""
+    """Print a plan as text that ``parse_plan`` reads back to an equal value."""
     lines = [f"plan stages={len(plan.stages)}", *(f"edge {edge}" for edge in plan.edges)]
     for stage in plan.stages:
         lines.append(f"stage {stage.index}" + (" leaves" if stage.leaves else ""))
@@ -84,7 +84,7 @@ def print_plan(plan: Plan) -> str:
 
 
 def print_traced(traced: Traced) -> str:
-    """The graph as text that ``parse_traced`` reads back to an equal value.
+    """Print a traced graph as text that ``parse_traced`` reads back to an equal value.
 
     Raises:
         InputError: a literal output, or an argument of a node, has no text.
@@ -110,16 +110,16 @@ def _literal(out: Literal) -> str:
 
 
 def _body(holder: Stage | Traced) -> Iterator[str]:
-    """What a graph reads and writes, and the graph, indented."""
+    """Print what a graph reads and writes, and the graph, as indented lines."""
     for word, arguments in (("parameter", holder.parameters), ("buffer", holder.buffers)):
         for argument in arguments:
             target = _print_target(argument.target)
-            held = holder.leaves and argument.name == argument.target
-            yield f"  {word} {target}" if held else f"  {word} {argument.name} = {target}"
+            in_leaf = holder.leaves and argument.name == argument.target
+            yield f"  {word} {target}" if in_leaf else f"  {word} {argument.name} = {target}"
     for write in holder.writes:
         target = _print_target(write.target)
-        held = holder.leaves and write.value == write.target
-        yield f"  write {target}" + ("" if held else f" = {write.value}")
+        in_leaf = holder.leaves and write.value == write.target
+        yield f"  write {target}" + ("" if in_leaf else f" = {write.value}")
     yield "  graph"
     for line in holder.text.split("\n"):
         yield f"    {line}"
@@ -148,8 +148,8 @@ def parse_plan(
         elif line.starts("stage"):
             index = _STAGE.read(line)["index"]
             leaves = list(options(line, "leaves")) != []
-            own = reader.body(f"stage {index}", "a stage", leaves)
-            stages.append(Stage(index, *own, leaves))
+            body = reader.body(f"stage {index}", "a stage", leaves)
+            stages.append(Stage(index, *body, leaves))
         else:
             expected = "'stage <number>'" if stages else "'edge …' or 'stage <number>'"
             raise line.error(f"expected {expected}")
@@ -211,11 +211,11 @@ def parse_traced(
 
 
 _Body = tuple[tuple[Argument, ...], tuple[Argument, ...], tuple[Write, ...], fx.GraphModule]
-"""What a graph reads, parameters and buffers, what it writes, and the graph."""
+"""The parameters and buffers that a graph reads, what it writes, and the graph."""
 
 
 class _Reader:
-    """The lines of a text, and the index of the next one."""
+    """Reads the lines of a text; ``position`` is the index of the next one."""
 
     def __init__(self, text: str, root: nn.Module | None, functions: Iterable[Function]) -> None:
         self.root = root
@@ -224,14 +224,14 @@ class _Reader:
         self.position = 0
 
     def header(self, form: str) -> Line:
-        """The first line, which is not indented."""
+        """Take the first line, or raise an error with the message ``form`` if it is indented."""
         line = self.next(form)
         if line.indent:
             raise line.error(form)
         return line
 
     def body(self, subject: str, kind: str, leaves: bool) -> _Body:
-        """The indented lines from here on, of a subject such as ``stage 2``, which is of a kind."""
+        """Read the indented lines of a subject such as ``stage 2``; ``kind`` is ``a stage``."""
         arguments: dict[str, list[Argument]] = {"parameter": [], "buffer": []}
         writes: list[Write] = []
         while True:
@@ -274,7 +274,7 @@ class _Reader:
         return tuple(arguments["parameter"]), tuple(arguments["buffer"]), tuple(writes), graph
 
     def peek(self) -> Line | None:
-        """The next line that is not blank, without its indentation."""
+        """Return the next line that is not blank, positioned after its indentation."""
         while self.position < len(self.lines):
             if not self.lines[self.position].ended():
                 return self.lines[self.position]
@@ -313,7 +313,7 @@ class _Reader:
         raise line.error(_NORM_FORM, start)
 
     def _value(self, line: Line, text: str, at: int) -> Any:
-        """What an expression in a line says."""
+        """Read the value of an expression at an index of a line."""
         part = Line(" " * at + text, line.number)
         match part.statement():
             case ast.Expr(value=value):
@@ -322,9 +322,9 @@ class _Reader:
 
 
 def _read_target(line: Line) -> str:
-    """A name of the model, with or without quotes."""
+    """Read a name of the model, with or without quotes."""
     start = line.at
-    text = line.need(_TARGET, "a name of the model, in quotes where it is not a plain one")
+    text = line.need(_TARGET, "a name of the model, in quotes unless it is a plain word")
     if _PLAIN.fullmatch(text):
         return text
     try:

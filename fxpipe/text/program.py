@@ -1,4 +1,4 @@
-"""A program as text: a header, places, passes, edges, and the instructions of each device."""
+"""Print and parse programs: a header, places, passes, edges, and each device's instructions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMN = 35
 
 
 def print_program(program: Program) -> str:
-    """The text that ``parse_program`` reads back to an equal value::
+    """Print a program as text that ``parse_program`` reads back to an equal value::
 
     program 1f1b microbatches=4
     place 0 | 1
@@ -31,9 +31,9 @@ def print_program(program: Program) -> str:
       forward   s0[0] v0 keep
       send      act:relu:0->1[0]
 
-    With several replicas the header ends with their number, such as ``replicas=2``.
-    On devices with streams a line goes on with how its instruction is launched, such as
-    ``stream=in0 wait=e3,e7 record=e8``. What stands on no other stream is on ``compute``.
+    With several replicas, the header ends with their number, such as ``replicas=2``. On devices
+    with streams, a line ends with how its instruction is launched, such as
+    ``stream=in0 wait=e3,e7 record=e8``; the default stream is ``compute``.
     """
     return "\n".join(_lines(program)) + "\n"
 
@@ -55,7 +55,7 @@ def _lines(program: Program) -> Iterator[str]:
 
 
 def _print_launch(launch: Launch) -> str:
-    """``stream=in0 wait=e3,e7' record=e8``; nothing for one that only computes."""
+    """Print ``stream=in0 wait=e3,e7' record=e8``, without the parts that have defaults."""
     parts = []
     if launch.stream != COMPUTE:
         parts.append(f"stream={launch.stream}")
@@ -67,18 +67,18 @@ def _print_launch(launch: Launch) -> str:
 
 
 def parse_program(text: str) -> Program:
-    """Read a program. Comments (``# …``) and blank lines are left out.
+    """Read a program. Comments (``# …``) and blank lines are ignored.
 
     Raises:
-        ParseError: with the line and the column of the first thing that is wrong.
+        ParseError: with the line and column of the first error.
     """
     lines = lines_of(text)
     end = end_of(lines)
     rest = iter([line for line in lines if not line.ended()])
     header = next(rest, end)
-    given = _HEADER.read(header)
+    fields = _HEADER.read(header)
     for _ in options(header, "replicas="):
-        given["replicas"] = header.integer("a number after 'replicas='")
+        fields["replicas"] = header.integer("a number after 'replicas='")
     held, placement, copies = parse_place(next(rest, end))
     passes = tuple(_passes(next(rest, end)))
     edges: list[Edge] = []
@@ -97,9 +97,9 @@ def parse_program(text: str) -> Program:
             launches[-1].append(launch)
     if len(lists) < len(held):
         raise end.error(f"device {len(lists)} has no list; add 'device {len(lists)}'")
-    launched = "streams" in passes or any(launch != Launch() for own in launches for launch in own)
+    launched = "streams" in passes or any(launch != Launch() for row in launches for launch in row)
     return Program(
-        **given,
+        **fields,
         placement=placement,
         edges=tuple(edges),
         lists=tuple(map(tuple, lists)),
@@ -116,7 +116,7 @@ def _passes(line: Line) -> Iterator[str]:
 
 
 def _device(line: Line, expected: int, devices: int) -> None:
-    """The line before a device's list; the devices come in order."""
+    """Read the line before a device's list; the devices come in order."""
     line.literal("device", "'device' and its number, such as device 0")
     line.gap("its number")
     start = line.at
@@ -129,10 +129,10 @@ def _device(line: Line, expected: int, devices: int) -> None:
 
 
 def read_edge(line: Line) -> Edge:
-    """An edge from here to the line's end, as ``str(edge)`` gives it behind the word ``edge``.
+    """Read the word ``edge`` and an edge as ``str(edge)`` prints it, up to the end of the line.
 
     Raises:
-        ParseError: with the place of what is wrong.
+        ParseError: with the line and column of the error.
     """
     line.literal("edge")
     line.gap(f"an edge such as {_EDGE.example}")
@@ -149,13 +149,14 @@ def read_edge(line: Line) -> Edge:
 
 
 def _buffer(line: Line) -> Buffer:
-    """``act:relu:0->1[2]`` or ``saved:1[2]``."""
+    """Read a buffer, such as ``act:relu:0->1[2]`` or ``saved:1[2]``."""
     what = "a buffer such as act:x:0->1[0] or saved:0[0]"
     line.gap(what)
     kind = cast(BufferKind, line.need(_KIND, what)[:-1])
     if kind in (*KEPT, *COPIED):
-        own = _OWN_BUFFER.read(line)
-        return Buffer(kind, "", own["stage"], own["stage"], own["microbatch"], own["batch"])
+        fields = _OWN_BUFFER.read(line)
+        stage = fields.pop("stage")
+        return Buffer(kind, "", stage, stage, **fields)
     return Buffer(kind, **_BUFFER.read(line))
 
 
@@ -185,15 +186,15 @@ _FORMS: dict[str, Form] = {
     "give": Form("s{stage}[{copy}{batch:batch}]", "s0[1]"),
     "update": Form("s{stage}{batch:batch} v{reads:signed} -> v{writes:signed}", "s0 v0 -> v1"),
 }
-"""Opcode → what stands behind it on its line, where that is no buffer."""
+"""Opcode → the form of its operands, unless they are a buffer."""
 
-_WORDS = {made: word for word, made in ins.OPCODES.items()}
+_WORDS = {instruction: word for word, instruction in ins.OPCODES.items()}
 _WIDTH = 12
-"""Of the column of words; what stands behind a longer one begins further to the right."""
+"""The width of the column of opcodes; longer ones shift their operands to the right."""
 
 
 def print_instruction(instruction: ins.Instruction) -> str:
-    """An instruction in one line, for messages: ``forward s1[2] v0 keep``."""
+    """Print an instruction for messages: ``forward s1[2] v0 keep``."""
     word = _WORDS[type(instruction)]
     match instruction:
         case ins.Barrier() | ins.Pause():
@@ -206,7 +207,7 @@ def print_instruction(instruction: ins.Instruction) -> str:
 
 
 def _column(instruction: ins.Instruction) -> str:
-    """The same for lists, with the operands in a column of their own."""
+    """Print an instruction for lists, with the operands in a column of their own."""
     word, _, operands = print_instruction(instruction).partition(" ")
     return f"{word:<{_WIDTH}} {operands}".rstrip()
 
@@ -215,16 +216,16 @@ def _instruction(line: Line) -> tuple[ins.Instruction, Launch]:
     """Read an instruction and how it is launched."""
     start = line.at
     word = line.need(_WORD, "an instruction such as 'forward s0[0] v0 keep'")
-    made = ins.OPCODES.get(word)
-    if made is None:
+    kind = ins.OPCODES.get(word)
+    if kind is None:
         raise line.error(f"there is no instruction {word!r}: {near(word, ins.OPCODES)}", start)
     flags, values, launch = dict[str, str](), dict[str, Any](), dict[str, Any]()
-    if issubclass(made, ins.Move):
+    if issubclass(kind, ins.Move):
         values["buffer"] = _buffer(line)
     elif word in _FORMS:
-        once = made is ins.Run and "[" not in line.text[line.at :].partition("#")[0]
+        once = kind is ins.Run and "[" not in line.text[line.at :].partition("#")[0]
         form = _RUN_ONCE if once else _FORMS[word]
-        line.gap(f"what it is of, as in {form.example}")
+        line.gap(f"its operands, as in {form.example}")
         flags, values = form.flags, form.read(line)
     for option in options(line, *flags, "stream=", "wait=", "record="):
         match option:
@@ -239,4 +240,4 @@ def _instruction(line: Line) -> tuple[ins.Instruction, Launch]:
                 launch["record"] = Event(**_EVENT.read(line))
             case flag:
                 values[flags[flag]] = True
-    return made(**values), Launch(**launch)
+    return kind(**values), Launch(**launch)

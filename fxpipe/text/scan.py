@@ -1,4 +1,4 @@
-"""A line of text, read from left to right or as Python; every error has its line and column."""
+"""Read lines of text from left to right, or as Python; every error has its line and column."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SHOWN = 80
 
 
 class Line:
-    """One line and how far it has been read.
+    """One line, and how far it has been read.
 
     Attributes:
-        text: the line, without its end.
+        text: the line, without its line break.
         number: its number in the whole text, from 1.
-        at: index of the next character to read.
+        at: the index of the next character to read.
     """
 
     def __init__(self, text: str, number: int) -> None:
@@ -39,25 +39,25 @@ class Line:
 
     @property
     def is_blank(self) -> bool:
-        """Nothing to read: no text, or a comment alone."""
+        """Whether the line is empty or only a comment."""
         return self.text.lstrip()[:1] in ("", "#")
 
     def error(self, message: str, at: ast.AST | int | None = None) -> ParseError:
-        """The error at an index of the line, or a part of its statement, or what is read next."""
+        """Return an error at an index or at a part of the statement; by default at ``self.at``."""
         if isinstance(at, ast.AST):
             at = self._index(getattr(at, "col_offset", 0))
         return ParseError(message, self.number, (self.at if at is None else at) + 1)
 
     def error_at_end(self, message: str, node: ast.expr, length: int) -> ParseError:
-        """An error at the last ``length`` characters of an expression, such as its last name."""
+        """Return an error at an expression's last ``length`` characters, such as its last name."""
         return self.error(message, max(self._index(node.end_col_offset or 0) - length, 0))
 
     def _index(self, count: int) -> int:
-        """The index behind so many bytes of the statement: syntax trees count bytes."""
+        """Convert a column of the syntax tree, which counts bytes, to an index of the line."""
         return self.indent + len(self.text.strip().encode()[:count].decode(errors="ignore"))
 
     def statement(self) -> ast.stmt:
-        """The one statement on the line, as a syntax tree. Nothing runs."""
+        """Parse the only statement on the line, without running it."""
         code, indent = self.text.strip(), self.indent
         try:
             body = ast.parse(code).body
@@ -72,7 +72,7 @@ class Line:
         return body[0]
 
     def take(self, pattern: re.Pattern[str]) -> str | None:
-        """What the pattern matches right here, or None."""
+        """Read and return what the pattern matches at the current position; None if nothing."""
         match = pattern.match(self.text, self.at)
         if match is None:
             return None
@@ -80,33 +80,33 @@ class Line:
         return match[0]
 
     def need(self, pattern: re.Pattern[str], what: str) -> str:
-        """What the pattern matches right here; ``what`` says what was expected."""
+        """``take``, which raises if nothing matches; ``what`` says what was expected."""
         taken = self.take(pattern)
         if taken is None:
             raise self.expected(what)
         return taken
 
     def skip(self, text: str) -> bool:
-        """Whether exactly this text stands right here; it is read then."""
-        found = self.text.startswith(text, self.at)
-        self.at += len(text) * found
-        return found
+        """Read this text if it comes next. Returns whether it did."""
+        comes = self.text.startswith(text, self.at)
+        self.at += len(text) * comes
+        return comes
 
     def literal(self, text: str, what: str | None = None) -> None:
-        """Exactly this text, right here."""
+        """``skip``, which raises if something else comes next."""
         if not self.skip(text):
             raise self.expected(what or repr(text))
 
     def expected(self, what: str) -> ParseError:
-        """The error where something else stands right here."""
-        found = _TOKEN.match(self.text, self.at)
-        token = found[0] if found else ""
+        """Return the error that something else comes next."""
+        match = _TOKEN.match(self.text, self.at)
+        token = match[0] if match else ""
         cut = f"{token[:_SHOWN]}…" if len(token) > _SHOWN else token
         got = repr(cut) if cut else "the end of the line"
         return self.error(f"expected {what}, got {got}")
 
     def integer(self, what: str) -> int:
-        """A count or an index, right here."""
+        """Read a count or an index."""
         start = self.at
         digits = self.need(_NUMBER, what)
         if len(digits) > _DIGITS:
@@ -114,14 +114,14 @@ class Line:
         return int(digits)
 
     def title(self, what: str) -> str:
-        """A name as ``print_title`` writes it, right here."""
+        """Read a name as ``print_title`` writes it."""
         start = self.at
         word = self.need(_TITLE, what)
         if not word.startswith('"'):
             return word
         try:
             name = str(json.loads(word))
-            name.encode()  # half of a character could not be printed
+            name.encode()  # refuses a lone surrogate, which could not be printed
         except ValueError as error:
             raise self.error(
                 f"{word!a} is not a quoted name: {error}; escape as JSON does", start
@@ -129,18 +129,18 @@ class Line:
         return name
 
     def starts(self, word: str) -> bool:
-        """Whether this word stands right here, or begins here where it ends with ``=``."""
+        """Whether this word comes next. One that ends with ``=`` may be followed by anything."""
         end = "" if word.endswith("=") else r"\b"
         return re.compile(word + end).match(self.text, self.at) is not None
 
     def gap(self, what: str) -> None:
-        """At least one blank, and then something that is not the end."""
+        """Skip blanks. Raises if there are none, or if nothing follows."""
         start = self.at
         if self.ended() or self.at == start:
             raise self.error(f"expected a blank and {what}")
 
     def more(self) -> bool:
-        """Whether something follows, which must stand behind a blank."""
+        """Whether something follows. Raises if there is no blank before it."""
         if self.ended():
             return False
         if self.at and not self.text[self.at - 1].isspace():
@@ -148,38 +148,34 @@ class Line:
         return True
 
     def ended(self) -> bool:
-        """Whether only blanks or a comment are left; the blanks are read."""
+        """Skip blanks. Returns whether nothing but a comment is left."""
         self.take(_BLANKS)
         return self.at == len(self.text) or self.text[self.at] == "#"
 
     def end(self) -> None:
-        """Nothing but blanks or a comment is left."""
+        """Raise if anything but blanks or a comment is left."""
         if not self.ended():
             start = self.at
             raise self.error(f"unexpected {self.take(_TOKEN)!r}; remove it", start)
 
 
 def lines_of(text: object) -> list[Line]:
-    """The lines of a text.
-
-    Raises:
-        InputError: it is no text.
-    """
+    """Split a text into lines. Raises InputError if it is no string."""
     if not isinstance(text, str):
-        raise InputError(f"a text is read, and this is a {type(text).__name__}; give a string")
+        raise InputError(f"cannot parse a {type(text).__name__}; give a string")
     parts = enumerate(text.split("\n"), 1)
     return [Line(part.removesuffix("\r"), number) for number, part in parts]
 
 
 def end_of(lines: list[Line]) -> Line:
-    """The end of a text, for the error where something is missing there."""
+    """Return the end of a text, for errors about something missing there."""
     end = Line(lines[-1].text, lines[-1].number)
     end.at = len(end.text)
     return end
 
 
 def print_title(name: str) -> str:
-    """A name as it stands in a header: as it is where it is one plain word, else quoted."""
+    """Print a name for a header: quoted unless it is one plain word."""
     match = _TITLE.fullmatch(name)
     return name if match and not name.startswith('"') else json.dumps(name)
 
@@ -187,7 +183,8 @@ def print_title(name: str) -> str:
 def is_name(text: str) -> bool:
     """Whether a text can name a value or a node: an ASCII identifier and no keyword.
 
-    fx reads the digits at the end of a name as a number, and Python none of over 4,300.
+    Its length is limited, as fx reads the digits at the end of a name as a number, and Python
+    reads no number of over 4,300 digits.
     """
     fits = len(text) <= _LONGEST and _NAME.fullmatch(text) is not None
     return fits and not keyword.iskeyword(text)

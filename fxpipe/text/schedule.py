@@ -1,4 +1,4 @@
-"""A schedule as text: a header, a line of places, and a row a device."""
+"""Print and parse schedules: a header, a line of places, and a row for each device."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _REST = re.compile(r"[^ \t\r#]+")
 
 
 def print_schedule(schedule: Schedule) -> str:
-    """The text that ``parse_schedule`` reads back to an equal value, if its tasks are in range.
+    """Print a schedule; ``parse_schedule`` reads back an equal value if all tasks are in range.
 
-    A task's stage is written where the device does not hold exactly that one::
+    A task shows its stage unless that is the only stage of its device::
 
         schedule 1f1b stages=2 microbatches=2 delay=0
         place 0 | 1
@@ -44,17 +44,17 @@ def print_schedule(schedule: Schedule) -> str:
     ]
     for device, row in enumerate(schedule.rows):
         held = schedule.held_by(device)
-        own = held[0] if len(held) == 1 else None
-        tasks = [Task(t.kind, t.microbatch, None, t.batch) if t.stage == own else t for t in row]
+        only = held[0] if len(held) == 1 else None
+        tasks = [Task(t.kind, t.microbatch, None, t.batch) if t.stage == only else t for t in row]
         lines.append(" ".join([f"{device}:", *map(str, tasks)]))
     return "\n".join(lines) + "\n"
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Read a schedule. Comments (``# …``) and blank lines are left out; rows come in any order.
+    """Read a schedule. Comments (``# …``) and blank lines are ignored; rows come in any order.
 
     Raises:
-        ParseError: with the line and the column of the first thing that is wrong.
+        ParseError: with the line and column of the first error.
     """
     whole = lines_of(text)
     end = end_of(whole)
@@ -88,7 +88,7 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def read_schedule(path: str | PathLike[str]) -> Schedule:
-    """Read a schedule's text from a file. Raises ParseError, or InputError."""
+    """Read a schedule from a file. Raises InputError if the file cannot be read, or ParseError."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError, TypeError) as error:
@@ -99,7 +99,7 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
 
 
 def _delay(line: Line, first: int, stages: int, microbatches: int) -> Delay:
-    """The delay, of which the first number is read already."""
+    """Read the rest of the delay, after its first number."""
     start = line.at
     delays = [_rule(line, first, microbatches)]
     while line.skip(","):
@@ -113,7 +113,7 @@ def _delay(line: Line, first: int, stages: int, microbatches: int) -> Delay:
 
 
 def _rule(line: Line, first: int, microbatches: int) -> Rule:
-    """The delays of a stage, of which the first is read already."""
+    """Read the rest of a stage's delays, after the first."""
     start = line.at
     rule = [first]
     while line.skip("/"):
@@ -137,7 +137,7 @@ def _tasks(line: Line, held: Sequence[int], stages: int, microbatches: int) -> I
 
 
 def _task(line: Line, held: Sequence[int], stages: int, microbatches: int) -> Task:
-    """``F2``, ``B3'`` or ``U@5``, right here."""
+    """Read a task, such as ``F2``, ``B3'`` or ``U@5``."""
     start = line.at
     letter = line.text[start]
     if letter not in KINDS:
@@ -154,7 +154,7 @@ def _task(line: Line, held: Sequence[int], stages: int, microbatches: int) -> Ta
         stage = held[0]
     else:
         task = line.text[start : line.at]
-        cure = " or ".join(f"{task}@{own}" for own in held) or "name one after '@'"
+        cure = " or ".join(f"{task}@{stage}" for stage in held) or "name one after '@'"
         raise line.error(f"{task} needs a stage, as its device holds {len(held)}: {cure}", start)
     return Task(letter, index, stage, batch)
 
@@ -187,25 +187,25 @@ _EMPTY = "-"
 def print_place(
     placement: tuple[int, ...], copies: tuple[tuple[int, ...], ...], devices: int
 ) -> str:
-    """``place 0 7 | 1 6 | -``: the stages of each device, and ``-`` for a device without any.
+    """Print the stages of each device: ``place 0 7 | 1 6 | -``, with ``-`` for an empty device.
 
-    ``place 0 +1 | 1 +0``: device 0 has a copy of stage 1, and device 1 one of stage 0.
+    In ``place 0 +1 | 1 +0``, device 0 has a copy of stage 1, and device 1 has one of stage 0.
     """
     held: list[list[str]] = [[] for _ in range(devices)]
     for stage, home in enumerate(placement):
-        own = copies[stage] if stage < len(copies) else ()
-        for device, mark in ((home, ""), *((copy, "+") for copy in own)):
-            if 0 <= device < devices:  # the verifier reports the others; printing must not fail
+        others = copies[stage] if stage < len(copies) else ()
+        for device, mark in ((home, ""), *((copy, "+") for copy in others)):
+            if 0 <= device < devices:  # printing must not fail: the verifier reports the others
                 held[device].append(f"{mark}{stage}")
     return "place " + " | ".join(" ".join(stages) or _EMPTY for stages in held)
 
 
 class Places(NamedTuple):
-    """Such a line.
+    """A line of places.
 
     Attributes:
-        held: device → its stages, and those of which it has a copy.
-        placement: stage → its own device.
+        held: device → its stages, including copies.
+        placement: stage → its home device.
         copies: stage → the devices of its copies.
     """
 
@@ -215,14 +215,14 @@ class Places(NamedTuple):
 
 
 def parse_place(line: Line, stages: int | None = None) -> Places:
-    """Read such a line.
+    """Read a line of places, as ``print_place`` writes it.
 
     Args:
-        line: the line, from its first word on.
-        stages: the number of stages if it is known already.
+        line: the line.
+        stages: the number of stages, if it is known.
 
     Raises:
-        ParseError: a stage is out of range, has no device, or has two of its own.
+        ParseError: a stage is out of range, or has no or two home devices.
     """
     line.literal("place", "'place' and the stages of each device, such as place 0 | 1")
     line.gap("the stages of device 0")
@@ -249,7 +249,7 @@ def _cell(
     homes: dict[int, int],
     copies: dict[int, list[int]],
 ) -> list[int]:
-    """The stages of one device; noted in ``homes`` or ``copies`` too."""
+    """Read and return the stages of one device; adds it to their ``homes`` or ``copies``."""
     cell: list[int] = []
     if line.skip(_EMPTY):
         return cell

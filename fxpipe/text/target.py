@@ -1,13 +1,11 @@
-"""The functions that a graph's text may name, their names and the paths that lead to them.
+"""The functions that a graph's text may name, and how it names them.
 
-Naming one never runs anything.
-
-A parsed graph is a program: running it runs the functions that it names. So a text may name only
-functions of a fixed list, those that occur in graphs of models: the operators of aten, prims and
-fxpipe, higher-order operators such as cond, PyTorch's functions of tensors, and the functions of
-Python's operator and math modules. Nothing else can be named: no private name, and nothing that
-imports, loads or writes, neither by a path nor as a method or attribute of a value. A caller can
-list further functions, such as custom operators.
+Parsing a name never runs anything, but running the parsed graph runs the functions that it names.
+So a text may name only functions of a fixed list, those that occur in graphs of models: the
+operators of aten, prims and fxpipe, higher-order operators such as cond, PyTorch's functions of
+tensors, and the functions of Python's operator and math modules. It can name no private names, and
+nothing that imports, loads or writes files, neither by a path nor as a method or attribute of a
+value. A caller can list further functions, such as custom operators.
 """
 
 from __future__ import annotations
@@ -36,19 +34,19 @@ from fxpipe.torchtools.moments import gather
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 ROOTS = ("self", "torch", "operator", "math", "fxpipe")
-"""The names a path may start with. They take precedence over a node of the same name."""
+"""The names that a path may start with. They take precedence over nodes of the same name."""
 
 
 @dataclass(frozen=True)
 class Path:
-    """A path as it was read.
+    """A path that was read, such as ``torch.ops.aten.relu``.
 
     Attributes:
-        start: the name that it starts with.
+        start: its first name.
         steps: the names after it.
-        line: the line that it stands on.
-        nodes: the part of the syntax tree that ends with each step.
-        whole: the whole of it.
+        line: the line that it is on.
+        nodes: for each step the expression that ends with it.
+        whole: the whole expression.
     """
 
     start: str
@@ -58,7 +56,7 @@ class Path:
     whole: ast.expr
 
     def at(self, step: int, message: str) -> ParseError:
-        """An error at one of the steps."""
+        """Return an error at one of the steps."""
         node = self.nodes[step]
         if isinstance(node, ast.Attribute):
             return self.line.error_at_end(message, node, len(node.attr))
@@ -68,7 +66,7 @@ class Path:
 
 
 def print_path(start: str, target: str) -> str:
-    """``start`` and the dotted ``target`` after it, as an expression that Python can read."""
+    """Print ``start`` and the dotted ``target`` as a Python expression."""
     whole = start
     for step in target.split("."):
         whole += (
@@ -78,7 +76,7 @@ def print_path(start: str, target: str) -> str:
 
 
 def read_path(line: Line, node: ast.expr) -> Path | None:
-    """The path that an expression is, or None if it is something else."""
+    """Return the path that an expression spells; None if it is something else."""
     steps: list[str] = []
     nodes: list[ast.expr] = []
     whole = node
@@ -109,7 +107,7 @@ BARE: dict[str, Function] = {
         *(list, max, min, pow, round, sum, tuple),
     )
 }
-"""The functions that are written without a module."""
+"""The functions that a text names without a module."""
 
 _OPERATORS = ("aten", "prims", "fxpipe")
 _GRAPH_OPERATORS = (
@@ -138,14 +136,14 @@ _TORCH: dict[str, tuple[types.ModuleType, str]] = {
     "torch.special": (torch.special, "special_"),
     "torch._C._nn": (torch._C._nn, ""),
 }
-"""Name of a module → the module, and how aten's operators begin that it gives another name."""
+"""Name of a module → the module, and the prefix of its functions' names in aten."""
 
 _OWN: dict[str, Iterable[Function]] = {
     "fxpipe.random": fxpipe.random.FUNCTIONS,
     "fxpipe.random.leaf_draws": (draw_from,),
     "fxpipe.torchtools.moments": (gather,),
 }
-"""Name of a module of this library → its functions in graphs."""
+"""Name of a module of this library → its functions that occur in graphs."""
 
 _MODULES = ("operator", "math", *_TORCH, *_OWN)
 _OF_DICTS = ("get", "items", "keys")
@@ -156,10 +154,10 @@ _NOT_ON_TENSORS = frozenset(
         *("data_ptr", "const_data_ptr"),
     )
 )
-"""Methods of tensors that call functions, or return memory or objects that can write files."""
+"""Methods of tensors that call functions, or that return memory or objects that can write files."""
 
 CALL_FORM = "function"
-"""How a function without a name here is printed; the parser does not read it back."""
+"""Functions that a text cannot name are printed as ``function('module.name')``."""
 
 
 @functools.cache
@@ -169,27 +167,27 @@ def _functions(module: str) -> dict[str, Function]:
         case "operator":
             return {name: getattr(operator, name) for name in _PYTHON}
         case "math":
-            found = vars(math).items()
-            return {name: f for name, f in found if callable(f) and not name.startswith("_")}
+            members = vars(math).items()
+            return {name: f for name, f in members if callable(f) and not name.startswith("_")}
         case _ if module in _OWN:
             return {function.__name__: function for function in _OWN[module]}
     holder, prefix = _TORCH[module]
-    taking = {id(f) for own in torch.overrides.get_overridable_functions().values() for f in own}
+    overridable = torch.overrides.get_overridable_functions().values()
+    of_tensors = {id(function) for functions in overridable for function in functions}
     return {
         name: function
         for name, function in vars(holder).items()
         if callable(function)
         and not isinstance(function, (type, types.ModuleType))
         and (not name.startswith("_") or name.startswith("_sym_"))
-        and (id(function) in taking or _find_packet("aten", prefix + name))
+        and (id(function) in of_tensors or _find_packet("aten", prefix + name))
         and name not in _BEYOND_TENSORS
     }
 
 
 @functools.cache
 def _names(module: str) -> dict[int, str]:
-    """Identity of a function of one of the modules, or of BARE for "", → the first of its names
-    there; the modules keep all of them alive."""
+    """Id of a function of one of the modules, or of BARE for "" → its first name there."""
     names: dict[int, str] = {}
     for name, function in (_functions(module) if module else BARE).items():
         names.setdefault(id(function), f"{module}.{name}" if module else name)
@@ -197,10 +195,10 @@ def _names(module: str) -> dict[int, str]:
 
 
 def print_function(function: Function) -> str:
-    """The name of a function, as ``read_function`` finds it.
+    """Print the name of a function, which ``read_function`` reads back.
 
-    A function that a text cannot name, such as one of the user's own, is shown as
-    ``function('module.name')``, which is not read back.
+    A function that a text cannot name, such as the user's own, becomes
+    ``function('module.name')``, which is read back only if the caller lists the function.
     """
     match function:
         case OpOverload() | OpOverloadPacket():
@@ -208,7 +206,7 @@ def print_function(function: Function) -> str:
             return print_path(f"torch.ops.{namespace}", name)
         case HigherOrderOperator():
             return print_path("torch.ops.higher_order", str(function))
-    for module in ("", *_MODULES):  # it takes time to find all of torch's, which come last
+    for module in ("", *_MODULES):  # torch's come last, as collecting their names takes time
         if id(function) in _names(module):
             return _names(module)[id(function)]
     module = getattr(function, "__module__", None) or "?"
@@ -217,32 +215,28 @@ def print_function(function: Function) -> str:
 
 
 def named(functions: Iterable[Function]) -> dict[str, Function]:
-    """Functions by the names with which they are printed; for an operator also its overloads.
-
-    Raises:
-        InputError: something is no function.
-    """
-    found: dict[str, Function] = {}
+    """Printed name → function, with operators' overloads; InputError if one is not callable."""
+    names: dict[str, Function] = {}
     for function in functions:
         if not callable(function):
             raise InputError(f"functions holds {function!r}; list functions and operators")
-        found[print_function(function)] = function
+        names[print_function(function)] = function
         if isinstance(function, OpOverloadPacket):
             overloads: list[str] = cast(Any, function).overloads()
-            found |= named(getattr(function, overload) for overload in overloads)
-    return found
+            names |= named(getattr(function, overload) for overload in overloads)
+    return names
 
 
 def read_function(path: Path, listed: Mapping[str, Function]) -> Function:
-    """The function that a path names. Raises ParseError with the near names.
+    """Return the function that a path names. Raises ParseError with similar names.
 
     Args:
         path: the path.
-        listed: what the caller lets a text name, by its whole name.
+        listed: whole name → function that the caller lets the text name.
     """
-    own = listed.get(print_path(path.start, ".".join(path.steps)) if path.steps else path.start)
-    if own is not None:
-        return own
+    whole = print_path(path.start, ".".join(path.steps)) if path.steps else path.start
+    if (function := listed.get(whole)) is not None:
+        return function
     if not path.steps:
         if path.start in BARE:
             return BARE[path.start]
@@ -281,17 +275,17 @@ def refused_attribute(name: object) -> str:
 
 @functools.cache
 def _methods() -> frozenset[str]:
-    """The methods that a text can call: those of tensors, and what reads a dict."""
-    own = (n for n in dir(Tensor) if not n.startswith("_") and callable(getattr(Tensor, n)))
-    return frozenset((*own, *_OF_DICTS)) - _NOT_ON_TENSORS
+    """The methods that a text can call: those of tensors, and those that read a dict."""
+    names = (n for n in dir(Tensor) if not n.startswith("_") and callable(getattr(Tensor, n)))
+    return frozenset((*names, *_OF_DICTS)) - _NOT_ON_TENSORS
 
 
 def _read_operator(path: Path) -> Function:
     match path.steps:
         case (_, "higher_order", name):
-            found = getattr(torch.ops.higher_order, name, None)
-            if name in _GRAPH_OPERATORS and isinstance(found, HigherOrderOperator):
-                return found
+            function = getattr(torch.ops.higher_order, name, None)
+            if name in _GRAPH_OPERATORS and isinstance(function, HigherOrderOperator):
+                return function
             hint = _hint(name, _GRAPH_OPERATORS)
             raise path.at(2, f"there is no operator {name!r} that takes graphs: {hint}")
         case (_, namespace, name, *overload) if len(overload) < 2:
@@ -315,7 +309,8 @@ def _read_operator(path: Path) -> Function:
 
 
 def _find_packet(namespace: str, name: str) -> OpOverloadPacket | None:
-    """The operator of that name, if tensors' dispatcher runs it; TorchScript's own save files."""
+    """Return the operator of that name if it has kernels in the dispatcher. TorchScript's own
+    operators have none; some of them write files."""
     holder = getattr(torch.ops, namespace)
     packet = getattr(holder, name, None) if isinstance(holder, _OpNamespace) else None
     if isinstance(packet, OpOverloadPacket) and any(_overloads(packet)):
@@ -331,9 +326,9 @@ def _overloads(packet: OpOverloadPacket) -> Iterator[str]:
 
 def _operators(namespace: str) -> set[str]:
     names = torch._C._dispatch_get_all_op_names()
-    own = (full.partition("::")[2] for full in names if full.startswith(f"{namespace}::"))
-    return {name.partition(".")[0] for name in own}.difference(_BEYOND_TENSORS)
+    inside = (full.partition("::")[2] for full in names if full.startswith(f"{namespace}::"))
+    return {name.partition(".")[0] for name in inside}.difference(_BEYOND_TENSORS)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    return f"{near(name, known)}; one of your own is read where Plan.parse(functions=[...]) has it"
+    return f"{near(name, known)}; list a function of your own: Plan.parse(text, functions=[...])"

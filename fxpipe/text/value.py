@@ -1,4 +1,4 @@
-"""The arguments of a graph's nodes as Python expressions, and back, without evaluating any."""
+"""Print the arguments of a graph's nodes as Python expressions, and read them back safely."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _CALLS: dict[tuple[str, ...], tuple[Callable[..., Any], int]] = {
     ("complex",): (complex, 2),
     ("torch", "device"): (torch.device, 1),
 }
-"""What an argument can call → with how many arguments."""
+"""Path of a constructor that an argument may call → the constructor and its argument count."""
 
 
 def print_value(value: Any) -> str:
-    """An argument as an expression that ``ValueReader`` reads back to an equal one.
+    """Print an argument as an expression that ``ValueReader`` reads back to an equal value.
 
     Raises:
         InputError: its type has no text.
@@ -70,7 +70,7 @@ def _print_number(value: float) -> str:
 
 
 class ValueReader:
-    """Reads the arguments on one line, which may name these nodes and listed functions."""
+    """Reads the arguments on one line, which may name these nodes and ``listed`` functions."""
 
     def __init__(
         self, line: Line, nodes: Mapping[str, fx.Node], listed: Mapping[str, Function]
@@ -80,7 +80,7 @@ class ValueReader:
         self.listed = listed
 
     def read(self, node: ast.expr) -> Any:
-        """The value of an expression. Raises ParseError if ``print_value`` makes none like it."""
+        """Read an expression. Raises ParseError if it is none that ``print_value`` makes."""
         match node:
             case ast.Name(id=name):
                 return self.node(node, name)
@@ -101,18 +101,18 @@ class ValueReader:
         raise self.line.error("not an argument that a graph can have", node)
 
     def node(self, at: ast.AST, name: str) -> fx.Node:
-        """The node of that name, which an earlier line has made."""
+        """Return the node of that name, which an earlier line has made."""
         if name not in self.nodes:
             hint = near(name, self.nodes)
             raise self.line.error(f"no line above makes a node {name!r}: {hint}", at)
         return self.nodes[name]
 
     def constant(self, node: ast.expr) -> Any:
-        """The value of an expression that holds no node."""
+        """Read an expression that contains no node."""
         return ValueReader(self.line, {}, self.listed).read(node)
 
     def arguments(self, call: ast.Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, by position and by name."""
+        """Read the positional and the named arguments of a call."""
         args = tuple(self.read(item) for item in call.args)
         kwargs: dict[str, Any] = {}
         for item in call.keywords:
@@ -131,25 +131,25 @@ class ValueReader:
         return value
 
     def _dict(self, node: ast.Dict) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
+        items: dict[Any, Any] = {}
         for key_node, value_node in zip(node.keys, node.values, strict=True):
             if key_node is None:
                 raise self.line.error("write each item of a dict, not '**'", value_node)
             key = self.constant(key_node)
             try:
-                repeated = key in found
+                repeated = key in items
             except TypeError:
                 raise self.line.error("a key of a dict must be hashable", key_node) from None
             if repeated:
                 raise self.line.error("this key is given twice", key_node)
-            found[key] = self.read(value_node)
-        return found
+            items[key] = self.read(value_node)
+        return items
 
     def _call(self, node: ast.Call) -> Any:
         path = read_path(self.line, node.func)
         make, count = _CALLS.get((path.start, *path.steps) if path else (), (None, 0))
         if make is None:
-            message = "an argument can call slice, range, complex or torch.device alone"
+            message = "an argument can call slice, range, complex and torch.device only"
             raise self.line.error(message, node)
         if len(node.args) != count or node.keywords:
             raise self.line.error(f"{make.__name__} takes {count} arguments by position", node)
@@ -157,7 +157,7 @@ class ValueReader:
             return make(*map(self.read, node.args))
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             message = str(error).partition("\n")[0]
-            raise self.line.error(f"this {make.__name__} cannot be: {message}", node) from None
+            raise self.line.error(f"this {make.__name__} cannot be made: {message}", node) from None
 
     def _path(self, node: ast.expr) -> Any:
         path = read_path(self.line, node)

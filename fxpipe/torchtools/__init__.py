@@ -1,1 +1,1 @@
-"""Additions to PyTorch: tools that fxpipe needs and PyTorch does not offer."""
+"""Tools that fxpipe needs and PyTorch does not offer."""

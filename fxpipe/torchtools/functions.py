@@ -1,11 +1,11 @@
 """Keep the backward of a user's ``autograd.Function`` through a trace.
 
-A tracer records what the function computes in its forward; its own backward would be lost. So
+A tracer records only what the function computes in its forward; its backward would be lost. So
 while a model is traced, ``apply`` is recorded as one opaque operation, ``fxpipe::function``. When
-that operation later runs under autograd, as when a stage is differentiated, it calls the function
-itself, so that the stage's backward graph contains the function's own backward.
+that operation later runs under autograd, for example when a stage is differentiated, it calls the
+function itself, so that the stage's backward graph contains the function's own backward.
 
-A hook that the model puts on a value's gradient would be lost, too, and is refused.
+Hooks on the gradients of values would be lost, too, and are refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,35 +35,33 @@ class _Call:
         spec: the pytree spec of the arguments.
         leaves: the flat arguments; ``_TENSOR`` and ``_SIZE`` stand for tensors and sizes, which
             are passed to each run.
-        made: the spec and the leaves of the result, with ``_TENSOR`` for tensors; None before the
+        output: the spec and the leaves of the result, with ``_TENSOR`` for tensors; None before the
             first run.
     """
 
     function: Any
     spec: pytree.TreeSpec
     leaves: list[Any]
-    made: tuple[pytree.TreeSpec, list[Any]] | None = None
+    output: tuple[pytree.TreeSpec, list[Any]] | None = None
 
     def run(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Call the function itself, and return the tensors of its result."""
-        given, numbers = iter(tensors), iter(sizes)
-        leaves = [
-            next(given) if leaf is _TENSOR else next(numbers) if leaf is _SIZE else leaf
-            for leaf in self.leaves
-        ]
-        result = _apply(self.function, *pytree.tree_unflatten(leaves, self.spec))
-        flat, spec = pytree.tree_flatten(result)
-        self.made = spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in flat]
+        args = pytree.tree_unflatten(_filled(self.leaves, tensors, sizes), self.spec)
+        flat, spec = pytree.tree_flatten(_apply(self.function, *args))
+        self.output = spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in flat]
         return [leaf for leaf in flat if isinstance(leaf, Tensor)]
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
-        """The function's result, put together from its tensors."""
-        assert self.made is not None
-        spec, leaves = self.made
-        given = iter(tensors)
-        return pytree.tree_unflatten(
-            [next(given) if leaf is _TENSOR else leaf for leaf in leaves], spec
-        )
+        """Put the function's result together from its tensors."""
+        assert self.output is not None
+        spec, leaves = self.output
+        return pytree.tree_unflatten(_filled(leaves, tensors, ()), spec)
+
+
+def _filled(leaves: list[Any], tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
+    """The leaves with tensors and sizes in place of ``_TENSOR`` and ``_SIZE``."""
+    left = {_TENSOR: iter(tensors), _SIZE: iter(sizes)}
+    return [next(left[leaf]) if leaf is _TENSOR or leaf is _SIZE else leaf for leaf in leaves]
 
 
 _TENSOR, _SIZE = object(), object()
@@ -76,8 +74,8 @@ class _ThreadState(threading.local):
     """How this thread treats autograd functions.
 
     Attributes:
-        keeps: whether each one is recorded as one operation, and hooks on values are refused.
-        opens: whether the content of reentrant checkpoints is traced instead of the checkpoint.
+        keeps: whether each function is recorded as one operation, and hooks on values are refused.
+        opens: whether reentrant checkpoints just compute their content.
     """
 
     keeps = False
@@ -87,22 +85,18 @@ class _ThreadState(threading.local):
 _HERE = _ThreadState()
 
 
-@contextmanager
-def functions_kept() -> Iterator[None]:
-    """Inside, in this thread, each call of an autograd function is recorded as one operation, and
-    ``tensor.register_hook`` raises TraceError."""
-    with _patched(keeps=True):
-        yield
+def functions_kept() -> AbstractContextManager[None]:
+    """Record each call of an autograd function, inside the block and in this thread, as one
+    operation; ``tensor.register_hook`` raises TraceError."""
+    return _patched(keeps=True)
 
 
-@contextmanager
-def checkpoints_opened() -> Iterator[None]:
-    """Inside, in this thread, a reentrant checkpoint just computes its content.
+def checkpoints_opened() -> AbstractContextManager[None]:
+    """Let reentrant checkpoints, inside the block and in this thread, just compute their content.
 
-    The backward of such a checkpoint calls autograd, which ``torch.autograd.grad`` refuses.
+    Their own backward calls autograd, which ``torch.autograd.grad`` refuses.
     """
-    with _patched(keeps=False):
-        yield
+    return _patched(keeps=False)
 
 
 @contextmanager
@@ -121,7 +115,7 @@ def _patched(keeps: bool) -> Iterator[None]:
 
 
 def call(key: str, *args: Any) -> Any:
-    """The target of a graph's node: apply the function of that key to these arguments."""
+    """Apply the function of a key to arguments; the target of a node in a graph."""
     return _apply(_CALLS[key].function, *args)
 
 
@@ -138,23 +132,21 @@ def _applied(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``Function.apply`` while it is patched."""
     if function is CheckpointFunction and _HERE.opens:
         run, _, *rest = args
-        # without an input that requires a gradient its backward would not run at all
+        # without an input that requires a gradient, a checkpoint has no backward
         needed = any(isinstance(value, Tensor) and value.requires_grad for value in rest)
         with torch.set_grad_enabled(torch.is_grad_enabled() and needed):
             return run(*rest)
-    if not _HERE.keeps:
+    if not _HERE.keeps or kwargs or function.__module__.partition(".")[0] == "torch":
         return _APPLY.__get__(None, function)(*args, **kwargs)
     leaves, spec = pytree.tree_flatten(args)
-    if kwargs or function.__module__.partition(".")[0] == "torch":
-        return _APPLY.__get__(None, function)(*args, **kwargs)
     proxy = next((leaf for leaf in leaves if isinstance(leaf, fx.Proxy)), None)
     if proxy is not None:
-        key = _key(_Call(function, spec, []))  # which needs its function alone
+        key = _key(_Call(function, spec, []))  # ``call`` needs only the function
         return proxy.tracer.create_proxy("call_function", call, (key, *args), {})
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sizes = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
-    one = _Call(function, spec, [_blank(leaf) for leaf in leaves])
-    return one.result(torch.ops.fxpipe.function(tensors, sizes, _key(one)))
+    recorded = _Call(function, spec, [_blank(leaf) for leaf in leaves])
+    return recorded.result(torch.ops.fxpipe.function(tensors, sizes, _key(recorded)))
 
 
 def _register_hook(self: Tensor, hook: Any) -> Any:
@@ -164,8 +156,8 @@ def _register_hook(self: Tensor, hook: Any) -> Any:
         return _REGISTER_HOOK(self, hook)
     where = source.of_frame(frame, frame.f_lineno)
     raise TraceError(
-        f"the model puts a hook on the gradient of a value, at {where}, which no graph would "
-        f"call; write it as a torch.autograd.Function with that backward, or {way_out('')}"
+        f"the model registers a hook on the gradient of a value, at {where}, which no graph would "
+        f"call; write a torch.autograd.Function with that backward, or {way_out('')}"
     )
 
 
@@ -175,38 +167,39 @@ def _blank(leaf: Any) -> Any:
     return _SIZE if isinstance(leaf, torch.SymInt) else leaf
 
 
-def _key(one: _Call) -> str:
-    """The key of a call: the name by which a graph refers to it."""
-    key = f"{one.function.__module__}.{one.function.__qualname__}/{len(_CALLS)}"
-    _CALLS[key] = one
+def _key(recorded: _Call) -> str:
+    """Store a call, and return the key by which a graph refers to it."""
+    function = recorded.function
+    key = f"{function.__module__}.{function.__qualname__}/{len(_CALLS)}"
+    _CALLS[key] = recorded
     return key
 
 
 def _opaque(tensors: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
-    """The operation below autograd. Its results share no memory with its inputs."""
+    """The operation below autograd. Its results share no memory with its inputs or each other."""
     versions = [tensor._version for tensor in tensors]
     with torch.no_grad():
-        made = _CALLS[key].run(tensors, sizes)
+        outputs = _CALLS[key].run(tensors, sizes)
     if [tensor._version for tensor in tensors] != versions:
         raise TraceError(
             f"the autograd function {key.partition('/')[0]} writes into its input; let it work on "
             'a copy, or trace around it with tracer="symbolic"'
         )
-    known = {tensor.untyped_storage()._cdata for tensor in tensors}
-    found: list[Tensor] = []
-    for tensor in made:
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+    unshared: list[Tensor] = []
+    for tensor in outputs:
         storage = tensor.untyped_storage()._cdata
-        found.append(tensor.clone() if storage in known else tensor)
-        known.add(storage)
-    return found
+        unshared.append(tensor.clone() if storage in storages else tensor)
+        storages.add(storage)
+    return unshared
 
 
 def _differentiable(tensors: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
     """The operation under autograd: opaque while a model is traced, else the function itself."""
     if _HERE.keeps:
         with torch._C._AutoDispatchBelowAutograd():
-            made: list[Tensor] = torch.ops.fxpipe.function(tensors, sizes, key)
-            return made
+            outputs: list[Tensor] = torch.ops.fxpipe.function(tensors, sizes, key)
+            return outputs
     return _CALLS[key].run(tensors, sizes)
 
 

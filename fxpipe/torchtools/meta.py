@@ -14,18 +14,18 @@ from fxpipe.torchtools.pytrees import size_in_bytes
 
 
 def bytes_without_data(model: nn.Module, place: torch.device) -> int:
-    """The bytes that a model's parameters and buffers on the meta device will take.
+    """Return the bytes that a model's parameters and buffers on the meta device will take.
 
     Args:
         model: the model.
         place: the first device of its pipe.
 
     Raises:
-        InputError: there are some, and a stage cannot get memory for them, or for another tensor.
+        InputError: a tensor is on the meta device for which the pipe cannot allocate memory.
     """
     named = (*model.named_parameters(), *model.named_buffers())
-    hollow = {name: tensor for name, tensor in named if tensor.is_meta}
-    for name in hollow if place.type != "cpu" else ():
+    without_data = {name: tensor for name, tensor in named if tensor.is_meta}
+    for name in without_data if place.type != "cpu" else ():
         raise InputError(
             f"{name!r} is on the meta device, which only pipes over CPU devices take so far; give "
             'the model memory first (model.to_empty(device="cpu"))'
@@ -34,24 +34,24 @@ def bytes_without_data(model: nn.Module, place: torch.device) -> int:
         for attribute, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 raise InputError(
-                    f"{attribute!r} of {name or 'the model'} is a tensor on the meta device and no "
-                    "buffer, so that nothing can give it values; make it on a real device "
+                    f"{attribute!r} of {name or 'the model'} is a tensor on the meta device but no "
+                    "buffer, so nothing can give it values; make it on a real device "
                     '(device="cpu"), or register_buffer it'
                 )
-    return sum(map(size_in_bytes, hollow.values()))
+    return sum(map(size_in_bytes, without_data.values()))
 
 
 class Scratch:
-    """Memory that many tensors share, whose values do not matter.
+    """Memory shared by many tensors whose values do not matter.
 
-    For PyTorch they share nothing: each has a storage of its own.
+    PyTorch does not know that they share it: each has a storage of its own.
     """
 
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A tensor with the shape, strides and dtype of this one; a sparse one is returned."""
+        """Return a tensor of the same shape, strides and dtype; return a sparse tensor itself."""
         if tensor.layout is not torch.strided:
             return tensor
         shape, strides = tensor.shape, tensor.stride()
@@ -62,13 +62,13 @@ class Scratch:
         if memory is None or len(memory) < span:
             room = max(span, 2 * len(memory)) if memory is not None else span
             memory = self._memory[tensor.dtype] = _numbers(torch.empty(room, dtype=tensor.dtype))
-        held = (ctypes.c_char * (span * tensor.element_size())).from_address(memory.data_ptr())
-        vars(held)["memory"] = memory  # which lives as long as its parts
-        return torch.frombuffer(held, dtype=tensor.dtype, count=span).as_strided(shape, strides)
+        part = (ctypes.c_char * (span * tensor.element_size())).from_address(memory.data_ptr())
+        vars(part)["memory"] = memory  # keeps the memory alive
+        return torch.frombuffer(part, dtype=tensor.dtype, count=span).as_strided(shape, strides)
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """The tensor, filled with small positive numbers, or with zeros where they are whole."""
+    """Fill a tensor with small positive numbers, or zeros if its dtype is integral or one byte."""
     if tensor.is_floating_point() and tensor.element_size() > 1:
         return tensor.uniform_(0.0, 0.1, generator=torch.Generator().manual_seed(0))
     return tensor.zero_()
@@ -76,33 +76,33 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def standing_in(model: nn.Module, share: Callable[[Tensor], bool]) -> Iterator[list[Tensor]]:
-    """Inside, other tensors stand for the parameters and buffers without data; they have numbers.
+    """Inside the block, replace parameters and buffers on the meta device by ones with data.
 
     Args:
         model: the model.
-        share: whether what stands for a tensor shares the memory of the largest such one. Then its
-            values do not matter, as they change with those of others.
+        share: says whether the stand-in for a tensor may share memory with other stand-ins, so that
+            its values change with theirs.
 
     Yields:
-        These other tensors.
+        The stand-ins.
     """
     places = [
         (module, name, tensor)
         for module in model.modules()
-        for held in (module._parameters, module._buffers)
-        for name, tensor in held.items()
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
         if tensor is not None and tensor.is_meta
     ]
     scratch = Scratch()
-    made: dict[Tensor, Tensor] = {}
+    stand_ins: dict[Tensor, Tensor] = {}
     with torch.no_grad():
         for _, _, tensor in sorted(places, key=lambda place: -place[2].numel()):
-            if tensor not in made:
-                made[tensor] = _like(tensor, scratch if share(tensor) else None)
+            if tensor not in stand_ins:
+                stand_ins[tensor] = _like(tensor, scratch if share(tensor) else None)
     try:
         for module, name, tensor in places:
-            setattr(module, name, made[tensor])
-        yield [*made.values()]
+            setattr(module, name, stand_ins[tensor])
+        yield [*stand_ins.values()]
     finally:
         for module, name, tensor in places:
             setattr(module, name, tensor)
@@ -110,14 +110,14 @@ def standing_in(model: nn.Module, share: Callable[[Tensor], bool]) -> Iterator[l
 
 def _like(tensor: Tensor, scratch: Scratch | None) -> Tensor:
     if scratch is not None:
-        made = scratch.like(tensor)
+        values = scratch.like(tensor)
     else:
-        made = _numbers(torch.empty_like(tensor, device="cpu"))
+        values = _numbers(torch.empty_like(tensor, device="cpu"))
     if not isinstance(tensor, nn.Parameter):
-        return made
-    if scratch is None and made.is_floating_point() and made.element_size() > 1:
-        made -= 0.05  # of both signs
-    parameter = nn.Parameter(made, tensor.requires_grad)
+        return values
+    if scratch is None and values.is_floating_point() and values.element_size() > 1:
+        values -= 0.05  # numbers of both signs
+    parameter = nn.Parameter(values, tensor.requires_grad)
     parameter._backward_hooks = tensor._backward_hooks
     parameter._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
     return parameter
@@ -125,27 +125,26 @@ def _like(tensor: Tensor, scratch: Scratch | None) -> Tensor:
 
 @contextmanager
 def allocated(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Give memory to those tensors that have none; they stay the same objects.
-
-    Their values are whatever is in the memory. If the block fails, they lose it again.
+    """Give uninitialised memory to the tensors on the meta device, which stay the same objects. If
+    the block fails, they lose it again.
 
     Yields:
-        These tensors.
+        The tensors that were on the meta device.
     """
-    given = [tensor for tensor in tensors if tensor.is_meta]
-    for tensor in given:
+    changed = [tensor for tensor in tensors if tensor.is_meta]
+    for tensor in changed:
         become(tensor, torch.empty_like(tensor, device="cpu"))
     try:
-        yield given
+        yield changed
     except BaseException:
-        for tensor in given:
+        for tensor in changed:
             become(tensor, torch.empty_like(tensor, device="meta"))
         raise
 
 
 def become(tensor: Tensor, other: Tensor) -> None:
-    """Make a tensor hold what another one holds; its class and attributes stay."""
+    """Make a tensor hold the data of another; it keeps its class and attributes."""
     with torch.no_grad():
-        made = torch.Tensor._make_subclass(type(tensor), other.detach(), tensor.requires_grad)
-    vars(made).update(vars(tensor))
-    torch.utils.swap_tensors(tensor, made)
+        new = torch.Tensor._make_subclass(type(tensor), other.detach(), tensor.requires_grad)
+    vars(new).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, new)

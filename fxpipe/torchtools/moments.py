@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DeferredNorm:
-    """One call of a BatchNorm, whose running statistics are updated once a step.
+    """One call of a BatchNorm, whose running statistics are updated once per step.
 
     Attributes:
-        moments: the name of the state in which ``gather`` adds up its moments; zeros before each
-            step.
+        moments: the name of the state in which ``gather`` accumulates its moments; zeros before
+            each step.
         running_mean: the name of the running mean's buffer in the model.
         running_var: the name of the running variance's buffer.
         tracked: the name of the buffer that counts updates, if there is one.
@@ -30,33 +30,30 @@ class DeferredNorm:
 
 
 def gather(before: Tensor, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """Add a micro-batch to the moments of those before it.
+    """Add a micro-batch to the moments of the micro-batches before it.
 
     Args:
-        before: (3, channels): the count of values so far, their mean, the sum of their squared
+        before: (3, channels): the number of values so far, their mean, and the sum of their squared
             deviations.
-        x: (samples, channels, …): the micro-batch, of which only the shape is used.
-        mean: (channels): of the micro-batch.
-        variance: (channels): of the micro-batch, unbiased.
+        x: (samples, channels, …): the micro-batch; only its shape is used.
+        mean: (channels): the mean of the micro-batch.
+        variance: (channels): the unbiased variance of the micro-batch.
     """
     more = x.numel() / x.shape[1]
     return _merged(before, more, mean, variance * (more - 1))
 
 
 def merged(parts: Sequence[Tensor]) -> Tensor:
-    """The moments of all that several tensors of moments were gathered from, in their order."""
-    found, *others = parts
+    """Merge several tensors of moments, in their order."""
+    moments, *others = parts
     for part in others:
-        found = _merged(found, *part.unbind())
-    return found
+        moments = _merged(moments, *part.unbind())
+    return moments
 
 
 def _merged(before: Tensor, more: float | Tensor, mean: Tensor, more_squares: Tensor) -> Tensor:
-    """Moments with those of ``more`` values, by the pairwise update of Chan, Golub and LeVeque
-    (1979), which subtracts no large numbers.
-
-    The variance of all depends on the means of both as well as on their variances.
-    """
+    """Merge moments with those of ``more`` values by the pairwise update of Chan, Golub and LeVeque
+    (1979), which avoids cancellation of large numbers."""
     count, old, squares = before.unbind()
     total, difference = count + more, mean - old
     return torch.stack(
@@ -69,7 +66,7 @@ def _merged(before: Tensor, more: float | Tensor, mean: Tensor, more_squares: Te
 
 
 def measured(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of each channel: dimension 1 of (samples, channels, …)."""
+    """Return the mean and unbiased variance of each channel of x: (samples, channels, …)."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     variance, mean = torch.var_mean(x.detach(), dims)
     return mean, variance
@@ -82,16 +79,16 @@ def commit(
 
     Args:
         norms: the calls of BatchNorms, in order; one module may be called several times.
-        state: name in the model → buffer as it was before the step.
-        written: name → what the last micro-batch wrote, the moments included.
+        state: name in the model → the buffer before the step.
+        written: name → what the last micro-batch wrote, including the moments.
 
     Returns:
         Name → what the step writes to the model's buffers.
     """
-    found = dict(written)
+    writes = dict(written)
     fresh: dict[str, Tensor] = {}
     for norm in norms:
-        moments = found.pop(norm.moments, None)
+        moments = writes.pop(norm.moments, None)
         if moments is None:
             continue
         count, mean, squares = moments.unbind()
@@ -99,13 +96,11 @@ def commit(
         if norm.tracked is not None:
             updates = fresh.get(norm.tracked, state[norm.tracked]) + 1
             fresh[norm.tracked] = updates
-            # in float64, as BatchNorm itself computes it: an integer tensor would give a float32
+            # in float64, as in BatchNorm itself: 1 / an integer tensor would be a float32
             factor = 1 / updates.double() if factor is None else factor
         assert factor is not None
-        for name, new in (
-            (norm.running_mean, mean),
-            (norm.running_var, squares / (count - 1)),
-        ):
+        variance = squares / (count - 1)
+        for name, new in ((norm.running_mean, mean), (norm.running_var, variance)):
             old = fresh.get(name, state[name])
             fresh[name] = (old * (1 - factor) + new * factor).to(old.dtype)
-    return found | fresh
+    return writes | fresh

@@ -1,4 +1,4 @@
-"""Copies of an optimizer with other parameter groups, to step in its place."""
+"""Copies of an optimizer with other parameter groups, to be stepped in its place."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from torch.optim import Optimizer
 
 
 def twin(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
-    """A copy of an optimizer with these groups and the same state and attributes.
+    """Copy an optimizer with other parameter groups; the copy shares its state and attributes.
 
     Step it with ``type(optimizer).step``, as the attribute ``step`` may be a scheduler's wrapper.
     """
-    made = object.__new__(type(optimizer))
-    made.__dict__.update(vars(optimizer))
-    made.__dict__.pop("step", None)
-    made.param_groups = list(groups)
-    return made
+    copy = object.__new__(type(optimizer))
+    copy.__dict__.update(vars(optimizer))
+    copy.__dict__.pop("step", None)
+    copy.param_groups = list(groups)
+    return copy
 
 
 def alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
-    """The same with a state of its own, which is empty, with copies of what a step may change in
-    place, and without hooks."""
-    made = twin(optimizer, groups)
-    for key, value in [*vars(made).items()]:
+    """Copy an optimizer with other parameter groups, an empty state and no hooks. The copy shares
+    nothing with the optimizer that a step may change in place."""
+    copy = twin(optimizer, groups)
+    for key, value in [*vars(copy).items()]:
         if key.startswith("_optimizer_") and key.endswith("_hooks"):
-            vars(made)[key] = OrderedDict()
+            vars(copy)[key] = OrderedDict()
         elif key not in ("param_groups", "state"):
-            vars(made)[key] = unshared_items(value)
-    made.state = defaultdict(dict)
-    return made
+            vars(copy)[key] = unshared_items(value)
+    copy.state = defaultdict(dict)
+    return copy
 
 
 def unshared_items(value: Any) -> Any:
-    """A copy of tensors, and of what holds them; parameters and other objects are the same."""
+    """Copy tensors, and containers of them; return parameters and other objects as they are."""
     match value:
         case nn.Parameter():
             return value
         case Tensor():
             return value.detach().clone()
         case dict():
-            made = value.copy()
-            made.update({key: unshared_items(item) for key, item in value.items()})
-            return made
+            copy = value.copy()
+            copy.update({key: unshared_items(item) for key, item in value.items()})
+            return copy
         case list():
             return [unshared_items(item) for item in value]
         case tuple() if type(value) is tuple:

@@ -1,9 +1,9 @@
-"""The tensors that a value consists of.
+"""Take values apart into their tensors.
 
-``torch.utils._pytree`` knows tuples, lists, dicts and registered classes. A model may return an
-object of any other class that holds tensors in its attributes, such as a cache of keys and values:
-such objects are taken apart, and dataclasses are registered. A sparse tensor itself has no storage,
-strides or entries to compare: it consists of its dense pieces, indices and values.
+``torch.utils._pytree`` knows tuples, lists, dicts and registered classes. A model may also return
+objects of other classes with tensors in their attributes, such as a cache of keys and values: these
+objects are taken apart, and dataclasses are registered. A sparse tensor is taken apart into its
+dense pieces, indices and values, as it has no storage or strides itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _WHOLE = (Tensor, nn.Module, type, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Classes that are never taken apart: a symbolic size refers to the whole state of its tracer."""
 
 _OF_PYTHON = 1 << 9
-"""The flag of classes that are not written in C: those make objects of their own alone."""
+"""The flag of classes written in Python. Objects must be made by ``__new__`` of the first class in
+their MRO without this flag, which is written in C."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Parts:
 
     Attributes:
         kind: the object's class.
-        tensors: the attributes that hold tensors, at any depth.
+        tensors: the attributes that contain tensors, at any depth.
         others: all other attributes, unchanged.
     """
 
@@ -58,18 +59,18 @@ pytree.register_pytree_node(
 
 
 def taken_apart(value: Any) -> Any:
-    """The value, in which each object that holds tensors and is no pytree is a ``Parts``."""
+    """Replace each object in a value that contains tensors, and is no pytree, by its ``Parts``."""
     return pytree.tree_map(_Walk(), value)
 
 
 def together(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """The value of these leaves, with objects instead of ``Parts``; undoes ``taken_apart``."""
+    """Return the value of these leaves, with objects in place of ``Parts``."""
     return _objects(pytree.tree_unflatten(list(leaves), spec))
 
 
 @contextmanager
 def returning_parts(model: nn.Module) -> Iterator[None]:
-    """Inside, the model returns its output as ``taken_apart`` gives it."""
+    """Let the model return ``taken_apart(output)`` inside the block."""
     hook = model.register_forward_hook(lambda module, args, output: taken_apart(output))
     try:
         yield
@@ -78,19 +79,19 @@ def returning_parts(model: nn.Module) -> Iterator[None]:
 
 
 class _Walk:
-    """Visits objects and what they hold, each once: they may share parts or refer in cycles."""
+    """Takes objects apart, each only once: they may share parts or contain themselves."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[Any, Any]] = {}
-        """For an object's id what it became, beside the object: it keeps its id while it lives."""
+        self._seen: dict[int, tuple[Any, Any]] = {}
+        """Id → the object, which is kept alive so that its id stays unique, and its ``Parts``."""
 
     def __call__(self, leaf: Any) -> Any:
         if isinstance(leaf, _WHOLE) or not hasattr(leaf, "__dict__"):
             return leaf
-        if id(leaf) not in self._found:
-            self._found[id(leaf)] = leaf, leaf  # in case it contains itself
-            self._found[id(leaf)] = leaf, self._parts(leaf)
-        return self._found[id(leaf)][1]
+        if id(leaf) not in self._seen:
+            self._seen[id(leaf)] = leaf, leaf  # in case it contains itself
+            self._seen[id(leaf)] = leaf, self._parts(leaf)
+        return self._seen[id(leaf)][1]
 
     def _parts(self, leaf: Any) -> Any:
         attributes = {name: pytree.tree_map(self, value) for name, value in vars(leaf).items()}
@@ -106,30 +107,30 @@ class _Walk:
 
 
 def _objects(value: Any) -> Any:
-    def made(parts: Any) -> Any:
+    def restored(parts: Any) -> Any:
         if not isinstance(parts, Parts):
             return parts
-        own: Any = next(kind for kind in parts.kind.__mro__ if not kind.__flags__ & _OF_PYTHON)
-        new = own.__new__(parts.kind)
+        base: Any = next(kind for kind in parts.kind.__mro__ if not kind.__flags__ & _OF_PYTHON)
+        new = base.__new__(parts.kind)
         new.__dict__.update(parts.others)
         new.__dict__.update({name: _objects(inner) for name, inner in parts.tensors.items()})
         return new
 
-    return pytree.tree_map(made, value, is_leaf=lambda node: isinstance(node, Parts))
+    return pytree.tree_map(restored, value, is_leaf=lambda node: isinstance(node, Parts))
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """``tree_flatten``, which also goes into dataclasses: the leaves of a value, and its spec.
+    """Return the leaves of a value and its spec, as ``tree_flatten``, but also of dataclasses.
 
     Raises:
-        InputError: a dataclass cannot be made from its fields again.
+        InputError: a dataclass cannot be made from its fields.
     """
     leaves, spec = pytree.tree_flatten(value)
-    made = (x for x in leaves if dataclasses.is_dataclass(x) and not isinstance(x, type))
-    strange = {type(x): x for x in made}
-    if not strange:
+    instances = (x for x in leaves if dataclasses.is_dataclass(x) and not isinstance(x, type))
+    unregistered = {type(x): x for x in instances}
+    if not unregistered:
         return leaves, spec
-    for kind, example in strange.items():
+    for kind, example in unregistered.items():
         try:
             torch.export.register_dataclass(kind)
             pytree.tree_map(lambda x: x, example)
@@ -142,7 +143,7 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def versions(value: Any) -> list[int]:
-    """How often the tensors in a pytree were written; those of inference mode do not tell."""
+    """The version counters of the tensors in a pytree; inference tensors have none."""
     tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
@@ -161,11 +162,11 @@ _COMPRESSED: Mapping[torch.layout, tuple[str, str]] = {
 }
 
 SPARSE = {str(layout): layout for layout in (torch.sparse_coo, *_COMPRESSED)}
-"""The sparse layouts by their names."""
+"""Name of a sparse layout → the layout."""
 
 
 def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """A dense tensor itself; the indices of a sparse tensor, and last its values."""
+    """Return a dense tensor itself, or the indices of a sparse tensor followed by its values."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in _COMPRESSED:
@@ -175,18 +176,18 @@ def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def memory(tensor: Tensor) -> int:
-    """A number that identifies the storage of a tensor's values; the same for its views. That of a
-    tensor inside of a ``vmap`` is that of all its rows."""
+    """Return a number that identifies the storage of a tensor's values, and is the same for its
+    views. Inside ``vmap`` it is the storage of the whole batch."""
     while is_batchedtensor(tensor):
         tensor = get_unwrapped(tensor)
     return int(pieces(tensor)[-1].untyped_storage()._cdata)
 
 
 def size_in_bytes(tensor: Tensor) -> int:
-    """The bytes of a tensor's elements; of a sparse tensor's indices and values."""
+    """The bytes of a tensor's elements, or of a sparse tensor's indices and values."""
     return sum(piece.numel() * piece.element_size() for piece in pieces(tensor))
 
 
-def equal(one: Tensor, other: Tensor) -> bool:
-    """``torch.equal``; two sparse tensors are equal if their indices and values are."""
-    return one.layout is other.layout and all(map(torch.equal, pieces(one), pieces(other)))
+def equal(a: Tensor, b: Tensor) -> bool:
+    """``torch.equal``, also for sparse tensors: they are equal if their indices and values are."""
+    return a.layout is b.layout and all(map(torch.equal, pieces(a), pieces(b)))

@@ -1,4 +1,4 @@
-"""Find, and keep, the line of the user's own code that a node or an error comes from."""
+"""Find the line of the user's own code that a node or an error comes from."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _OURS = tuple(
     for path in (_FXPIPE, (_FXPIPE / "passes").resolve(), (_FXPIPE / "schedules").resolve())
 )
 _CONTEXTS = contextlib.__file__
-# what Python, IPython, doctest and the code module call code that has no file
+# file names that Python, IPython, doctest and the code module give to code without a file
 _TYPED = ("<stdin", "<python-input", "<ipython", "<doctest", "<console")
-# by what PyTorch calls a mode that watches operations, and that an operation
+# where PyTorch calls a dispatch mode, and where a mode calls an operation
 _ENTRIES = tuple(str(Path(_TORCH, part)) for part in ("_compile.py", "_dynamo"))
 _EXITS = str(Path(_TORCH, "_ops.py"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is the user's own: neither PyTorch's, nor this library's, nor generated."""
+    """Whether a file belongs to the user: not to PyTorch, not to this library, not generated."""
     if filename.startswith("<"):
         return filename.startswith(_TYPED)
     return not filename.startswith((_TORCH, *_OURS))
 
 
 def users_level() -> int:
-    """How many frames up from the caller the user's own code is, as ``warnings.warn`` counts."""
+    """The number of frames up from the caller to the user's own code, for ``warnings.warn``."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
@@ -49,7 +49,7 @@ def users_level() -> int:
 
 
 def of_node(node: fx.Node) -> str:
-    """The model's line that made a graph's node, as ``file:line, in function: code``, or ""."""
+    """The line of the model that made a node, as ``file:line, in function: code``, or ""."""
     frames = [
         (match["file"], int(match["line"]), match["function"])
         for match in _FRAME.finditer(node.meta.get("stack_trace") or "")
@@ -58,7 +58,7 @@ def of_node(node: fx.Node) -> str:
 
 
 def credit(graph: fx.Graph, function: Callable[..., Any]) -> None:
-    """Give each node of a graph that has no line of the user's own code the line of a function."""
+    """Give the line of a function to each node of a graph without a line of the user's code."""
     function = function.forward if isinstance(function, nn.Module) else function
     code = getattr(function, "__code__", None)
     if code is None or not is_users(code.co_filename):
@@ -84,7 +84,7 @@ def _innermost(frames: list[tuple[str, int, str]]) -> str:
 
 
 def lacks_memory(cause: BaseException) -> bool:
-    """Whether an allocator, of a CUDA device or of the CPU, found no memory."""
+    """Whether an error says that a device or the CPU has run out of memory."""
     return isinstance(cause, torch.OutOfMemoryError | MemoryError) or (
         isinstance(cause, RuntimeError) and "DefaultCPUAllocator: can't allocate" in told(cause)
     )
@@ -92,10 +92,9 @@ def lacks_memory(cause: BaseException) -> bool:
 
 @contextlib.contextmanager
 def refusing_failures(what: str = "the model") -> Iterator[None]:
-    """Raises InputError with the line where the model fails inside.
+    """Raise InputError, with the line of the model, for an error inside the block.
 
-    It has run without gradients by then, so that they must be what it fails with, unless memory
-    ran out.
+    The model has run without gradients before, so they must be the cause, unless memory ran out.
     """
     try:
         yield
@@ -105,14 +104,14 @@ def refusing_failures(what: str = "the model") -> Iterator[None]:
         if lacks_memory(error):
             raise
         raise InputError(
-            f"the model fails on the first micro-batch where gradients are wanted, at "
+            f"the model fails on the first micro-batch with gradients enabled, at "
             f"{of_exception(error) or what} ({told(error).splitlines()[0]}); correct that line"
         ) from error
 
 
 def called_by_ours(tb: TracebackType | None) -> TracebackType | None:
-    """A traceback from the first line of the user's own code; where there is none, from where this
-    library calls PyTorch; where it does not, all of it."""
+    """Cut a traceback so that it starts at the first line of the user's own code. If there is none,
+    it starts where this library calls PyTorch; if it does not, return all of it."""
     first, below = None, tb
     while below is not None:
         file = below.tb_frame.f_code.co_filename
@@ -125,8 +124,8 @@ def called_by_ours(tb: TracebackType | None) -> TracebackType | None:
 
 
 def _without_ours(tb: TracebackType) -> TracebackType:
-    """The rest of a traceback without the modes of this library that watch operations, and without
-    what PyTorch calls these by, and they an operation."""
+    """Remove this library's dispatch modes from a traceback, and the frames of PyTorch by which it
+    calls a mode and a mode calls an operation."""
     kept: list[TracebackType] = []
     below: TracebackType | None = tb
     inside = False
@@ -138,22 +137,21 @@ def _without_ours(tb: TracebackType) -> TracebackType:
         while inside and kept and kept[-1].tb_frame.f_code.co_filename.startswith(_ENTRIES):
             kept.pop()
         below = below.tb_next
-    made = None
-    for each in reversed(kept):
-        made = TracebackType(made, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return made or tb
+    joined = None
+    for entry in reversed(kept):
+        joined = TracebackType(joined, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return joined or tb
 
 
 def of_frame(frame: FrameType, line: int) -> str:
-    """A line of the user's own code in the same form."""
+    """A frame's line, in the form of ``of_node``; "" if it is not the user's own code."""
     return _innermost([(frame.f_code.co_filename, line, frame.f_code.co_name)])
 
 
 def of_failure(error: BaseException) -> str:
-    """The model's line that an exception of an instruction comes from, or "".
+    """The line of the model that an instruction's exception comes from, or "".
 
-    This is the line that made the failing node of the graph. If the node calls a leaf module, it is
-    the line inside of that module.
+    This is the line that made the failing node, or a line inside the leaf module that it calls.
     """
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")

@@ -1,5 +1,4 @@
-"""Run code with a model, PyTorch or Python in another state, and put the former one back; and what
-a process sets once."""
+"""Set the state of a model, of PyTorch or of Python for a block of code, and restore it after."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ from fxpipe.signals import SignalsAtOperations
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Afterwards the model's buffers and all random generators are as they were before; so are
-    the weights of embeddings with ``max_norm``, which scale them when they run.
+    """Restore the model's buffers and all random generators after the block; also the weights of
+    embeddings with ``max_norm``, which rescale them when they run.
 
     Ctrl-C takes effect at the next operation.
     """
     with SignalsAtOperations():
-        # one that repeats its elements, as ``expand`` makes it, cannot be written at all
-        written = [x for x in model.buffers() if not _repeats(x)] + _scaled(model)
-        buffers = [(buffer, buffer.detach().clone()) for buffer in written]
+        # buffers that repeat their elements, as ``expand`` makes them, cannot be written at all
+        writable = [x for x in model.buffers() if not _repeats(x)] + _rescaled(model)
+        before = [(tensor, tensor.detach().clone()) for tensor in writable]
         devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
         try:
             with (
@@ -40,17 +39,21 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 yield
         finally:
             with torch.no_grad():
-                for buffer, before in buffers:
-                    if buffer.shape != before.shape:
-                        buffer.resize_(before.shape)
-                    buffer.copy_(before)
+                for tensor, value in before:
+                    if tensor.shape != value.shape:
+                        tensor.resize_(value.shape)
+                    tensor.copy_(value)
 
 
 @contextmanager
 def put_back(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Afterwards the tensors among these have their values of before. The list then has the names
-    of those that were written; of tensors of inference mode, those that have other values."""
-    held = [
+    """Restore the tensors among these values after the block.
+
+    Yields:
+        A list, which gets the names of the tensors that were written; of tensors of inference mode,
+        of those that were changed.
+    """
+    tensors_before = [
         (name, x, 0 if x.is_inference() else x._version, x.detach().clone())
         for name, x in tensors.items()
         if isinstance(x, Tensor) and x.layout is torch.strided
@@ -59,7 +62,7 @@ def put_back(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
     try:
         yield written
     finally:
-        for name, x, version, before in held:
+        for name, x, version, before in tensors_before:
             if torch.equal(x, before) if x.is_inference() else x._version == version:
                 continue
             with torch.no_grad():
@@ -74,7 +77,7 @@ def _repeats(buffer: Tensor) -> bool:
     )
 
 
-def _scaled(model: nn.Module) -> list[Tensor]:
+def _rescaled(model: nn.Module) -> list[Tensor]:
     """The weights of embeddings with ``max_norm``."""
     embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     return [module.weight for module in embeddings if module.max_norm is not None]
@@ -82,10 +85,10 @@ def _scaled(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def same_sizes(model: nn.Module) -> Iterator[None]:
-    """Check that the model's buffers keep their shapes while it runs inside.
+    """Check that the model's buffers have the same shapes after the block.
 
     Raises:
-        TraceError: the shape of a buffer changes, so that it cannot be written in place.
+        TraceError: a buffer has another shape, so that it cannot be written in place.
     """
     before = {name: buffer.shape for name, buffer in model.named_buffers()}
     yield
@@ -100,9 +103,9 @@ def same_sizes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def assigned_in_place(model: nn.Module) -> Iterator[None]:
-    """If the model replaces a buffer inside, ``self.mean = …``, put the old tensor back afterwards,
-    with the new tensor's values."""
-    held = [
+    """If the model replaces a buffer inside the block (``self.mean = …``), put the old tensor back
+    after it, with the values of the new one."""
+    buffers = [
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module._buffers.items()
@@ -111,7 +114,7 @@ def assigned_in_place(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, name, buffer in held:
+        for module, name, buffer in buffers:
             new = module._buffers.get(name)
             module._buffers[name] = buffer
             if new is not None and new is not buffer and new.shape == buffer.shape:
@@ -121,24 +124,24 @@ def assigned_in_place(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """Inside, this thread's hooks on tensors that are saved for a backward are off.
+    """Disable this thread's hooks on tensors saved for a backward, inside the block.
 
-    ``torch.utils.checkpoint`` sets such hooks around what it calls. They would take what a trace
-    saves for what they count, and run real operations in the middle of a trace.
+    ``torch.utils.checkpoint`` sets such hooks around the functions that it calls. During a trace
+    they would count the tensors that the trace saves, and run real operations.
     """
-    found: list[Any] = []
+    removed: list[Any] = []
     while (hooks := _autograd._top_saved_tensors_default_hooks(False)) is not None:
-        found.append(hooks)
+        removed.append(hooks)
         _autograd._pop_saved_tensors_default_hooks()
     try:
         yield
     finally:
-        for pack, unpack in reversed(found):
+        for pack, unpack in reversed(removed):
             _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def processors() -> int:
-    """How many this process may use."""
+    """The number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -146,7 +149,7 @@ def processors() -> int:
 
 @contextmanager
 def intra_op_threads(count: int) -> Iterator[None]:
-    """Run with so many intra-op threads in this thread."""
+    """Use ``count`` intra-op threads for this thread's operations inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -157,11 +160,10 @@ def intra_op_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Inside, Python's cyclic garbage collector is off; also a decorator.
+    """Disable Python's cyclic garbage collector inside the block; also a decorator.
 
-    For code that makes many objects without reference cycles, such as instructions and buffers. The
-    collector visits all of them again and again, which took half the time of lowering and
-    verifying, and a growing share for larger programs.
+    For code that makes many objects without reference cycles, such as instructions and buffers: the
+    collector visits all of them repeatedly, which took half of the time of lowering and verifying.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -174,7 +176,7 @@ def without_collection() -> Iterator[None]:
 
 @contextmanager
 def on_device(model: nn.Module, others: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Inside, the whole model and other tensors are on one device, to be called and traced."""
+    """Move the whole model and other tensors to one device inside the block."""
     tensors = [*model.parameters(), *model.buffers(), *others]
     before = [tensor.device for tensor in tensors]
     try:
@@ -199,7 +201,7 @@ def move(tensor: Tensor, device: torch.device) -> None:
 
 
 def to_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
-    """Copies of the inputs on a device; those that require gradients still do."""
+    """Copy inputs to a device; the copies require gradients if the inputs do."""
     return [
         leaf.detach().to(device).requires_grad_(leaf.requires_grad)
         if isinstance(leaf, Tensor)
@@ -209,35 +211,35 @@ def to_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
 
 
 def keep_memory() -> None:
-    """Let glibc keep the memory of freed activations for the next ones.
+    """Let glibc keep the memory of freed activations for later ones.
 
-    By default glibc returns free memory above a threshold to the system, and every step faults the
-    same pages in again (a tenth of a small U-Net's step). The threshold rises when a large block
-    that was mapped separately is freed, up to blocks of 32 MiB; see mallopt(3), M_MMAP_THRESHOLD.
+    By default glibc returns freed memory above a threshold to the system, and each step faults the
+    same pages in again, which took a tenth of a small U-Net's step. Freeing a block of up to 32 MiB
+    that was mapped separately raises the threshold; see mallopt(3), M_MMAP_THRESHOLD.
     """
     torch.empty(31 << 20, dtype=torch.uint8)
 
 
 Autocasts = tuple[tuple[str, torch.dtype], ...]
-"""Each kind of device for which autocast is on, and to which dtype."""
+"""Device type and dtype for each device type with autocast."""
 
 _KINDS = ("cpu", "cuda")
 _LOCK = threading.Lock()
 _inside = 0
-"""How many threads are inside of ``under``. PyTorch keeps what autocast has cast for all threads
-together: whoever leaves first must not take it from the others, as the gradients of a weight that
-is cast twice are added in another order."""
+"""How many threads are inside ``under``. PyTorch has one cache of cast weights for all threads, and
+only the last thread may clear it: if a weight is cast twice, its gradients are added in another
+order."""
 
 
 def autocasts() -> Autocasts:
-    """Those of this thread."""
+    """The autocasts of this thread."""
     on = filter(torch.is_autocast_enabled, _KINDS)
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in on)
 
 
 @contextmanager
 def under(casts: Autocasts) -> Iterator[None]:
-    """Inside, this thread has these, and no others."""
+    """Set this thread's autocasts inside the block."""
     global _inside
     before, wanted = autocasts(), dict(casts)
     dtypes = {kind: torch.get_autocast_dtype(kind) for kind in _KINDS}
@@ -257,15 +259,15 @@ def under(casts: Autocasts) -> Iterator[None]:
 
 
 def uncached(value: Any) -> Any:
-    """The same value, which autocast casts once for each use, as any activation. It casts a leaf of
-    autograd's, such as a parameter, once for all uses, so that gradients are added before they are
-    cast back."""
+    """Return the value such that autocast casts it for each use, like any activation. A leaf of
+    autograd, such as a parameter, would be cast once for all uses, so that its gradients would be
+    added before they are cast back."""
     leaf = isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
     return value.view_as(value) if leaf else value
 
 
 def called_under(casts: Autocasts, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which runs under these."""
+    """Return the function such that it runs under these autocasts."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         with under(casts):

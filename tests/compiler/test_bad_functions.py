@@ -307,7 +307,7 @@ class AddsInto(nn.Module):
 @pytest.mark.parametrize("tracer", ["export", "symbolic"])
 def test_a_call_that_has_no_gradient_names_its_line(tracer: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), AddsInto(), nn.Linear(4, 3))
-    start = "the model fails on the first micro-batch where gradients are wanted, at "
+    start = "the model fails on the first micro-batch with gradients enabled, at "
     parts = start, "torch.add(x, 1, out=", "don't support automatic differentiation"
     refused(InputError, lambda: stepped(model, tracer=tracer), *parts)
 
@@ -318,7 +318,7 @@ def test_a_model_that_fails_only_where_gradients_are_wanted_names_its_line(trace
         model = nn.Sequential(nn.Linear(4, 4), WritesSplits(), nn.Linear(2, 3))
         return stepped(model, leaf_modules=[WritesSplits], tracer=tracer)
 
-    start = "the model fails on the first micro-batch where gradients are wanted, at "
+    start = "the model fails on the first micro-batch with gradients enabled, at "
     refused(InputError, call, start, "first += second.tanh()", "(RuntimeError: Output 0 of", "line")
 
 

@@ -27,9 +27,9 @@ class Gloo(PairGroups):
         gloo: Any = dist.ProcessGroupGloo
         return gloo(store, member, 2, timedelta(seconds=60))
 
-    def abort(self, made: Any) -> None:
+    def abort(self, group: Any) -> None:
         with suppress(RuntimeError):
-            waits = made.recv([torch.empty(1)], 1 - made.rank(), 9)
+            waits = group.recv([torch.empty(1)], 1 - group.rank(), 9)
             waits.wait(timedelta(milliseconds=1))
 
 

@@ -279,4 +279,4 @@ def other_size(mesh: DeviceMesh) -> list[str]:
 
 def test_a_value_of_another_size_than_was_traced_is_refused_by_its_name() -> None:
     for told in on_ranks(2, other_size):
-        assert "keep what makes a value of changing size and what uses it on one" in "".join(told)
+        assert "if the size of a value changes, make and use it on the same stage" in "".join(told)

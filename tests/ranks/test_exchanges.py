@@ -50,7 +50,7 @@ def test_a_rank_that_has_said_its_value_may_be_gone_before_the_others_have() -> 
     inbox.say(2, end, "two")
     assert heard(inbox, end) == {1: "one", 2: "two"}
     with pytest.raises(RankError, match=CLOSED) as raised:
-        heard(inbox, Exchange(5, 0, "the begin of a call"))
+        heard(inbox, Exchange(5, 0, "the beginning of a call"))
     assert raised.value.rank == 1
 
 
@@ -59,13 +59,13 @@ def test_the_first_rank_that_was_lost_is_named_where_another_one_left_because_of
     inbox.lose(2, "has ended")
     inbox.lose(1, CLOSED)
     with pytest.raises(RankError, match="has ended") as raised:
-        heard(inbox, Exchange(5, 0, "the begin of a call"))
+        heard(inbox, Exchange(5, 0, "the beginning of a call"))
     assert raised.value.rank == 2
 
 
 def test_a_rank_that_went_on_after_another_one_failed_is_not_blamed() -> None:
     inbox = Inbox(NAMES, 0)
-    inbox.say(2, Exchange(5, 0, "the begin of a call"), "step")  # it has heard of the failure
+    inbox.say(2, Exchange(5, 0, "the beginning of a call"), "step")  # it has heard of the failure
     timer = threading.Timer(0.1, inbox.fail, (1, 4, 1, FAILED))
     timer.start()
     with pytest.raises(RankError, match="ValueError: no") as raised:
@@ -81,8 +81,8 @@ def test_values_and_failures_of_calls_that_are_over_do_not_matter() -> None:
     assert inbox.failure(4, 9) is None
     inbox.say(1, Exchange(4, 2, "end"), "old")
     for rank in (1, 2):
-        inbox.say(rank, Exchange(5, 0, "the begin of a call"), rank)
-    assert heard(inbox, Exchange(5, 0, "the begin of a call")) == {1: 1, 2: 2}
+        inbox.say(rank, Exchange(5, 0, "the beginning of a call"), rank)
+    assert heard(inbox, Exchange(5, 0, "the beginning of a call")) == {1: 1, 2: 2}
 
 
 def test_after_a_failure_ranks_recover_wherever_they_were() -> None:
@@ -102,7 +102,7 @@ def test_what_a_rank_found_out_for_all_is_told_in_its_own_words() -> None:
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
     inbox = Inbox(NAMES, 0)
-    inbox.say(1, Exchange(1, 0, "the begin of a call"), "step")
-    with pytest.raises(RankError, match=r"rank 2 .* has not come") as raised:
-        heard(inbox, Exchange(1, 0, "the begin of a call"))
+    inbox.say(1, Exchange(1, 0, "the beginning of a call"), "step")
+    with pytest.raises(RankError, match=r"rank 2 .* has not reached") as raised:
+        heard(inbox, Exchange(1, 0, "the beginning of a call"))
     assert raised.value.rank == 2

@@ -93,7 +93,7 @@ def test_a_rank_whose_results_were_kept_by_the_others_alone_is_named_at_the_next
                 group.kept += 1
         except MemoryError:
             pass
-        with pytest.raises(RankError, match="different batches") as raised, group.calling("step"):
+        with pytest.raises(RankError, match="stages do not match") as raised, group.calling("step"):
             raise AssertionError("the ranks have diverged")
         told.append(str(raised.value))
         group.kept = 0  # after a checkpoint
@@ -133,7 +133,7 @@ def test_a_rank_that_waits_for_one_that_knows_of_a_lost_one_is_told_of_the_lost_
     for thread in all_call(one, two, three):  # the first call compiles
         thread.join()
     assert three.links is not None and not told
-    three.links.send_all(Message("said", (2, 0, "the begin of a call"), ["step", 0, ""]))
+    three.links.send_all(Message("said", (2, 0, "the beginning of a call"), ["step", 0, ""]))
     (waits,) = all_call(one)
     assert soon(lambda: one.call == 2)
     for peer in three.links._peers.values():  # as the end of its process does
@@ -176,7 +176,7 @@ def test_what_a_lost_rank_had_said_counts_though_another_one_tells_first_that_it
     call(three, 1)
     assert soon(lambda: all(three.inbox._said[rank] for rank in (0, 1)))  # of their second call
     monkeypatch.setattr(two.links, "_read", read_later)
-    begin, end = (2, 0, "the begin of a call"), (2, 1, "end")
+    begin, end = (2, 0, "the beginning of a call"), (2, 1, "end")
     three.links.send_all(Message("said", begin, ["step", 0, ""]))
     three.links.send_all(Message("said", end))
     three.links._lost = lambda rank, why: None  # it tells nobody any more, as its process ends
@@ -199,7 +199,7 @@ def test_what_a_lost_rank_had_said_counts_though_nothing_can_be_sent_to_it_any_m
     one.links._reading = threading.RLock()  # type: ignore[assignment]  # may be held twice here
     peer = one.links._peers[1]
     with one.links._reading:  # its own thread reads nothing
-        two.links.send_all(Message("said", (1, 0, "the begin of a call"), ["step", 0, ""]))
+        two.links.send_all(Message("said", (1, 0, "the beginning of a call"), ["step", 0, ""]))
         peer.broken = "cannot be reached any more"
         one.links._look(peer, time.monotonic())
     assert one.inbox.gone == {1: "cannot be reached any more"}

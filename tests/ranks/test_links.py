@@ -217,7 +217,7 @@ def test_strangers_are_not_let_in_and_keep_nobody_waiting() -> None:
         strangers[2].sendall(struct.pack("!H", 1) + b"\0" * 32)
         strangers[3].close()
         rank = socket.create_connection(address)
-        nonce = handshake._exactly
+        nonce = handshake._receive
         found: list[tuple[int, socket.socket]] = []
 
         def proves() -> None:

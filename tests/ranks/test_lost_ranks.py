@@ -282,7 +282,7 @@ def never_comes(mesh: DeviceMesh, folder: str) -> str:
 
 def test_a_rank_that_never_calls_step_is_named_after_the_timeout() -> None:
     for told in survivors(2, set(), never_comes):
-        assert "rank 1 " in told and "has not come" in told and "timeout" in told
+        assert "rank 1 " in told and "has not reached" in told and "timeout" in told
 
 
 def closes_early(mesh: DeviceMesh, folder: str) -> str:

@@ -84,7 +84,7 @@ GOOD = "x = placeholder()\ny = torch.relu(x)\nreturn (y,)"
         ("y = torch.relu(-'a')\nreturn y", 1, 17, "only a number can be negative"),
         ("y = torch.relu(torch.flot32)\nreturn y", 1, 22, "did you mean 'float32'"),
         ("y = torch.relu(torch.device('qqq'))\nreturn y", 1, 16, "this device cannot be"),
-        ("y = torch.relu(range(1, 2, 0))\nreturn y", 1, 16, "this range cannot be"),
+        ("y = torch.relu(range(1, 2, 0))\nreturn y", 1, 16, "this range cannot be made"),
         ("x = placeholder()\ny = x.a.b(1)\nreturn y", 2, 5, "write a method of a node"),
         ("x = placeholder()\ny = torch.relu(x.shape)\nreturn y", 2, 16, "a node or a constant"),
         ("x = placeholder()\ny = x.shape\nreturn y", 2, 5, "write 'name = function"),

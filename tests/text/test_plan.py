@@ -263,7 +263,7 @@ def test_a_plan_may_call_what_the_caller_lists() -> None:
 @pytest.mark.parametrize("kind", [Plan, Schedule, Program])
 @pytest.mark.parametrize("text", [None, 1, b"plan stages=0", ["plan stages=0"]])
 def test_what_is_no_string_is_refused(kind: Any, text: object) -> None:
-    with pytest.raises(InputError, match=f"this is a {type(text).__name__}; give a string"):
+    with pytest.raises(InputError, match=f"parse a {type(text).__name__}; give a string"):
         kind.parse(text)
 
 

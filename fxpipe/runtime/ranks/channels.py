@@ -1,4 +1,4 @@
-"""The backend for ranks: this process runs one device's list, the other ranks run the others."""
+"""The backend for ranks: this process runs the list of one device, other ranks run the rest."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from fxpipe.runtime.weights.clipping import norms_of
 T = TypeVar("T")
 
 SMALL = 4096
-"""Fewer bytes than this are sent with others."""
+"""Published tensors of fewer bytes are collected and sent together."""
 
 
 class RankChannels(Channels):
-    """Channels from this rank's device to those of the other ranks, in one run. See Channels.
+    """Channels from this rank's device to the devices of the other ranks, in one run.
 
-    Those to the same device in the other replicas, which one process has none of, sum gradients and
-    hand on new weights.
+    Unlike the channels of one process, they also connect the replicas: they sum gradients over the
+    replicas, and exchange updated weights.
 
     Attributes:
-        failure: why another rank has stopped the run, if one has.
-        running: whether the run is not paused.
+        failure: why another rank has stopped the run; None if none has.
+        running: whether the run has started and is not paused.
     """
 
     running = False
@@ -47,20 +47,19 @@ class RankChannels(Channels):
         jobs: Mapping[int, Job],
         ordered_sums: bool = True,
     ) -> None:
-        """Make empty channels; with ``ordered_sums`` gradients are summed in the order of the
-        replicas."""
+        """Make empty channels. ``ordered_sums``: whether to sum in the order of the replicas."""
         super().__init__(program, 1)
         self.failure: RankError | None = None
         assert group.links is not None
         self._group, self._links, self._jobs = group, group.links, jobs
         self._program, self._overlaps = program, program.depth > 0
         self._followed = program.followed
-        self._together: dict[int, tuple[list[Buffer], list[Any]]] = {}
-        self._unsent: list[tuple[Any, Any]] = []
-        self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}
+        self._together: dict[int, tuple[list[Buffer], list[Any]]] = {}  # to send in one message
+        self._unsent: list[tuple[Any, Any]] = []  # published here
+        self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}  # of batches not fed yet
         self._ordered = ordered_sums
         self._sums: dict[tuple[int, int, int], RunningSum] = {}
-        self._parts: dict[tuple[int, int], list[Pieces]] = {}
+        self._parts: dict[tuple[int, int], list[Pieces]] = {}  # summed buckets, for norms
         self._met: SimpleQueue[int | None] = SimpleQueue()
         self._times_met: Counter[int] = Counter()
         self._failed: Callable[[RankError], None] = lambda error: None
@@ -68,7 +67,6 @@ class RankChannels(Channels):
         self._run = group.delivery.open(self)
 
     def when_failed(self, failed: Callable[[RankError], None]) -> None:
-        """Call a function, in another thread, as soon as another rank has stopped the run."""
         self._failed = failed
         if self.failure is not None:
             failed(self.failure)
@@ -93,9 +91,12 @@ class RankChannels(Channels):
         self.running = False
 
     def publish(self, buffer: Buffer, value: Any) -> None:
-        """See Channels.publish. Where nobody needs it before the end of the run, what is small, as
-        losses are, goes in one message. Losses of a step go to all replicas."""
-        value = alone(value)  # it may wait here until the end of the step
+        """Send a value to the ranks of this replica; losses go to all replicas.
+
+        Small values such as losses are collected into one message, unless batches overlap: then a
+        caller may need them before the run ends.
+        """
+        value = alone(value)  # it may stay here until the end of the step
         self._unsent.append((tuple(buffer), value))
         small = isinstance(value, Tensor) and value.nbytes < SMALL
         if not small or self._overlaps:
@@ -106,13 +107,14 @@ class RankChannels(Channels):
             unsent, self._unsent = self._unsent, []
             pipeline = self._group.pipeline
             self._links.send_all(Message("outputs", (self._run,), unsent), pipeline)
-            losses = [(words, value) for words, value in unsent if self._is_loss(Buffer(*words))]
-            elsewhere = [rank for rank in self._group.others if rank not in pipeline]
-            if losses and elsewhere:
+            losses = [
+                (words, value)
+                for words, value in unsent
+                if (buffer := Buffer(*words)).value == self._jobs[buffer.batch].host.shared
+            ]
+            if losses:
+                elsewhere = {*range(self._group.size)}.difference(pipeline)
                 self._links.send_all(Message("outputs", (self._run,), losses), elsewhere)
-
-    def _is_loss(self, buffer: Buffer) -> bool:
-        return buffer.value == self._jobs[buffer.batch].host.shared
 
     def fed(self, batch: int) -> None:
         with self._group.inbox.changed:
@@ -128,109 +130,112 @@ class RankChannels(Channels):
     def pool(
         self, device: int, step: int, values: dict[str, Tensor], *, whole: bool
     ) -> list[dict[str, Tensor]]:
-        twins, own = self._group.twins, self._group.replica
-        made: list[dict[str, Tensor]] = []
-        if whole or own == 0:
-            self._tell_twins(_of_replica("buffers", device, own, step), values)
-        for replica in range(len(twins) if whole else 1):
-            buffer = _of_replica("buffers", device, replica, step)
-            made.append(values if replica == own else self.get(device, buffer))
-        return made
+        here = self._group.replica
+        if whole or here == 0:
+            self._send_to_twins(_of_replica("buffers", device, here, step), values)
+        return [
+            values
+            if replica == here
+            else self.get(device, _of_replica("buffers", device, replica, step))
+            for replica in range(self._group.replicas if whole else 1)
+        ]
 
     def _next(self, queue: SimpleQueue[T | None]) -> T:
-        """See Channels; messages of other ranks fill the queue."""
-        while queue.empty():
+        while queue.empty():  # messages of other ranks fill it
             self._links.pump(lambda: not queue.empty(), POLL)
         return super()._next(queue)
 
     def reduce_scatter(
         self, stage: int, batch: int, gradients: list[Tensor | None], bucket: int
     ) -> None:
-        """Take a bucket of a stage's gradients of a batch, None where a parameter is in another
-        one, and begin to sum it over the replicas; never waits. The last bucket is −1."""
-        key, own = (stage, batch, bucket), self._group.replica
+        """Start to sum a bucket of a stage's gradients of a batch over the replicas; never waits.
+
+        A gradient is None where its parameter is in another bucket. The last bucket is −1.
+        """
+        key, here = (stage, batch, bucket), self._group.replica
         parts = cut(gradients, self._group.replicas)
         for rank, part in zip(self._group.twins, parts, strict=True):
             if rank != self._group.rank:
                 self._links.send(rank, Message("part", (self._run, key), tuple(part)))
         with self._group.inbox.changed:
-            self._group.summed += sum(part.nbytes for part in parts) - parts[own].nbytes
-            self._add(own, key, parts[own])
+            self._group.summed += sum(part.nbytes for part in parts) - parts[here].nbytes
+            self._add(here, key, parts[here])
 
     def all_gather(self, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
-        """Wait for a stage's sums over the replicas, which come in so many buckets. Raises Stopped
-        when the run is stopped."""
+        """Wait for the sums over the replicas of a stage's gradients, which come in ``buckets``
+        buckets. Raises Stopped when the run is stopped."""
         replicas = range(self._group.replicas)
         return merged(
             [
-                joined([Part(*self._come(_sums(stage, r, batch, bucket))) for r in replicas])
+                joined([Part(*self._wait(_sums(stage, r, batch, bucket))) for r in replicas])
                 for bucket in range(-1, buckets - 1)
             ]
         )
 
     def _add(self, replica: int, key: tuple[int, int, int], part: Part) -> None:
-        """Take a replica's gradients of the part that this rank sums up; with the last of them the
-        sum is complete, and is sent."""
-        replicas, own = self._group.replicas, self._group.replica
-        adding = self._sums.setdefault(key, RunningSum(replicas, self._ordered))
-        total, (stage, batch, bucket) = adding.take(replica, part), key
+        """Add a replica's gradients to the part that this rank sums up. Once all replicas have been
+        added, send the sum to those that need it."""
+        replicas, here = self._group.replicas, self._group.replica
+        running = self._sums.setdefault(key, RunningSum(replicas, self._ordered))
+        total, (stage, batch, bucket) = running.take(replica, part), key
         if total is None:
             return
         del self._sums[key]
-        buffer = _sums(stage, own, batch, bucket)
+        buffer = _sums(stage, here, batch, bucket)
         if stage not in self._program.sharded:
             self._group.summed += total.nbytes * (replicas - 1)
-            self._tell_twins(buffer, tuple(total))
+            self._send_to_twins(buffer, tuple(total))
         elif self._program.clips:
             parts = self._parts.setdefault((stage, batch), [])
             parts.append(total.pieces)
             if len(parts) == self._program.buckets.get(stage, 1):
                 norms = norms_of(merged(self._parts.pop((stage, batch))))
-                self._tell_twins(_of_replica("norms", stage, own, batch), norms)
+                self._send_to_twins(_of_replica("norms", stage, here, batch), norms)
         super().put(self._group.device, buffer, total)
 
-    def _come(self, buffer: Buffer) -> Any:
-        """Wait for what a replica tells this rank."""
+    def _wait(self, buffer: Buffer) -> Any:
         return self.get(self._group.device, buffer)
 
-    def _tell_twins(self, buffer: Buffer, value: Any) -> None:
+    def _send_to_twins(self, buffer: Buffer, value: Any) -> None:
         """Send a value to the ranks with the same device in the other replicas."""
-        for twin in self._group.twins:  # one by one, as each may share memory with this one
+        for twin in self._group.twins:  # a message each: a rank may share memory with this one
             if twin != self._group.rank:
                 self._links.send(twin, _values(self._run, [buffer], [value]))
 
     def take_part(self, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
-        """Wait for the sums of this replica's part alone. Raises like ``all_gather``."""
-        found = [_sums(stage, self._group.replica, batch, k) for k in range(-1, buckets - 1)]
-        return merged([Part(*self._come(buffer)).pieces for buffer in found])
+        """Wait for the sums of this replica's part only. Raises like ``all_gather``."""
+        buffers = [_sums(stage, self._group.replica, batch, k) for k in range(-1, buckets - 1)]
+        return merged([Part(*self._wait(buffer)).pieces for buffer in buffers])
 
     def all_norms(self, stage: int, batch: int, own: list[Tensor | None]) -> list[Tensor | None]:
-        """Wait for the norms of all parts of a stage's sums, replica after replica; ``own`` are
-        those of this replica's part. Each other one sends its own when it has summed up its part.
-        Raises like ``all_gather``."""
-        found: list[Tensor | None] = []
+        """Wait for the gradient norms of every replica's part of a stage, in the order of the
+        replicas. Raises like ``all_gather``.
+
+        ``own`` are the norms of this replica's part. The other replicas send theirs as soon as they
+        have summed up their parts.
+        """
+        norms: list[Tensor | None] = []
         for replica in range(self._group.replicas):
             buffer = _of_replica("norms", stage, replica, batch)
-            found += own if replica == self._group.replica else self._come(buffer)
-        return found
+            norms += own if replica == self._group.replica else self._wait(buffer)
+        return norms
 
     def give_weights(self, stage: int, batch: int, parts: list[Tensor]) -> None:
-        """Give the other replicas the parts of a stage's new weights, which the update of a batch
-        has made here; never waits."""
+        """Send the other replicas the parts of a stage's weights updated here; never waits."""
         buffer = _of_replica("weights", stage, self._group.replica, batch)
         with self._group.inbox.changed:
             size = sum(part.nbytes for part in parts)
             self._group.summed += size * (self._group.replicas - 1)
-        self._tell_twins(buffer, parts)
+        self._send_to_twins(buffer, parts)
         super().put(self._group.device, buffer, parts)
 
     def gather_weights(self, stage: int, batch: int) -> list[list[Tensor]]:
-        """Wait for them: replica → its parts. Raises like ``all_gather``."""
+        """Wait for a stage's updated weights: replica → its parts. Raises like ``all_gather``."""
         replicas = range(self._group.replicas)
-        return [self._come(_of_replica("weights", stage, r, batch)) for r in replicas]
+        return [self._wait(_of_replica("weights", stage, r, batch)) for r in replicas]
 
     def meet(self) -> None:
-        """See Channels.meet; the threads of the replica's other ranks are waited for."""
+        """Wait until all ranks of this replica have called this. Raises Stopped if the run ends."""
         pipeline = self._group.pipeline
         self._links.send_all(Message("meet", (self._run,)), pipeline)
         self._times_met[self._group.rank] += 1
@@ -239,8 +244,7 @@ class RankChannels(Channels):
             self._times_met[self._next(self._met)] += 1
 
     def left(self, explain: Callable[[], BaseException]) -> None:
-        """See Channels.left. Where batches overlap, no call may be running that would tell it."""
-        if self._overlaps:
+        if self._overlaps:  # else the call that is running tells the other ranks
             self._links.send_all(Message("left", (self._run,), failure_of(explain())))
 
     def stop(self) -> None:
@@ -249,38 +253,35 @@ class RankChannels(Channels):
         self._links.stir()
 
     def deliver(self, rank: int, message: Message) -> None:
-        """Take a message of another rank; called by the thread that reads them."""
-        if message.kind == "meet":
-            self._met.put(rank)
-            return
-        if message.kind == "updated":
-            _, stage, version = message.key
-            self._updated(stage, version, self._group.replica_of(rank))
-            return
-        if message.kind == "part":
-            self._add(self._group.replica_of(rank), message.key[1], Part(*message.value))
-            return
-        if message.kind == "left":
-            error = self._group.inbox.error_of(rank, message.value)
-            if self.running:
-                self.fail(error)
-            else:
-                self.failure = error  # it will not start
-            return
-        if message.kind == "values":
-            for own, value in zip(message.key[1], message.value, strict=True):
-                super().put(self._group.device, Buffer(*own), value)
-            return
+        """Handle a message from another rank; called by the thread that reads messages."""
         replica = self._group.replica_of(rank)
-        for words, value in message.value:
-            buffer = Buffer(*words)
-            if buffer.batch in self._jobs:
-                self._jobs[buffer.batch].host.take(buffer, value, replica)
-            else:
-                self._outputs.setdefault(buffer.batch, []).append((buffer, value, replica))
+        match message.kind:
+            case "meet":
+                self._met.put(rank)
+            case "updated":
+                _, stage, version = message.key
+                self._updated(stage, version, replica)
+            case "part":
+                self._add(replica, message.key[1], Part(*message.value))
+            case "left":
+                error = self._group.inbox.error_of(rank, message.value)
+                if self.running:
+                    self.fail(error)
+                else:
+                    self.failure = error  # the run will not start
+            case "values":
+                for words, value in zip(message.key[1], message.value, strict=True):
+                    super().put(self._group.device, Buffer(*words), value)
+            case _:
+                for words, value in message.value:
+                    buffer = Buffer(*words)
+                    if buffer.batch in self._jobs:
+                        self._jobs[buffer.batch].host.take(buffer, value, replica)
+                    else:
+                        self._outputs.setdefault(buffer.batch, []).append((buffer, value, replica))
 
     def fail(self, error: RankError) -> None:
-        """Stop the run, which another rank has left; called by the thread that reads messages."""
+        """Stop the run, as another rank has left it; called by the thread that reads messages."""
         if self.running and not self.stopping:
             self.failure = error
             self._failed(error)  # before the devices report that they have been stopped
@@ -288,25 +289,22 @@ class RankChannels(Channels):
 
 
 def _of_replica(what: str, number: int, replica: int, batch: int) -> Buffer:
-    """The key of what a replica tells the others of a stage or a device, which no program has."""
+    """The key of a value that replicas exchange about a stage or a device; no program has it."""
     return Buffer("state", what, number, number, replica, batch)
 
 
 def _sums(stage: int, replica: int, batch: int, bucket: int) -> Buffer:
-    """A replica's part of the sums of a bucket of gradients."""
     return _of_replica(f"sums {bucket}", stage, replica, batch)
 
 
 def _values(run: Any, buffers: Sequence[Buffer], values: Sequence[Any]) -> Message:
-    """What brings values to another rank."""
-    return Message("values", (run, [tuple(each) for each in buffers]), [*values])
+    return Message("values", (run, [*map(tuple, buffers)]), [*values])
 
 
 class RankBackend(Backend):
-    """Runs the list of this rank's CPU device. See Backend."""
+    """Runs the list of this rank's CPU device. ``ordered_sums``: see RankChannels."""
 
     def __init__(self, group: RankGroup, ordered_sums: bool = True) -> None:
-        """``ordered_sums``: see RankChannels."""
         super().__init__(group)
         self._ordered_sums = ordered_sums
 
@@ -317,9 +315,8 @@ class RankBackend(Backend):
         return RankChannels(program, self.group, jobs, self._ordered_sums)
 
     def memory(self, device: int) -> DeviceMemory:
-        """See Backend.memory; the ranks of a host share its memory."""
+        """The memory of a device's host, which all ranks of that host share."""
         hosts = self.group.members.hosts
         host = hosts[self.group.pipeline[device]]
-        here = host == hosts[self.group.rank]
-        known = super().memory(device).total if here else None
-        return DeviceMemory(f"host {host}", None, known)
+        total = super().memory(device).total if host == hosts[self.group.rank] else None
+        return DeviceMemory(f"host {host}", None, total)

@@ -1,14 +1,13 @@
-"""Ranks whose devices compute on streams: their tensors go from device to device.
+"""Ranks whose devices compute on streams: tensors go directly from device to device.
 
-An instruction list, its streams and its events are those of one process. What differs is what the
-events of another device stand for. That a value is there, or was copied, is not told by its event
-but by the transfer: the stream that receives a value waits for it, and the stream that frees a sent
-value waits until it is gone. All else (values that are no tensors, norms, losses, failures) goes
-over the connections of ``RankChannels``.
+Instruction lists, streams and events are the same as in one process, except for the events of other
+devices, which are not visible here. Transfers replace them: the stream that receives a value waits
+for the transfer, and so does the stream that frees a sent value. Everything else (norms, losses,
+failures and values that are no tensors) goes over the sockets of ``RankChannels``.
 
-Receives are posted ahead: from each other rank as many as ``Program.window`` says, in the order of
-this rank's list. So a program is proven to come to its end even if a send holds its device up until
-its receive is posted.
+Receives are posted ahead of time: from each other rank up to ``Program.window`` of them, in the
+order of this rank's list. The verifier proves that a program with this window comes to its end even
+if each send blocks its device until the matching receive is posted.
 """
 
 from __future__ import annotations
@@ -47,15 +46,14 @@ from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.pairs import PairGroups
 
 LOOK = 5e-5
-"""Seconds after which a thread looks again whether its device is done."""
+"""Seconds between two checks of whether the device is done."""
 
 PATIENCE = 2.0
-"""Seconds in which a failed transfer is explained by the connection to the other rank, which knows
-more of it."""
+"""Seconds to wait, after a failed transfer, for the other rank's own error, which says more."""
 
 
 class _Posted(NamedTuple):
-    """A receive that is posted: the value, its memory, and the work that fills it."""
+    """A posted receive: the value, its memory, and the work that fills it."""
 
     buffer: Buffer
     room: Tensor
@@ -64,13 +62,13 @@ class _Posted(NamedTuple):
 
 @dataclass
 class _Receives:
-    """What this rank receives from another one.
+    """The receives from one other rank.
 
     Attributes:
-        step: the step of the receive that is to be posted next.
-        index: its index.
+        step: the step of the receive to be posted next.
+        index: its index in ``receives``.
         receives: position and buffer of each receive in this rank's list.
-        posted: those that are posted and not come to yet.
+        posted: the receives that are posted, and whose instructions have not run yet.
     """
 
     step: int
@@ -80,7 +78,7 @@ class _Receives:
 
 
 class DeviceChannels(RankChannels, LaunchingChannels):
-    """Channels from this rank's device to those of the other ranks, in one run. See Channels."""
+    """Channels from this rank's device to the devices of the other ranks, in one run."""
 
     def __init__(
         self,
@@ -89,24 +87,20 @@ class DeviceChannels(RankChannels, LaunchingChannels):
         jobs: Mapping[int, Job],
         pairs: PairGroups,
     ) -> None:
-        """Connect the devices that exchange something. See RankChannels; ``pairs`` connects them.
-
-        Raises:
-            RankError: see PairGroups.connect.
-        """
+        """Connect the devices that exchange values by ``pairs``. Raises like PairGroups.connect."""
         self._stopped = threading.Event()
         self._pairs = pairs
         self._sent: dict[Buffer, tuple[Tensor, Any]] = {}
         self._awaited: dict[int, _Receives] = {}
         self._pauses: list[int] = []
-        self._until: int | None = None  # the pause that comes next
+        self._until: int | None = None  # the position of the next pause
         super().__init__(program, group, jobs)
-        self._followed = frozenset()  # what follows may be a tensor, and travel otherwise
+        self._followed = frozenset()  # never collect values: the next may be a tensor, sent alone
         self.events = Events(program, (group.rank,))
         pairs.connect(program)
 
     def prepare(self, machine: LaunchingMachine) -> None:
-        """See LaunchingChannels.prepare: post the first receives."""
+        """Post the first receives."""
         if not self._awaited:
             for at, x in enumerate(self._program.lists[machine.device]):
                 if isinstance(x, ins.Pause):
@@ -127,9 +121,9 @@ class DeviceChannels(RankChannels, LaunchingChannels):
             return
         if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
             raise InputError(
-                f"{buffer.value} has the shape {tuple(value.shape)} and {value.dtype}, and the "
-                f"device that receives it expects {spec.shape} and {spec.dtype}, as it was traced; "
-                "keep what makes a value of changing size and what uses it on one stage"
+                f"{buffer.value} has the shape {tuple(value.shape)} and {value.dtype}, but the "
+                f"device that receives it expects {spec.shape} and {spec.dtype}, as in the trace; "
+                "if the size of a value changes, make and use it on the same stage"
             )
         dense = room(spec, torch.device("meta"))
         sent = value.detach().resolve_conj().resolve_neg()
@@ -157,8 +151,8 @@ class DeviceChannels(RankChannels, LaunchingChannels):
             del self._sent[buffer]
 
     def finish(self, lanes: Lanes, marks: Sequence[Any]) -> None:
-        """See LaunchingChannels.finish: wait for the device. All ranks commit a step, or none: each
-        has to know that it has come to the end, and nothing may be left pending."""
+        """Wait until the device is done. All ranks commit a step or none does, so each must know
+        that it has reached the end, with no transfer pending."""
         while not all(map(lanes.reached, marks)):
             if self.stopping:
                 raise Stopped
@@ -170,7 +164,7 @@ class DeviceChannels(RankChannels, LaunchingChannels):
         self._pairs.give_up()
 
     def _spec(self, buffer: Buffer) -> ValueSpec | None:
-        """What a value looks like that goes from device to device; None for any other."""
+        """The shape and dtype of a value that goes from device to device; None for other values."""
         if buffer.kind == "norm":
             return None
         spec = self._jobs[buffer.batch].specs[buffer.microbatch].get(buffer.value)
@@ -179,21 +173,21 @@ class DeviceChannels(RankChannels, LaunchingChannels):
         return spec if spec.bytes else None
 
     def _post(self, machine: LaunchingMachine, source: int, awaited: _Receives, most: int) -> None:
-        """Post receives on the current stream until there are so many, or no more are known."""
+        """Post receives on the current stream until ``most`` are posted or no more are known."""
         while len(awaited.posted) < most:
             buffer = self._upcoming(machine, awaited)
             if buffer is None:
                 return
             spec = self._spec(buffer)
             if spec is not None:
-                made = machine.lanes.room(spec)
+                memory = machine.lanes.room(spec)
                 with self._explained():
-                    work = self._pairs.receive(source, made)
-                awaited.posted.append(_Posted(buffer, made, work))
+                    work = self._pairs.receive(source, memory)
+                awaited.posted.append(_Posted(buffer, memory, work))
 
     def _upcoming(self, machine: LaunchingMachine, awaited: _Receives) -> Buffer | None:
-        """What is received next, or None as long as that is not known: where the caller decides
-        whether there is another batch, or whether it goes on after a pause."""
+        """Return the next buffer to receive; None if the caller has not decided yet whether there
+        is another batch, or whether the run goes on after a pause."""
         while True:
             if awaited.index == len(awaited.receives):
                 if not self._overlaps:
@@ -211,7 +205,7 @@ class DeviceChannels(RankChannels, LaunchingChannels):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """An error of a transfer while the run is being stopped only follows from that."""
+        """Raise Stopped instead of an error of a transfer that the stop of the run has caused."""
         try:
             yield
         except RuntimeError:
@@ -221,7 +215,7 @@ class DeviceChannels(RankChannels, LaunchingChannels):
 
 
 class CudaRanks(RankBackend, CudaBackend):
-    """Runs the list of this rank's CUDA device. See Backend."""
+    """Runs the list of this rank's CUDA device."""
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         """Make the streams of this rank's device."""
@@ -232,19 +226,17 @@ class CudaRanks(RankBackend, CudaBackend):
         return DeviceChannels(program, self.group, jobs, self._pairs)
 
     def end(self) -> None:
-        """See Backend.end. After a failure no stream waits for other ranks any more."""
-        self._pairs.drained()
+        self._pairs.drained()  # after a failure, until no stream waits for other ranks
         super().end()
 
     def close(self) -> None:
         self._pairs.close()
 
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
-        """See Backend.nanoseconds; none for the devices of other ranks."""
-        return self.lanes[0].nanoseconds(times) if times else []
+        return self.lanes[0].nanoseconds(times) if times else []  # none of another rank's device
 
     def memory(self, device: int) -> DeviceMemory:
-        """See Backend.memory; what other ranks' devices hold is not known here."""
+        """The memory of a device; unknown where it belongs to another rank."""
         if device == self.group.rank:
             return self.lanes[0].memory()
         return DeviceMemory(self.group.members.places[device], None, None)
@@ -253,8 +245,7 @@ class CudaRanks(RankBackend, CudaBackend):
 def backend_of(
     group: RankGroup, here: torch.device, devices: Sequence[CudaPlace], ordered_sums: bool
 ) -> Backend:
-    """What runs a pipe's devices, on several ranks of which this one has the device ``here``, or on
-    one, which has all ``devices``."""
+    """Return a pipe's backend: of the device ``here`` of several ranks, or of all ``devices``."""
     cuda = here.type == "cuda"
     if group.size > 1:
         return CudaRanks(group, here) if cuda else RankBackend(group, ordered_sums)

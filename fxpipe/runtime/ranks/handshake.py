@@ -1,4 +1,4 @@
-"""Sockets between each two ranks of a pipe, which prove to each other that they belong to it."""
+"""Connect each two ranks of a pipe by a socket; they prove to each other that they belong to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxpipe.runtime.ranks.shared import LOCAL, Shared
 from fxpipe.signals import raise_held
 
 CONNECTS = 30.0
-"""Seconds that ranks, once all have come, may take to connect to each other."""
+"""Seconds that ranks may take to connect to each other, once they have met."""
 
 PROOF = 32  # bytes
 _NONCE = 16
@@ -28,7 +28,7 @@ _POLL = 0.05
 
 
 class RankInfo(NamedTuple):
-    """What a rank tells the others of itself."""
+    """What a rank tells the others about itself."""
 
     global_rank: int
     host: str
@@ -44,23 +44,23 @@ class RankInfo(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """What the ranks of a pipe know of each other; by default of a process that is the only one.
+    """What a rank knows about the ranks of its pipe; by default there is only this process.
 
     Attributes:
-        rank: this one's number in the pipe. Those of the first replica come first, each replica's
-            in the order of its devices.
+        rank: this rank's number in the pipe. The first replica's ranks come first, and within a
+            replica they are in the order of its devices.
         names: rank → what messages call it, ``rank 1 (host, process 4711)``.
-        places: device → the same for a table, ``rank 1, host``, or ``ranks 1 and 3, host`` where
-            it is in two replicas.
+        places: device → what tables call its ranks, ``rank 1, host``, or with two replicas
+            ``ranks 1 and 3, host``.
         hosts: rank → the name of its host.
         sockets: other rank → a connection to it.
-        threads: intra-op threads of this rank's device: its share of the host's, or what
-            OMP_NUM_THREADS says. 0 where it is the only one.
+        threads: intra-op threads of this rank's device: its share of the host's threads, or
+            OMP_NUM_THREADS. 0 for the only rank of a pipe.
         timeout: seconds that a rank may be late.
-        shared: other rank → the memory that it shares with this one, where it does.
-        store: of torch.distributed, for this pipe alone.
-        devices: rank → the index of its CUDA device on its host; None where the mesh is of CPUs.
-        replicas: how many replicas of the pipeline there are.
+        shared: other rank → the memory shared with it, if any.
+        store: a store of torch.distributed that belongs to this pipe.
+        devices: rank → the index of its CUDA device on its host; None in a mesh of CPUs.
+        replicas: the number of replicas of the pipeline.
     """
 
     rank: int = 0
@@ -83,17 +83,23 @@ def connected(
     listeners: Sequence[socket.socket],
     deadline: float,
 ) -> dict[int, socket.socket]:
-    """Connections to all others: to the lower ranks from here, from the higher ones to here."""
-    found: dict[int, socket.socket] = {}
+    """Connect to the lower ranks, and accept the connections of the higher ones.
+
+    Returns:
+        Other rank → the connection to it.
+
+    Raises:
+        RankError: a rank cannot be reached, or does not connect before the deadline.
+    """
+    connections: dict[int, socket.socket] = {}
     secret = infos[0].secret
     try:
         for other in range(rank):
             info = infos[other]
             try:
-                made = _connection(info, max(deadline - time.monotonic(), 1))
-                made.sendall(
-                    bytes([rank >> 8, rank & 255]) + _proof(secret, _exactly(made, _NONCE))
-                )
+                connection = _connect(info, max(deadline - time.monotonic(), 1))
+                proof = _proof(secret, _receive(connection, _NONCE))
+                connection.sendall(bytes([rank >> 8, rank & 255]) + proof)
             except OSError as error:
                 raise RankError(
                     f"{names[other]} cannot be reached at {info.address} port {info.port} "
@@ -101,105 +107,104 @@ def connected(
                     "an address by which they reach each other",
                     rank=other,
                 ) from error
-            found[other] = made
-        with _Acceptor(listeners, secret) as door:
-            while len(found) < len(infos) - 1:
+            connections[other] = connection
+        with _Acceptor(listeners, secret) as acceptor:
+            while len(connections) < len(infos) - 1:
                 raise_held()
                 if time.monotonic() > deadline:
-                    late = next(r for r in range(len(infos)) if r != rank and r not in found)
+                    late = next(r for r in range(len(infos)) if r not in {rank, *connections})
                     raise RankError(f"{names[late]} did not connect in time", rank=late)
-                for other, made in door.admitted():
-                    if rank < other < len(infos) and other not in found:
-                        found[other] = made
+                for other, connection in acceptor.admitted():
+                    if rank < other < len(infos) and other not in connections:
+                        connections[other] = connection
                     else:
-                        made.close()
+                        connection.close()
     except BaseException:
-        for each in found.values():
-            each.close()
+        for connection in connections.values():
+            connection.close()
         raise
-    for each in found.values():
-        each.settimeout(max(deadline - time.monotonic(), 1))
-        if each.family != LOCAL:
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return found
+    for connection in connections.values():
+        connection.settimeout(max(deadline - time.monotonic(), 1))
+        if connection.family != LOCAL:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connections
 
 
 def local_listener() -> socket.socket | None:
-    """A socket for connections inside of this host, under a name that nobody else has."""
-    if sys.platform != "linux":  # the only one on which a name needs no file
+    """Return a socket for connections within this host, bound to a fresh random name."""
+    if sys.platform != "linux":  # elsewhere the name would be a file
         return None
-    made = socket.socket(socket.AF_UNIX)
-    made.bind(f"\0fxpipe-{secrets.token_hex(16)}")
-    return made
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0fxpipe-{secrets.token_hex(16)}")
+    return listener
 
 
-def _connection(info: RankInfo, timeout: float) -> socket.socket:
-    """A connection to another rank, if it can be one inside of this host."""
+def _connect(info: RankInfo, timeout: float) -> socket.socket:
+    """Connect to another rank: by its local name on the same host, else by its address."""
     if info.local and sys.platform == "linux":
-        made = socket.socket(socket.AF_UNIX)
-        made.settimeout(timeout)
+        local = socket.socket(socket.AF_UNIX)
+        local.settimeout(timeout)
         try:
-            made.connect(f"\0{info.local}")
-            return made
+            local.connect(f"\0{info.local}")
+            return local
         except OSError:  # it is on another host
-            made.close()
-    made = socket.create_connection((info.address, info.port), timeout)
-    made.settimeout(timeout)
-    return made
+            local.close()
+    return socket.create_connection((info.address, info.port), timeout)
 
 
 class _Acceptor:
-    """Lets in who proves to be a rank. Strangers, even silent ones, keep nobody waiting."""
+    """Accepts ranks that prove who they are. Strangers, even silent ones, delay nobody."""
 
     def __init__(self, listeners: Sequence[socket.socket], secret: bytes) -> None:
         self._secret = secret
-        self._said: dict[socket.socket, bytes] = {}
-        self._asked: dict[socket.socket, bytes] = {}
+        self._answers: dict[socket.socket, bytes] = {}
+        self._nonces: dict[socket.socket, bytes] = {}
         self._listeners = listeners
         self._selector = selectors.DefaultSelector()
-        for each in listeners:
-            self._selector.register(each, selectors.EVENT_READ)
+        for listener in listeners:
+            self._selector.register(listener, selectors.EVENT_READ)
 
     def __enter__(self) -> _Acceptor:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._selector.close()
-        for stranger in self._asked:
+        for stranger in self._nonces:
             stranger.close()
 
     def admitted(self) -> Iterator[tuple[int, socket.socket]]:
-        """The ranks that have proven who they are since the last call, after a short wait."""
+        """Wait shortly; yields the ranks that have proven who they are, and their connections."""
         for key, _ in self._selector.select(_POLL):
             assert isinstance(key.fileobj, socket.socket)
             if key.fileobj in self._listeners:
                 self._ask(key.fileobj.accept()[0])
-            elif (other := self._heard(key.fileobj)) is not None:
+            elif (other := self._read_answer(key.fileobj)) is not None:
                 yield other, key.fileobj
 
-    def _ask(self, made: socket.socket) -> None:
-        made.setblocking(False)
-        self._asked[made], self._said[made] = secrets.token_bytes(_NONCE), b""
-        self._selector.register(made, selectors.EVENT_READ)
+    def _ask(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        nonce = self._nonces[connection] = secrets.token_bytes(_NONCE)
+        self._answers[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ)
         with suppress(OSError):
-            made.send(self._asked[made])
+            connection.send(nonce)
 
-    def _heard(self, made: socket.socket) -> int | None:
-        """The number of the rank at the other end once it is known; closes that of a stranger."""
+    def _read_answer(self, connection: socket.socket) -> int | None:
+        """Return the rank at the other end if its proof is complete; hang up on a stranger."""
         try:
-            part = made.recv(2 + PROOF - len(self._said[made]))
+            part = connection.recv(2 + PROOF - len(self._answers[connection]))
         except BlockingIOError:
             return None
         except OSError:
             part = b""
-        said = self._said[made] = self._said[made] + part
-        if part and len(said) < 2 + PROOF:
+        answer = self._answers[connection] = self._answers[connection] + part
+        if part and len(answer) < 2 + PROOF:
             return None
-        self._selector.unregister(made)
-        nonce = self._asked.pop(made)
-        if hmac.compare_digest(said[2:], _proof(self._secret, nonce)):
-            return said[0] << 8 | said[1]
-        made.close()
+        self._selector.unregister(connection)
+        nonce = self._nonces.pop(connection)
+        if hmac.compare_digest(answer[2:], _proof(self._secret, nonce)):
+            return answer[0] << 8 | answer[1]
+        connection.close()
         return None
 
 
@@ -207,21 +212,22 @@ def _proof(secret: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, nonce, "sha256")
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        part = connection.recv(count - len(found))
+def _receive(connection: socket.socket, count: int) -> bytes:
+    received = b""
+    while len(received) < count:
+        part = connection.recv(count - len(received))
         if not part:
             raise ConnectionError("the connection was closed")
-        found += part
-    return found
+        received += part
+    return received
 
 
 def address_here() -> tuple[str, str]:
-    """The address to listen at, and what the others call it: the one that leads to MASTER_ADDR.
+    """Return the address to listen at, and the address by which the others reach it.
 
-    On the host that is MASTER_ADDR this may be an address inside of it, such as the 127.0.1.1 that
-    many hosts have for their own name. Then the others use MASTER_ADDR as they know it.
+    It is the address from which this host reaches MASTER_ADDR. On the host of MASTER_ADDR itself
+    this may be a loopback address, such as the 127.0.1.1 that many hosts have for their own name;
+    then this rank listens at all addresses, and the others use MASTER_ADDR.
     """
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     port = int(os.environ.get("MASTER_PORT", "9"))
@@ -229,16 +235,15 @@ def address_here() -> tuple[str, str]:
         family, *_, target = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
-            own = str(probe.getsockname()[0])
+            address = str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1", "127.0.0.1"
-    if _within_host(own) and not _within_host(master):
+    if _is_loopback(address) and not _is_loopback(master):
         return "::" if family == socket.AF_INET6 else "0.0.0.0", master
-    return own, own
+    return address, address
 
 
-def _within_host(address: str) -> bool:
-    """Whether an address, as it is written, leads to no other host."""
+def _is_loopback(address: str) -> bool:
     if address == "localhost":
         return True
     try:

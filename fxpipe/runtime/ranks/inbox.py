@@ -1,5 +1,5 @@
-"""What the other ranks have told: values that they exchange, failures, and that they are gone; and
-where their messages about a run go: to its channels, which this rank may open later than others."""
+"""What the other ranks have sent: the inbox keeps their values, their failures and which ranks are
+gone; the delivery passes the messages of a run to its channels, which may be opened later here."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from fxpipe.runtime.ranks.channels import RankChannels
 
 POLL = 0.1
-"""Seconds after which a thread that waits for another rank looks at signals."""
+"""Seconds between two checks for signals while a thread waits for another rank."""
 
 TOLD = 0.5
-"""Seconds for which a rank waits for the failure from which another one recovers already."""
+"""Seconds to wait for the news of a failure from which another rank recovers already."""
 
 RECOVERY = "recovery"
-"""What ranks exchange after a failure, wherever each of them was then."""
+"""The name of the exchange after a failure, wherever in the call each rank was then."""
 
 _PLACE = ("device", "instruction", "stage", "microbatch", "source")
 
 
 class Exchange(NamedTuple):
-    """One exchange of values; all ranks count alike.
+    """One exchange of values, numbered in the same way on all ranks.
 
     Attributes:
         call: the number of the call.
@@ -47,7 +47,7 @@ class Exchange(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """A call that has failed on a rank, when so many of its exchanges were complete there."""
+    """A failed call of another rank, which had completed ``number`` exchanges of it."""
 
     call: int
     number: int
@@ -55,21 +55,19 @@ class _Failure(NamedTuple):
 
 
 class Inbox:
-    """Keeps what the other ranks tell, and waits for it.
+    """Keeps the values and failures that other ranks send, and waits for them.
 
-    An exchange that is complete on one rank will be complete on every rank that lives, as all have
-    sent their values by then. So a failure that comes later on one rank ends no exchange that was
-    complete there: either all ranks return from an exchange, or none does.
+    A rank completes an exchange only when all ranks have sent their values. Then every living rank
+    can complete it, even if one fails later: either all ranks return from an exchange, or none.
 
     Attributes:
-        changed: held to change anything here.
-        news: how often something was told.
+        changed: the lock to hold for any change here.
+        news: counts what has arrived.
         gone: rank → why it is gone.
     """
 
     def __init__(self, names: Sequence[str], rank: int) -> None:
-        """Nothing is told yet. ``rank`` is the number of this one, and messages call them
-        ``names``."""
+        """Make the empty inbox of a rank. ``names`` are what messages call the ranks."""
         self.changed = threading.RLock()
         self.news = 0
         self.gone: dict[int, str] = {}
@@ -80,13 +78,13 @@ class Inbox:
         self._over = 0  # calls up to this one are over
 
     def say(self, rank: int, exchange: Exchange, value: Any) -> None:
-        """A rank has said its value of an exchange."""
+        """Keep the value that a rank has sent for an exchange."""
         with self.changed:
             self._said[rank].append((exchange, value))
             self.news += 1
 
     def fail(self, rank: int, call: int, index: int, value: Mapping[str, Any]) -> RankError:
-        """A call has failed on a rank. Returns the error that it is here."""
+        """Note that a rank failed in a call after ``index`` exchanges. Returns the error for it."""
         error = self.error_of(rank, value)
         with self.changed:
             if call > self._over:
@@ -95,9 +93,9 @@ class Inbox:
         return error
 
     def error_of(self, rank: int, value: Mapping[str, Any]) -> RankError:
-        """The error for what a rank has told of its own, see ``failure_of``."""
+        """Return the error to raise here for an error that a rank has sent with ``failure_of``."""
         name, place = self._names[rank], {key: value[key] for key in _PLACE if key in value}
-        if "rank" in value:  # it has found out what holds for all ranks
+        if "rank" in value:  # a RankError there: its message holds on every rank
             error = RankError(value["error"], rank=value["rank"], **place)
         else:
             error = RankError(f"{name} failed: {value['error']}", rank=rank, **place)
@@ -105,14 +103,14 @@ class Inbox:
         return error
 
     def lose(self, rank: int, why: str) -> RankError:
-        """A rank is gone. Returns the error for it."""
+        """Note that a rank is gone. Returns the error for it."""
         with self.changed:
             self.gone.setdefault(rank, why)
             self.news += 1
         return self.lost(rank)
 
     def lost(self, rank: int) -> RankError:
-        """The error for a rank that is gone."""
+        """Return the error for a rank that is gone."""
         return RankError(
             f"{self._names[rank]} {self.gone[rank]}; start all ranks again, from the last "
             "checkpoint",
@@ -120,19 +118,18 @@ class Inbox:
         )
 
     def failure(self, call: int, index: int) -> RankError | None:
-        """Why a call cannot go on after so many exchanges, as far as other ranks have told."""
+        """Return another rank's error that ends a call after ``index`` exchanges, if any."""
         for failure in self._failures:
             if failure.call == call and failure.number <= index:
                 return failure.error
         return None
 
     def knows(self, error: BaseException) -> bool:
-        """Whether an error is the failure of another rank, which has told it to all."""
+        """Whether an error is another rank's failure, which that rank has sent to all."""
         return any(failure.error is error for failure in self._failures)
 
     def forget(self, call: int) -> None:
-        """A call is over here: its failures, which come from other ranks, do not matter any more.
-        One that is told later neither."""
+        """Drop the failures of a call that is over here, also those that arrive later."""
         with self.changed:
             self._over = call
             self._failures = [failure for failure in self._failures if failure.call > call]
@@ -148,33 +145,33 @@ class Inbox:
         """Wait for the values of all other ranks.
 
         Args:
-            exchange: which exchange.
-            pump: waits until something is told, see ``Links.pump``.
-            seconds: how long another rank may take to come to it.
-            held: whether a signal must not end the wait.
+            exchange: the exchange to complete.
+            seconds: how long another rank may take to reach it.
+            pump: waits until something arrives, see ``Links.pump``.
+            held: whether signals are held during the wait.
 
         Raises:
             RankError: the call has failed on a rank before this exchange was complete there, or a
-                rank is gone without having said its value, or late, or exchanges something else.
+                rank is gone without having sent its value, or late, or exchanges something else.
         """
         deadline = time.monotonic() + seconds
-        untold = float("inf")  # since when a rank recovers from a failure that was not told here
-        found: dict[int, Any] = {}
+        untold = float("inf")  # since when a rank recovers from a failure unknown here
+        values: dict[int, Any] = {}
         while True:
             seen = self.news
             with self.changed:
                 for rank in self._others:
-                    if rank not in found and self._heard(rank, exchange):
-                        found[rank] = self._said[rank].popleft()[1]
-                missing = [rank for rank in self._others if rank not in found]
+                    if rank not in values and self._heard(rank, exchange):
+                        values[rank] = self._said[rank].popleft()[1]
+                missing = [rank for rank in self._others if rank not in values]
                 if not missing:
-                    return found
+                    return values
                 if self._refuse(exchange, missing, untold < time.monotonic() - TOLD):
                     untold = min(untold, time.monotonic())
             if time.monotonic() > deadline:
                 raise RankError(
-                    f"{self._names[missing[0]]} has not come to where the other ranks are "
-                    f"({exchange.about}) for {seconds:.0f} s, the timeout of init_process_group; "
+                    f"{self._names[missing[0]]} has not reached the point where this rank waits "
+                    f"({exchange.about}) in {seconds:.0f} s, the timeout of init_process_group; "
                     "let every rank make the same calls",
                     rank=missing[0],
                 )
@@ -183,36 +180,39 @@ class Inbox:
                 raise_held()
 
     def _heard(self, rank: int, exchange: Exchange) -> bool:
-        """Whether the rank's next value is the one of this exchange; drops older ones."""
-        said, after = self._said[rank], exchange.about == RECOVERY
+        """Whether the rank's next value belongs to this exchange; drops values of earlier ones."""
+        said, recovering = self._said[rank], exchange.about == RECOVERY
         while said and said[0][0] != exchange:
-            other = said[0][0]
-            if other.call > exchange.call or (other.call == exchange.call and not after):
+            theirs = said[0][0]
+            if theirs.call > exchange.call or (theirs.call == exchange.call and not recovering):
                 return False
             said.popleft()
         return bool(said)
 
-    def _refuse(self, exchange: Exchange, missing: Sequence[int], long: bool) -> bool:
-        """Raise where the values of the missing ranks cannot come. Returns whether one of them
-        recovers from a failure that was not told here yet; ``long`` says that it will not be."""
+    def _refuse(self, exchange: Exchange, missing: Sequence[int], waited: bool) -> bool:
+        """Raise if the values of the missing ranks cannot come.
+
+        Returns whether one of these ranks recovers from a failure whose news has not arrived here.
+        ``waited``: whether this rank has waited for that news long enough.
+        """
         recovers = False
-        after = exchange.about == RECOVERY
+        recovering = exchange.about == RECOVERY
         failure = self.failure(exchange.call, exchange.number)
-        if failure is not None and not after:
+        if failure is not None and not recovering:
             raise failure
         for rank in missing:
-            if rank in self.gone:  # maybe because of one that was lost before
+            if rank in self.gone:  # maybe because of the rank that was lost first
                 raise self.lost(next(iter(self.gone)))
             if not self._said[rank]:
                 continue
-            other = self._said[rank][0][0]
-            # a rank that recovers, or is in a later call, has left this exchange because of a
-            # failure. The rank that failed tells all of it, so that it comes soon; but not where
-            # that is this rank, which tells of it when it raises here
-            recovers |= (early := other.about == RECOVERY and not long)
-            if after or (other.call == exchange.call and not early):
+            theirs = self._said[rank][0][0]
+            # A rank that recovers, or is in a later call, has left this exchange because of a
+            # failure. The news of it comes soon from the rank that failed; unless that is this
+            # rank, which sends it when it raises here.
+            recovers |= (early := theirs.about == RECOVERY and not waited)
+            if recovering or (theirs.call == exchange.call and not early):
                 raise RankError(
-                    f"{self._names[rank]} is at another place of the call ({other.about}) than "
+                    f"{self._names[rank]} is at another place of the call ({theirs.about}) than "
                     f"this rank ({exchange.about}); let every rank make the same calls with the "
                     "same model and options",
                     rank=rank,
@@ -221,24 +221,25 @@ class Inbox:
 
 
 Key = tuple[int, int]
-"""The number of the call that has opened a run's channels, and how many it had opened before."""
+"""Identifies a run's channels: the number of the call that opens them, and the number of channels
+opened in that call, these included."""
 
 
 class Delivery:
-    """The channels of the runs of a group of ranks, and messages for those not opened yet."""
+    """Passes messages to the channels of their run; keeps those whose channels are not open yet."""
 
     def __init__(self, changed: AbstractContextManager[object]) -> None:
-        """No channels are open; ``changed`` is held while a message is delivered."""
+        """Start without channels. The lock ``changed`` is held while a message is delivered."""
         self._changed = changed
         self._key: Key = 0, 0
         self._channels = weakref.WeakValueDictionary[Key, "RankChannels"]()
         self._early: dict[Key, list[tuple[int, Message]]] = {}
 
     def begin(self, call: int) -> None:
-        """A call begins; whatever was not delivered in earlier ones never will be."""
+        """Begin a call: drop the undelivered messages of earlier calls."""
         with self._changed:
             self._key = call, 0
-            self._early = {key: found for key, found in self._early.items() if key[0] >= call}
+            self._early = {key: kept for key, kept in self._early.items() if key[0] >= call}
 
     def open(self, channels: RankChannels) -> Key:
         """Deliver messages to these channels from now on. Returns their key, alike on all ranks."""
@@ -250,17 +251,17 @@ class Delivery:
         return key
 
     def deliver(self, rank: int, message: Message) -> None:
-        """Deliver a message to the channels with the key that it begins with, or keep it."""
+        """Deliver a message to its channels, whose key it begins with, or keep it for them."""
         call, number = message.key[0]
         with self._changed:
             channels = self._channels.get((call, number))
             if channels is not None:
                 channels.deliver(rank, message)
-            elif (call, number) > self._key:  # else of a run that is over here
+            elif (call, number) > self._key:  # else its run is over here
                 self._early.setdefault((call, number), []).append((rank, message))
 
     def stop(self, error: RankError) -> None:
-        """Stop what runs because of an error."""
+        """Stop all runs because of an error."""
         with self._changed:
             running = list(self._channels.values())
         for channels in running:
@@ -268,7 +269,7 @@ class Delivery:
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
-    """What a rank tells the others of its error."""
+    """Return what a rank sends the others about its error."""
     text = "".join(traceback.format_exception(error))
     value: dict[str, Any] = {"error": told(error), "traceback": text}
     value |= {name: getattr(error, name) for name in _PLACE if hasattr(error, name)}
@@ -278,7 +279,7 @@ def failure_of(error: BaseException) -> dict[str, Any]:
 
 
 def difference(names: Sequence[str], first: int, rank: int, texts: Sequence[str]) -> str:
-    """The first line that differs between two ranks."""
+    """Say which line of two ranks' texts is the first that differs."""
     pairs = zip_longest(texts[first].split("\n"), texts[rank].split("\n"))
     number, pair = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
     mine, theirs = ("missing" if line is None else repr(line.strip()) for line in pair)

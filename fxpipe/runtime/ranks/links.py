@@ -1,8 +1,7 @@
 """Connections to the other ranks: one socket each, served by one thread.
 
-``torch.distributed`` is not used for messages between CPU ranks: a receive of gloo's that is
-pending cannot be given up, so that after a failure nothing less than new process groups would help.
-Here a message that nobody wants any more is read and dropped.
+Messages between CPU ranks do not use ``torch.distributed``: gloo cannot cancel a pending receive,
+so each failure would require new process groups. Here unwanted messages are read and dropped.
 """
 
 from __future__ import annotations
@@ -25,36 +24,36 @@ from fxpipe.runtime.ranks.peer import Peer
 from fxpipe.runtime.ranks.shared import Shared
 
 BEAT = 1.0
-"""Seconds after which a rank that has sent nothing else says that it is alive."""
+"""Seconds without other messages after which a rank sends a sign of life."""
 
 SILENCE = 30.0
-"""Seconds without a sign of life after which a rank counts as lost: it is stopped, or the network
-is. A process that ends is noticed at once. One that is busy is alive, even where an extension
-computes for some seconds without letting other threads run."""
+"""Seconds without a sign of life after which a rank counts as lost: its process or the network has
+stopped. (A process that ends is noticed at once.) Long enough for a process that is only busy, such
+as in an extension that computes for seconds while it holds the GIL."""
 
 DOUBT = 0.5
-"""Seconds for which what a rank has sent is still read after another one has lost it."""
+"""Seconds for which messages of a rank are still read after another rank has lost it."""
 
 CLOSED = "has closed its pipe or ended"
-"""Why a rank is gone that has said goodbye."""
+"""The reason why a rank is gone, if it said goodbye."""
 
 SHORT = 0.03
-"""Seconds for which a thread counts as one that reads, after it has waited for a message."""
+"""Seconds after a ``pump`` for which the links' thread leaves reading to the next ``pump``."""
 
 SPIN = 0.0002
-"""Seconds for which a thread that waits for a message asks again and again before it sleeps: waking
-a sleeping core takes as long, above all on a virtual machine."""
+"""Seconds of busy waiting for a message before a thread sleeps: waking a sleeping core takes about
+as long, above all on a virtual machine."""
 
 _AT_ONCE = 64
-"""Pieces that are read of one connection before the others have their turn."""
+"""Pieces to read from one connection before the others have their turn."""
 
 
 class Links:
     """Sends messages to the other ranks, and delivers theirs in order.
 
-    Sending never waits: what a socket does not take at once is sent by the thread. The thread reads
-    whatever arrives, so that no rank ever waits for another one to read. A thread that waits for a
-    message reads itself, see ``pump``: that saves handing it over, half of the time of a message.
+    Sending never waits: a thread sends what a socket does not take at once. The same thread reads
+    whatever arrives, so no rank ever waits for another one to read. A thread that waits for a
+    message reads the sockets itself, see ``pump``: handing it over would double the latency.
     """
 
     def __init__(
@@ -70,22 +69,22 @@ class Links:
 
         Args:
             sockets: rank → a connected socket to it.
-            shared: rank → the memory that it shares with this one, where it does.
+            deliver: called by the thread that reads, with a rank and a message from it.
+            lost: called by that thread, once for each lost rank, with the rank and the reason.
+            shared: rank → the memory shared with it, if any.
             spins: whether a thread that waits may keep a core busy, see ``SPIN``.
-            deliver: called by the thread that reads with a rank and a message from it.
-            lost: called by that thread, once for a rank, with what has happened to it.
         """
         nothing: Shared = (None, None)
         self._peers = {r: Peer(r, each, shared.get(r, nothing)) for r, each in sockets.items()}
         self._deliver, self._lost = deliver, lost
         self._selector = selectors.DefaultSelector()
         self._reading = threading.Lock()
-        self._waiting = select.poll()  # what a thread waits for that reads itself
+        self._waiting = select.poll()  # for the thread in ``pump``
         self._woken, self._wake = socket.socketpair()
         self._stirred, self._stir = socket.socketpair()
         self._wakers = self._woken, self._wake, self._stirred, self._stir
-        for each in self._wakers:
-            each.setblocking(False)
+        for waker in self._wakers:
+            waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._waiting.register(self._stirred, select.POLLIN)
         self._by_socket = {peer.socket.fileno(): peer for peer in self._peers.values()}
@@ -96,7 +95,7 @@ class Links:
         self._pause = select.poll()
         self._pause.register(self._woken, select.POLLIN)
         self._spin = SPIN if spins else 0.0
-        self._pumped = self._looked = 0.0  # when a thread read itself, and when this one looked
+        self._pumped = self._looked = 0.0  # when ``pump`` last read, and ``_look`` last ran
         self._closing = False
         self._process = os.getpid()
         _every.add(self)
@@ -104,16 +103,16 @@ class Links:
         self._thread.start()
 
     def send(self, rank: int, message: Message) -> None:
-        """Send a message to a rank; to one that is lost it is not sent.
+        """Send a message to a rank, unless that rank is lost.
 
         Raises:
-            InputError: the message has something in it that cannot be sent.
+            InputError: the message contains something that cannot be sent.
         """
         peer = self._peers[rank]
         self._send(peer, pack(message, peer.lent))
 
     def send_all(self, message: Message, ranks: Collection[int] | None = None) -> None:
-        """Send a message to every other rank, or to those of some ranks that are others."""
+        """Send a message to all other ranks, or to those of ``ranks`` except this one."""
         peers = [p for rank, p in self._peers.items() if ranks is None or rank in ranks]
         if peers:
             packed = pack(message)
@@ -121,24 +120,30 @@ class Links:
                 self._send(peer, packed)
 
     def doubt(self, rank: int, why: str) -> None:
-        """Give up a rank that another one has lost, though after a moment in which what it has sent
-        is read: the others count it. Mostly its connection to this one ends at the same time."""
+        """Give up a rank that another rank has lost.
+
+        First read, for a moment, what it had sent: other ranks may have received it, and all must
+        agree. Usually its connection to this rank ends at the same time.
+        """
         self._peers[rank].doubt = why, time.monotonic()
         self._notify()
 
     def pump(self, arrived: Callable[[], bool], timeout: float) -> None:
-        """Wait until something was delivered, or for so many seconds: here, or, while another
-        thread reads, by that one. ``arrived`` says whether what the caller waits for is there."""
+        """Wait until something is delivered, for at most ``timeout`` seconds.
+
+        Messages are read here, or by another thread that reads already. ``arrived`` returns whether
+        what the caller waits for has arrived meanwhile.
+        """
         if not self._reading.acquire(timeout=timeout):
             return
         try:
             self._pumped = time.monotonic()
             if arrived():
                 return
-            found, until = self._waiting.poll(0), self._pumped + self._spin
-            while not found and time.monotonic() < until:
-                found = self._waiting.poll(0)
-            for descriptor, _ in found or self._waiting.poll(1000 * timeout):
+            ready, until = self._waiting.poll(0), self._pumped + self._spin
+            while not ready and time.monotonic() < until:
+                ready = self._waiting.poll(0)
+            for descriptor, _ in ready or self._waiting.poll(1000 * timeout):
                 if descriptor in self._by_socket:
                     self._read(self._by_socket[descriptor])
                 else:
@@ -154,28 +159,30 @@ class Links:
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from the one that has the connections."""
+        """Whether this process was forked from the one that owns the connections."""
         return os.getpid() != self._process
 
     def end(self) -> None:
-        """Say goodbye: send what is left, for at most a second, and end the connections."""
+        """Start to close: send the remaining messages, for at most a second, and say goodbye."""
         self._closing = True
         self._notify()
 
     def close(self) -> None:
-        """The same, and wait for it."""
+        """``end``, and wait until it is done."""
         self.end()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _drop(self) -> None:
-        """Close what a forked process has inherited: a connection lasts until all have closed it,
-        and the others have to notice when the process ends that it was forked from. Nothing that
-        takes a lock, which a thread that was not forked may hold for ever."""
+        """Close what a forked process has inherited.
+
+        A connection lasts until every process has closed it, and the other ranks must notice when
+        the parent process ends. Takes no lock: a thread of the parent may have held it at the fork.
+        """
         for peer in self._peers.values():
             peer.socket.close()
-        for each in self._wakers:
-            each.close()
+        for waker in self._wakers:
+            waker.close()
         self._selector.close()
 
     def _send(self, peer: Peer, packed: list[memoryview]) -> None:
@@ -189,7 +196,7 @@ class Links:
         self._notify()
 
     def _notify(self) -> None:
-        with suppress(BlockingIOError, OSError):
+        with suppress(OSError):
             self._wake.send(b"!")
 
     def _run(self) -> None:
@@ -197,14 +204,14 @@ class Links:
         try:
             self._serve()
         except BaseException as error:
-            why = f"cannot be reached any more, as the thread of connections ended ({told(error)})"
+            why = f"cannot be reached any more, as the connections' thread ended ({told(error)})"
             raise
         finally:
             for peer in self._peers.values():
                 self._give_up(peer, why)
             self._selector.close()
-            for each in self._wakers:
-                each.close()
+            for waker in self._wakers:
+                waker.close()
 
     def _serve(self) -> None:
         last, deadline = time.monotonic(), float("inf")
@@ -223,14 +230,14 @@ class Links:
                         peer.push()
                 if events & selectors.EVENT_READ:
                     if not self._reading.acquire(blocking=False):
-                        self._pumped = time.monotonic()  # the thread that waits reads it
+                        self._pumped = time.monotonic()  # the thread in ``pump`` reads it
                         continue
                     try:
                         self._read(peer)
                     finally:
                         self._reading.release()
             now = time.monotonic()
-            if now - last > SILENCE / 2:  # this process was stopped: the others may be well
+            if now - last > SILENCE / 2:  # this process was stopped, the others may be alive
                 for peer in self._peers.values():
                     peer.heard = now
             last = self._looked = now
@@ -240,13 +247,13 @@ class Links:
                 if deadline == float("inf"):
                     deadline = now + 1
                     self.send_all(Message("bye"))
-                # the others close their ends when they have read all, so that nothing is lost
+                # the others close their ends when they have read everything, so nothing is lost
                 if now > deadline or all(peer.gone for peer in self._peers.values()):
                     return
 
     def _served(self) -> float:
-        """For how many seconds this thread may leave reading to another one, which has just waited
-        for a message in ``pump`` itself; none where something has to be written or given up."""
+        """The seconds for which this thread may leave reading to a thread that has just pumped; 0
+        if something has to be written or given up."""
         now = time.monotonic()
         busy = (peer.unsent or (peer.doubt[0] and not peer.gone) for peer in self._peers.values())
         if self._closing or any(busy):
@@ -254,7 +261,7 @@ class Links:
         return min(self._pumped + SHORT, self._looked + BEAT) - now
 
     def _look(self, peer: Peer, now: float) -> None:
-        """Ask for what a connection needs now: to be written, a sign of life, or to be given up."""
+        """Send a sign of life if one is due; give up a lost rank; else choose what to wait for."""
         if peer.gone:
             return
         if now - peer.spoke > BEAT:
@@ -264,16 +271,16 @@ class Links:
             why, since = f"has given no sign of life for {SILENCE:.0f} s", 0.0
         if peer.broken or (why and now - since > DOUBT):
             with self._reading:
-                self._read(peer)  # what it had said before it was lost counts
+                self._read(peer)  # what it sent before it was lost counts
                 self._give_up(peer, peer.broken or why)
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
-        with suppress(KeyError, ValueError):  # another thread may give it up meanwhile
+        with suppress(KeyError, ValueError):  # another thread may have given it up
             if self._selector.get_key(peer.socket).events != wanted:
                 self._selector.modify(peer.socket, wanted, peer)
 
     def _read(self, peer: Peer) -> None:
-        """Read what has arrived, and deliver the messages that are complete."""
+        """Read what has arrived, and deliver complete messages."""
         if peer.gone:
             return
         try:
@@ -298,7 +305,7 @@ class Links:
             self._give_up(peer, f"has sent something that cannot be read ({told(error)})")
 
     def _give_up(self, peer: Peer, why: str) -> None:
-        for other in self._peers.values():  # this one may have left because of them
+        for other in self._peers.values():  # doubted ranks first: the peer may have left for them
             doubt, _ = other.doubt
             if doubt and not other.gone and other is not peer and not self._closing:
                 other.doubt = "", 0.0
@@ -307,11 +314,6 @@ class Links:
         if peer.gone:
             return
         peer.gone = why
-        self._leave(peer)
-        if not self._closing:
-            self._lost(peer.rank, why)
-
-    def _leave(self, peer: Peer) -> None:
         with peer.lock:
             peer.unsent.clear()
             with suppress(KeyError, ValueError):
@@ -319,6 +321,8 @@ class Links:
             with suppress(KeyError, ValueError):
                 self._waiting.unregister(peer.socket)
             peer.close()
+        if not self._closing:
+            self._lost(peer.rank, why)
 
 
 def _drain(pipe: socket.socket) -> None:

@@ -1,7 +1,7 @@
-"""Messages between ranks: a head in JSON, and the bytes of the tensors that it describes.
+"""Messages between ranks: a head in JSON, followed by the bytes of the tensors that it describes.
 
-A tensor arrives as it was: same strides, same alignment in memory, so that the same kernels run on
-it and round alike. Nothing that arrives is executed: a head is data, never code.
+A tensor arrives with the strides and the memory alignment it had, so that the same kernels run on
+it and round in the same way. Nothing that arrives is executed: the head is data, never code.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fxpipe.errors import InputError
 from fxpipe.runtime.ranks.shared import LEAST, BorrowedMemory, LentMemory, Slot
 
 PREFIX = struct.Struct("!IQ")
-"""Before each message: the bytes of its head, and the bytes of all its tensors."""
+"""Comes before each message: the size of its head, and of all its tensors, in bytes."""
 
 MOST = 1 << 26
-"""A head of more bytes than this is none."""
+"""The maximum size of a head in bytes."""
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 _ALIGNED = 64
@@ -39,8 +39,8 @@ class Message:
     """What one rank tells another.
 
     Attributes:
-        kind: what is done with it, such as ``value``.
-        key: what it belongs to: numbers, strings and lists of them.
+        kind: says how the receiver handles the message, such as ``values``.
+        key: says what the message belongs to: numbers, strings and lists of them.
         value: tensors, numbers, strings, None, and lists, tuples and dicts of them.
     """
 
@@ -53,12 +53,12 @@ class _Layout(NamedTuple):
     """How to restore a tensor.
 
     Attributes:
-        dtype: its name.
+        dtype: the name of its dtype.
         shape: its sizes.
         strides: its strides.
-        start: how many elements its memory has before it, so that it is aligned as it was.
-        where: its slot in shared memory. Else what is sent: True for its memory from the first
-            element to the last, False for each element once, in order.
+        start: the number of elements that its new memory has before it, to align it as it was.
+        where: its slot in shared memory; if it is sent over the socket, whether its memory is sent
+            as it is, from the first element to the last (True), or each element once, in order.
     """
 
     dtype: str
@@ -69,27 +69,31 @@ class _Layout(NamedTuple):
 
     @property
     def span(self) -> int:
-        """How many elements there are from the first to the last."""
         return _span(tuple(self.shape), tuple(self.strides))
 
     @property
     def once(self) -> list[int]:
-        """The shape with size 1 where a dimension repeats the same elements (stride 0)."""
+        """The shape, with size 1 for each dimension that repeats the same elements (stride 0)."""
         sizes = zip(self.shape, self.strides, strict=True)
         return [n if stride else min(n, 1) for n, stride in sizes]
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are sent."""
+        """The number of bytes sent over the socket."""
         if not isinstance(self.where, bool):
             return 0
         return _DTYPES[self.dtype].itemsize * (self.span if self.where else prod(self.once))
 
 
 def pack(message: Message, lent: LentMemory | None = None) -> list[memoryview]:
-    """The bytes of a message, in parts, which keep the tensors alive. These are not copied where
-    they lie dense in memory; large ones go to memory that is lent to the process that gets them.
-    Raises InputError where the message has something in it that cannot be sent."""
+    """Return the bytes of a message, in parts.
+
+    Dense tensors are not copied: their parts keep them alive. Large tensors are written into memory
+    lent to the receiving process instead, if there is any.
+
+    Raises:
+        InputError: the message contains something that cannot be sent.
+    """
     flat = _Flat(lent)
     try:
         tree = flat.of(message.value)
@@ -105,20 +109,20 @@ def pack(message: Message, lent: LentMemory | None = None) -> list[memoryview]:
 
 
 def digest(tensor: Tensor) -> str:
-    """A short text that is the same for tensors with the same values; empty where one has none."""
+    """Return a short hash of a tensor's values; empty on the meta device."""
     if tensor.is_meta:
         return ""
     dense = tensor.layout is torch.strided
     flat = tensor.reshape(-1).contiguous() if dense else tensor
-    made = hashlib.sha256()
-    for part in pack(Message("", (), flat))[1:]:  # the first has the layout as well
-        made.update(part)
-    return made.hexdigest()[:16]
+    values = hashlib.sha256()
+    for part in pack(Message("", (), flat))[1:]:  # without the head, which has the layout
+        values.update(part)
+    return values.hexdigest()[:16]
 
 
 def unpacking(borrowed: BorrowedMemory | None = None) -> Iterator[memoryview | Message]:
-    """Read messages one after another: yields memory to fill, or a message that is complete. Large
-    tensors are in memory that is borrowed from the process that sends them."""
+    """Read messages one after another. Yields either memory that the caller must fill with the
+    bytes that arrive next, or a complete message. Large tensors are in ``borrowed`` memory."""
     while True:
         prefix = bytearray(PREFIX.size)
         yield memoryview(prefix)
@@ -133,21 +137,21 @@ def unpacking(borrowed: BorrowedMemory | None = None) -> Iterator[memoryview | M
             raise ValueError(f"{rest} bytes for tensors of {expected} bytes")
         tensors = yield from _arriving(layouts, borrowed)
         message = [Message(kind, _tuples(key), _nested(tree, tensors))]
-        del tensors  # they are to live no longer than who gets them says
+        del tensors  # keep no reference: the receiver decides how long they live
         yield message.pop()
 
 
 def _arriving(
     layouts: Sequence[_Layout], borrowed: BorrowedMemory | None
 ) -> Generator[memoryview, None, list[Tensor]]:
-    """The tensors of a message; yields memory for those that are sent."""
-    found: list[Tensor] = []
+    """Return the tensors of a message; yields the memory to fill for those that are sent."""
+    tensors: list[Tensor] = []
     for layout in layouts:
         dtype, where = _DTYPES[layout.dtype], layout.where
         if isinstance(where, bool):
             memory = torch.empty(layout.start + layout.span, dtype=dtype)
         elif borrowed is None:
-            raise ValueError("a tensor in shared memory, and none is shared")
+            raise ValueError("a tensor in shared memory, but no memory is shared")
         else:
             memory = torch.frombuffer(borrowed.view(Slot(*where)), dtype=dtype)
         least = min(layout.start, *layout.strides, 0)
@@ -159,16 +163,16 @@ def _arriving(
             yield _bytes(arrives)
             if not where:
                 tensor.as_strided(layout.once, layout.strides).copy_(arrives)
-        found.append(tensor)
-    return found
+        tensors.append(tensor)
+    return tensors
 
 
 class _Flat:
-    """Values as JSON, beside their tensors.
+    """Turns a value into JSON and a flat list of tensors.
 
     Attributes:
-        tensors: those that are sent, on the CPU.
-        layouts: how to restore all.
+        tensors: the tensors that are sent over the socket, on the CPU.
+        layouts: the layouts of all tensors.
     """
 
     def __init__(self, lent: LentMemory | None) -> None:
@@ -177,13 +181,13 @@ class _Flat:
         self._lent = lent
 
     def give_back(self) -> None:
-        """The message is not sent."""
+        """Free the slots of a message that is not sent."""
         for layout in self.layouts:
             if self._lent is not None and isinstance(layout.where, Slot):
                 self._lent.give_back(layout.where)
 
     def of(self, value: Any) -> Any:
-        """A value as JSON."""
+        """Return a value as JSON, and collect its tensors."""
         if isinstance(value, Tensor):
             if value.layout is not torch.strided:
                 return self._sparse(value)
@@ -242,7 +246,8 @@ class _Flat:
         self.layouts.append(layout)
 
     def _shared(self, value: Tensor, layout: _Layout) -> Slot | None:
-        """Where a tensor was written into shared memory, laid out as it is, if there was room."""
+        """Write a tensor into shared memory with the same layout. Returns its slot; None if it is
+        small, overlaps itself, or finds no room."""
         large = value.nbytes >= LEAST and layout.span <= 4 * value.numel()
         if self._lent is None or not large or _overlaps(layout.shape, layout.strides):
             return None
@@ -255,7 +260,7 @@ class _Flat:
 
 @lru_cache
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """How many elements there are from a tensor's first to its last."""
+    """The number of elements that a tensor's memory spans, from its first to its last."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
@@ -263,7 +268,7 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 @lru_cache
 def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may share memory other than along a dimension of stride 0."""
+    """Whether elements may share memory, other than along dimensions of stride 0."""
     span = 1
     for stride, n in sorted(zip(strides, shape, strict=True)):
         if n > 1 and 0 < stride < span:
@@ -273,14 +278,14 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _bytes(tensor: Tensor, kept: Tensor | None = None) -> memoryview:
-    """The memory of a dense tensor; it keeps ``kept`` alive."""
-    made = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    made.kept = kept  # type: ignore[attr-defined]
-    return memoryview(made).cast("B")
+    """Return the memory of a dense tensor; the view keeps ``kept`` alive."""
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.kept = kept  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def _nested(tree: Any, tensors: list[Tensor]) -> Any:
-    """The value of ``_Flat.of``'s JSON."""
+    """Return the value from its JSON and its tensors; undoes ``_Flat.of``."""
     if isinstance(tree, list):
         return [_nested(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -298,8 +303,8 @@ def _nested(tree: Any, tensors: list[Tensor]) -> Any:
         rows, columns, values = parts
         return torch.sparse_csr_tensor(rows, columns, values, tree["csr"], check_invariants=False)
     indices, values = parts
-    made = torch.sparse_coo_tensor(indices, values, tree["coo"], check_invariants=False)
-    return made._coalesced_(tree["coalesced"])
+    sparse = torch.sparse_coo_tensor(indices, values, tree["coo"], check_invariants=False)
+    return sparse._coalesced_(tree["coalesced"])
 
 
 def _tuples(key: list[Any]) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """A process group for each directed pair of ranks whose devices exchange tensors.
 
-NCCL ignores tags, and does what a communicator is given in that order. So each direction has one of
-its own, whose order on both sides is that of the program's lists.
+NCCL ignores tags, and runs the operations of a communicator in the order of the calls. So each
+direction has a communicator of its own, used on both sides in the order of the program's lists.
 """
 
 from __future__ import annotations
@@ -25,64 +25,63 @@ from fxpipe.runtime.ranks.rendezvous import interruptibly, within
 from fxpipe.signals import raise_held
 
 ABORTING = 30.0
-"""Seconds that giving the process groups up may take."""
+"""Seconds that aborting the process groups may take."""
 
 Pair = tuple[int, int]
-"""The rank that sends, and the one that receives."""
+"""The sending and the receiving rank."""
 
 
 def pairs_of(program: Program, device: int) -> Sequence[Pair]:
-    """The directed pairs of a device in a program, in an order that all ranks share."""
-    found: set[Pair] = set()
+    """Return the directed pairs of a device in a program, in an order that all ranks share."""
+    pairs: set[Pair] = set()
     for x in program.lists[device]:
         if isinstance(x, ins.Sending) and x.buffer.kind != "norm":
-            found.add((device, program.destination(x)))
+            pairs.add((device, program.destination(x)))
         elif isinstance(x, ins.Receiving) and x.buffer.kind != "norm":
-            found.add((program.origin(x), device))
-    return sorted(found)
+            pairs.add((program.origin(x), device))
+    return sorted(pairs)
 
 
 class PairGroups:
     """The process groups of one rank. Each has two members: 0 sends and 1 receives."""
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
-        """There are none yet; this rank's tensors are on ``device``."""
+        """Start without process groups. This rank's tensors are on ``device``."""
         self.device = device
         self._ranks = group
         self._groups: dict[Pair, Any] = {}
         self._aborted: threading.Event | None = None
 
     def connect(self, program: Program) -> None:
-        """Make the groups that a program needs and that are not there yet.
+        """Make the groups that a program needs and that do not exist yet.
 
-        All ranks call this for the same program, and each makes its own in an order of all pairs:
-        so the first that is not made yet waits for nobody.
+        All ranks call this for the same program, and make their groups in one common order, so that
+        they cannot wait for each other in a cycle.
 
         Raises:
             RankError: another rank has failed meanwhile, or cannot be reached.
         """
-        wanted = pairs_of(program, self._ranks.rank)
-        new = [pair for pair in wanted if pair not in self._groups]
+        pairs = pairs_of(program, self._ranks.rank)
+        new = [pair for pair in pairs if pair not in self._groups]
         if not new:
             return
         try:
-            self._groups |= interruptibly(lambda: dict(map(self._made, new)), self._look)
+            self._groups |= interruptibly(lambda: dict(map(self._open, new)), self._look)
         except BaseException:
             self.give_up()
             raise
 
     def send(self, target: int, value: Tensor) -> Any:
-        """Send a dense tensor, which is not to be changed until the work that this returns is
-        done."""
+        """Send a dense tensor, which must not change until the returned work is done."""
         return self._groups[self._ranks.rank, target].send([_bytes(value)], 1, 0)
 
     def receive(self, source: int, room: Tensor) -> Any:
-        """Receive into a dense tensor. Returns the work; tensors come in the order of the calls."""
+        """Receive into a dense tensor, in the order of the calls. Returns the work."""
         return self._groups[source, self._ranks.rank].recv([_bytes(room)], 0, 0)
 
     def give_up(self) -> None:
-        """Let all that is pending end, in another thread, and let every later call of the pipe fail
-        on all ranks: what one side has sent and the other not received cannot be taken back."""
+        """``close``, and make every later call of the pipe fail on all ranks: a transfer that only
+        one side has started cannot be taken back."""
         if self._aborted is None:
             self._ranks.give_up(
                 "has given up its transfers between devices after a failure: those that were "
@@ -91,14 +90,14 @@ class PairGroups:
             self.close()
 
     def close(self) -> None:
-        """Let all that is pending end, in another thread."""
+        """Abort all pending transfers, in another thread."""
         if self._aborted is None:
             self._aborted = threading.Event()
             threading.Thread(target=self._abort, name="fxpipe-abort", daemon=True).start()
 
     def drained(self) -> None:
-        """If the groups were given up, wait until they are, so that no stream waits for another
-        rank any more. Raises RankError where that takes too long."""
+        """Wait for the end of the abort, if one was started: then no stream waits for another rank.
+        Raises RankError if it takes too long."""
         if self._aborted is not None and not self._aborted.wait(ABORTING):
             raise RankError(
                 f"the transfers between devices did not end in {ABORTING:.0f} s after a failure, "
@@ -107,7 +106,7 @@ class PairGroups:
             )
 
     def make(self, store: Any, member: int) -> Any:
-        """A process group of two, of which this process is that member."""
+        """Make a process group of two, in which this process has the number ``member``."""
         nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined,unused-ignore]
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
         before = os.environ.get(name)
@@ -119,21 +118,21 @@ class PairGroups:
             if before is not None:
                 os.environ[name] = before
 
-    def abort(self, made: Any) -> None:
-        """Let what is pending in a process group end."""
-        made.abort()
+    def abort(self, group: Any) -> None:
+        """End the pending transfers of a process group."""
+        group.abort()
 
-    def _made(self, pair: Pair) -> tuple[Pair, Any]:
-        """A pair and its group, over which a byte has gone: nothing is left to be set up later,
-        where a rank would wait for the other."""
+    def _open(self, pair: Pair) -> tuple[Pair, Any]:
+        """Make the group of a pair, and send a byte over it: the set-up, for which a rank waits for
+        the other, must not be left to the first transfer."""
         member = pair.index(self._ranks.rank)
         store = within(self._ranks.members.store, f"{pair[0]}>{pair[1]}")
-        # a thread has a current device of its own
+        # the current device is set for each thread
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             try:
-                made = self.make(store, member)
+                group = self.make(store, member)
                 byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-                (made.recv([byte], 0, 0) if member else made.send([byte], 1, 0)).wait()
+                (group.recv([byte], 0, 0) if member else group.send([byte], 1, 0)).wait()
                 byte.item()
             except BaseException as error:
                 other = self._ranks.members.names[pair[1 - member]]
@@ -141,7 +140,7 @@ class PairGroups:
                     f"the devices of this rank and of {other} cannot be connected ({told(error)})",
                     rank=pair[1 - member],
                 ) from error
-        return pair, made
+        return pair, group
 
     def _look(self) -> None:
         raise_held()
@@ -151,12 +150,12 @@ class PairGroups:
     def _abort(self) -> None:
         assert self._aborted is not None
         try:
-            for made in self._groups.values():
-                self.abort(made)
+            for group in self._groups.values():
+                self.abort(group)
         finally:
             self._aborted.set()
 
 
 def _bytes(dense: Tensor) -> Tensor:
-    """The memory of a dense tensor: every dtype and every order of dimensions is sent alike."""
+    """Return the memory of a dense tensor as bytes, whatever its dtype and order of dimensions."""
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

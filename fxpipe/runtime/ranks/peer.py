@@ -1,4 +1,4 @@
-"""One connection to another rank: what is to be sent to it, and what has arrived of a message."""
+"""One connection to another rank: the messages still to be sent, and the one that arrives."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from fxpipe.runtime.ranks.message import Message, unpacking
 from fxpipe.runtime.ranks.shared import Shared
 
 _AT_ONCE = 64
-"""Pieces of memory handed to the system in one call."""
+"""Pieces of memory to send in one system call."""
 
 _AHEAD = 1 << 14
-"""Bytes that are read in one call, where they may be many small messages."""
+"""Bytes to read in one system call; they may hold many small messages."""
 
 
 class Peer:
-    """Another rank.
+    """The connection to another rank.
 
     Attributes:
-        rank: its number.
+        rank: the number of that rank.
         socket: the connection.
         lock: held to write.
-        unsent: what is left of each message that is not sent completely.
-        lent: memory of this process that the other one reads; None where none is shared.
-        borrowed: memory of the other process that this one reads; likewise.
-        spoke: when something was last sent to it.
-        heard: when something last came from it.
-        gone: why there is no connection any more; empty while there is one.
-        broken: the error of a write; empty while there was none.
-        doubt: why another rank has lost it, and when that was told; empty while none has.
+        unsent: the unsent parts of each message.
+        lent: memory of this process that the peer reads; None if none is shared.
+        borrowed: memory of the peer that this process reads; None if none is shared.
+        spoke: when something was last sent.
+        heard: when something last arrived.
+        gone: why the connection has ended; empty while it lasts.
+        broken: the error of a write; empty if there was none.
+        doubt: why another rank has lost this peer, and when that was reported; empty if none has.
         arriving: reads messages, see ``unpacking``.
-        space: the memory that is filled next.
+        space: the memory to be filled next.
         filled: how many of its bytes are filled.
     """
 
@@ -55,12 +55,12 @@ class Peer:
         self._ahead = memoryview(bytearray(_AHEAD))
 
     def room(self) -> memoryview:
-        """Memory for what arrives next: that of a large tensor, or some that ``read`` copies."""
+        """Return memory for what arrives next: a large tensor's, or a buffer to copy from."""
         space = self.space[self.filled :]
         return space if len(space) > _AHEAD else self._ahead
 
     def read(self, arrived: memoryview) -> Iterator[Message]:
-        """The messages that are complete with this, which is the first part of ``room``."""
+        """Take the bytes that have arrived in ``room``; yields the messages that they complete."""
         copied = arrived.obj is self._ahead.obj
         while True:
             count = min(len(arrived), len(self.space) - self.filled)
@@ -69,11 +69,9 @@ class Peer:
             self.filled, arrived = self.filled + count, arrived[count:]
             if self.filled < len(self.space):
                 return
-            made = next(self.arriving)
-            while isinstance(made, Message):
-                yield made
-                made = next(self.arriving)
-            self.space, self.filled = made, 0
+            while isinstance(item := next(self.arriving), Message):
+                yield item
+            self.space, self.filled = item, 0
 
     def push(self) -> bool:
         """Write as much as the socket takes. Returns whether nothing is left."""

@@ -1,4 +1,4 @@
-"""How the ranks of a pipe find each other, once, when it is compiled."""
+"""The rendezvous of a pipe's ranks: they find each other once, when the pipe is compiled."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
@@ -37,9 +38,9 @@ _POLL = 0.05
 
 
 def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
-    """The dimension of the devices of a pipeline, and that of its replicas, where there are some.
+    """Return the mesh dimensions of the pipeline and of the replicas; None if there is none.
 
-    A mesh of one dimension has the devices of one pipeline, unless it is named "dp".
+    The single dimension of a mesh is the pipeline, unless it is named "dp".
 
     Raises:
         InputError: the mesh has other dimensions, or its devices cannot exchange tensors.
@@ -64,14 +65,14 @@ def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
         check_cuda_ranks()
         if replicas is not None and mesh.shape[replicas] > 1:
             raise InputError(
-                f"'dp' of the mesh of CUDA devices has {mesh.shape[replicas]} ranks, and replicas "
-                'run on CPUs so far; give a mesh in which "pp" has all ranks'
+                f"'dp' of the mesh of CUDA devices has {mesh.shape[replicas]} ranks, but so far "
+                'replicas run only on CPUs; give a mesh in which "pp" has all ranks'
             )
     return pipeline, replicas
 
 
 def check_cuda_ranks() -> None:
-    """Raises InputError where ranks with CUDA devices cannot exchange tensors."""
+    """Raise InputError if ranks with CUDA devices cannot exchange tensors."""
     if not torch.distributed.is_nccl_available():
         raise InputError(
             "ranks with CUDA devices need NCCL, and this torch has none; install one that has, or "
@@ -85,16 +86,16 @@ def check_cuda_ranks() -> None:
 
 
 def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Membership:
-    """Connect to the other ranks of a pipe. Every rank of the mesh has to call this.
+    """Connect to the other ranks of a pipe. Every rank of the mesh must call this.
 
     Args:
         mesh: the ranks of the pipe.
-        pipeline: the dimension along which the devices of one pipeline are, in order.
-        replicas: the dimension along which the replicas are, in order.
+        pipeline: the mesh dimension of the devices of a pipeline, if there is one.
+        replicas: the mesh dimension of the replicas, if there is one.
 
     Raises:
-        InputError: the ranks have different versions of fxpipe or torch, or different meshes, or
-            this one is in none.
+        InputError: the ranks have different versions of fxpipe or torch or different meshes, or
+            this rank is not in the mesh.
         RankError: a rank does not come, or cannot be reached.
     """
     dims = [dim for dim in (replicas, pipeline) if dim is not None and mesh.shape[dim] > 1]
@@ -108,7 +109,7 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Member
         )
     groups, rank = [mesh.get_group(dim) for dim in reversed(dims)], ranks.index(dist.get_rank())
     timeout = _timeout(groups[0], mesh.device_type)
-    # a thread has a current device of its own
+    # taken here, as the current device is set for each thread
     device = torch.cuda.current_device() if mesh.device_type == "cuda" else None
     address, known_as = address_here()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -134,38 +135,35 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Member
         )
         infos = interruptibly(lambda: _gathered(groups, info), raise_held)
         _check_alike(infos)
-        infos.sort(key=lambda each: ranks.index(each.global_rank))  # the group is in its own order
+        infos.sort(key=lambda each: ranks.index(each.global_rank))  # from the order of the groups
         names = tuple(_named_rank(each) for each in infos)
         sockets = connected(rank, infos, names, listeners, time.monotonic() + CONNECTS)
-    shared = share(sockets, names)
-    beside = sum(each.host == info.host and each.network == info.network for each in infos)
     threads = torch.get_num_threads()
-    threads = threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // beside)
-    places = tuple(_place(infos[device::devices]) for device in range(devices))
-    hosts = tuple(each.host for each in infos)
+    if "OMP_NUM_THREADS" not in os.environ:
+        on_host = sum(each.host == info.host and each.network == info.network for each in infos)
+        threads = max(1, threads // on_host)
     name = hashlib.sha256(infos[0].secret).hexdigest()
-    store = within(groups[0].get_group_store(), f"fxpipe/{name}")
     return Membership(
-        rank,
-        names,
-        places,
-        hosts,
-        sockets,
-        threads,
-        timeout,
-        shared,
-        store,
-        tuple(each.device for each in infos),
-        size // devices,
+        rank=rank,
+        names=names,
+        places=tuple(_place(infos[first::devices]) for first in range(devices)),
+        hosts=tuple(each.host for each in infos),
+        sockets=sockets,
+        threads=threads,
+        timeout=timeout,
+        shared=share(sockets, names),
+        store=within(groups[0].get_group_store(), f"fxpipe/{name}"),
+        devices=tuple(each.device for each in infos),
+        replicas=size // devices,
     )
 
 
 def _gathered(groups: Sequence[dist.ProcessGroup], info: RankInfo) -> list[RankInfo]:
-    """The infos of all ranks. Raises RankError where one does not come."""
+    """Return the infos of all ranks. Raises RankError if a rank does not come."""
     infos = [info]
     try:
         with nullcontext() if info.device is None else torch.cuda.device(info.device):
-            for group in groups:  # along one dimension of the mesh, then along the other
+            for group in groups:  # along the pipeline, then along the replicas
                 parts: list[list[RankInfo]] = [[]] * group.size()
                 dist.all_gather_object(parts, infos, group=group)
                 infos = [each for part in parts for each in part]
@@ -179,24 +177,24 @@ def _gathered(groups: Sequence[dist.ProcessGroup], info: RankInfo) -> list[RankI
 
 
 def _check_alike(infos: Sequence[RankInfo]) -> None:
-    """Raises InputError where ranks have different versions or meshes."""
+    """Raise InputError if ranks have different versions or meshes."""
     first = infos[0]
-    for each in infos:
-        if each.versions != first.versions:
+    for info in infos:
+        if info.versions != first.versions:
             raise InputError(
-                f"{_named_rank(each)} has fxpipe {each.versions[0]} and torch {each.versions[1]}, "
+                f"{_named_rank(info)} has fxpipe {info.versions[0]} and torch {info.versions[1]}, "
                 f"and {_named_rank(first)} {first.versions[0]} and {first.versions[1]}; install "
                 "the same on all"
             )
-        if each.ranks != first.ranks:
+        if info.ranks != first.ranks:
             raise InputError(
-                f"{_named_rank(each)} has a mesh of the ranks {each.ranks} and "
+                f"{_named_rank(info)} has a mesh of the ranks {info.ranks} and "
                 f"{_named_rank(first)} one of {first.ranks}; make the same mesh on all"
             )
 
 
 def _place(infos: Sequence[RankInfo]) -> str:
-    """What a table says of a device, which is on one rank of each replica."""
+    """What tables call the ranks of a device, one of each replica."""
     hosts = {info.host for info in infos}
     where = infos[0].host if len(hosts) == 1 else f"{len(hosts)} hosts"
     ranks = numbers_text(sorted(info.global_rank for info in infos))
@@ -206,57 +204,53 @@ def _place(infos: Sequence[RankInfo]) -> str:
 def _named_rank(info: RankInfo) -> str:
     """What messages call a rank."""
     place = ""
-    for replica, own in enumerate(info.ranks if len(info.ranks) > 1 else ()):
-        if info.global_rank in own:
-            place = f"device {own.index(info.global_rank)} of replica {replica}, "
+    for replica, ranks in enumerate(info.ranks if len(info.ranks) > 1 else ()):
+        if info.global_rank in ranks:
+            place = f"device {ranks.index(info.global_rank)} of replica {replica}, "
     return f"rank {info.global_rank} ({place}{info.host}, process {info.process})"
 
 
 def _version() -> str:
-    """That of fxpipe; empty where it is used without being installed."""
+    """The version of fxpipe; empty if it is not installed as a package."""
     with suppress(PackageNotFoundError):
         return version("fxpipe")
     return ""
 
 
 def _network() -> str:
-    """What tells the hosts apart, network namespaces of one host included."""
+    """Identify the network namespace: hosts of the same name, or containers of one host, differ."""
     with suppress(OSError):
         return str(os.stat("/proc/self/ns/net").st_ino)
     return ""
 
 
 def _timeout(group: dist.ProcessGroup, device: str) -> float:
-    """Seconds that a rank may be late: as ``init_process_group(timeout=...)`` says."""
+    """The seconds that a rank may be late: ``init_process_group(timeout=...)``."""
     with suppress(Exception):
         return float(group._get_backend(torch.device(device)).options._timeout.total_seconds())
     return 1800.0
 
 
 def within(store: Any, name: str) -> Any:
-    """The part of a store of torch.distributed whose keys begin with a name."""
+    """Return the part of a torch.distributed store whose keys begin with a name."""
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined,unused-ignore]
 
 
 def interruptibly(work: Callable[[], T], look: Callable[[], None]) -> T:
-    """The result of a call that would not let Python handle signals; another thread makes it.
-
-    ``look`` is called again and again meanwhile; what it raises ends the wait.
+    """Call ``work`` in another thread and return its result: it may block without letting Python
+    handle signals. ``look`` is called repeatedly meanwhile; an error that it raises ends the wait.
     """
-    made: list[T] = []
-    failed: list[BaseException] = []
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            made.append(work())
+            future.set_result(work())
         except BaseException as error:
-            failed.append(error)
+            future.set_exception(error)
 
     thread = threading.Thread(target=run, name="fxpipe-meeting", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(_POLL)
         look()
-    if failed:
-        raise failed[0]
-    return made[0]
+    return future.result()

@@ -1,8 +1,8 @@
-"""Memory that two processes of one host share, in which large tensors go from one to the other.
+"""Memory that two processes of one host share, to pass large tensors from one to the other.
 
-A socket copies what is sent into the system and out of it again. Here the sender copies a tensor
-once, and the receiver computes on it where it is. The memory has no name, so that nothing is left
-behind however a process ends.
+A socket copies every byte twice, into the kernel and out of it. Here the sender copies a tensor
+once, and the receiver computes on it in place. The memory has no name, so nothing is left behind,
+however a process ends.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from typing import NamedTuple
 from fxpipe.errors import RankError, told
 
 LEAST = 1 << 15
-"""Tensors of fewer bytes go through the socket: shared memory costs some microseconds each."""
+"""Tensors of fewer bytes go through the socket: shared memory costs some microseconds for each."""
 
 MOST = 1 << 28
-"""Bytes that one process shares with another one at most. What does not fit goes through the
-socket."""
+"""The maximum number of bytes lent to one process. Tensors beyond go through the socket."""
 
 SLOTS = mmap.PAGESIZE
-"""How many tensors may be shared at once. The first page has a byte for each: 1 while it is used.
-"""
+"""The maximum number of slots. The first page has a byte for each slot: 1 while it is in use."""
 
 LOCAL = getattr(socket, "AF_UNIX", None)
-"""The family of connections inside one host, over which memory can be handed."""
+"""The family of sockets within one host, over which a file descriptor can be sent."""
 
 _NONE = -1  # no file
 _FIRST = 1 << 20  # bytes of the first segment; each further one is as large as all before it
@@ -39,11 +37,11 @@ class Slot(NamedTuple):
     """Memory for one tensor at a time.
 
     Attributes:
-        number: the place of its byte in the first page.
-        start: where the segment of the file begins that it is in.
-        length: the bytes of that segment, which is mapped at once.
-        offset: where it begins in the segment.
-        capacity: its bytes.
+        number: the index of its byte in the first page.
+        start: the offset in the file of its segment, which is mapped as a whole.
+        length: the bytes of the segment.
+        offset: where the slot begins in the segment.
+        capacity: the bytes of the slot.
     """
 
     number: int
@@ -54,13 +52,13 @@ class Slot(NamedTuple):
 
 
 class LentMemory:
-    """The memory that this process lends another one: it writes, the other one reads.
+    """Memory that this process lends to another process: it writes, the other one reads.
 
-    A step sends tensors of the same sizes as the one before, so that slots are used again.
+    Slots are reused: each step sends tensors of the same sizes as the step before.
     """
 
     def __init__(self, file: int) -> None:
-        """Args: file: the descriptor of an empty file without a name."""
+        """``file``: the descriptor of an empty file without a name."""
         self._file = file
         self._lock = threading.Lock()
         self._slots: list[Slot] = []
@@ -70,12 +68,12 @@ class LentMemory:
         self._used = mmap.mmap(file, SLOTS)
 
     def take(self, size: int) -> Slot | None:
-        """A free slot of at least so many bytes, used from now on; None if there is none."""
+        """Take a free slot of at least ``size`` bytes; None if there is none."""
         with self._lock:
             free = (x for x in self._slots if x.capacity >= size and not self._used[x.number])
             slot = min(free, key=lambda x: x.capacity, default=None)
-            if slot is None or slot.capacity > 2 * size:  # one so large will be needed itself
-                slot = self._another(size) or slot
+            if slot is None or slot.capacity > 2 * size:  # keep it for a larger tensor
+                slot = self._new_slot(size) or slot
             if slot is not None:
                 self._used[slot.number] = 1
             return slot
@@ -85,15 +83,15 @@ class LentMemory:
         return memoryview(self._segments[slot.start])[slot.offset : slot.offset + slot.capacity]
 
     def give_back(self, slot: Slot) -> None:
-        """A slot is free again, whose tensor was not sent."""
+        """Free a slot whose tensor was not sent."""
         self._used[slot.number] = 0
 
     def close(self) -> None:
-        """Lend nothing more. What was sent stays with the other process."""
+        """Lend no more memory. The other process keeps the tensors that were sent."""
         with self._lock:
             self._file = _closed(self._file)
 
-    def _another(self, size: int) -> Slot | None:
+    def _new_slot(self, size: int) -> Slot | None:
         capacity = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._file == _NONE or len(self._slots) == SLOTS:
             return None
@@ -106,7 +104,7 @@ class LentMemory:
             try:
                 os.ftruncate(self._file, start + length)
                 segment = self._segments[start] = mmap.mmap(self._file, length, offset=start)
-            except (OSError, ValueError):  # there is no more memory to share, or to map
+            except (OSError, ValueError):  # no more memory can be shared or mapped
                 return None
             self._size, self._taken = start + length, start
         slot = Slot(len(self._slots), start, len(segment), self._taken - start, capacity)
@@ -116,17 +114,17 @@ class LentMemory:
 
 
 class BorrowedMemory:
-    """The memory that another process lends this one."""
+    """Memory that another process lends to this one."""
 
     def __init__(self, file: int) -> None:
-        """Args: file: the descriptor that the other process has sent."""
+        """``file``: the descriptor that the other process has sent."""
         self._file = file
         self._process = os.getpid()
         self._segments: dict[int, mmap.mmap] = {}
         self._used: mmap.mmap | None = None
 
     def view(self, slot: Slot) -> memoryview:
-        """A slot. The other process may use it again when nothing refers to the view any more.
+        """Return the memory of a slot, which becomes free when nothing refers to the view any more.
 
         Raises:
             ValueError: there is no such slot.
@@ -147,11 +145,11 @@ class BorrowedMemory:
         return view
 
     def close(self) -> None:
-        """Borrow nothing more. What is here stays."""
+        """Borrow no more memory. The tensors that have arrived stay valid."""
         self._file = _closed(self._file)
 
     def _free(self, number: int) -> None:
-        # a forked process drops its copy of the view, while this one goes on using the memory
+        # not in a forked process: its parent goes on using the memory
         if self._used is not None and os.getpid() == self._process:
             self._used[number] = 0
 
@@ -163,13 +161,14 @@ def _closed(file: int) -> int:
 
 
 Shared = tuple[LentMemory | None, BorrowedMemory | None]
-"""What a process lends another one, and borrows from it."""
+"""The memory lent to another process, and the memory borrowed from it."""
 
 
 def share(connections: Mapping[int, socket.socket], names: Sequence[str]) -> dict[int, Shared]:
-    """Rank → memory shared with it over its connection; each rank calls this.
+    """Set up memory shared with the other ranks of this host; every rank must call this.
 
-    Connections between hosts, and systems without such memory, share none.
+    Returns:
+        Other rank → memory shared with it; none between hosts, or on systems without support.
 
     Raises:
         RankError: a rank has left meanwhile; all connections are closed then.
@@ -184,9 +183,9 @@ def share(connections: Mapping[int, socket.socket], names: Sequence[str]) -> dic
         for rank in local:
             shared[rank] = shared[rank][0], _borrow(connections[rank])
     except OSError as error:
-        memory = [each for own in shared.values() for each in own if each is not None]
-        for each in (*connections.values(), *memory):
-            each.close()
+        memory = [part for pair in shared.values() for part in pair if part is not None]
+        for resource in (*connections.values(), *memory):
+            resource.close()
         raise RankError(
             f"{names[rank]} left while the ranks connected ({told(error)}); its own error says "
             "why: start all ranks again",

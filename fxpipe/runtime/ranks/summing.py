@@ -1,14 +1,14 @@
-"""Sums of gradients over the replicas, in the order of the replicas unless it may be another.
+"""Sums of gradients over the N replicas, by default in the order of the replicas.
 
-A gradient of n elements is cut into as many pieces as there are replicas. Each replica gets one of
-them from all others, adds them in the order 0, 1, 2 …, and tells the sum to all. So a rank sends
-2(N − 1)/N of the bytes of its gradients, and whatever it computes meanwhile, it does not wait.
+A gradient is cut into N pieces. Each replica receives one of them from all others, adds up the N
+contributions in the order 0, 1, 2 …, and sends the sum to all others. So a rank sends 2(N − 1)/N of
+the bytes of its gradients. It goes on computing meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from fxpipe.runtime.interpreter import Machine
     from fxpipe.runtime.ranks.channels import RankChannels
 
+T = TypeVar("T")
+
 Pieces = list[Tensor | None]
-"""For each gradient of a stage one replica's piece of it; None where there is no gradient."""
+"""One replica's piece of each gradient of a stage; None where there is no gradient."""
 
 Layouts = list[tuple[tuple[int, ...], tuple[int, ...]] | None]
-"""For each gradient its shape and strides, or None."""
+"""The shape and strides of each gradient of a stage; None where there is no gradient."""
 
 
 def between(machine: Machine) -> RankChannels:
-    """The channels between the replicas of a program, which only ranks have."""
+    """The channels of a machine whose program has several replicas: only ranks run it."""
     return cast("RankChannels", machine.channels)
 
 
@@ -55,89 +57,82 @@ def gather_weights(machine: Machine, instruction: ins.GatherWeights) -> None:
 
 
 class Part(NamedTuple):
-    """The pieces of a stage's gradients that one replica adds up, or their sums."""
+    """The pieces of a stage's gradients that one replica sums up, or the sums."""
 
     pieces: Pieces
     layouts: Layouts
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the pieces have."""
+        """The bytes of all pieces."""
         return sum(piece.nbytes for piece in self.pieces if piece is not None)
 
 
 def cut(gradients: Sequence[Tensor | None], replicas: int) -> list[Part]:
-    """Replica → the part that it adds up. The pieces share the gradients' memory where they can."""
+    """Replica → the part that it sums up. The pieces are views of the gradients if possible."""
     layouts = [_layout(gradient) for gradient in gradients]
     columns = [_cut(gradient, index, replicas) for index, gradient in enumerate(gradients)]
-    return [Part([own[replica] for own in columns], layouts) for replica in range(replicas)]
+    return [Part([column[replica] for column in columns], layouts) for replica in range(replicas)]
 
 
 def add_up(parts: Sequence[Part]) -> Part:
-    """The sums of what all replicas have of a part, in their order."""
+    """Add up the replicas' contributions to a part, in the given order."""
     pieces: Pieces = []
-    layouts: Layouts = []
-    for own, told in zip(
-        zip(*(part.pieces for part in parts), strict=True),
-        zip(*(part.layouts for part in parts), strict=True),
-        strict=True,
-    ):
-        first, *others = [piece for piece in own if piece is not None] or [None]
-        total = first
+    for contributions in zip(*(part.pieces for part in parts), strict=True):
+        total, *others = [piece for piece in contributions if piece is not None] or [None]
         for index, piece in enumerate(others):
             total = torch.add(total, piece) if index == 0 else total.add_(piece)
         pieces.append(total)
-        layouts.append(next((layout for layout in told if layout is not None), None))
-    return Part(pieces, layouts)
+    return Part(pieces, merged([part.layouts for part in parts]))
 
 
 class RunningSum:
-    """The sum of a part, as the replicas' gradients come.
+    """The sum of a part, whose contributions arrive one after another.
 
-    In the order of the replicas it is the same to the bit each time, and is made when all have
-    come. In the order in which they come, only the last one is still to be added then.
+    If ``ordered``, they are added in the order of the replicas once all have arrived: then the sum
+    is the same to the bit each time. Otherwise each is added when it arrives, so that at the end
+    only the last addition is left.
     """
 
     def __init__(self, replicas: int, ordered: bool) -> None:
-        """Nothing has come yet."""
         self._replicas, self._ordered = replicas, ordered
-        self._come = 0
+        self._arrived = 0
         self._parts: dict[int, Part] = {}
 
     def take(self, replica: int, part: Part) -> Part | None:
-        """Take what has come of a replica. Returns the sum once all have come."""
-        self._come += 1
+        """Take the contribution of a replica. Returns the sum once all have arrived."""
+        self._arrived += 1
         self._parts[replica] = part
-        if self._come == self._replicas or (not self._ordered and self._come > 1):
+        if self._arrived == self._replicas or (not self._ordered and self._arrived > 1):
             self._parts = {-1: add_up([each for _, each in sorted(self._parts.items())])}
-        return self._parts[-1] if self._come == self._replicas else None
+        return self._parts[-1] if self._arrived == self._replicas else None
 
 
 def joined(parts: Sequence[Part]) -> list[Tensor | None]:
-    """The gradients from the sums of all parts, in memory of their own."""
+    """Put the gradients together from the sums of all parts, in memory of their own."""
     return [
         None if layout is None else _join([part.pieces[index] for part in parts], *layout)
         for index, layout in enumerate(parts[0].layouts)
     ]
 
 
-def merged(buckets: Sequence[Pieces]) -> Pieces:
-    """One list of what some buckets have, each of them None elsewhere."""
-    return [next((x for x in own if x is not None), None) for own in zip(*buckets, strict=True)]
+def merged(lists: Sequence[list[T | None]]) -> list[T | None]:
+    """Merge lists of the same length: at each place the first entry that is not None."""
+    return [next((x for x in at if x is not None), None) for at in zip(*lists, strict=True)]
 
 
 def _cut(gradient: Tensor | None, index: int, replicas: int) -> Pieces:
     if gradient is None:
         return [None] * replicas
-    if gradient.layout is not torch.strided:  # all of it is one piece
-        return [gradient if index % replicas == each else None for each in range(replicas)]
+    if gradient.layout is not torch.strided:  # not cut: the replicas take turns
+        return [gradient if index % replicas == replica else None for replica in range(replicas)]
     flat = gradient.detach().reshape(-1)
     spans = [part_of(flat.numel(), replica, replicas) for replica in range(replicas)]
     return [flat[span.start : span.stop] for span in spans]
 
 
 def _layout(gradient: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The layout of a copy; it has no gaps, and no elements twice."""
+    """The layout of a copy, which has no gaps and no repeated elements."""
     if gradient is None:
         return None
     if gradient.layout is not torch.strided:
@@ -146,10 +141,10 @@ def _layout(gradient: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]] 
 
 
 def _join(pieces: Pieces, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    found = [piece for piece in pieces if piece is not None]
-    if found[0].layout is not torch.strided:
-        return found[0].clone()
-    made = torch.empty_strided(shape, strides, dtype=found[0].dtype)
-    if made.is_contiguous():
-        return torch.cat(found, out=made.view(-1)).view(shape)
-    return made.copy_(torch.cat(found).view(shape))
+    present = [piece for piece in pieces if piece is not None]
+    if present[0].layout is not torch.strided:
+        return present[0].clone()
+    gradient = torch.empty_strided(shape, strides, dtype=present[0].dtype)
+    if gradient.is_contiguous():
+        return torch.cat(present, out=gradient.view(-1)).view(shape)
+    return gradient.copy_(torch.cat(present).view(shape))

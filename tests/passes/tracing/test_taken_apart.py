@@ -122,7 +122,7 @@ def test_a_size_of_a_trace_is_not_walked() -> None:
         def forward(self, x: Tensor) -> Any:
             walk = _Walk()
             assert walk(x.shape[0]) is not None
-            reached.extend(walk._found)
+            reached.extend(walk._seen)
             reached.append(type(x.shape[0]))
             return x * 2
 
