@@ -267,8 +267,8 @@ def place_like(traced: Traced, reference: Traced, assignment: Assignment) -> Ass
         stages = {placed[node.name], *read.get(node.name, [])}
         if node.op == "call_module" and len(stages) > 1:
             raise PartitionError(
-                f"submodule {node.target!r} is called as it is, in one stage, but the model was cut "
-                "inside of it for an earlier call that could trace it; run a step first, as with "
+                f"submodule {node.target!r} is called as it is, in one stage, but an earlier call "
+                "could trace it and cut the model inside of it; run a step first, as with "
                 f"compile(..., example=...), or give compile(..., leaf_modules=[{node.target!r}])"
             )
     return Assignment(assignment.stages, placed)
@@ -286,7 +286,7 @@ def _calls(traced: Traced) -> Iterator[tuple[tuple[str, str, int], fx.Node]]:
 
 
 def _settle(traced: Traced, placed: dict[str, int]) -> None:
-    """Move nodes to later stages until every edge runs forward and no group of ``bonds`` is split."""
+    """Move nodes to later stages until edges run forward and no group of ``bonds`` is split."""
     nodes = in_order(traced)
     bound = [[node.name for node in bond] for bond in bonds(traced, nodes)]
     moved = True

@@ -152,7 +152,7 @@ def stash_peaks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def arrival_peaks(schedule: Schedule) -> tuple[int, ...]:
-    """Stage → the most micro-batches between forward and backward at once, offloaded ones left out."""
+    """Stage → the most micro-batches between forward and backward at once, but not offloaded."""
     return _peaks(schedule, lambda task: task.kind in "FP")
 
 

@@ -130,7 +130,7 @@ def memory_bound(work: Work, machine: Machine) -> float:
 def _reaches(
     limit: float, gaps: Sequence[tuple[float, float]], machine: Machine, total: float
 ) -> bool:
-    """Whether stages of at most ``limit`` seconds, each ending outside the gaps, can do all work."""
+    """Whether stages of at most ``limit`` seconds that end outside the gaps can do all work."""
     starts = [gap[0] for gap in gaps]
     done = 0.0
     for speed in machine.speeds:

@@ -201,7 +201,7 @@ class _Sweep:
         return end
 
     def _runs_from(self, first: int, last: int) -> None:
-        """Try every run that begins at ``first`` … ``last``, for every stage that can begin there."""
+        """Try every run that begins in the block ``first`` … ``last``, for every stage."""
         spans = [(max(a, first), min(b, last)) for a, b in self.begins]
         furthest = max((self.end(b, k) for k, (a, b) in enumerate(spans) if a <= b), default=0)
         table: Tensor | None = None
