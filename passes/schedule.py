@@ -41,7 +41,7 @@ def write_schedule(recipe: Recipe, devices: int, microbatches: int, short: bool)
     """Write a recipe's schedule; end it with a flush if it is too short for its delay.
 
     Args:
-        short: whether a batch may have too few micro-batches for batches to overlap.
+        short: whether it has fewer micro-batches than a whole batch, perhaps too few to overlap.
 
     Raises:
         VerificationError: the schedule is wrong.

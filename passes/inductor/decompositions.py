@@ -65,7 +65,7 @@ def register() -> None:
 
 
 def _decompose(operator: Any, ours: Callable[..., Any], takes: Callable[[Any], bool]) -> None:
-    """Use ``ours`` for calls whose arguments it ``takes``, and inductor's decomposition otherwise."""
+    """Use ``ours`` for calls whose arguments it ``takes``, else inductor's own decomposition."""
     theirs = decompositions[operator]
 
     def choose(*args: Any, **kwargs: Any) -> Any:

@@ -130,7 +130,10 @@ class _Events:
         memory = self._window_before(device)
         for at in range(len(self._program.lists[device])):
             stream, waits = self._streams[device][at], []
-            for spot in sorted(self._needs(device, at, memory), key=_latest_first):
+            latest_first = sorted(
+                self._needs(device, at, memory), key=lambda s: (-s.batch, -s.position, s.device)
+            )
+            for spot in latest_first:
                 key = stream, spot.device, self._streams[spot.device][spot.position]
                 if key[1:] == (device, stream):
                     continue
@@ -163,10 +166,6 @@ class _Events:
         """The last computation of the window before this one, if windows overlap."""
         computed = [at for at, stream in enumerate(self._streams[device]) if stream == COMPUTE]
         return _Spot(device, computed[-1], -1) if self._program.depth and computed else None
-
-
-def _latest_first(spot: _Spot) -> tuple[int, int, int]:
-    return -spot.batch, -spot.position, spot.device
 
 
 def _before(spot: _Spot | None, buffer: Buffer) -> _Spot | None:

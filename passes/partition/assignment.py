@@ -9,7 +9,7 @@ submodules, and ``place_like`` carries one over to another graph of the same mod
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -247,24 +247,24 @@ def place_like(traced: Traced, reference: Traced, assignment: Assignment) -> Ass
         PartitionError: a submodule is a leaf module here only, and has weights on two stages.
     """
     parameter_stage = owners(reference, assignment)
-    read: dict[str, list[int]] = {}
+    floors: defaultdict[str, list[int]] = defaultdict(list)  # the stages of the parameters it reads
     for target, nodes in readers(traced).items():
         for node in nodes:
             if target in parameter_stage:
-                read.setdefault(node.name, []).append(parameter_stage[target])
+                floors[node.name].append(parameter_stage[target])
     by_call = {key: assignment.nodes[node.name] for key, node in _calls(reference)}
     by_module: dict[str, int] = {}
     for (module, _, _), stage in by_call.items():
         by_module[module] = min(stage, by_module.get(module, stage))
     placed: dict[str, int] = {}
     for key, node in _calls(traced):
-        floor = [placed[n.name] for n in node.all_input_nodes if n.name in placed]
-        earliest = max([*floor, *read.get(node.name, [])], default=0)
-        fallback = earliest if node.name in read else by_module.get(key[0], earliest)
+        sources = [placed.get(n.name, 0) for n in node.all_input_nodes]
+        earliest = max([*sources, *floors.get(node.name, [])], default=0)
+        fallback = earliest if node.name in floors else by_module.get(key[0], earliest)
         placed[node.name] = max(by_call.get(key, fallback), earliest)
     _settle(traced, placed)
     for node in compute_nodes(traced.graph):
-        stages = {placed[node.name], *read.get(node.name, [])}
+        stages = {placed[node.name], *floors.get(node.name, [])}
         if node.op == "call_module" and len(stages) > 1:
             raise PartitionError(
                 f"submodule {node.target!r} is called as it is, in one stage, but an earlier call "
@@ -293,9 +293,7 @@ def _settle(traced: Traced, placed: dict[str, int]) -> None:
     while moved:
         moved = False
         for node in nodes:
-            floor = max(
-                (placed[n.name] for n in node.all_input_nodes if n.name in placed), default=0
-            )
+            floor = max((placed.get(n.name, 0) for n in node.all_input_nodes), default=0)
             if placed[node.name] < floor:
                 placed[node.name], moved = floor, True
         for bond in bound:

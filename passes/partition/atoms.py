@@ -19,6 +19,7 @@ saved there, too.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,45 +166,35 @@ def _joined(
     The nodes of each list in ``bound`` share a group. The first node of each pair in ``turns`` is
     in no later group than the second.
     """
-    number = {node: index for index, node in enumerate(nodes)}
-    root = list(range(len(nodes)))
-
-    def find(index: int) -> int:
-        while root[index] != index:
-            root[index] = root[root[index]]
-            index = root[index]
-        return index
-
-    for bond in bound:
-        for node in bond[1:]:
-            root[find(number[node])] = find(number[bond[0]])
-    group_of = [find(index) for index in range(len(nodes))]
-    sources: dict[int, set[int]] = {group: set() for group in group_of}
-    for index, node in enumerate(nodes):
-        for source in node.all_input_nodes:
-            if source in number and group_of[number[source]] != group_of[index]:
-                sources[group_of[index]].add(group_of[number[source]])
-    for first, second in turns:
-        if group_of[number[first]] != group_of[number[second]]:
-            sources[group_of[number[second]]].add(group_of[number[first]])
-    part_of = {group: number for number, part in enumerate(_connected(sources)) for group in part}
-    parts: dict[int, list[int]] = {}
-    for index, group in enumerate(group_of):
-        parts.setdefault(part_of[group], []).append(index)
-    before: dict[int, set[int]] = {part: set() for part in parts}
-    for group, others in sources.items():
-        before[part_of[group]] |= {part_of[other] for other in others} - {part_of[group]}
+    place = {node: index for index, node in enumerate(nodes)}
+    sources = {
+        index: {place[source] for source in node.all_input_nodes if source in place}
+        for node, index in place.items()
+    }
+    for bond in bound:  # edges both ways make a cycle, so that a component holds all of the bond
+        first, *others = (place[node] for node in bond)
+        sources[first].update(others)
+        for index in others:
+            sources[index].add(first)
+    for before, after in turns:
+        sources[place[after]].add(place[before])
+    group_of = {index: number for number, part in enumerate(_connected(sources)) for index in part}
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    read: defaultdict[int, set[int]] = defaultdict(set)
+    for index, group in sorted(group_of.items()):
+        groups[group].append(index)
+        read[group] |= {group_of[source] for source in sources[index]} - {group}
     # ties go by the program's order
-    ordered = sorted_by_rank(before, lambda part, _: parts[part][0])
-    return [[nodes[index] for index in parts[part]] for part in ordered]
+    ordered = sorted_by_rank(read, lambda group, _: groups[group][0])
+    return [[nodes[index] for index in groups[group]] for group in ordered]
 
 
 def _connected(sources: Mapping[int, set[int]]) -> Iterator[list[int]]:
     """Yield the strongly connected components of a graph (Kosaraju, 1978)."""
-    readers: dict[int, list[int]] = {group: [] for group in sources}
-    for group, others in sources.items():
-        for other in others:
-            readers[other].append(group)
+    readers: dict[int, list[int]] = {item: [] for item in sources}
+    for item, others in sources.items():
+        for source in others:
+            readers[source].append(item)
     ends = itertools.chain.from_iterable(_walks(sources, sources))
     return _walks(readers, reversed([*ends]))
 

@@ -119,20 +119,13 @@ def measure(
             if times.enough():
                 break
     sizes = {node.name: node.meta[BYTES] for node in stage.graph.graph.nodes}
-    ahead, back, first, then = (
-        {} if timer is None else timer.by_origin()
-        for timer in (forward, backward, input_grad, weight_grad)
-    )
-    return {
-        node.name: NodeCost(
-            ahead.get(node.name, 0.0),
-            back.get(node.name, 0.0),
-            sizes.get(node.name, 0),
-            first.get(node.name, 0.0),
-            then.get(node.name, 0.0),
-        )
-        for node in traced.graph.nodes
-    }
+    timers = forward, backward, input_grad, weight_grad
+    parts = [{} if timer is None else timer.by_origin() for timer in timers]
+    costs: dict[str, NodeCost] = {}
+    for node in traced.graph.nodes:
+        ahead, back, first, second = (part.get(node.name, 0.0) for part in parts)
+        costs[node.name] = NodeCost(ahead, back, sizes.get(node.name, 0), first, second)
+    return costs
 
 
 @dataclass(frozen=True)
@@ -346,12 +339,12 @@ class _Meter(fx.Interpreter):
 
 
 def _differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _cut(value: Any) -> Any:
     """Cut a tensor off its autograd history."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)
 
@@ -359,4 +352,4 @@ def _cut(value: Any) -> Any:
 def _copied(value: Any) -> Any:
     """Copy a tensor, so that a module may change it in place; autograd forbids that for leaves."""
     cut = _cut(value)
-    return cut.clone() if isinstance(cut, torch.Tensor) else cut
+    return cut.clone() if isinstance(cut, Tensor) else cut

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 from fxpipe.passes.partition.work import Machine, Transfer, Work, sorted_by_rank, weigh
 
@@ -85,7 +86,13 @@ def pack(work: Work, machine: Machine, limit: float, light: float) -> list[int] 
         level = following
     if not level:
         return None
-    return _traced_back(everything, origin, len(work))
+    stage_of, downset = [0] * len(work), everything
+    while downset:
+        earlier, stage = origin[downset]
+        for atom in members(downset & ~earlier):
+            stage_of[atom] = stage
+        downset = earlier
+    return stage_of
 
 
 def _without_light(work: Work, light: float) -> list[float]:
@@ -118,18 +125,19 @@ def _closed(
     return downset, tuple(sorted(heavy))
 
 
-def _traced_back(downset: int, origin: dict[int, tuple[int, int]], atoms: int) -> list[int]:
+def members(atoms: int) -> Iterator[int]:
+    """Yield the atoms of a bit set."""
+    while atoms:
+        yield (atoms & -atoms).bit_length() - 1
+        atoms &= atoms - 1
+
+
+def stages_between(chain: Iterable[int], atoms: int) -> list[int]:
+    """Turn a chain of downsets, from the empty one to that of all atoms, into atom → stage."""
     stage_of = [0] * atoms
-    while downset:
-        earlier, stage = origin[downset]
-        added = downset & ~earlier
-        while added:
-            bit = added & -added
-            stage_of[bit.bit_length() - 1] = stage
-            added ^= bit
-        if earlier == downset:
-            break
-        downset = earlier
+    for stage, (start, end) in enumerate(pairwise(chain)):
+        for atom in members(end & ~start):
+            stage_of[atom] = stage
     return stage_of
 
 
@@ -163,14 +171,11 @@ class Search:
         self.work = work
         self.machine = machine
         self.sets = sets
-        self._values = [
-            (
-                None if value.source is None else 1 << value.source,
-                sum(1 << reader for reader in value.readers),
-                value,
-            )
-            for value in work.transfers
-        ]
+        self._values: list[tuple[int, int, Transfer]] = []  # with masks of its makers and readers
+        for value in work.transfers:
+            readers = sum(1 << reader for reader in value.readers)
+            makers = readers if value.source is None else 1 << value.source
+            self._values.append((makers, readers, value))
         self.cost = cache(self._cost)
         self.ahead = cache(self._ahead)
 
@@ -186,7 +191,7 @@ class Search:
     def _extend(self, chain: list[int], slowest: float) -> None:
         stage = len(chain) - 1
         if stage == self.machine.stages:
-            division = weigh(self.work, self.machine, self._stage_of(chain))
+            division = weigh(self.work, self.machine, stages_between(chain, len(self.work)))
             if division.fits(self.machine) and division.slowest < self.limit:
                 self.limit, self.found = division.slowest, list(division.stage_of)
             return
@@ -221,7 +226,7 @@ class Search:
         """The least seconds of a stage; infinite if it exceeds its memory limit."""
         machine, work = self.machine, self.work
         inside = end & ~start
-        atoms = [atom for atom in range(len(work)) if inside >> atom & 1]
+        atoms = [*members(inside)]
         seconds = math.fsum(work.seconds[atom] for atom in atoms) / machine.speeds[stage]
         if not machine.linked and not machine.limited:
             return seconds
@@ -229,13 +234,12 @@ class Search:
         held = sum(work.resident[atom] for atom in atoms)
         undo = sum(work.undo[atom] for atom in atoms)
         kept = saving * sum(work.saved[atom] for atom in atoms)
-        for source, readers, value in self._values:
-            born = start & (readers if source is None else source)
-            if born:
+        for makers, readers, value in self._values:
+            if start & makers:
                 if readers & inside:
                     kept += receiving * value.bytes
                     seconds += self._least(value, [(k, stage) for k in range(stage)])
-            elif inside & (readers if source is None else source):
+            elif inside & makers:
                 held += value.resident
                 undo += value.undo
                 if readers & ~end:
@@ -249,12 +253,6 @@ class Search:
         if not self.machine.linked:
             return 0.0
         return min((self.machine.transfer_seconds(a, b, value) for a, b in links), default=0.0)
-
-    def _stage_of(self, chain: list[int]) -> list[int]:
-        return [
-            next(stage for stage, end in enumerate(chain[1:]) if end >> atom & 1)
-            for atom in range(len(self.work))
-        ]
 
 
 _FINEST = 2.0**-12

@@ -2,9 +2,8 @@
 
 The first k stages together hold a downset. What a stage sends, receives and keeps follows from the
 downset where it begins and the one where it ends. So the best division is the best path through the
-lattice of downsets. Only links are not exact: the path counts a value that several stages read as
-sent once, and over a link that it assumes: to the next stage for a good division, or the stage's
-fastest for a bound.
+lattice of downsets. Only the cost of links is approximate: a value that several stages read counts
+as sent once, over the link to the next stage for a good division, or over the fastest for a bound.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fxpipe.passes.partition.solver.downsets import members, stages_between
 from fxpipe.passes.partition.solver.flows import amounts_of, rates_of
 from fxpipe.passes.partition.work import Machine, Work
 
@@ -67,12 +67,8 @@ class Lattice:
 
     def tops(self, downset: int) -> list[int]:
         """The atoms of a downset that no atom in it reads; they determine the downset."""
-        inside = self.sets[downset]
-        return [
-            atom
-            for atom, readers in enumerate(self.work.after)
-            if inside >> atom & 1 and not any(inside >> reader & 1 for reader in readers)
-        ]
+        inside, after = self.sets[downset], self.work.after
+        return [a for a in members(inside) if not any(inside >> r & 1 for r in after[a])]
 
 
 class _Path:
@@ -114,15 +110,11 @@ class _Path:
         slowest = float(self.best[stages, -1])
         if slowest == math.inf:
             return None
-        stage_of, end = [0] * len(self.lattice.work), len(sets) - 1
-        for stage in reversed(range(stages)):
-            begin = int(self.parent[stage + 1, end])
-            taken = sets[end] & ~sets[begin]
-            for atom in range(len(stage_of)):
-                if taken >> atom & 1:
-                    stage_of[atom] = stage
-            end = begin
-        return slowest, stage_of
+        ends = [len(sets) - 1]
+        for stage in range(stages, 0, -1):
+            ends.append(int(self.parent[stage, ends[-1]]))
+        chain = (sets[end] for end in reversed(ends))
+        return slowest, stages_between(chain, len(self.lattice.work))
 
     def _runs_from(self, begin: int) -> None:
         """Try every run that begins at a downset, for every stage."""

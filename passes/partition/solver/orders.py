@@ -23,18 +23,13 @@ _LEAST = 1e-12
 def orders(work: Work, machine: Machine, target: float) -> Iterator[Sequence[int]]:
     """Yield orders, the program's first, for a slowest stage of about ``target`` seconds."""
     yield range(len(work))
-    yield branch_by_branch(work)
+    yield _listed(work, lambda atom, step: (-step, atom))  # branch by branch: the last ready first
     yield longest_way_first(work)
     if machine.limited:
         yield densest_first(work, ways(work))
         yield densest_first(work, trees(alone(work), latest_sources(work)))
     for slack in (1.0, 1.003, 1.01, 1.03):
         yield filled(work, machine, target * slack)
-
-
-def branch_by_branch(work: Work) -> list[int]:
-    """Take the atom that became ready last, so that branches are finished one by one."""
-    return _listed(work, lambda atom, step: (-step, atom))
 
 
 def longest_way_first(work: Work) -> list[int]:
