@@ -127,12 +127,9 @@ class _Layer:
             return copy
         if (node, order) not in self._copies:
             self.copied += 1
+            name = f"{node.name}_laid"
             clone = copy.graph.create_node(
-                "call_function",
-                aten.clone.default,
-                (copy,),
-                {"memory_format": order},
-                f"{node.name}_laid",
+                "call_function", aten.clone.default, (copy,), {"memory_format": order}, name
             )
             clone.meta.update(copy.meta)
             self._copies[node, order] = clone

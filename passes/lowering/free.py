@@ -67,19 +67,13 @@ def _overlapped(instructions: Sequence[ins.Instruction], offload: int, what: ins
     only up to what needs the stored value, or up to a barrier or pause."""
     computed = False
     for position in range(offload + 1, len(instructions)):
-        match instructions[position]:
-            case ins.Compute():
-                if computed:
-                    return position - 1
-                computed = True
-            case ins.Send() | ins.Stash() | ins.Output():
-                pass
-            case ins.Barrier() | ins.Pause():
-                return position - 1
-            case ins.Prefetch(buffer) if buffer[2:5] == what.buffer[2:5]:
-                return position - 1
-            case _ if computed:
-                return position - 1
+        x = instructions[position]
+        if isinstance(x, ins.Send | ins.Stash | ins.Output):
+            continue
+        needed = isinstance(x, ins.Prefetch) and x.buffer[2:5] == what.buffer[2:5]
+        if computed or needed or isinstance(x, ins.Meeting):
+            return position - 1
+        computed = isinstance(x, ins.Compute)
     return len(instructions) - 1
 
 

@@ -182,8 +182,8 @@ class _Walk:
         device = self._devices[d]
         start = device.now
         if not isinstance(instruction, ins.Move):
-            sent = (self._sent.get(buffer, 0.0) for buffer in self._program.reads(instruction))
-            start = max(start, *sent, 0.0)
+            sent = [self._sent.get(buffer, 0.0) for buffer in self._program.reads(instruction)]
+            start = max([start, *sent])
         self._launched[d].append(Launched(self._rank, start, instruction))
         self._rank += 1
         device.queue.popleft()

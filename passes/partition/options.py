@@ -63,7 +63,7 @@ class Partition:
             if name not in modules:
                 hint = near(name, modules)
                 raise InputError(f"keep_together names no submodule {name!r}: {hint}")
-        self.limits(devices)
+        self.limits(devices)  # checks its numbers, and so does links
         _each("device_speeds", self.device_speeds, devices, alone=False)
         self.links(devices)
 

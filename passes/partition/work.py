@@ -197,12 +197,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Division:
-    """A division of the atoms among stages, with the loads of the stages.
-
-    Attributes:
-        stage_of: atom → stage.
-        loads: stage → load.
-    """
+    """A division of the atoms among stages: atom → stage, with the load of each stage."""
 
     stage_of: tuple[int, ...]
     loads: tuple[Load, ...] = field(compare=False)

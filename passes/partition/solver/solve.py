@@ -63,12 +63,7 @@ _CONTRACTED = 2_000
 
 @dataclass(frozen=True)
 class Solution:
-    """A division of the atoms among stages, with a lower bound.
-
-    Attributes:
-        division: the division.
-        bound: the least seconds that the slowest stage of any division may take.
-    """
+    """A division of the atoms, with a lower bound on the slowest stage's seconds in any division."""
 
     division: Division
     bound: float
