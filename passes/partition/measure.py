@@ -198,12 +198,12 @@ class _Timer(fx.Interpreter):
         self._times = times
         self._scratch = scratch
         self._operations: dict[fx.Node, Operation] = {}
-        self._standing: dict[fx.Node, Any] = {}
+        self._stand_ins: dict[fx.Node, Any] = {}
         if scratch is not None:
             # allocate these before the run: lasting small allocations between large temporary
             # ones would keep the allocator from reusing the memory of the large ones
             values = {n: n.meta.get("val") for n in module.graph.nodes if n.op == "call_function"}
-            self._standing.update((n, scratch.like(x)) for n, x in values.items() if _is_plain(x))
+            self._stand_ins.update((n, scratch.like(x)) for n, x in values.items() if _is_plain(x))
         self._spans: list[tuple[Operation, tuple[Any, Any]]] = []
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,9 +235,9 @@ class _Timer(fx.Interpreter):
         """What later operations read: the value, or its stand-in in shared memory."""
         if self._scratch is None:
             return value
-        if n not in self._standing or _look(self._standing[n]) != _look(value):
-            self._standing[n] = pytree.tree_map_only(Tensor, self._scratch.like, value)
-        return self._standing[n]
+        if n not in self._stand_ins or _look(self._stand_ins[n]) != _look(value):
+            self._stand_ins[n] = pytree.tree_map_only(Tensor, self._scratch.like, value)
+        return self._stand_ins[n]
 
     def by_origin(self) -> dict[str, float]:
         """Name of a node in the traced graph → seconds of all operations made from it."""

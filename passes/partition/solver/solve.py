@@ -63,7 +63,7 @@ _CONTRACTED = 2_000
 
 @dataclass(frozen=True)
 class Solution:
-    """A division of the atoms, with a lower bound on the slowest stage's seconds in any division."""
+    """A division of the atoms, with a lower bound on the slowest stage of any division (seconds)."""
 
     division: Division
     bound: float
