@@ -44,8 +44,9 @@ def run(value: A, first: Callable[[A], B], /, *passes: Callable[[B], B]) -> B:
             error is the cause.
     """
     _verify(value, f"pass {pass_name(first)!r} was handed")
+    functions: tuple[Callable[[Any], Any], ...] = (first, *passes)
     result: Any = value
-    for function in (first, *passes):
+    for function in functions:
         name = pass_name(function)
         with telling(name):
             result = function(result)

@@ -146,7 +146,7 @@ class _Layer:
         nodes = [flat, call(aten.view_as.default, (flat, weight))]
         is_parameter = node.name in {argument.name for argument in stage.parameters}
         if is_parameter and all(user.target in _GROUPS for user in node.users):
-            order = {"memory_format": torch.channels_last}
+            order: dict[str, Any] = {"memory_format": torch.channels_last}
             nodes.append(call(aten.clone.default, (nodes[-1],), order))
         for new in nodes:
             new.meta.update(weight.meta)

@@ -63,7 +63,7 @@ _CONTRACTED = 2_000
 
 @dataclass(frozen=True)
 class Solution:
-    """A division of the atoms, with a lower bound on the slowest stage of any division (seconds)."""
+    """A division of the atoms, and the least seconds that any division's slowest stage may take."""
 
     division: Division
     bound: float
