@@ -167,7 +167,7 @@ class Job:
         compiled = Compiled(library, self._wiring, self.module.forward)
         for value, node in zip(compiled([*values]), results(self.module.graph), strict=True):
             if isinstance(value, Tensor) and not TensorLayout.of(node.meta["val"]).fits(value):
-                return Record(f"inductor gives {node.name!r} in another layout")
+                return Record(f"inductor returns {node.name!r} in another layout")
         # the time of this thread, which other work on the machine hardly changes
         watch = Stopwatch.of(values, thread_time)
         ways: tuple[Any, ...] = self.module.forward, compiled

@@ -62,13 +62,11 @@ def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
         if node.op in ("get_attr", "call_module"):
             raise CannotCompile(f"{node.name!r} is an attribute or a module")
         if node.target in _RECURRENT:
-            raise CannotCompile(
-                f"{node.name!r} is an LSTM, of which a library would keep too little"
-            )
+            raise CannotCompile(f"{node.name!r} is an LSTM: a library saves too little for backward")
         if _is_mixed_norm(node):
             raise CannotCompile(
-                f"{node.name!r} is a norm with weights of another type, whose statistics a library "
-                "would keep in that of its input"
+                f"{node.name!r} is a norm with weights of another type than its input, and a "
+                "library would round its statistics to the type of the input"
             )
         if node.op == "call_function" and node not in copies:
             target: Any = node.target
@@ -89,10 +87,9 @@ def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
             gives.append(("made", made.setdefault(node, len(made))))
         else:
             gives.append(("constant", node))
-    read = {node for node in place if copies[node].users}
-    for node in place.keys() - read:
+    takes = [node for node in place if copies[node].users]
+    for node in place.keys() - set(takes):
         new.erase_node(copies[node])
-    takes = [node for node in place if node in read]
     looks = tuple(map(_look, takes))
     for node in takes:
         copies[node].meta["val"] = node.meta["val"]
