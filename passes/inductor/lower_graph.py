@@ -62,7 +62,9 @@ def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
         if node.op in ("get_attr", "call_module"):
             raise CannotCompile(f"{node.name!r} is an attribute or a module")
         if node.target in _RECURRENT:
-            raise CannotCompile(f"{node.name!r} is an LSTM: a library saves too little for backward")
+            raise CannotCompile(
+                f"{node.name!r} is an LSTM, whose library would not save what its backward reads"
+            )
         if _is_mixed_norm(node):
             raise CannotCompile(
                 f"{node.name!r} is a norm with weights of another type than its input, and a "
