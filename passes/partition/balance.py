@@ -151,8 +151,9 @@ def cut_at(
             )
         if cuts and place < cuts[-1]:
             raise PartitionError(
-                f"a cut at {name!r} after the one at {at[len(cuts) - 1]!r} would make an edge "
-                "run backward, for it runs earlier; name the cuts in the order in which they run"
+                f"a cut at {name!r} after the one at {at[len(cuts) - 1]!r} would make an edge run "
+                f"backward, because {name!r} runs earlier; name the cuts in the order in which "
+                "they run"
             )
         if why := _why_not(runs, nodes, place):
             raise PartitionError(f"no stage can begin at {name!r}: {why}")

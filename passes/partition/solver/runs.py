@@ -228,11 +228,9 @@ class _Sweep:
     def _ends(self, stage: int, begins: slice) -> slice:
         """The places where a stage that begins in ``begins`` can end and the next one can begin."""
         first, last = begins.start + 1, self.end(begins.stop - 1, stage)
-        if not self.runs.empty and stage == self.stages - 1:
-            first = max(first, self.length)
-        elif not self.runs.empty:
-            first = max(first, self.begins[stage + 1][0])
-            last = min(last, self.begins[stage + 1][1])
+        if not self.runs.empty:
+            following = [*self.begins, (self.length, self.length)][stage + 1]
+            first, last = max(first, following[0]), min(last, following[1])
         return slice(first, last + 1)
 
     def _try(self, stage: int, begins: slice, ends: slice, flows: Tensor) -> None:
