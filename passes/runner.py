@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fxpipe.errors import InputError, PassError, VerificationError
 from fxpipe.ir.plan import Plan
@@ -39,39 +39,35 @@ def run(value: A, first: Callable[[A], B], /, *passes: Callable[[B], B]) -> B:
     """Hand a value from pass to pass; verify it before the first and after each.
 
     Raises:
-        PassError: a pass was handed or made something that its verifier refuses, or made
-            something else than a traced graph, a plan, a schedule or a program. It names the pass;
-            the verifier's error is the cause.
+        PassError: the first pass was handed, or a pass made, something that its verifier refuses,
+            or that is no traced graph, plan, schedule or program. It names the pass; the verifier's
+            error is the cause.
     """
     _verify(value, f"pass {pass_name(first)!r} was handed")
-    made = _run(first, value)
-    for each in passes:
-        made = _run(each, made)
-    return made
-
-
-def _run(each: Callable[[Any], B], value: object) -> B:
-    name = pass_name(each)
-    with telling(name):
-        made = each(value)
-    _verify(made, f"pass {name!r} made")
-    return made
+    functions: tuple[Callable[[Any], Any], ...] = (first, *passes)
+    result: Any = value
+    for function in functions:
+        name = pass_name(function)
+        with telling(name):
+            result = function(result)
+        _verify(result, f"pass {name!r} made")
+    return cast(B, result)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One line of a list of passes.
+    """An entry in a list of passes.
 
     Attributes:
-        function: the function, which is called with the required facts as keyword arguments. If
-            it is a frozen dataclass with ``__call__``, the facts named like its fields make an
-            object of it, which is called with the others.
+        function: the function; it gets the required facts as keyword arguments. If it is a frozen
+            dataclass with ``__call__``, an object is made of the facts named like its fields, and
+            called with the others.
         requires: the facts that it needs, such as ``"plan, state"``. Words before a fact say what
             must have been done to it: ``"differentiated plan"``.
-        provides: the facts that it returns, in this order, with words that say what the pass has
-            done to them.
-        when: the fact that says whether the pass runs; with ``not`` before it, whether it is
-            skipped. Empty for a pass that always runs.
+        provides: the facts that it returns, in this order. Words before a fact say what the pass
+            has done to it.
+        when: the pass runs if this fact holds, or with ``not`` before it if the fact does not hold.
+            Empty for a pass that always runs.
     """
 
     function: Callable[..., Any]
@@ -95,18 +91,18 @@ class Pass:
         return tuple(_facts(self.provides))
 
     def runs(self, facts: Mapping[str, Any]) -> bool:
-        """Whether the pass is to run with these facts."""
+        """Whether the pass runs, given these facts."""
         name = self.when.removeprefix("not ")
         return not name or bool(facts[name]) == (name == self.when)
 
     def __call__(self, facts: Mapping[str, Any]) -> Any:
         """Call the function with the facts that the pass requires, and return its result."""
-        given = {name: facts[name] for name, _ in self.needs}
-        if not isinstance(self.function, type):
-            return self.function(**given)
-        fields = {field.name for field in dataclasses.fields(self.function)}
-        made = self.function(**{name: given.pop(name) for name in fields & given.keys()})
-        return made(**given)
+        arguments = {name: facts[name] for name, _ in self.needs}
+        function = self.function
+        if isinstance(function, type):
+            fields = {field.name for field in dataclasses.fields(function)} & arguments.keys()
+            function = function(**{name: arguments.pop(name) for name in fields})
+        return function(**arguments)
 
 
 def _facts(text: str) -> Iterator[tuple[str, frozenset[str]]]:
@@ -116,11 +112,11 @@ def _facts(text: str) -> Iterator[tuple[str, frozenset[str]]]:
 
 
 def run_all(passes: Sequence[Pass], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a list of passes; verify each representation that one makes.
+    """Run a list of passes; verify each representation that a pass makes.
 
     Args:
         passes: the list.
-        given: the facts to begin with, by name.
+        given: fact → value, to begin with.
 
     Returns:
         All facts: those given and those that the passes made.
@@ -131,19 +127,19 @@ def run_all(passes: Sequence[Pass], given: Mapping[str, Any]) -> dict[str, Any]:
     """
     check_order(passes, given)
     facts = dict(given)
-    for each in passes:
-        if not each.runs(facts):
+    for step in passes:
+        if not step.runs(facts):
             continue
-        for name, _ in each.needs:
+        for name, _ in step.needs:
             if name not in facts:
-                raise PassError(f"pass {each.name!r} requires {name!r}, which nothing made")
-        with telling(each.name):
-            made = each(facts)
-        names = [name for name, _ in each.makes]
-        values = made if len(names) > 1 else [made][: len(names)]
+                raise PassError(f"pass {step.name!r} requires {name!r}, which nothing made")
+        with telling(step.name):
+            result = step(facts)
+        names = [name for name, _ in step.makes]
+        values = result if len(names) > 1 else [result][: len(names)]
         for name, value in zip(names, values, strict=True):
             if type(value) in VERIFIERS and value is not facts.get(name):
-                _verify(value, f"pass {each.name!r} made")
+                _verify(value, f"pass {step.name!r} made")
             facts[name] = value
     return facts
 
@@ -151,7 +147,7 @@ def run_all(passes: Sequence[Pass], given: Mapping[str, Any]) -> dict[str, Any]:
 def check_order(passes: Sequence[Pass], given: Collection[str]) -> None:
     """Check that each pass comes after the passes that provide what it requires.
 
-    Passes with a condition count as if they ran. A word on a given fact that no pass of the list
+    Conditional passes count as if they ran. A word on a given fact that no pass of the list
     provides counts as done before. A word that several passes provide holds after the last of them.
 
     Args:
@@ -159,37 +155,37 @@ def check_order(passes: Sequence[Pass], given: Collection[str]) -> None:
         given: the facts that exist before the list runs.
 
     Raises:
-        PassError: a pass comes too early; it names the pass, and the one to put it after.
+        PassError: a pass comes too early; it names the pass, and the pass to put it behind.
     """
     done = dict.fromkeys(given, frozenset[str]())
-    own: set[str] = set()
-    for place, each in enumerate(passes):
-        for name, words in each.needs:
-            left = words - done.get(name, frozenset())
-            later = [other for other in passes[place + 1 :] if name in dict(other.makes)]
+    made: set[str] = set()
+    for place, step in enumerate(passes):
+        for name, words in step.needs:
+            missing = words - done.get(name, frozenset())
+            later = [after for after in passes[place + 1 :] if name in dict(after.makes)]
             doing = [
-                other.name
-                for other in later
-                if words & dict(other.makes)[name] - dict(other.needs).get(name, frozenset())
+                after.name
+                for after in later
+                if words & dict(after.makes)[name] - dict(after.needs).get(name, frozenset())
             ]
-            making = [other.name for other in later if name not in dict(other.needs)]
+            making = [after.name for after in later if name not in dict(after.needs)]
             behind = doing if name in done else [*making[:1], *doing]
-            if not behind and not (left and name in own):
+            if not behind and not (missing and name in made):
                 continue
             what = " ".join((*sorted(words), name))
             cure = f"put it behind {behind[-1]!r}" if behind else f"let a pass provide {what!r}"
             raise PassError(
-                f"pass {each.name!r} requires {what!r}, which nothing before it provides; {cure}"
+                f"pass {step.name!r} requires {what!r}, which nothing before it provides; {cure}"
             )
-        for name, words in each.makes:
+        for name, words in step.makes:
             done[name] = done.get(name, frozenset()) | words
-            own.add(name)
+            made.add(name)
 
 
-def pass_name(each: Callable[[Any], Any]) -> str:
-    """The name of a pass: its attribute ``name``, or else that of its function or class."""
-    name = getattr(each, "name", None) or getattr(each, "__name__", None)
-    return str(name or type(each).__name__)
+def pass_name(function: Callable[[Any], Any]) -> str:
+    """The name of a pass: its attribute ``name``, or the name of the function or class."""
+    name = getattr(function, "name", None) or getattr(function, "__name__", None)
+    return str(name or type(function).__name__)
 
 
 def _verify(value: object, what: str) -> None:
@@ -205,11 +201,7 @@ def _verify(value: object, what: str) -> None:
 
 
 def comes_after(program: Program, name: str, earlier: str) -> None:
-    """Check that a pass comes once, and after an earlier one.
-
-    Raises:
-        InputError: it does not.
-    """
+    """Check that ``name`` has not run on a program and ``earlier`` has; raises InputError."""
     if name in program.passes or earlier not in program.passes:
         done = " ".join(program.passes) or "none"
         raise InputError(f"{name} comes once and after {earlier}; the passes done are: {done}")

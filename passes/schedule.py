@@ -1,21 +1,21 @@
-"""Schedule → Schedule: what a pipe's options add.
+"""Schedule → Schedule: write a recipe's schedule, and add the tasks that options ask for.
 
-``add_recompute`` keeps a stage's inputs, and runs its forward again before its backward.
+``add_recompute``: a stage keeps its inputs only, and runs its forward again before its backward.
 
 before:  1: F0 F1 B0 F2 B1 B2 U
-after:   1: F0 F1 R0 B0 F2 R1 B1 B2 U          except_last: the last micro-batch is kept
+after:   1: F0 F1 R0 B0 F2 R1 B1 B2 U          except_last: not for the last micro-batch
 
-``add_reduce`` sums a stage's gradients over replicas and copies, beside whatever follows.
+``add_reduce``: a stage sums its gradients over replicas and copies, beside whatever follows.
 
 before:  0: F0 F1 I0 W0 I1 W1 U            1: F0 I0 F1 I1 W0 W1 U
 after:   0: F0 F1 I0 W0 I1 W1 A U          1: F0 I0 F1 I1 W0 W1 A U
 
-``add_clip`` lets every stage wait for the norms of all before it updates.
+``add_clip``: each stage waits for the gradient norms of all stages before it updates.
 
 before:  0: F0 B2' F1 B3' U' F2 B0 F3 B1         2: F0 B0 F1 B1 F2 B2 F3 B3 U
 after:   0: F0 B2' F1 B3' F2 B0 F3 B1 C' U'      2: F0 B0 F1 B1 F2 B2 F3 B3 C' U'
 
-``add_offload`` stores what a stage keeps elsewhere, and fetches it before its backward.
+``add_offload``: a stage stores its saved values off the device until its backward needs them.
 
 before:  0: F0 F1 F2 F3 B0 B1 B2 B3 U
 after:   0: F0 O0 F1 O1 F2 O2 P0 F3 O3 P1 B0 P2 B1 P3 B2 B3 U
@@ -38,12 +38,13 @@ from fxpipe.ir.walk import Wait, needs_of, walk
 
 
 def write_schedule(recipe: Recipe, devices: int, microbatches: int, short: bool) -> Schedule:
-    """A recipe's schedule. Where it is too short to overlap with its delay it ends with a flush.
+    """Write a recipe's schedule; end it with a flush if it is too short for its delay.
 
-    Only a schedule for fewer micro-batches than a whole batch has can be too ``short``.
+    Args:
+        short: whether it has fewer micro-batches than a whole batch, perhaps too few to overlap.
 
     Raises:
-        VerificationError: it is wrong.
+        VerificationError: the schedule is wrong.
     """
     schedule = recipe(devices, microbatches)
     if short and schedule.overlaps and not schedule.versions().enough:
@@ -52,13 +53,13 @@ def write_schedule(recipe: Recipe, devices: int, microbatches: int, short: bool)
 
 
 def end_with_flush(schedule: Schedule) -> Schedule:
-    """The same tasks in the order in which one batch alone meets them, its flush included.
+    """Put all tasks of a batch into one step, in the order in which the batch meets them.
 
-    Before, with a delay of 1, which two micro-batches on four devices are too few for::
+    Before, on four devices with a delay of 1, for which two micro-batches are too few::
 
         0: F0 B1'' U'' F1 B0'
 
-    after, where any delay is enough::
+    after::
 
         0: F0 F1 B0 B1 U
     """
@@ -71,16 +72,16 @@ def end_with_flush(schedule: Schedule) -> Schedule:
 
 Recompute = Literal["never", "always", "except_last"]
 RecomputeLike = Recompute | Sequence[Recompute] | Mapping[int, Recompute]
-"""The mode of all stages, of each in order, or by its number; who is left out never recomputes."""
+"""One mode for all stages, a mode for each, or stage → mode; stages left out never recompute."""
 
 
 def add_recompute(schedule: Schedule, recompute: RecomputeLike) -> Schedule:
-    """Schedule → Schedule: a recompute right before each backward that is to have one.
+    """Schedule → Schedule: a recompute right before each backward of stages that recompute.
 
     Args:
-        schedule: one without recomputes of its own; those that it has are left alone.
-        recompute: which stages run their forwards again. With "except_last" that of the last
-            micro-batch does not: on the last stage its backward follows at once.
+        schedule: a schedule without recomputes; any other is returned unchanged.
+        recompute: which stages run their forwards again. "except_last" leaves out the last
+            micro-batch: on the last stage its backward follows the forward at once.
     """
     if "R" in schedule.kinds or not schedule.trains:
         return schedule
@@ -89,21 +90,21 @@ def add_recompute(schedule: Schedule, recompute: RecomputeLike) -> Schedule:
     return replace(schedule, rows=tuple(rows))
 
 
-def modes_of(given: RecomputeLike, stages: int) -> tuple[Recompute, ...]:
-    """Stage → whether it recomputes."""
-    if isinstance(given, str):
-        return (given,) * stages
-    if isinstance(given, Mapping):
-        return tuple(given.get(stage, "never") for stage in range(stages))
-    return tuple(given)
+def modes_of(recompute: RecomputeLike, stages: int) -> tuple[Recompute, ...]:
+    """Stage → its mode."""
+    if isinstance(recompute, str):
+        return (recompute,) * stages
+    if isinstance(recompute, Mapping):
+        return tuple(recompute.get(stage, "never") for stage in range(stages))
+    return tuple(recompute)
 
 
 def _row(row: tuple[Task, ...], microbatches: int, modes: Sequence[Recompute]) -> Iterator[Task]:
     for task in row:
         if task.kind in "BI" and task.stage is not None:
             mode = modes[task.stage]
-            kept = mode == "except_last" and task.microbatch == microbatches - 1
-            if mode != "never" and not kept:
+            is_last = task.microbatch == microbatches - 1
+            if mode == "always" or (mode == "except_last" and not is_last):
                 yield replace(task, kind="R")
         yield task
 
@@ -111,12 +112,12 @@ def _row(row: tuple[Task, ...], microbatches: int, modes: Sequence[Recompute]) -
 def add_reduce(schedule: Schedule, shards: bool = False) -> Schedule:
     """Schedule → Schedule: a reduce right after each stage's last backward.
 
-    Where batches overlap, an update that stands right behind would wait for all of the sum. It
-    then comes as late as the delay allows, right before the first forward that reads its version,
-    so that the sum hides behind the tasks between, in 1F1B without flush behind m − p + 1 micro-
-    batches of m. Until then a stage keeps the gradients of two batches. With tasks of one's own,
-    and clips, updates stay where they are. Where optimizers are sharded the new weights have to be
-    gathered before that forward, so that an update comes halfway.
+    Where batches overlap, an update right behind the reduce would wait for the whole sum. So the
+    update moves as late as the delay allows, right before the first forward that reads its version.
+    The sum hides behind the tasks between: in 1F1B without flush, m − p + 1 of m micro-batches.
+    Meanwhile the stage keeps the gradients of two batches. With sharded optimizers the new weights
+    must also be gathered before that forward, so the update comes halfway. In schedules with user
+    tasks or clips, updates stay where they are.
 
     Before, with a delay of 1 on two devices::
 
@@ -129,22 +130,20 @@ def add_reduce(schedule: Schedule, shards: bool = False) -> Schedule:
         1: U'' F0 B0 F1 B1 A
 
     Args:
-        schedule: one that reduces nowhere; others are left alone.
+        schedule: a schedule without reduces; any other is returned unchanged.
         shards: whether each replica updates a part of the weights.
     """
     if "A" in schedule.kinds:
         return schedule
-    rows = (tuple(_reducing(row)) for row in schedule.rows)
-    reducing = replace(schedule, rows=tuple(rows))
-    if not schedule.depth or "C" in schedule.kinds or schedule.kinds - BUILT_IN:
-        return reducing
-    rows = (tuple(_late(schedule, row, shards)) for row in reducing.rows)
-    return replace(schedule, rows=tuple(rows))
+    rows = tuple(tuple(_reducing(row)) for row in schedule.rows)
+    if schedule.depth and "C" not in schedule.kinds and not schedule.kinds - BUILT_IN:
+        rows = tuple(_late(schedule, row, shards) for row in rows)
+    return replace(schedule, rows=rows)
 
 
 def _reducing(row: tuple[Task, ...]) -> Iterator[Task]:
-    """A device's tasks, with a reduce behind its last backward of each stage; where all of them are
-    on copies of the stage, before its update."""
+    """Yield a device's tasks with a reduce behind the last backward of each stage, or before its
+    update if all backwards are on copies of the stage."""
     ends = [task for task in row if task.kind in "BW" and task.microbatch is not None]
     last = {task.stage: task for task in sorted(ends, key=lambda task: task.microbatch or 0)}
     for task in row:
@@ -155,10 +154,10 @@ def _reducing(row: tuple[Task, ...]) -> Iterator[Task]:
             yield replace(task, kind="A", microbatch=None)
 
 
-def _late(schedule: Schedule, row: tuple[Task, ...], shards: bool) -> list[Task]:
-    """A device's tasks with each update right before the first forward that reads its version, or
-    halfway there, where it then has more tasks between itself and its reduce."""
-    tasks = list(row)
+def _late(schedule: Schedule, row: tuple[Task, ...], shards: bool) -> tuple[Task, ...]:
+    """Move each update of a device right before the first forward that reads its version, or with
+    ``shards`` halfway there, unless that leaves fewer tasks between it and its reduce."""
+    tasks = row
     for update in [task for task in row if task.kind == "U"]:
         stage = update.stage
         assert stage is not None
@@ -168,17 +167,17 @@ def _late(schedule: Schedule, row: tuple[Task, ...], shards: bool) -> list[Task]
             for at, task in enumerate(rest)
             if (task.kind, task.stage) == ("F", stage)
         )
-        moved = [*rest[:at], replace(update, batch=-1 - steps), *rest[at:]]
+        moved = (*rest[:at], replace(update, batch=-1 - steps), *rest[at:])
         if shards:
             earlier, at = divmod(at - _between(moved, stage) // 2, len(rest))
-            moved = [*rest[:at], replace(update, batch=-1 - steps - earlier), *rest[at:]]
+            moved = (*rest[:at], replace(update, batch=-1 - steps - earlier), *rest[at:])
         if _between(moved, stage) > _between(tasks, stage):
             tasks = moved
     return tasks
 
 
 def _between(tasks: Sequence[Task], stage: int) -> int:
-    """How many tasks a device runs between the reduce of a stage's gradients and its update."""
+    """The number of tasks that a device runs between the reduce and the update of a stage."""
     at = {task.kind: (-task.batch, k) for k, task in enumerate(tasks) if task.stage == stage}
     (step, reduce), (later, update) = at["A"], at["U"]
     return (later - step) * len(tasks) + update - reduce - 1
@@ -187,10 +186,10 @@ def _between(tasks: Sequence[Task], stage: int) -> int:
 def add_clip(schedule: Schedule) -> Schedule:
     """Schedule → Schedule: a clip before every update.
 
-    With a flush a device clips once it has all its gradients, and updates after that. Where
-    batches overlap a stage that is through early would wait for the others: all stages clip and
-    update at the end of the step in which the last of them has its gradients, so that nobody
-    waits; until then the early ones keep the gradients of two batches.
+    With a flush, a device clips and updates once it has all of its gradients. Where batches
+    overlap, a stage that finishes early would wait for the others. So all stages clip and update
+    at the end of the step in which the last of them has its gradients. Meanwhile early stages keep
+    the gradients of two batches.
     """
     if "C" in schedule.kinds or "U" not in schedule.kinds:
         return schedule
@@ -199,15 +198,15 @@ def add_clip(schedule: Schedule) -> Schedule:
     batch = min(task.batch for row in schedule.rows for task in row if task.kind != "U")
     late: list[tuple[Task, ...]] = []
     for device, row in enumerate(schedule.rows):
-        own = [task for task in row if task.kind != "U"]
+        tasks = [task for task in row if task.kind != "U"]
         for stage in schedule.held_by(device):
-            own += [Task("C", None, stage, batch), Task("U", None, stage, batch)]
-        late.append(tuple(own))
+            tasks += [Task("C", None, stage, batch), Task("U", None, stage, batch)]
+        late.append(tuple(tasks))
     return replace(schedule, rows=tuple(late))
 
 
 def _clipped(row: tuple[Task, ...]) -> tuple[Task, ...]:
-    """A device's tasks with a flush: its updates come after all of its gradients."""
+    """A device's tasks, where all clips and updates come behind its last backward or reduce."""
     complete = 1 + max((at for at, task in enumerate(row) if task.kind in "BWA"), default=-1)
     before = [task for task in row[:complete] if task.kind != "U"]
     early = [task for task in row[:complete] if task.kind == "U"]
@@ -218,15 +217,13 @@ def _clipped(row: tuple[Task, ...]) -> tuple[Task, ...]:
 def add_offload(schedule: Schedule, offload: RecomputeLike) -> Schedule:
     """Schedule → Schedule: an offload right after forwards, a prefetch before their backwards.
 
-    A prefetch begins as late as it can so that its backward, or the recompute of its micro-batch,
-    need not wait for it, by the costs of the kinds of tasks. Where fewer than three tasks of the
-    device come between a forward and that nothing is offloaded: one runs while it is stored and one
-    while it is fetched.
+    A prefetch begins as late as it can without delaying the backward, or the recompute, by the
+    costs of the kinds of tasks. A micro-batch stays on the device if fewer than three tasks run
+    between its forward and that: one must overlap the store and one the fetch.
 
     Args:
-        schedule: a valid one that offloads nowhere; others are left alone.
-        offload: which stages store what they keep. With "except_last" that of the last micro-batch
-            is kept.
+        schedule: a valid schedule without offloads; any other is returned unchanged.
+        offload: which stages offload what they keep. "except_last" leaves out the last micro-batch.
     """
     if "O" in schedule.kinds or not schedule.trains:
         return schedule
@@ -243,29 +240,27 @@ def add_offload(schedule: Schedule, offload: RecomputeLike) -> Schedule:
 
 
 def _spans(schedule: Schedule) -> dict[Task, tuple[float, float]]:
-    """Start and end of tasks of micro-batches in some steps; batches count from the first."""
+    """Task of a micro-batch → its start and end, over several steps; the first step is batch 0."""
     rows = unroll_schedule(schedule, 3 * schedule.depth + 2).rows
     rows = tuple(tuple(task for task in row if task.microbatch is not None) for row in rows)
     places = {task: (device, at) for device, row in enumerate(rows) for at, task in enumerate(row)}
     needs, spans, free = needs_of(schedule), dict[Task, tuple[float, float]](), [0.0] * len(rows)
-    needed = [
-        [
-            [
-                before
-                for key in needs((task.kind, task.microbatch, task.stage or 0))
-                if (before := Task(*key, task.batch)) in places
-            ]
-            for task in row
+    needed = {
+        task: [
+            before
+            for key in needs((task.kind, task.microbatch, task.stage or 0))
+            if (before := Task(*key, task.batch)) in places
         ]
-        for row in rows
-    ]
+        for task in places
+    }
     waits: list[list[Wait]] = [
-        [(at, *places[before]) for at, own in enumerate(each) for before in own] for each in needed
+        [(at, *places[before]) for at, task in enumerate(row) for before in needed[task]]
+        for row in rows
     ]
 
     def clock(device: int, at: int) -> float:
         task = rows[device][at]
-        start = max(free[device], *(spans[before][1] for before in needed[device][at]), 0.0)
+        start = max(free[device], *(spans[before][1] for before in needed[task]), 0.0)
         free[device] = start + KINDS[task.kind].cost
         spans[task] = start, free[device]
         return free[device]
@@ -280,22 +275,22 @@ def _offloading(
     stored: Collection[tuple[int | None, int | None]],
     spans: Mapping[Task, tuple[float, float]],
 ) -> Iterator[Task]:
-    """A device's tasks, with what they store and fetch.
+    """Yield a device's tasks with their offloads and prefetches.
 
-    Several windows stand one after another, so that a forward and its backward are in one list.
-    ``spans`` counts batches from the first of its steps, so these are in the midst of them.
+    It looks at several windows in a row, so that a forward and its backward are in one list. They
+    lie in the middle of the steps that ``spans`` covers.
     """
     tasks = [
         replace(task, batch=bool(depth) * (depth + 1) + window + task.batch)
         for window in range(2 * depth + 1)
         for task in row
     ]
-    free = [0.0]  # when a device comes to each task
+    free = [0.0]  # when the device is free for each task
     for task in tasks:
         runs = task.microbatch is not None or depth
         free.append(max(free[-1], spans.get(task, (0.0, 0.0))[1] if runs else 0.0))
     forwards = {replace(t, kind="B"): at for at, t in enumerate(tasks) if t.kind == "F"}
-    again = {(t.stage, t.microbatch) for t in row if t.kind == "R"}
+    recomputed = {(t.stage, t.microbatch) for t in row if t.kind == "R"}
     offloads: set[int] = set()
     prefetches: defaultdict[int, list[Task]] = defaultdict(list)
     latest = inf
@@ -303,7 +298,7 @@ def _offloading(
         task = tasks[at]
         first, key = forwards.get(replace(task, kind="B"), at), (task.stage, task.microbatch)
         between = [k for k in range(first + 1, at) if tasks[k].microbatch is not None]
-        needs = "R" if key in again else "BI"
+        needs = "R" if key in recomputed else "BI"
         if task.kind not in needs or len(between) < 3 or key not in stored:
             continue
         latest = min(latest, spans.get(task, (0.0, 0.0))[0]) - KINDS["P"].cost

@@ -1,19 +1,19 @@
-"""Lay the images around convolutions in channels-last order, in stages that inductor compiles.
+"""Put images around convolutions into channels-last order, in stages that inductor compiles.
 
 before:  c = conv2d(x, w);  y = relu(c);  z = flatten(y, 1)
 after:   x1 = clone(x, memory_format=channels_last);  c = conv2d(x1, w);  y = relu(c)
          y1 = clone(y, memory_format=contiguous_format);  z = flatten(y1, 1)
 
-On images in PyTorch's own order, oneDNN reorders what a convolution reads and makes in every call;
-that took a quarter of a U-Net's time. In channels-last order it reorders nothing, and whatever
-follows keeps the order, from stage to stage. Weights, their gradients and what the caller gets stay
-in their order. Results differ in their rounding, so a pipe without a stage compiler is left alone.
+For contiguous images, oneDNN reorders the input and output of a convolution in every call, which
+takes a quarter of a U-Net's time. In channels-last order it reorders nothing, and later operations
+keep the order, from stage to stage. Weights, their gradients and what the caller gets stay
+contiguous. Results are rounded differently, so pipes without a stage compiler are left alone.
 
-``lay_weights`` has the weights of convolutions copied into that order once a step, not in the
-forward and the backward of every micro-batch.
+``lay_weights`` moves the copies of convolution weights out of the graphs, so that they are made
+once a step and not in the forward and backward of every micro-batch.
 
 before:  forward of x, w:  v = view(view(w));  l = clone(v, channels_last);  c = convolution(x, l)
-after:   forward of x, w:  c = convolution(x, w)        whoever calls it gives w in that order
+after:   forward of x, w:  c = convolution(x, w)        the caller passes w in channels-last order
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _GROUPS = {
     aten.conv_transpose2d.input: 6,
     aten.convolution.default: 8,
 }
-"""Convolutions of images → the place of the number of groups among the operands."""
+"""Convolution of images → the position of its number of groups among the arguments."""
 
 _KEEP = {
     aten._native_batch_norm_legit_functional.default,
@@ -50,13 +50,13 @@ _KEEP = {
     aten.upsample_nearest2d.vec,
     aten.upsample_bilinear2d.vec,
 }
-"""Operations whose result lies as their first operand does."""
+"""Operations whose result has the memory order of their first operand."""
 
 
 def lay_channels_last(plan: Plan) -> Plan:
-    """A plan as it was cut, whose stages are to be compiled by inductor.
+    """Put the images of a plan's stages into channels-last order, before differentiation.
 
-    It stays as it is where it would take as many copies as it has convolutions.
+    The plan stays as it is if that would take as many copies as it has convolutions.
     """
     if any(stage.leaves for stage in plan.stages):
         return plan
@@ -68,59 +68,60 @@ def lay_channels_last(plan: Plan) -> Plan:
 class _Layer:
     """Copies the graphs of stages, in the order in which they run.
 
+    A node is *laid* if its value is in channels-last order.
+
     Attributes:
-        copied: so many values are copied into another order.
-        convolved: so many convolutions read and make images in channels-last order.
+        copied: the number of values that are copied into another order.
+        convolved: the number of convolutions in channels-last order.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.copied = self.convolved = 0
         self._results = plan.results
-        self._crossing: set[str] = set()
+        self._crossing: set[str] = set()  # laid values that other stages read
 
     def stage(self, stage: Stage) -> Stage:
-        """The stage with its new graph."""
-        made = fx.Graph()
+        new = fx.Graph()
         self._copies: dict[tuple[fx.Node, torch.memory_format | None], fx.Node] = {}
         self._laid: set[fx.Node] = set()
         plain = self._results | {write.value for write in stage.writes}
         for node in stage.graph.graph.nodes:
             orders = self._orders(node, plain)
-            given = {each: self._copy(each, orders.get(each)) for each in node.all_input_nodes}
+            operands = {x: self._copy(x, orders.get(x)) for x in node.all_input_nodes}
             if node in self._laid and node.target in _GROUPS:
                 weight: Any = node.args[1]
-                given[weight] = self._weight(weight, stage)
-            copy = self._copies[node, None] = made.node_copy(node, given.__getitem__)
-            copy.name = node.name  # fx would rename one that is called like a builtin
+                operands[weight] = self._weight(weight, stage)
+            copy = self._copies[node, None] = new.node_copy(node, operands.__getitem__)
+            copy.name = node.name  # fx renames a node that is called like a builtin
             if node in self._laid and node.name in plain:
                 copy.name = f"{node.name}_before"
                 self._copy(node, torch.contiguous_format).name = node.name
-        made.lint()
+        new.lint()
         self._crossing |= {node.name for node in self._laid} - plain
-        graph = lazy_module(stage.graph, made, type(stage.graph).__name__)
-        return replace(stage, graph=graph)
+        return replace(stage, graph=lazy_module(stage.graph, new, type(stage.graph).__name__))
 
     def _orders(self, node: fx.Node, plain: Set[str]) -> dict[fx.Node, torch.memory_format]:
-        """In which order a node gets what it reads, where that matters; notes how it lies."""
+        """Operand → the order in which a node must get it, if that matters. Also notes whether the
+        node is laid. ``plain`` are the values that must stay contiguous."""
         if node.op == "placeholder" or node.target is pop:
             self._laid.update([node] if node.name in self._crossing else [])
             return {}
         operands = node.all_input_nodes
         if node.op == "output" or node.target is stash:
-            asked = [each for each in operands if each.name in plain]
-            return dict.fromkeys(asked, torch.contiguous_format)
+            results = [operand for operand in operands if operand.name in plain]
+            return dict.fromkeys(results, torch.contiguous_format)
         if node.target is getitem:
             self._laid.update([node] if operands[0] in self._laid and _is_image(node) else [])
             return {}
-        images, begins = _images(node), _convolves(node)
-        if begins or self._laid.intersection(images):
+        images, convolves = _images(node), _convolves(node)
+        if convolves or self._laid.intersection(images):
             self._laid.add(node)
-            self.convolved += begins
+            self.convolved += convolves
             return dict.fromkeys(images, torch.channels_last)
         return dict.fromkeys(self._laid.intersection(operands), torch.contiguous_format)
 
     def _copy(self, node: fx.Node, order: torch.memory_format | None) -> fx.Node:
-        """A node's copy in the new graph, in some order."""
+        """Return a node's copy in the new graph, as it is or in an order."""
         copy = self._copies[node, None]
         if order is None or (node in self._laid) == (order is torch.channels_last):
             return copy
@@ -135,25 +136,25 @@ class _Layer:
         return self._copies[node, order]
 
     def _weight(self, node: fx.Node, stage: Stage) -> fx.Node:
-        """A weight as two views, whose backward gives the gradient the weight's own order. If it is
-        a parameter that only convolutions read, a copy of it, see ``lay_weights``."""
-        weight, order = self._copies[node, None], torch.channels_last
+        """Return a weight through two views, whose backward makes its gradient contiguous again.
+        A parameter that only convolutions read is also copied; see ``lay_weights``."""
+        weight = self._copies[node, None]
         if not node.meta["val"].is_contiguous():
             return weight
-        make = weight.graph.call_function
-        flat = make(aten.reshape.default, (weight, [-1]))
-        viewed = make(aten.view_as.default, (flat, weight))
-        given = viewed
-        parameter = node.name in {argument.name for argument in stage.parameters}
-        if parameter and all(user.target in _GROUPS for user in node.users):
-            given = make(aten.clone.default, (viewed,), {"memory_format": order})
-        for each in {flat, viewed, given}:
-            each.meta.update(weight.meta)
-        return given
+        call = weight.graph.call_function
+        flat = call(aten.reshape.default, (weight, [-1]))
+        nodes = [flat, call(aten.view_as.default, (flat, weight))]
+        is_parameter = node.name in {argument.name for argument in stage.parameters}
+        if is_parameter and all(user.target in _GROUPS for user in node.users):
+            order: dict[str, Any] = {"memory_format": torch.channels_last}
+            nodes.append(call(aten.clone.default, (nodes[-1],), order))
+        for new in nodes:
+            new.meta.update(weight.meta)
+        return nodes[-1]
 
 
 def lay_weights(plan: Plan) -> Plan:
-    """A differentiated plan → the same, whose forwards get weights as convolutions read them."""
+    """Let the forwards of a differentiated plan take convolution weights in channels-last order."""
     stages = (
         replace(stage, kernel=_laid_weights(stage.kernel, len(stage.parameters)))
         if isinstance(stage.kernel, GraphKernel)
@@ -164,7 +165,6 @@ def lay_weights(plan: Plan) -> Plan:
 
 
 def _laid_weights(kernel: GraphKernel, count: int) -> GraphKernel:
-    """One kernel; ``count`` is the number of its parameters."""
     graph = deepcopy(kernel.forward_graph.graph)
     strides: list[tuple[int, ...] | None] = [None] * count
     for index, weight in enumerate(graph.find_nodes(op="placeholder")[:count]):
@@ -183,21 +183,20 @@ def _laid_weights(kernel: GraphKernel, count: int) -> GraphKernel:
 
 
 def _copies_of(weight: fx.Node) -> list[fx.Node]:
-    """The copies in channels-last order, if nothing else is made of a weight or its views."""
+    """The channels-last copies of a weight or its views; none if these have any other use."""
     copies: list[fx.Node] = []
     for user in weight.users:
-        if user.target is aten.view.default:
-            made = _copies_of(user)
+        if user.target is aten.view.default and (deeper := _copies_of(user)):
+            copies += deeper
+        elif user.kwargs.get("memory_format") is torch.channels_last:
+            copies.append(user)
         else:
-            made = [user] if user.kwargs.get("memory_format") is torch.channels_last else []
-        if not made:
             return []
-        copies += made
     return copies
 
 
 def _convolves(node: fx.Node) -> bool:
-    """Whether a node is a convolution that is faster on images in channels-last order."""
+    """Whether a node is a convolution that is faster in channels-last order."""
     value: Any = node.meta.get("val")
     if node.target not in _GROUPS or not _is_image(node):
         return False
@@ -206,7 +205,7 @@ def _convolves(node: fx.Node) -> bool:
 
 
 def _images(node: fx.Node) -> Sequence[fx.Node]:
-    """The operands that a node's result lies like; none if it may lie otherwise."""
+    """The operands whose memory order a node's result takes; none if it may take another."""
     operands, target = node.all_input_nodes, node.target
     if target in _KEEP or target in _GROUPS:
         return operands[:1] if _is_image(operands[0]) else ()
@@ -217,10 +216,10 @@ def _images(node: fx.Node) -> Sequence[fx.Node]:
     pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
     shape = node.meta["val"].shape
     return [
-        each
-        for each in operands
-        if pointwise and "memory_format" not in node.kwargs and _is_image(each)
-        if each.meta["val"].shape == shape
+        operand
+        for operand in operands
+        if pointwise and "memory_format" not in node.kwargs and _is_image(operand)
+        if operand.meta["val"].shape == shape
     ]
 
 

@@ -1,13 +1,13 @@
 """Have torch's inductor compile the graphs of every stage, each into a library of its own.
 
 before:  forward:  a = mm(x, w);  b = relu_(a);  return (b, x, w)
-after:   the same graph, whose call is one of a library: b is made by it, x and w are handed through
+after:   the same graph, which now calls a library: it makes b; x and w are passed through
 
-Libraries are made ahead of time (AOTInductor), side by side in processes of their own, and kept in
-inductor's cache folder under a hash of the graph, its layouts, the number of threads, the processor
-and torch's version: equal blocks share one, and a second start compiles nothing. Beside each lies
-what was measured when it was made: seconds as it is and compiled, in turn, and the memory it takes.
-What inductor cannot compile runs as it is, and so does, under "auto", what that makes no faster.
+Libraries are made ahead of time (AOTInductor), in parallel processes. They are kept in inductor's
+cache folder under a hash of the graph, its layouts, the number of threads, the processor and
+torch's version: equal blocks share one, and a second start compiles nothing. A record beside each
+library has the time of a call with and without it, and its memory. Graphs that inductor cannot
+compile run as they are, and so do, under "auto", graphs that it makes no faster.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from fxpipe.passes.inductor.lower_graph import CannotCompile, graph_text, lowere
 from fxpipe.passes.partition.measure import Stopwatch
 
 StageCompiler = Literal["inductor", "auto"]
-"""Whether all graphs are compiled, or those that get faster by it."""
+"""Which graphs run compiled: all, or with "auto" those that get faster."""
 
 PAYS = 0.95
-"""Under "auto" a graph is compiled if a call then takes at most this share of its time."""
+"""Under "auto" a graph runs compiled if a call then takes at most this share of its time."""
 
 _OPTIONS = {"layout_optimization": False}
-"""Inductor's. What stages send and save keeps its layout, so that convolutions in another one take
-copies: with them, the forward of a U-Net was no faster than as it is."""
+"""Options of inductor. What stages send and save must keep its layout, so convolutions in another
+layout would need copies, with which the forward of a U-Net is no faster than as it is."""
 
 _ROUNDS = 9
-"""So often both ways of running a graph are timed, in turn; the least times count."""
+"""How often a graph is timed as it is and compiled, in turn; the least times count."""
 
 
 def compile_stages(
     plan: Plan, stage_compiler: StageCompiler, threads: int, own: Collection[int]
 ) -> Plan:
-    """Plan → Plan: the graphs of the kernels are compiled. Not in stages with leaf modules.
+    """Plan → Plan: compile the graphs of the kernels, except in stages with leaf modules.
 
-    What was compiled before is loaded.
+    Graphs that were compiled before are loaded.
 
     Args:
         plan: the plan.
-        stage_compiler: whether all graphs are compiled, or those that get faster by it.
+        stage_compiler: which graphs run compiled: all, or with "auto" those that get faster.
         threads: how many intra-op threads the libraries use.
         own: the stages that this process runs; others stay as they are.
     """
@@ -73,7 +73,7 @@ def compile_stages(
     _make(jobs, libraries, {**_OPTIONS, "cpp.threads": threads})
     changed = {id(job.module): job.changed(libraries, stage_compiler) for job in jobs}
     stages = (
-        replace(stage, kernel=stage.kernel.mapped(lambda each: changed.get(id(each), each)))
+        replace(stage, kernel=stage.kernel.mapped(lambda graph: changed.get(id(graph), graph)))
         if isinstance(stage.kernel, GraphKernel)
         else stage
         for stage in plan.stages
@@ -82,50 +82,50 @@ def compile_stages(
 
 
 def peaks_of(plan: Plan, own: Collection[int]) -> dict[int, list[int | None]]:
-    """For the other ranks: own stage → for each of its graphs the most bytes that a call of its
-    library adds, None where it runs as it is."""
+    """Stage of this rank → for each of its graphs, the most bytes that a call of its library adds,
+    or None if it runs as it is. Other ranks pass this to ``take_peaks``."""
     return {index: [*map(peak_of, _graphs(plan.stages[index]))] for index in own}
 
 
 def take_peaks(plan: Plan, peaks: Mapping[int, Sequence[int | None]]) -> None:
-    """Note what another rank has told of its stages."""
-    for index, found in peaks.items():
-        for graph, peak in zip(_graphs(plan.stages[index]), found, strict=True):
+    """Note another rank's ``peaks_of`` in the plan."""
+    for index, stage_peaks in peaks.items():
+        for graph, peak in zip(_graphs(plan.stages[index]), stage_peaks, strict=True):
             graph.meta[ELSEWHERE] = peak
 
 
 def _graphs(stage: Stage) -> list[fx.GraphModule]:
-    found: list[fx.GraphModule] = []
+    graphs: list[fx.GraphModule] = []
 
     def see(graph: fx.GraphModule) -> fx.GraphModule:
-        found.append(graph)
+        graphs.append(graph)
         return graph
 
     if isinstance(stage.kernel, GraphKernel):
         stage.kernel.mapped(see)
-    return found
+    return graphs
 
 
 class Job:
-    """One graph of a stage.
+    """One graph of a stage, to be compiled.
 
     Attributes:
         module: the graph with the code that runs it as it is.
         what: its name in messages.
-        key: names its library; equal graphs have the same.
-        reason: why it is not compiled; empty where it is, or may be.
+        key: the key of its library; equal graphs share one.
+        reason: why it cannot be compiled; empty as long as it can.
         device: where it runs.
     """
 
     def __init__(
         self, module: fx.GraphModule, what: str, owned: Collection[str], threads: int
     ) -> None:
-        """Make the graph that inductor gets; ``reason`` says why, if there is none.
+        """Lower the graph for inductor; if that fails, set ``reason``.
 
         Args:
             module: the graph.
             what: its name in messages.
-            owned: names of arguments that are in memory which nothing else holds.
+            owned: the arguments whose memory nothing else holds, by name.
             threads: how many intra-op threads its library will use.
         """
         self.module = module
@@ -143,13 +143,13 @@ class Job:
         self.key = key_of(graph_text(self._module, threads))
 
     def task(self, scratch: str, options: dict[str, Any]) -> tuple[Any, ...]:
-        """Export the graph into a folder, as a task for a process that compiles it."""
-        # zeros: a library checks indices
-        given = tuple(look.empty().zero_() for look in self._wiring.looks)
+        """Export the graph into a folder; return the task for a process that compiles it."""
+        # zeros, because libraries check indices
+        inputs = tuple(look.empty().zero_() for look in self._wiring.looks)
         source, target = Path(scratch) / f"{self.key}.graph.pt2", self.package(scratch)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            torch.export.save(torch.export.export(self._module, given, strict=False), source)
+            torch.export.save(torch.export.export(self._module, inputs, strict=False), source)
         names = [node.name for node in self.module.graph.find_nodes(op="placeholder")]
         places = [at for at, name in enumerate(names) if name in self._owned]
         owned = [index for index, at in enumerate(self._wiring.takes) if at in places]
@@ -157,31 +157,31 @@ class Job:
         return str(source), str(target), options, owned, default
 
     def package(self, scratch: str) -> Path:
-        """Where the package of its library will be."""
+        """The path of the package that the process writes."""
         return Path(scratch) / f"{self.key}.pt2"
 
     def measured(self, libraries: Libraries, suffix: str, peak: int) -> Record:
-        """The record of its new library."""
+        """Check and time the new library, and return its record."""
         values = [_example(n.meta["val"]) for n in self.module.graph.find_nodes(op="placeholder")]
         library = libraries.load(self.key, suffix, self.device)
         compiled = Compiled(library, self._wiring, self.module.forward)
         for value, node in zip(compiled([*values]), results(self.module.graph), strict=True):
             if isinstance(value, Tensor) and not TensorLayout.of(node.meta["val"]).fits(value):
-                return Record(f"inductor gives {node.name!r} in another layout")
-        # of this thread alone: other work on the machine counts little
+                return Record(f"inductor returns {node.name!r} in another layout")
+        # the time of this thread, which other work on the machine hardly changes
         watch = Stopwatch.of(values, thread_time)
         ways: tuple[Any, ...] = self.module.forward, compiled
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(_ROUNDS):
-            for call, found in zip(ways, times, strict=True):
-                given, start = [*values], watch.mark()
-                call(given)
-                found += watch.seconds([(start, watch.mark())])
+            for call, seconds in zip(ways, times, strict=True):
+                arguments, start = [*values], watch.mark()
+                call(arguments)
+                seconds += watch.seconds([(start, watch.mark())])
         peak += sum(draw.bytes for draw in self._wiring.draws)
         return Record(suffix=suffix, peak=peak, seconds=(min(times[0]), min(times[1])))
 
     def changed(self, libraries: Libraries, which: StageCompiler) -> fx.GraphModule:
-        """The module with its library, if it is to run with that."""
+        """Return the module that calls the library, or the module as it is if that is to run."""
         record = Record(self.reason) if self.reason else libraries.record(self.key) or Record()
         (before, after), reason = record.seconds, record.reason
         if not reason and which == "auto" and after > PAYS * before:
@@ -190,10 +190,9 @@ class Job:
             noted(f"{self.what} runs as it is: {reason}")
             return self.module
         library = libraries.load(self.key, record.suffix, self.device)
-        own = self.module
-        made = lazy_module(own, own.graph, type(own).__name__)
-        vars(made)["forward"] = Compiled(library, self._wiring, own.forward, record.peak)
-        return made
+        module = lazy_module(self.module, self.module.graph, type(self.module).__name__)
+        vars(module)["forward"] = Compiled(library, self._wiring, self.module.forward, record.peak)
+        return module
 
 
 def _jobs(stage: Stage, threads: int) -> Iterator[Job]:
@@ -207,19 +206,19 @@ def _jobs(stage: Stage, threads: int) -> Iterator[Job]:
         "input gradients": kernel.input_grad_graph,
         "weight gradients": kernel.weight_grad_graph,
     }
-    for kind, own in kernel.buckets.items():
-        parts |= {f"bucket {k} of {kind}": each.graph for k, each in enumerate(own)}
+    for kind, buckets in kernel.buckets.items():
+        parts |= {f"bucket {k} of {kind}": bucket.graph for k, bucket in enumerate(buckets)}
     owned: set[str] = set()
     for name, module in parts.items():
         if module is None or not any(n.op == "call_function" for n in module.graph.nodes):
             continue
         yield Job(module, f"the graph of stage {stage.index} for {name}", owned, threads)
         if name in ("forward", "input gradients") or name.startswith("bucket"):
-            owned = owned | _made(module.graph)
+            owned = owned | _allocates(module.graph)
 
 
-def _made(graph: fx.Graph) -> set[str]:
-    """The nodes in whose memory what a graph makes lies, one for each storage."""
+def _allocates(graph: fx.Graph) -> set[str]:
+    """The names of the nodes that allocate memory, one for each storage."""
     live = liveness(graph)
     taken = set(live.lies_in(graph.find_nodes(op="placeholder")))
     names = set()
@@ -231,10 +230,10 @@ def _made(graph: fx.Graph) -> set[str]:
 
 
 def _make(jobs: Sequence[Job], libraries: Libraries, options: dict[str, Any]) -> None:
-    """Compile those graphs that are not in the folder yet."""
+    """Compile the graphs that are not in the folder yet."""
     new = {job.key: job for job in jobs if job.key and libraries.record(job.key) is None}
     lacking = "" if can_compile() else "there is no C++ compiler; install g++, or name one in CXX"
-    made: list[tuple[Job, str, int]] = []
+    compiled: list[tuple[Job, str, int]] = []
     with libraries.scratch() as scratch:
         tasks: list[tuple[Job, tuple[Any, ...]]] = []
         for job in new.values():
@@ -243,7 +242,7 @@ def _make(jobs: Sequence[Job], libraries: Libraries, options: dict[str, Any]) ->
                 continue
             try:
                 tasks.append((job, job.task(scratch, options)))
-            except Exception as error:  # whatever export says to a graph that it cannot take
+            except Exception as error:  # whatever export raises for graphs that it cannot take
                 job.reason = told(error).splitlines()[0]
                 if is_lasting(error):
                     libraries.write(job.key, Record(job.reason))
@@ -253,24 +252,25 @@ def _make(jobs: Sequence[Job], libraries: Libraries, options: dict[str, Any]) ->
             noted(f"compiled {job.what}, {count} of {len(tasks)}")
             if not answer.reason:
                 suffix = libraries.keep(job.key, job.package(scratch), job.device)
-                made.append((job, suffix, answer.peak))
+                compiled.append((job, suffix, answer.peak))
             elif answer.lasting:
                 libraries.write(job.key, Record(answer.reason))
             else:
                 job.reason = answer.reason
-    for job, suffix, peak in made:  # now that nothing else runs
+    for job, suffix, peak in compiled:  # now that no other process disturbs the times
         libraries.write(job.key, job.measured(libraries, suffix, peak))
     for job in jobs:
         job.reason = new[job.key].reason if job.key in new else job.reason
 
 
 def _example(value: Any) -> Any:
-    """A value that may stand for a graph's argument."""
+    """Make a value that can stand for a graph's argument."""
     if not isinstance(value, Tensor):
         return value
-    found = TensorLayout.of(value).empty().zero_()
+    example = TensorLayout.of(value).empty().zero_()
     if value.is_floating_point() and value.element_size() > 1:
         generator = torch.Generator(value.device).manual_seed(0)
-        places = found.untyped_storage().nbytes() // found.element_size()
-        found.as_strided([places], [1]).normal_(generator=generator)  # an expanded one shares some
-    return found
+        places = example.untyped_storage().nbytes() // example.element_size()
+        # fill the storage, because entries of an expanded tensor share places
+        example.as_strided([places], [1]).normal_(generator=generator)
+    return example

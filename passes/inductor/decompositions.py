@@ -1,20 +1,20 @@
-"""How inductor is to compute on images in channels-last order, and where indices say where to add.
+"""Tell inductor how to compute on channels-last images, and how to accumulate at indices.
 
 before:  m = mean of x over all images and places, one addition after another
 after:   y = permute(x, [0, 2, 3, 1]);  m = sum(sum(sum(y, 2), 1), 0) / count
 
-Of a channel's entries, inductor adds up 4096 in a row there, which rounds ten times as much as on
-images in PyTorch's own order, and is slower than to add along one dimension after another. Max
-pooling goes to PyTorch's kernels, which take a fifth of the time: what inductor makes of it spends
-that on indices. Convolutions do, too: inductor would copy each weight into channels-last order,
-and oneDNN needs it in an order of its own. All else is left to inductor.
+For channels-last images, inductor sums up 4096 entries of a channel in a row. That rounds ten times
+as much as for contiguous images, and is slower than summing along one dimension after another. Max
+pooling goes to PyTorch's kernels, which take a fifth of the time, because inductor's code spends
+most on indices. Convolutions go there, too: inductor would copy each weight into channels-last
+order, but oneDNN needs an order of its own. Inductor does all the rest.
 
-before:  m = index_put(x, [i], rows, accumulate=True)             threads add side by side
+before:  m = index_put(x, [i], rows, accumulate=True)             threads add in any order
 after:   m = scatter_add(x, 0, expand(unsqueeze(i, 1)), rows)     in the order of the rows
 
-Threads of inductor's code add such rows, as of the gradient of an embedding, by atomic additions,
-in an order that differs from call to call, and so would the last bits of gradients. Where there are
-several, it leaves what is scattered to PyTorch's kernel, which keeps the order.
+With several threads, inductor's code accumulates rows, such as the gradient of an embedding, by
+atomic additions. Their order differs from call to call, and so would the last bits of gradients.
+PyTorch's kernel for ``scatter_add`` keeps the order.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _AS_THEY_ARE = {
     aten.max_pool2d_with_indices.default: 0,
     aten.max_pool2d_with_indices_backward.default: 1,
 }
-"""Operators that go to PyTorch's kernels → which operand are the images."""
+"""Operator that goes to PyTorch's kernels → the position of the images in its arguments."""
 
 
 def register() -> None:
-    """Have inductor do so in this process from now on."""
+    """Register all decompositions and lowerings of this module with inductor."""
     norm = aten._native_batch_norm_legit_functional.default
     backward = aten.native_batch_norm_backward.default
     _decompose(norm, _norm, lambda args: _laid(args[0]) and args[5])
@@ -65,6 +65,7 @@ def register() -> None:
 
 
 def _decompose(operator: Any, ours: Callable[..., Any], takes: Callable[[Any], bool]) -> None:
+    """Use ``ours`` for calls whose arguments it ``takes``, else inductor's own decomposition."""
     theirs = decompositions[operator]
 
     def choose(*args: Any, **kwargs: Any) -> Any:
@@ -74,6 +75,7 @@ def _decompose(operator: Any, ours: Callable[..., Any], takes: Callable[[Any], b
 
 
 def _lower(operator: Any, at: int) -> None:
+    """Call PyTorch's kernel if the argument ``at`` is laid channels-last."""
     theirs, call = lowerings[operator], fallback_handler(operator, add_to_fallback_set=False)
 
     def choose(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +89,7 @@ def _lower(operator: Any, at: int) -> None:
 
 
 def _laid(value: Any) -> bool:
-    """Whether a value is images in channels-last order, on the CPU and in single precision."""
+    """Whether a value is channels-last images on the CPU, in single precision."""
     return (
         isinstance(value, Tensor)
         and value.dim() == 4
@@ -99,7 +101,7 @@ def _laid(value: Any) -> bool:
 
 
 def _stay(*args: Any, **kwargs: Any) -> Any:
-    """Leaves an operation as it is."""
+    """Leave an operation undecomposed."""
     return NotImplemented
 
 
@@ -118,12 +120,12 @@ def _norm(
     centred = x - _spread(mean)
     variance = _sums(centred * centred) / count
     inverse = torch.rsqrt(variance + eps)
-    made = centred * _spread(inverse)
-    made = made if weight is None else made * _spread(weight)
-    made = made if bias is None else made + _spread(bias)
+    y = centred * _spread(inverse)
+    y = y if weight is None else y * _spread(weight)
+    y = y if bias is None else y + _spread(bias)
     new_mean = momentum * mean + (1 - momentum) * running_mean
     unbiased = variance * (count / max(count - 1, 1))
-    return made, mean, inverse, new_mean, momentum * unbiased + (1 - momentum) * running_var
+    return y, mean, inverse, new_mean, momentum * unbiased + (1 - momentum) * running_var
 
 
 def _norm_backward(
@@ -143,9 +145,9 @@ def _norm_backward(
     total, product = _sums(gradient), _sums(gradient * centred)
     share = centred * _spread(inverse * inverse * (product / count))
     factor = inverse if weight is None else inverse * weight
-    found = (gradient - _spread(total / count) - share) * _spread(factor)
-    each = found, product * inverse, total
-    return tuple(made if asked else None for made, asked in zip(each, wanted, strict=True))
+    to_x = (gradient - _spread(total / count) - share) * _spread(factor)
+    gradients = to_x, product * inverse, total
+    return tuple(made if asked else None for made, asked in zip(gradients, wanted, strict=True))
 
 
 def _sums(x: Tensor) -> Tensor:
@@ -157,9 +159,6 @@ def _spread(x: Tensor) -> Tensor:
     return x[:, None, None]
 
 
-aten = torch.ops.aten
-
-
 def _several(x: Tensor) -> bool:
     """Whether several threads may add to a tensor."""
     return x.device.type == "cpu" and config.cpp.threads != 1
@@ -168,20 +167,20 @@ def _several(x: Tensor) -> bool:
 def _put(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Any:
-    given = {dim: index for dim, index in enumerate(indices) if index is not None}
-    whole = all(index.dtype in (torch.int64, torch.int32) for index in given.values())
-    if not (accumulate and given and whole and _several(x)):
+    by_dim = {dim: index for dim, index in enumerate(indices) if index is not None}
+    integers = all(index.dtype in (torch.int64, torch.int32) for index in by_dim.values())
+    if not (accumulate and by_dim and integers and _several(x)):
         return NotImplemented
-    return added(x, given, values)
+    return added(x, by_dim, values)
 
 
 def added(x: Tensor, indices: dict[int, Tensor], values: Tensor) -> Tensor:
-    """What ``index_put`` makes that accumulates.
+    """Compute an accumulating ``index_put`` with ``scatter_add``.
 
     Args:
-        x: what is added to.
-        indices: dimension → which of its entries; they broadcast, and their dimensions stand in
-            the place of the indexed ones, or first where those are apart.
+        x: the tensor to add to.
+        indices: dimension → indices into it. They broadcast. Their dimensions take the place of the
+            indexed ones, or come first if those are not adjacent.
         values: what is added; broadcasts.
     """
     dims = [*indices]
@@ -193,9 +192,9 @@ def added(x: Tensor, indices: dict[int, Tensor], values: Tensor) -> Tensor:
     for place, size in zip(places, sizes, strict=True):
         row = row * size + torch.where(place < 0, place + size, place)
     at = dims[0] if dims[-1] - dims[0] < len(dims) else 0
-    found = values.expand(*others[:at], *row.shape, *others[at:])
-    found = found.movedim([*range(at, at + row.dim())], [*range(row.dim())])
+    values = values.expand(*others[:at], *row.shape, *others[at:])
+    values = values.movedim([*range(at, at + row.dim())], [*range(row.dim())])
     lines = row.reshape(-1, 1).expand(-1, prod(others))
     flat = front.reshape(prod(sizes), prod(others))
-    made = flat.scatter_add(0, lines, found.reshape(lines.shape)).reshape(front.shape)
-    return made.permute([order.index(dim) for dim in range(x.dim())]).contiguous()
+    total = flat.scatter_add(0, lines, values.reshape(lines.shape)).reshape(front.shape)
+    return total.permute([order.index(dim) for dim in range(x.dim())]).contiguous()

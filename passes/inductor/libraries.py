@@ -1,4 +1,4 @@
-"""The folder of libraries: what was compiled before, and processes that compile what is new."""
+"""Keep compiled libraries in a folder, and compile new ones in processes of their own."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from fxpipe.torchtools.state import processors
 _WORKER = (sys.executable, "-m", "fxpipe.passes.inductor.worker")
 
 _CALLS_PYTHON = b"aoti_torch_proxy_executor_call_function("
-"""In the code of a library that needs torch's loader, with operators that C++ does not know."""
+"""Found in the code of libraries with Python operators, which only torch's loader can call."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a graph that was compiled.
+    """The result of compiling a graph, as it is kept in the folder.
 
     Attributes:
-        reason: why it cannot be compiled; empty where it can.
-        suffix: the kind of the library's file.
-        peak: the most bytes that a call of it adds while it runs.
-        seconds: of a call of the graph as it is, and of one of its library.
+        reason: why it cannot be compiled; empty if it was.
+        suffix: the suffix of the library's file.
+        peak: the most bytes that a call of the library adds while it runs.
+        seconds: the time of a call of the graph as it is, and of its library.
     """
 
     reason: str = ""
@@ -49,12 +49,12 @@ class Record:
 
 
 class Answer(NamedTuple):
-    """What a process says of a graph.
+    """A process's answer to the task of compiling a graph.
 
     Attributes:
-        reason: why it could not compile it; empty where it could.
-        peak: the most bytes that a call adds while it runs.
-        lasting: whether it would say so again.
+        reason: why it could not compile the graph; empty if it could.
+        peak: the most bytes that a call of the library adds while it runs.
+        lasting: whether the same task would fail again.
     """
 
     reason: str
@@ -63,8 +63,8 @@ class Answer(NamedTuple):
 
 
 def is_lasting(error: Exception) -> bool:
-    """Whether what failed so would fail again: not where memory, or room on a disk, ran out, which
-    a C++ compiler tells in its output."""
+    """Whether a failed task would fail again: not if memory or disk space ran out, which a C++
+    compiler reports in its output."""
     passing = ("Killed", "No space left", "Cannot allocate memory", "out of memory")
     text = told(error)
     return not isinstance(error, OSError | MemoryError) and not any(map(text.__contains__, passing))
@@ -78,14 +78,14 @@ def _cache_dir() -> str:
 
 
 class Libraries:
-    """The libraries in inductor's cache folder, each under the key of its graph."""
+    """The libraries in inductor's cache folder, under the keys of their graphs."""
 
     def __init__(self) -> None:
         self._folder = Path(_cache_dir()) / "fxpipe"
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def record(self, key: str) -> Record | None:
-        """What is known of a graph; None if it was not compiled yet."""
+        """Read a graph's record; None if it was not compiled yet."""
         with suppress(OSError, ValueError, TypeError):
             record = Record(**json.loads(self._path(key, ".json").read_text()))
             if record.reason or self._path(key, record.suffix).exists():
@@ -93,36 +93,36 @@ class Libraries:
         return None
 
     def write(self, key: str, record: Record) -> None:
-        """Keep what is known of a graph, unless another process was faster: what was measured first
-        counts for all ranks of a host."""
+        """Keep a graph's record, unless another process was faster: the first measurement counts
+        for all ranks of a host."""
         if self.record(key) is None:
             self._dump(asdict(record), self._path(key, ".json"))
 
     def load(self, key: str, suffix: str, device: torch.device) -> Library:
-        """A library; all who use it share it."""
+        """Load a library; all of its users share one object."""
         path = self._path(key, suffix)
-        found = _loaded.get((path, device))
-        if found is None:
-            found = _loaded[path, device] = Library(path, device)
-        return found
+        library = _loaded.get((path, device))
+        if library is None:
+            library = _loaded[path, device] = Library(path, device)
+        return library
 
     def kept(self, text: str, make: Callable[[], Any]) -> Any:
-        """A value that JSON can hold, made for a text once on this machine."""
+        """Return a JSON value that is made once for a text on this machine."""
         path = self._path(key_of(text), ".json")
         with suppress(OSError, ValueError):
             return json.loads(path.read_text())
         value = make()
-        with suppress(OSError):  # it is made anew the next time
+        with suppress(OSError):  # then the next call makes it again
             self._dump(value, path)
         return value
 
     def scratch(self) -> tempfile.TemporaryDirectory[str]:
-        """A folder beside the libraries, for files that are not needed any more after it."""
+        """Make a temporary folder beside the libraries."""
         return tempfile.TemporaryDirectory(dir=self._folder)
 
     def keep(self, key: str, package: Path, device: torch.device) -> str:
-        """Take a new package's library: alone where it can be called directly, else as the package
-        that it is in. Returns the suffix."""
+        """Move a new package into the folder, or only its library if that can be called directly;
+        return the suffix."""
         with zipfile.ZipFile(package) as files:
             names = files.namelist()
             code = b"".join(files.read(name) for name in names if name.endswith(".wrapper.cpp"))
@@ -136,7 +136,7 @@ class Libraries:
     def _dump(self, value: Any, path: Path) -> None:
         with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
             json.dump(value, file)
-        os.replace(file.name, path)  # whole, whoever else reads it
+        os.replace(file.name, path)  # atomic: others never read a part
 
     def _path(self, key: str, suffix: str) -> Path:
         return self._folder / f"{key}{suffix}"
@@ -146,9 +146,9 @@ _loaded: WeakValueDictionary[tuple[Path, torch.device], Library] = WeakValueDict
 
 
 def compile_all(tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Answer]]:
-    """Have tasks done side by side, in as many processes as there are processors: the number of
-    each as soon as it is done, and its answer. ``worker`` says what a task is."""
-    own = {
+    """Run tasks in parallel, with one process for each processor; yield each task's number and
+    answer as soon as it is done. See ``worker`` for the form of a task."""
+    settings = {
         "PYTHONPATH": os.pathsep.join(sys.path),
         "TORCHINDUCTOR_CACHE_DIR": _cache_dir(),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -157,7 +157,7 @@ def compile_all(tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Answer]
     idle: SimpleQueue[Popen[str]] = SimpleQueue()
 
     def start() -> Popen[str]:
-        env = {**os.environ, **own}
+        env = {**os.environ, **settings}
         started.append(Popen(_WORKER, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True, env=env))
         return started[-1]
 
@@ -193,11 +193,11 @@ def compile_all(tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Answer]
 
 
 def key_of(text: str) -> str:
-    """The name of what is kept for a text."""
+    """The key under which the folder keeps what was made for a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 def can_compile() -> bool:
     """Whether there is a C++ compiler."""
-    named = os.environ.get("CXX"), "g++", "clang++"
-    return any(shutil.which(name) for name in named if name)
+    names = os.environ.get("CXX"), "g++", "clang++"
+    return any(shutil.which(name) for name in names if name)

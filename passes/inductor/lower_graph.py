@@ -1,9 +1,9 @@
-"""A stage's graph as inductor gets it: without what a library cannot do, or need not.
+"""Prepare a stage's graph for inductor, without what a library cannot do or need not do.
 
 before:  drawn = fxpipe.bernoulli(x, 0.9, seed, 3);  m = mul(x, drawn);  t = onto(total, m)
          return (t, x)
 after:   m = mul(x, drawn);  a = add_(total, m);  return (…)
-         and the wiring: drawn is drawn before, total and x are handed through
+         and the wiring: drawn is drawn first, total and x are passed through
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxpipe.passes.differentiate.joint import rnn_layer_with_workspace
 from fxpipe.random import LAYOUTS
 
 _FORMAT = 7
-"""To be counted up where libraries that an earlier form of this package made must not be used."""
+"""Count this up when libraries that earlier versions of fxpipe compiled must not be used."""
 
 aten = torch.ops.aten
 
@@ -36,11 +36,10 @@ _SHAPES = {
     *(aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.expand.default),
     *(aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default),
 }
-"""Operations whose results have the entries of their operands."""
-
+"""Operations whose results have the same entries as their operands."""
 
 _RECURRENT = rnn_layer_with_workspace, aten.mkldnn_rnn_layer_backward.default
-"""Layers of LSTMs. What inductor makes of one lacks the workspace that oneDNN's backward reads."""
+"""LSTM layers. Inductor compiles them without the workspace that oneDNN's backward reads."""
 
 
 class CannotCompile(Exception):
@@ -48,28 +47,28 @@ class CannotCompile(Exception):
 
 
 def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
-    """What inductor gets of a graph, and how it is called.
+    """Return the graph for inductor, and how its library is called.
 
     Raises:
-        Refused: it has something that no library can take.
+        CannotCompile: the graph has something that no library can do.
     """
     arguments = graph.find_nodes(op="placeholder")
     drawn = [node for node in graph.nodes if node.target in LAYOUTS]
     place = {node: index for index, node in enumerate([*arguments, *drawn])}
-    made = fx.Graph()
-    copies = {node: made.placeholder(f"argument_{index}") for node, index in place.items()}
+    new = fx.Graph()
+    copies = {node: new.placeholder(f"argument_{index}") for node, index in place.items()}
     sums: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module"):
             raise CannotCompile(f"{node.name!r} is an attribute or a module")
         if node.target in _RECURRENT:
             raise CannotCompile(
-                f"{node.name!r} is an LSTM, of which a library would keep too little"
+                f"{node.name!r} is an LSTM, whose library would not save what its backward reads"
             )
         if _is_mixed_norm(node):
             raise CannotCompile(
-                f"{node.name!r} is a norm with weights of another type, whose statistics a library "
-                "would keep in that of its input"
+                f"{node.name!r} is a norm with weights of another type than its input, and a "
+                "library would round its statistics to the type of the input"
             )
         if node.op == "call_function" and node not in copies:
             target: Any = node.target
@@ -77,31 +76,30 @@ def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
             if target in (onto, product_onto):
                 sums[node] = place[args[0]]
                 target = _addition(node)
-                args = args[:2] if node.target is onto else args  # the sum is there, laid out
-            given: Any = fx.node.map_arg((args, dict(node.kwargs)), lambda n: copies[n])
-            copies[node] = made.call_function(target, *given)
+                args = args[:2] if node.target is onto else args  # the sum already has its layout
+            operands: Any = fx.node.map_arg((args, dict(node.kwargs)), copies.__getitem__)
+            copies[node] = new.call_function(target, *operands)
     gives: list[tuple[str, Any]] = []
-    own: dict[fx.Node, int] = {}
+    made: dict[fx.Node, int] = {}
     for node in results(graph):
         if node in sums or node in place:
             gives.append(("argument", sums.get(node, place.get(node))))
         elif isinstance(node, fx.Node):
             _look(node)
-            gives.append(("made", own.setdefault(node, len(own))))
+            gives.append(("made", made.setdefault(node, len(made))))
         else:
             gives.append(("constant", node))
-    read = {node for node in place if copies[node].users}
-    for node in place.keys() - read:
-        made.erase_node(copies[node])
-    takes = [node for node in place if node in read]
+    takes = [node for node in place if copies[node].users]
+    for node in place.keys() - set(takes):
+        new.erase_node(copies[node])
     looks = tuple(map(_look, takes))
     for node in takes:
         copies[node].meta["val"] = node.meta["val"]
-    returned = [copies[node] for node in own]
-    if not own:  # a library has a result
+    returned = [copies[node] for node in made]
+    if not made:  # a library must return something
         device: dict[str, Any] = {"device": looks[0].device} if looks else {}
-        returned.append(made.call_function(aten.zeros.default, ([0],), device))
-    made.output(tuple(returned))
+        returned.append(new.call_function(aten.zeros.default, ([0],), device))
+    new.output(tuple(returned))
     wiring = Wiring(
         draws=tuple(_draw(node, place) for node in drawn),
         takes=tuple(place[node] for node in takes),
@@ -110,12 +108,12 @@ def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
         totals=frozenset(sums.values()),
         gives=tuple(gives),
     )
-    return made, wiring
+    return new, wiring
 
 
 def _is_mixed_norm(node: fx.Node) -> bool:
-    """Whether a node is a norm, or its backward, as autocast makes them on a CPU: of values in half
-    precision, with weights in float32. There PyTorch computes statistics in float32."""
+    """Whether a node is a norm, or its backward, as autocast makes it on a CPU: of values in half
+    precision, with weights and statistics in float32."""
     if not isinstance(node.target, OpOverload) or "_norm" not in node.target._schema.name:
         return False
     values = [operand.meta.get("val") for operand in node.all_input_nodes]
@@ -124,7 +122,7 @@ def _is_mixed_norm(node: fx.Node) -> bool:
 
 
 def _addition(node: fx.Node) -> Any:
-    """What adds to a sum that is there."""
+    """The in-place operator for ``onto`` or ``product_onto``."""
     if node.target is onto:
         return aten.add_.Tensor
     operand: Any = node.args[1]
@@ -140,15 +138,15 @@ def _look(node: fx.Node) -> TensorLayout:
 
 def _draw(node: fx.Node, place: dict[fx.Node, int]) -> Draw:
     args: Any = node.args
-    *given, seed, number = args
+    *operands, seed, number = args
     if seed not in place:
         raise CannotCompile(f"{node.name!r} draws from a seed that is made in the stage")
-    like = [_look(each) if isinstance(each, fx.Node) else each for each in given]
-    return Draw(node.target, tuple(like), dict(node.kwargs), _look(node), place[seed], number)
+    like = tuple(_look(x) if isinstance(x, fx.Node) else x for x in operands)
+    return Draw(node.target, like, dict(node.kwargs), _look(node), place[seed], number)
 
 
 def _indices(graph: fx.Graph, place: Mapping[fx.Node, int]) -> Iterator[Indices]:
-    """Which arguments say which rows an embedding reads, or which entry is a sample's loss."""
+    """Find the arguments that index the rows of an embedding, or the class of a sample's loss."""
     for node in graph.nodes:
         args: Any = node.args
         if node.target is aten.embedding.default:
@@ -165,10 +163,10 @@ def _indices(graph: fx.Graph, place: Mapping[fx.Node, int]) -> Iterator[Indices]
 
 
 def graph_text(module: fx.GraphModule, threads: int) -> str:
-    """A graph as text that is the same for graphs with equal libraries, whatever their nodes are
-    called: with the layouts of its arguments, and all that a library depends on besides."""
+    """Return text that is equal for graphs with equal libraries: the graph with numbers for names,
+    the layouts of its arguments, and all else that a library depends on."""
     names = {node: f"%{index}" for index, node in enumerate(module.graph.nodes)}
-    device, found = torch.device("cpu"), [f"{threads} threads, {torch.get_default_dtype()}"]
+    device, lines = torch.device("cpu"), [f"{threads} threads, {torch.get_default_dtype()}"]
     for node in module.graph.nodes:
         args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Name(names[n]))
         look = target = ""
@@ -178,8 +176,8 @@ def graph_text(module: fx.GraphModule, threads: int) -> str:
             look = f"{TensorLayout.of(value)[:3]} {value.device.type}"
             device = value.device if value.device.type != "cpu" else device
         text = f"{names[node]} {node.op} {target} {args} {look}"
-        found.append(re.sub(r", index=\d+", "", text))
-    return "\n".join([*found, *_machine(device)])
+        lines.append(re.sub(r", index=\d+", "", text))
+    return "\n".join([*lines, *_machine(device)])
 
 
 class _Name(str):
@@ -190,12 +188,12 @@ class _Name(str):
 
 @cache
 def _machine(device: torch.device) -> tuple[str, ...]:
-    """All that a library depends on besides its graph."""
+    """The version of torch, and the processor or GPU."""
     version = torch.__version__, str(torch.version.git_version), str(_FORMAT)
     if device.type == "cuda":
         return (*version, str(torch.cuda.get_device_properties(device)))
-    told = ""
+    text = ""
     with suppress(OSError):
-        told = Path("/proc/cpuinfo").read_text()
-    lines = {line for line in told.splitlines() if line.startswith(("flags", "Features"))}
-    return (*version, platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(lines))
+        text = Path("/proc/cpuinfo").read_text()
+    flags = {line for line in text.splitlines() if line.startswith(("flags", "Features"))}
+    return (*version, platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(flags))

@@ -1,16 +1,16 @@
-"""A process that compiles exported graphs: ``python -m fxpipe.passes.inductor.worker``.
+"""Compile exported graphs in a process: ``python -m fxpipe.passes.inductor.worker``.
 
-Each line of its input is a JSON list: the path of an exported graph, that of the package to write,
-inductor's options, which arguments are in memory that nothing else holds, and the default dtype.
-Each line of its output is a JSON list: what an ``Answer`` has.
+Each line of the input is a JSON list: the path of an exported graph, the path of the package to
+write, inductor's options, the arguments whose memory nothing else holds, and the default dtype.
+Each line of the output is a JSON list: the fields of an ``Answer``.
 
-On the way, with AVX-512, large products of matrices go to oneDNN:
+On processors with AVX-512, large matrix products go to oneDNN:
 
 before:  p = addmm(bias, a, b)
 after:   p = _linear_pointwise(a, t(b), bias)
 
-torch gives them to MKL, which takes twice as long on a processor of AMD with AVX-512. Inductor does
-the same itself, but with constant weights only.
+torch gives them to MKL, which takes twice as long on AMD processors with AVX-512. Inductor itself
+uses oneDNN for constant weights only.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from fxpipe.passes.inductor import decompositions
 from fxpipe.passes.inductor.libraries import Answer, is_lasting
 
 BOTH = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-"""Whether oneDNN is there beside MKL."""
+"""Whether torch has both MKL and oneDNN."""
 
 MULTIPLIES = BOTH and torch.backends.cpu.get_cpu_capability() == "AVX512"
-"""Whether it gets the large products. On a processor of AMD with AVX2 alone it takes 1.0 to 1.2
+"""Whether oneDNN gets the large products. On AMD processors with AVX2 only, it takes 1.0 to 1.2
 times as long as MKL."""
 
 LARGE = 2**22
-"""Of so many multiplications, a product is given to oneDNN: to start there takes some of the time
-of a smaller one."""
+"""Products with at least this many multiplications go to oneDNN; for smaller ones its start-up cost
+is too large."""
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ def main() -> None:
         product = torch.ops.mkldnn._linear_pointwise.default
         register_lowering(product, type_promotion_kind=None)(_lowered)
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # a compiler may print
+        os.dup2(2, 1)  # compilers may print to stdout, which carries the answers
         for line in sys.stdin:
             try:
                 with torch.no_grad():
@@ -68,25 +68,26 @@ def main() -> None:
 def _compile(
     source: str, target: str, options: dict[str, Any], owned: Collection[int], default: str
 ) -> int:
+    """Write the package, and return the most bytes that a call of it adds while it runs."""
     program = torch.export.load(source)
     assert program.example_inputs is not None
-    given = [*program.example_inputs[0]]
+    arguments = [*program.example_inputs[0]]
     torch.set_default_dtype(getattr(torch, default))
     if MULTIPLIES:
         options = {**options, "post_grad_custom_post_pass": multiply_by_onednn}
     aoti_compile_and_package(program, package_path=target, inductor_configs=options)
     loader: Any = torch._C._aoti.AOTIModelPackageLoader
     package = loader(target, "model", True, 1, -1)
-    held = [tensor for index, tensor in enumerate(given) if index not in owned]
+    held = [tensor for index, tensor in enumerate(arguments) if index not in owned]
     if any(tensor.is_cuda for tensor in held):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        package.boxed_run(given)
+        package.boxed_run(arguments)
         return torch.cuda.max_memory_allocated() - before
     del program
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        made = package.boxed_run(given)
-    del made
+        results = package.boxed_run(arguments)
+    del results
     events: Any = profiler.profiler.kineto_results.events()
     sizes = sorted((x.start_ns(), x.nbytes()) for x in events if x.name() == "[memory]")
     peak: int = max(accumulate((size for _, size in sizes), initial=0))
@@ -94,41 +95,41 @@ def _compile(
 
 
 def multiply_by_onednn(graph: fx.Graph) -> None:
-    """Give the large products of a graph, such as inductor has it in the end, to oneDNN."""
+    """Give the large products of a graph, as it is after inductor's own passes, to oneDNN."""
     for node in [n for n in graph.nodes if n.target in (aten.mm.default, aten.addmm.default)]:
         *bias, a, b = node.args
         if not _large(node, a, bias):
             continue
         with graph.inserting_before(node):
-            turned = graph.call_function(aten.permute.default, (b, [1, 0]))
-            made = graph.call_function(
+            transposed = graph.call_function(aten.permute.default, (b, [1, 0]))
+            product = graph.call_function(
                 torch.ops.mkldnn._linear_pointwise.default,
-                (a, turned, *(bias or [None]), "none", [], ""),
+                (a, transposed, *(bias or [None]), "none", [], ""),
             )
-        turned.meta["val"] = b.meta["val"].t()
-        made.meta.update(node.meta)
-        node.replace_all_uses_with(made)
+        transposed.meta["val"] = b.meta["val"].t()
+        product.meta.update(node.meta)
+        node.replace_all_uses_with(product)
         graph.erase_node(node)
 
 
 def _large(node: fx.Node, a: fx.Node, bias: list[fx.Node]) -> bool:
-    made = node.meta["val"]
-    plain = made.is_cpu and made.dtype is torch.float32 and not node.kwargs
-    alone = all(each.meta["val"].dim() == 1 for each in bias)
-    return plain and alone and made.numel() * a.meta["val"].shape[1] >= LARGE
+    value = node.meta["val"]
+    plain = value.is_cpu and value.dtype is torch.float32 and not node.kwargs
+    is_row = all(operand.meta["val"].dim() == 1 for operand in bias)
+    return plain and is_row and value.numel() * a.meta["val"].shape[1] >= LARGE
 
 
 class _Product(mkldnn_ir.LinearUnary):
-    """A product whose operands stay as they lie."""
+    """A product whose operands keep their layout."""
 
     @classmethod
     def require_contiguous(cls, x: Any) -> Any:
         return cls.require_stride1(x)
 
 
-def _lowered(*given: Any) -> Any:
+def _lowered(*args: Any) -> Any:
     product: Any = _Product
-    return ir.TensorBox.create(product.create(*given))
+    return ir.TensorBox.create(product.create(*args))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Insert what moves values: between devices, and from and to the caller."""
+"""Insert the instructions that move values between devices, and from and to the caller."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def communicate(program: Program) -> Program:
           send      grad:h:2->0[0]
           send      grad:z:2->1[0]
 
-    A value leaves right after it is made and arrives right before its first use; nothing moves
+    A value leaves right after it is made and arrives right before its first use. Nothing moves
     between two stages of one device. A value that skips stages goes straight from ``stash`` to
-    ``pop``, and its gradient straight back. Inputs are loaded, outputs handed over, and so are
-    the gradients of both where their edges carry one.
+    ``pop``, and its gradient straight back. Inputs are loaded and outputs handed over, and so are
+    their gradients if their edges carry one.
 
-    Values from one device to another arrive in the order in which they leave. Where a device
-    uses them in another order it takes the earlier ones in first. That adds no waiting: what
-    left earlier is there already.
+    Values from one device to another arrive in the order in which they leave. A device that uses
+    them in another order receives the earlier ones first. That adds no waiting: what left earlier
+    is there already.
 
     Raises:
-        InputError: the program is not one of compute alone.
+        InputError: the program already does more than compute.
     """
     comes_after(program, "communicate", "lower")
     mail = _Mail(program)
@@ -55,16 +55,16 @@ def communicate(program: Program) -> Program:
 
 
 class _Mail:
-    """What is on its way between devices.
+    """The values in flight between devices.
 
-    Where batches overlap the program is a window that repeats, and so are the queues: a value
-    that left in an earlier window has a place before the start of this window's queue.
+    Where batches overlap, the program is a window that repeats, and so are the queues: a value that
+    left in an earlier window has a place before the start of this window's queue.
 
     Attributes:
-        program: the program of compute alone.
+        program: the program that only computes.
         queues: (from, to) → the values in the order in which they leave, in one window.
-        places: value, without its batch → its index in its queue, and the batch it has there.
-        taken: (from, to) → up to where receives have come, counted from this window's start.
+        places: value, without its batch → its index in its queue, and its batch there.
+        taken: (from, to) → how many values have been received, counted from this window's start.
     """
 
     def __init__(self, program: Program) -> None:
@@ -76,7 +76,7 @@ class _Mail:
     def send(
         self, device: int, instructions: Iterable[ins.Instruction]
     ) -> Iterator[ins.Instruction]:
-        """The instructions of a device, each followed by what hands on the values it makes."""
+        """Yield a device's instructions, each followed by what sends the values that it makes."""
         for instruction in instructions:
             yield instruction
             for buffer in self.program.writes(instruction):
@@ -91,7 +91,7 @@ class _Mail:
     def receive(
         self, device: int, instructions: Sequence[ins.Instruction]
     ) -> Iterator[ins.Instruction]:
-        """The instructions of a device, each after what brings the values it reads."""
+        """Yield a device's instructions, each after what receives the values that it reads."""
         loaded: dict[object, int] = {}
         if self.program.depth:
             self._start(device, instructions, loaded)
@@ -99,7 +99,7 @@ class _Mail:
             for buffer in self.program.reads(instruction):
                 if buffer.source == HOST:
                     if loaded.setdefault(buffer[:5], buffer.batch) == buffer.batch:
-                        loaded[buffer[:5]] = 1  # a recompute finds it there
+                        loaded[buffer[:5]] = 1  # a recompute does not load it again
                         yield ins.Load(buffer)
                 elif (home := self.program.ends_of(buffer)[0]) != device:
                     yield from self._take((home, device), buffer)
@@ -108,10 +108,10 @@ class _Mail:
     def _start(
         self, device: int, instructions: Iterable[ins.Instruction], loaded: dict[object, int]
     ) -> None:
-        """What a window finds done by the one before.
+        """Note what the windows before this one have received and loaded.
 
-        Its receives begin right after the last one there, and what the caller gives is loaded
-        where its batch is met first.
+        Receives go on right after the last one there, and what the caller gives is loaded where its
+        batch comes first.
         """
         for instruction in instructions:
             for buffer in self.program.reads(instruction):
@@ -123,14 +123,14 @@ class _Mail:
                     self.taken[pair] = max(self.taken.get(pair, end), end)
 
     def _place(self, pair: tuple[int, int], buffer: Buffer) -> int:
-        """Where a value stands in its queue, counted from this window's start; −1 if nowhere."""
+        """A value's place in its queue, from this window's start on; −1 if nothing sends it."""
         if buffer[:5] not in self.places:
             return -1
         index, batch = self.places[buffer[:5]]
         return index - (batch - buffer.batch) * len(self.queues[pair])
 
     def _take(self, pair: tuple[int, int], buffer: Buffer) -> Iterator[ins.Instruction]:
-        """Arrivals up to a value; none if it has been taken, or if nothing ever sends it."""
+        """Receive up to a value; nothing if it has been received, or if nothing ever sends it."""
         first, end = self.taken.get(pair, 0), self._place(pair, buffer) + 1
         queue = self.queues[pair]
         for place in range(first, end):

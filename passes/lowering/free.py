@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -32,17 +33,16 @@ def free(program: Program) -> Program:
           send      act:z:1->2[0]
           free      act:z:1->2[0]
 
-    What a stage saved needs none: its backward uses it up. What it offloads is freed once that is
-    stored, for which the free waits, where the stage recomputes that of its state. So that it
-    seldom does, and that no more is held than is foreseen, it stands behind the next computation,
-    which the storing overlaps::
+    What a stage saved needs no free, because its backward uses it up. What it offloads is freed
+    once it is stored, and the free waits for that. So that it seldom has to, and the memory stays
+    as predicted, it comes behind the next computation, which overlaps the store::
 
         offload   offloaded:1[0]
         forward   s1[1] v0 keep
         free      saved:1[0]
 
     Raises:
-        InputError: the program's communication is not in place, or it is freed already.
+        InputError: ``communicate`` has not run yet, or ``free`` has.
     """
     comes_after(program, "free", "communicate")
     lists = tuple(tuple(_freed(program, list_)) for list_ in program.lists)
@@ -56,60 +56,52 @@ def _freed(
     for position, x in enumerate(instructions):
         if isinstance(x, ins.Offload):
             stored = ends.pop(position, [])
-            ends.setdefault(_overlapped(instructions, position, x), []).extend(stored)
-    for position, instruction in enumerate(instructions):
-        yield instruction
-        if position in ends:
-            for buffer in ends[position]:
-                yield ins.Free(buffer)
+            ends[_overlapped(instructions, position, x)] += stored
+    for position, x in enumerate(instructions):
+        yield x
+        yield from map(ins.Free, ends.get(position, ()))
 
 
 def _overlapped(instructions: Sequence[ins.Instruction], offload: int, what: ins.Offload) -> int:
-    """The position of the computation that storing overlaps, or of the last that is sent of it; or,
-    where what is stored is needed before or all devices meet, the one before that."""
+    """The last position that a store overlaps: the next computation and what sends its values, but
+    only up to what needs the stored value, or up to a barrier or pause."""
     computed = False
     for position in range(offload + 1, len(instructions)):
-        match instructions[position]:
-            case ins.Compute():
-                if computed:
-                    return position - 1
-                computed = True
-            case ins.Send() | ins.Stash() | ins.Output():
-                pass
-            case ins.Prefetch(buffer) if buffer[2:5] == what.buffer[2:5]:
-                return position - 1
-            case ins.Barrier() | ins.Pause():
-                return position - 1
-            case _ if computed:
-                return position - 1
+        x = instructions[position]
+        if isinstance(x, ins.Send | ins.Stash | ins.Output):
+            continue
+        needed = isinstance(x, ins.Prefetch) and x.buffer[2:5] == what.buffer[2:5]
+        if computed or needed or isinstance(x, ins.Meeting):
+            return position - 1
+        computed = isinstance(x, ins.Compute)
     return len(instructions) - 1
 
 
 def _last_uses(
     program: Program, instructions: tuple[ins.Instruction, ...]
-) -> dict[int, list[Buffer]]:
-    """Position → the buffers that nothing uses after it and that it does not end itself.
+) -> defaultdict[int, list[Buffer]]:
+    """Position → the buffers whose last use it is and that it does not end itself.
 
-    All that is made is read on its device, if only by its send or output.
+    Every value that is made is also read on its device, if only by its send or output.
     """
-    last: dict[int, list[Buffer]] = {}
+    last: defaultdict[int, list[Buffer]] = defaultdict(list)
     seen: set[object] = set()
     for position in _backwards(program, instructions):
         instruction = instructions[position]
-        # the first five fields are a buffer whatever window it is seen from
+        # the first five fields name a buffer independently of the window
         seen.update([buffer[:5] for buffer in program.ends(instruction)])
         for buffer in program.reads(instruction):
             if (value := buffer[:5]) not in seen:
-                last.setdefault(position, []).append(buffer)
+                last[position].append(buffer)
                 seen.add(value)
     return last
 
 
 def _backwards(program: Program, instructions: tuple[ins.Instruction, ...]) -> Iterable[int]:
-    """Positions from the last to the first that a batch meets.
+    """Positions in the reverse of the order in which a batch passes through them.
 
-    Where batches overlap a batch meets several windows: first as this step's, then as the one
-    before.
+    Where batches overlap, a batch passes through several windows: first as this step's batch, then
+    as the one before.
     """
     positions = range(len(instructions) - 1, -1, -1)
     if not program.depth:

@@ -1,8 +1,7 @@
-"""The order in which one host can launch the instructions of all devices, arrivals early.
+"""Find an order in which one host can launch the instructions of all devices, arrivals early.
 
-It has a walk of its own, besides that of ``fxpipe.ir.walk``, whose rows stay as they are: here an
-arrival that nothing can be launched before is put off behind the next computation, and how often
-that is needed shows only on the way.
+``fxpipe.ir.walk`` does not fit here: it leaves rows as they are, and this walk changes them. When
+everything waits for arrivals that were moved up too far, it puts one behind the next computation.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Launched(NamedTuple):
 
     Attributes:
         rank: its index in the order over all devices.
-        start: when it starts, if each instruction took its kind's usual time and copies no time.
+        start: when it starts if each instruction takes its kind's usual time and copies take none.
         instruction: the instruction.
     """
 
@@ -34,19 +33,18 @@ class Launched(NamedTuple):
 
 
 def source_of(program: Program, arrival: ins.Arrival) -> int:
-    """The device that a value comes from, or HOST."""
+    """The device that a value arrives from, or HOST."""
     return HOST if isinstance(arrival, ins.Load) else program.origin(arrival)
 
 
 def launch_order(program: Program, ahead: int) -> list[list[Launched]]:
-    """Device → its list with the arrivals moved up, and the order over all lists.
+    """Device → its list with the arrivals moved up, in an order over all lists.
 
-    An arrival comes before so many computations that precede its own place, or as many as it can:
-    not across a barrier or a pause, not before an earlier one from the same device, and not where
-    launching would get stuck, because what is sent depends on the computation that it would move
-    across. Where batches overlap it is the order within one window, in which what an earlier one
-    sent is there already. It takes time in proportion to the number of instructions, and to the
-    logarithm of that of devices.
+    An arrival moves up across ``ahead`` computations, or as many as possible. It does not move
+    across a barrier or a pause, nor before an earlier arrival from the same device, nor across a
+    computation that the value's sender waits for. Where batches overlap, this is the order within
+    one window; what earlier windows sent is there already. The time is proportional to the number
+    of instructions and the logarithm of the number of devices.
 
     Raises:
         InputError: the program gets stuck as it is.
@@ -55,16 +53,16 @@ def launch_order(program: Program, ahead: int) -> list[list[Launched]]:
 
 
 class _Pending(NamedTuple):
-    """An instruction to launch, and the stop before which it stands at the latest."""
+    """An instruction to launch, and the last stop before which it may stand."""
 
     latest: int
     instruction: ins.Instruction
 
 
 class _Device:
-    """One device's list in segments: what stands before each of its stops, and the stop.
+    """One device's list in segments, each with a stop at its end.
 
-    Stops are all instructions that do not move values.
+    Stops are the instructions that do not move values.
     """
 
     def __init__(self, instructions: tuple[ins.Instruction, ...], ahead: int) -> None:
@@ -75,7 +73,7 @@ class _Device:
         self._stops = [instructions[at] for at in stops]
         self._rest: list[list[_Pending]] = [[] for _ in range(len(stops) + 1)]
         self._arrivals: list[list[_Pending]] = [[] for _ in range(len(stops) + 1)]
-        since = 0  # the first stop behind the last meeting
+        since = 0  # the first stop behind the last barrier or pause
         for at, x in enumerate(instructions):
             stop = bisect_right(stops, at)
             if isinstance(x, ins.Meeting):
@@ -86,7 +84,7 @@ class _Device:
                 self._rest[stop].append(_Pending(stop, x))
 
     def head(self) -> ins.Instruction | None:
-        """What it launches next, or None at its end."""
+        """The next instruction to launch; None at the end."""
         if not self.queue and self.segment < len(self._stops):
             self.segment += 1
             self.queue.extend(self._rest[self.segment])
@@ -96,10 +94,8 @@ class _Device:
         return self.queue[0].instruction if self.queue else None
 
     def put_off(self, program: Program) -> bool:
-        """Whether the arrival that it waits at can stand behind the next stop; then it does.
-
-        So do those behind it from the same device.
-        """
+        """Move the next arrival, with those behind it from the same device, behind the next stop;
+        return whether that was possible."""
         if not self.queue or self.queue[0].latest == self.segment:
             return False
         first = self.queue[0].instruction
@@ -117,13 +113,13 @@ class _Device:
 
 
 class _Walk:
-    """Walks through the lists of all devices; the device that is furthest behind goes first."""
+    """Walks through the lists of all devices; the device with the earliest time goes first."""
 
     def __init__(self, program: Program, ahead: int) -> None:
         self._program = program
-        self._devices = [_Device(own, ahead) for own in program.lists]
+        self._devices = [_Device(list_, ahead) for list_ in program.lists]
         self._unsent = {
-            x.buffer for own in program.lists for x in own if isinstance(x, ins.Sending)
+            x.buffer for list_ in program.lists for x in list_ if isinstance(x, ins.Sending)
         }
         self._sent: dict[Buffer, float] = {}
         self._waiting: dict[Buffer, int] = {}
@@ -142,7 +138,7 @@ class _Walk:
         return self._launched
 
     def _put_off(self) -> bool:
-        """Let one device go on that waits for what was moved up. False when all are done."""
+        """Put off an arrival that a device is stuck at; return False when all devices are done."""
         left = [(device.now, d) for d, device in enumerate(self._devices) if device.head()]
         for now, d in sorted(left):
             waited = self._devices[d].head()
@@ -158,7 +154,7 @@ class _Walk:
         return False
 
     def _launch(self, d: int, instruction: ins.Instruction) -> bool:
-        """Launch an instruction. False where it has to wait."""
+        """Launch an instruction; return False if the device has to wait for another one."""
         match instruction:
             case ins.Receive(buffer) | ins.Pop(buffer) if buffer in self._unsent:
                 self._waiting[buffer] = d
@@ -167,10 +163,10 @@ class _Walk:
                 self._gathered.add(d)
                 if len(self._gathered) == len(self._devices):
                     together = max(device.now for device in self._devices)
-                    for each, device in enumerate(self._devices):
+                    for number, device in enumerate(self._devices):
                         device.now = together
-                        self._pass(each, instruction)
-                        heapq.heappush(self._ready, (together, each))
+                        self._pass(number, instruction)
+                        heapq.heappush(self._ready, (together, number))
                     self._gathered.clear()
                 return False
             case ins.Send(buffer) | ins.Stash(buffer):
@@ -184,10 +180,10 @@ class _Walk:
 
     def _pass(self, d: int, instruction: ins.Instruction) -> None:
         device = self._devices[d]
-        there = [self._sent.get(buffer, 0.0) for buffer in self._program.reads(instruction)]
         start = device.now
         if not isinstance(instruction, ins.Move):
-            start = max([start, *there])
+            sent = [self._sent.get(buffer, 0.0) for buffer in self._program.reads(instruction)]
+            start = max([start, *sent])
         self._launched[d].append(Launched(self._rank, start, instruction))
         self._rank += 1
         device.queue.popleft()

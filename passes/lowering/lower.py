@@ -1,4 +1,4 @@
-"""Lower a schedule over a plan to a program of compute alone."""
+"""Lower a schedule over a plan to a program that only computes."""
 
 from __future__ import annotations
 
@@ -36,41 +36,42 @@ class Lower:
           barrier
           update    s1 v0 -> v1
 
-    A failure must leave every weight as it was before the step, so all updates of a device stand
-    behind one barrier at its end. With a flush the last device to finish decides how long the
-    step takes, so it costs nothing. Where batches overlap there is no barrier, and every update
-    stands where the schedule has it.
+    A failure must leave every weight as it was before the step. So with a flush all updates of a
+    device come behind one barrier at its end; the step has to wait for the last device anyway.
+    Where batches overlap there is no barrier, and updates stay where the schedule has them.
 
-    All tasks of a micro-batch on a stage, in batch b (0 for this step's), read version b − its
-    delay there; the update from batch b makes version b + 1, which a user's own task behind it
-    reads. What is recomputed keeps its inputs instead of what its backward needs. Where stages
-    clip, each tells the norm of its gradients to all as soon as they are complete.
+    All tasks of batch b (0 is this step's) on a stage read version b − the micro-batch's delay
+    there. The update from batch b makes version b + 1, which user tasks behind it read. A forward
+    whose micro-batch is recomputed keeps its inputs only. Where stages clip, each tells all others
+    the norm of its gradients as soon as these are complete.
 
-    With several replicas an A begins to sum a stage's gradients. It waits for the sums as late as
-    it can: before the first task that needs them, which of a clip is the first on the device, as
-    all stages wait for all norms. Where there is none, and before updates with a flush, it is at
-    the end. With one replica an A becomes nothing.
+    With several replicas an A begins to sum a stage's gradients; with one it becomes nothing. The
+    device waits for the sum as late as possible: before the first task that needs it, or before its
+    first clip, because all stages wait for all norms. If there is no such task, or only updates
+    behind a flush, it waits at the end.
 
-    Where the gradients go in buckets and an A stands right behind a backward, that runs bucket by
-    bucket, and the sum of each begins as soon as it is complete. With two, ``B1 A`` becomes::
+    If the gradients go in buckets and an A comes right behind a backward, that runs bucket by
+    bucket, and the sum of each bucket begins as soon as it is complete. With two buckets, ``B1 A``
+    becomes::
 
           partial_backward B s1[1] v0 bucket 0
           backward  s1[1] v0 rest
           reduce_scatter s1
 
-    An O begins to store, a P begins to fetch, and the backward, or an R, is parted from both by
-    what waits::
+    An O begins to store, and a P begins to fetch. The backward, or an R, first waits for the
+    fetch::
 
           offload   offloaded:1[0]
           prefetch  fetching:1[0]
           await     fetched:1[0]
           backward  s1[0] v0
 
-    With ``shards`` a replica waits for the sum of its own part alone, and updates that part of the
-    weights. The others' parts are gathered as late as they can be: before the first task that reads
-    the version, or with a flush at the end of the step, whose caller may read the weights.
-    A stage with copies shares its weights with them at the begin of the step. An A on a copy gives
-    the stage's own device what the copy has summed, and that adds it as late as it can, likewise.
+    With ``shards`` a replica waits for the sum of its own part only, and updates that part of the
+    weights. The other parts are gathered as late as possible: before the first task that reads the
+    version, or with a flush at the end of the step, because the caller may read the weights.
+
+    A stage with copies shares its weights with them at the beginning of the step. An A on a copy
+    gives the copy's gradients to the stage's own device, which adds them as late as possible.
     Before, with ``place 0 | +0``::
 
         0: F0 B0 A U
@@ -95,10 +96,10 @@ class Lower:
         plan: the stages and edges.
         updates: whether U tasks become updates; without an optimizer they become nothing.
         pause: whether each device pauses before its first backward, so that the caller can take
-            the outputs and come back later with their gradients.
+            the outputs and later provide their gradients.
         replicas: how many pipelines run the program side by side.
-        shards: whether each of them updates a part of the weights, and keeps optimizer state for
-            that part alone.
+        shards: whether each replica updates a part of the weights, and keeps optimizer state for
+            that part only.
     """
 
     plan: Plan
@@ -113,9 +114,9 @@ class Lower:
         """Lower a verified schedule.
 
         Raises:
-            InputError: the counts of stages differ, the schedule cannot be paused, it does not
-                sum the gradients of several replicas or of copies, or a task needs what no replica
-                has whole.
+            InputError: the numbers of stages differ; the schedule cannot pause; it does not sum
+                the gradients of replicas or copies; or a task needs summed gradients, of which each
+                replica has only a part.
         """
         check_lowering(
             schedule,
@@ -125,79 +126,74 @@ class Lower:
             shards=self.shards and self.updates,
         )
         edges = self.plan.edges
-        buckets = [len(stage.buckets) for stage in self.plan.stages]
-        one = _Instructions(schedule, self.updates, self.replicas, self.shards, buckets)
-        flush = not schedule.overlaps
+        if not schedule.trains:
+            edges = tuple(replace(edge, gradient=False) for edge in edges)
+        instructions = _Instructions(schedule, self)
         return Program(
             name=schedule.name,
             microbatches=schedule.microbatches,
             placement=schedule.placement,
             copies=schedule.working,
-            edges=edges if one.trains else tuple(replace(edge, gradient=False) for edge in edges),
+            edges=edges,
             lists=tuple(
-                tuple(self._device(one, device, row, flush))
-                for device, row in enumerate(schedule.rows)
+                tuple(self._device(instructions, schedule, device))
+                for device in range(schedule.devices)
             ),
             passes=(self.name,),
             replicas=self.replicas,
         )
 
     def _device(
-        self, one: _Instructions, device: int, row: tuple[Task, ...], flush: bool
+        self, instructions: _Instructions, schedule: Schedule, device: int
     ) -> Iterator[ins.Instruction]:
-        """A device's tasks; where batches overlap each update stands where it is written."""
         paused = not self.pause
-        behind: list[ins.Instruction] = []
-        for stage, copies in enumerate(one.copies):
-            if copies and one.home[stage] == device:
+        flush = not schedule.overlaps
+        row = schedule.rows[device]
+        behind: list[ins.Instruction] = []  # what comes behind the barrier
+        for stage, copies in enumerate(schedule.working):
+            if copies and schedule.placement[stage] == device:
                 yield ins.Share(stage)
         for position, task in enumerate(row):
             if task.kind in "BI" and not paused:
                 yield ins.Pause()
                 paused = True
-            if task.kind == "A" and device in one.copies_of(task):
+            if task.kind == "A" and device in instructions.copies_of(task):
                 assert task.stage is not None
                 yield ins.Give(task.stage, device)
                 continue
             if (task.kind == "U" and not self.updates) or (task.kind == "A" and self.replicas == 1):
                 continue
-            yield from one.before(device, position)
-            yield from one.parts(task)
-            instruction = one.of(task, position)
+            yield from instructions.before(device, position)
+            yield from instructions.parts(task)
+            instruction = instructions.of(task, position)
             updates = isinstance(instruction, ins.Update)
             if flush and (updates or (behind and isinstance(instruction, ins.Run))):
                 behind.append(instruction)
             else:
                 yield instruction
-                yield from one.after(task)
+                yield from instructions.after(task)
         if not paused:
-            yield ins.Pause()  # a device without a backward: all of them are resumed together
-        yield from one.before(device, len(row))
-        if flush and one.trains and self.updates:
+            yield ins.Pause()  # a device without a backward: all devices resume together
+        yield from instructions.before(device, len(row))
+        if flush and schedule.trains and self.updates:
             yield ins.Barrier()
-            yield from one.gathered(behind)
+            yield from instructions.gathered(behind)
 
 
 class _Instructions:
-    """The instruction of each task of a schedule."""
+    """The instructions of each task of a schedule."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        updates: bool,
-        replicas: int,
-        shards: bool,
-        buckets: Sequence[int],
-    ) -> None:
-        self.trains = schedule.trains
-        self._shards = shards and updates and replicas > 1 and "U" in schedule.kinds
+    def __init__(self, schedule: Schedule, lower: Lower) -> None:
+        self._trains = schedule.trains
+        self._sums = lower.replicas > 1
+        self._shards = lower.shards and lower.updates and self._sums and "U" in schedule.kinds
         self._delay_of = schedule.delay_of
         self._clips = "C" in schedule.kinds
-        self._sums = replicas > 1
-        self.home, self.copies = schedule.placement, schedule.working
-        summing = self._sums or any(self.copies)
-        self._gathers = _gathers(schedule, updates) if summing and self.trains else {}
+        self._copies = schedule.working
+        summing = self._sums or any(self._copies)
+        self._gathers = _gathers(schedule, lower.updates) if summing and self._trains else {}
         self._last = schedule.microbatches - 1
+        buckets = [len(stage.buckets) for stage in lower.plan.stages]
         self._parts = {
             (task.kind, task.stage, task.microbatch): buckets[task.stage] - 1
             for row in schedule.rows
@@ -211,28 +207,28 @@ class _Instructions:
             task.stage: (-task.batch, position)
             for row in schedule.rows
             for position, task in enumerate(row)
-            if task.kind == "U" and updates
+            if task.kind == "U" and lower.updates
         }
         self._first_reads = self._readers(schedule) if self._shards and schedule.overlaps else {}
 
     def _readers(self, schedule: Schedule) -> Mapping[tuple[int, int], ins.GatherWeights]:
-        """Device and position in its row → what gathers the weights that are first read there."""
-        found: dict[int, tuple[tuple[int, int], int]] = {}
+        """(Device, position in its row) → what gathers the weights that are first read there."""
+        first: dict[int, tuple[int, int, int]] = {}
         for device, row in enumerate(schedule.rows):
             for position, task in enumerate(row):
                 reader = self.of(task, position)
                 if isinstance(reader, ins.Compute | ins.Run):
-                    moment = -reader.version, position  # the newer the version, the earlier
-                    first = found.get(reader.stage, (moment, device))
-                    found[reader.stage] = min(first, (moment, device))
+                    # the newer the version, the earlier a batch meets the task
+                    reading = -reader.version, position, device
+                    first[reader.stage] = min(first.get(reader.stage, reading), reading)
         return {
             (device, position): ins.GatherWeights(stage, -older - 1)
-            for stage, ((older, position), device) in found.items()
+            for stage, (older, position, device) in first.items()
         }
 
     def gathered(self, behind: Sequence[ins.Instruction]) -> Iterator[ins.Instruction]:
-        """What stands behind a barrier, with the new weights gathered before they are read, or at
-        the end."""
+        """Yield what comes behind a barrier, with new weights gathered before they are first read,
+        or at the end."""
         waiting: dict[int, ins.Instruction] = {}
         for x in behind:
             if isinstance(x, ins.Update) and self._shards:
@@ -243,7 +239,7 @@ class _Instructions:
         yield from waiting.values()
 
     def of(self, task: Task, position: int) -> ins.Instruction:
-        """The instruction of a task at a position of its row."""
+        """The instruction that runs a task at a position of its row."""
         kind, stage, i, batch = task.kind, task.stage, task.microbatch, task.batch
         assert stage is not None
         version = batch - self._delay_of(stage, i)
@@ -259,11 +255,11 @@ class _Instructions:
         if i is None:
             return ins.Update(stage, batch, batch + 1, batch)
         if kind in BESIDE:
-            made = own_buffer("offloaded" if kind == "O" else "fetching", stage, i, batch)
-            return ins.Offload(made) if kind == "O" else ins.Prefetch(made)
+            buffer = own_buffer("offloaded" if kind == "O" else "fetching", stage, i, batch)
+            return ins.Offload(buffer) if kind == "O" else ins.Prefetch(buffer)
         if kind == "F":
             again = (stage, i) in self._recomputed
-            return ins.Forward(stage, i, version, batch, self.trains and not again, again)
+            return ins.Forward(stage, i, version, batch, self._trains and not again, again)
         if kind == "B":
             return ins.Backward(stage, i, version, batch, (kind, stage, i) in self._parts)
         if kind == "W":
@@ -271,8 +267,8 @@ class _Instructions:
         return (ins.Recompute if kind == "R" else ins.InputGrad)(stage, i, version, batch)
 
     def parts(self, task: Task) -> Iterator[ins.Instruction]:
-        """What waits until a backward or a recompute has what it needs, and what runs a backward
-        before a reduce up to its last bucket of gradients."""
+        """Yield what comes right before a task: the wait for a prefetch, and the partial backwards
+        of all buckets but the last."""
         stage, i = task.stage, task.microbatch
         assert stage is not None
         needs = "R" if (stage, i) in self._recomputed else "BI"
@@ -285,13 +281,13 @@ class _Instructions:
 
     def copies_of(self, task: Task) -> tuple[int, ...]:
         """The devices of the copies of a task's stage."""
-        return self.copies[task.stage] if self.copies and task.stage is not None else ()
+        return self._copies[task.stage] if self._copies and task.stage is not None else ()
 
     def before(self, device: int, position: int) -> Iterator[ins.Instruction]:
-        """What stands before a task: the sums over replicas or copies that are needed from then
-        on, and their norms, if any stage clips; and the weights that it is the first to read."""
+        """Yield what a position waits for: sums over replicas or copies, with their norms if stages
+        clip, and the weights that it is the first to read."""
         for stage, batch in self._gathers.get((device, position), ()):
-            if not self._sums and not self.copies[stage]:
+            if not self._sums and not self._copies[stage]:
                 continue
             waits = ins.TakePart if self._shards else ins.AllGather
             yield waits(stage, batch) if self._sums else ins.Add(stage, batch)
@@ -301,7 +297,7 @@ class _Instructions:
             yield weights
 
     def after(self, task: Task) -> Iterator[ins.Instruction]:
-        """What follows a task: the norm of gradients that are complete, if any stage clips."""
+        """Yield the norm of the gradients that a task completes, if stages clip."""
         summed = self._sums or self.copies_of(task)
         if self._clips and not summed and task.kind in "BW" and task.microbatch == self._last:
             assert task.stage is not None
@@ -309,9 +305,9 @@ class _Instructions:
 
 
 def _gathers(schedule: Schedule, updates: bool) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
-    """Device and position in its row → the stages whose sums over the replicas are needed there
-    first, each with its batch; the end of a row is the position behind its last task."""
-    found: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    """(Device, position in its row) → the stages, each with its batch, whose sums are first needed
+    there. The position behind the last task is the end of the row."""
+    gathers: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for device, row in enumerate(schedule.rows):
         life = sorted(enumerate(row), key=lambda entry: -entry[1].batch)
         for at, (_, task) in enumerate(life):
@@ -319,15 +315,15 @@ def _gathers(schedule: Schedule, updates: bool) -> Mapping[tuple[int, int], list
                 continue
             assert task.stage is not None
             if device != schedule.placement[task.stage]:
-                continue  # that of a copy, which gives its gradients away
+                continue  # a copy, which gives its gradients away
             position, batch = len(row), task.batch
-            for there, other in life[at + 1 :]:
-                kind = KINDS[other.kind]
-                own = other.stage == task.stage
-                waits = own and other.kind == "U" and updates and schedule.overlaps
-                reads = own and "gradients" in (*kind.reads, *kind.writes)
-                if waits or reads or other.kind == "C":
-                    position, batch = there, other.batch
+            for there, later in life[at + 1 :]:
+                kind = KINDS[later.kind]
+                same = later.stage == task.stage
+                waits = same and later.kind == "U" and updates and schedule.overlaps
+                reads = same and "gradients" in (*kind.reads, *kind.writes)
+                if waits or reads or later.kind == "C":
+                    position, batch = there, later.batch
                     break
-            found[device, position].append((task.stage, batch))
-    return found
+            gathers[device, position].append((task.stage, batch))
+    return gathers

@@ -1,4 +1,4 @@
-"""What cannot be lowered, and a way out."""
+"""Refuse schedules that cannot be lowered over a plan."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def check_lowering(
 
 
 def _check_own_tasks(schedule: Schedule) -> None:
-    """Raises InputError where a user's task would need the sums of gradients, which no replica has
-    where each updates a part."""
+    """Check that no user task needs summed gradients, of which each replica has only a part; raises
+    InputError."""
     for device, row in enumerate(schedule.rows):
         summed: set[int | None] = set()
         for _, position in sorted((-task.batch, at) for at, task in enumerate(row)):

@@ -19,7 +19,7 @@ from fxpipe.passes.runner import comes_after
 
 @dataclass(frozen=True)
 class Streams:
-    """Program → Program: copies go on beside the computations of both devices.
+    """Program → Program: copies overlap the computations of both devices.
 
     Before::
 
@@ -41,20 +41,21 @@ class Streams:
           forward   s1[1] v0 keep    wait=e5
           free      act:z:1->2[0]    wait=e9
 
-    A device computes on one stream, and values arrive on one more for each device that they come
-    from, and one for the caller's. The receive makes the copy, straight from the device that made
-    the value, which a send only hands on.
+    A device computes on one stream. Values arrive on further ones: one for each device that they
+    come from, and one for the caller. The receive copies a value straight from the device that made
+    it; a send only hands the value on.
 
-    All memory of a device belongs to its stream of computations and is taken and let go in the
-    order in which instructions are launched. So an arrival starts only when everything launched
-    before it on its device is done, for its memory may come from there; to overlap a computation
-    it is launched before that one. A value that was sent is freed after the copy, in the order of
-    the sender's computations; so that these do not wait for it, the free comes behind the one
-    that overlaps the copy, and only when the receiver, too, has come to where it uses the value.
-    No memory is held back by an event, and none is let go before its last use.
+    All memory of a device belongs to its compute stream, and is allocated and freed in the order in
+    which instructions are launched. So an arrival starts only when everything launched before it on
+    its device is done, because its memory may come from there. To overlap a computation, it is
+    launched before that computation. A sent value is freed on the sender's compute stream, after
+    the copy. So that the sender does not wait for the copy, the free comes behind a computation
+    that overlaps it, and not before the receiver has reached the value's use. No event holds back
+    memory, and no memory is freed before its last use.
 
     Attributes:
-        ahead: how many computations an arrival may overlap: its memory is taken so much earlier.
+        ahead: how many computations an arrival may overlap. Its memory is allocated that much
+            earlier.
     """
 
     ahead: int = 1
@@ -64,20 +65,18 @@ class Streams:
         """Place the instructions of a whole program.
 
         Raises:
-            InputError: the program is not freed yet, or has streams already; ``ahead`` is negative.
+            InputError: ``free`` has not run yet, ``streams`` has, or ``ahead`` is negative.
         """
         comes_after(program, "streams", "free")
         if self.ahead < 0:
             raise InputError(f"ahead is {self.ahead}; give at least 0")
-        lists = free_late(program, launch_order(program, self.ahead))
-        moved = replace(program, lists=lists)
-        return replace(
-            moved, launches=_Events(moved).launches(), passes=(*program.passes, self.name)
-        )
+        moved = replace(program, lists=free_late(program, launch_order(program, self.ahead)))
+        launches = _Events(moved).launches()
+        return replace(moved, launches=launches, passes=(*program.passes, self.name))
 
 
 class _Spot(NamedTuple):
-    """An instruction, and the batch of the value because of which it is waited for."""
+    """The place of an instruction, and the batch in which it touches the value in question."""
 
     device: int
     position: int
@@ -85,15 +84,18 @@ class _Spot(NamedTuple):
 
 
 class _Events:
-    """Finds what each instruction must come after, and an event for each that is waited for."""
+    """Finds what each instruction must wait for, and numbers the events.
+
+    Values are keyed without their batch, which is the last field of a buffer.
+    """
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._streams = [[_stream(program, x) for x in own] for own in program.lists]
+        self._streams = [[_stream(program, x) for x in list_] for list_ in program.lists]
         self._made: dict[tuple[int, object], _Spot] = {}
         self._used: defaultdict[tuple[int, object], list[_Spot]] = defaultdict(list)
-        for device, own in enumerate(program.lists):
-            for at, x in enumerate(own):
+        for device, list_ in enumerate(program.lists):
+            for at, x in enumerate(list_):
                 for buffer in program.writes(x):
                     self._made[device, buffer[:5]] = _Spot(device, at, buffer.batch)
                 for buffer in program.reads(x):
@@ -105,45 +107,47 @@ class _Events:
     def launches(self) -> tuple[tuple[Launch, ...], ...]:
         """Device → the launch of each of its instructions."""
         waits = [list(self._waits(device)) for device in range(self._program.devices)]
-        awaited = sorted({at[:2] for own in waits for spots in own for at in spots})
-        numbers = {at: number for number, at in enumerate(awaited)}
+        awaited = sorted({spot[:2] for list_ in waits for spots in list_ for spot in spots})
+        numbers = {place: number for number, place in enumerate(awaited)}
         return tuple(
             tuple(
                 Launch(
                     self._streams[device][at],
-                    tuple(sorted(Event(numbers[on[:2]], on.batch) for on in spots)),
+                    tuple(sorted(Event(numbers[spot[:2]], spot.batch) for spot in spots)),
                     Event(numbers[device, at]) if (device, at) in numbers else None,
                 )
-                for at, spots in enumerate(own)
+                for at, spots in enumerate(list_)
             )
-            for device, own in enumerate(waits)
+            for device, list_ in enumerate(waits)
         )
 
     def _waits(self, device: int) -> Iterator[list[_Spot]]:
-        """For each instruction of a device the others that it waits for, and in which step.
+        """For each instruction of a device, yield the instructions that it waits for, with steps.
 
-        What a stream has waited for before, in the same window, it need not wait for again.
+        A stream does not wait again for what it has waited for earlier in the same window.
         """
         seen: dict[tuple[str, int, str], int] = {}
         memory = self._window_before(device)
         for at in range(len(self._program.lists[device])):
             stream, waits = self._streams[device][at], []
-            for on in sorted(self._needs(device, at, memory), key=_latest_first):
-                other = self._streams[on.device][on.position]
-                if (on.device, other) == (device, stream):
+            latest_first = sorted(
+                self._needs(device, at, memory), key=lambda s: (-s.batch, -s.position, s.device)
+            )
+            for spot in latest_first:
+                key = stream, spot.device, self._streams[spot.device][spot.position]
+                if key[1:] == (device, stream):
                     continue
-                key = stream, on.device, other
-                if on.batch or on.position > seen.get(key, -1):
-                    waits.append(on)
-                if not on.batch:
-                    seen[key] = max(on.position, seen.get(key, -1))
+                if spot.batch or spot.position > seen.get(key, -1):
+                    waits.append(spot)
+                if not spot.batch:
+                    seen[key] = max(spot.position, seen.get(key, -1))
             if stream == COMPUTE:
                 memory = _Spot(device, at, 0)
             yield waits
 
     def _needs(self, device: int, at: int, memory: _Spot | None) -> set[_Spot]:
-        """What an instruction comes after, with the step in which that runs. ``memory`` is what was
-        last launched on the stream that memory belongs to."""
+        """The instructions that one comes after, each with the step in which it runs. ``memory`` is
+        the last one launched on the compute stream."""
         program, x = self._program, self._program.lists[device][at]
         needs: set[_Spot | None] = set()
         for buffer in program.reads(x):
@@ -159,19 +163,13 @@ class _Events:
         return {spot for spot in needs if spot is not None and spot[:2] != (device, at)}
 
     def _window_before(self, device: int) -> _Spot | None:
-        """The last computation of the window before this one, if there is one."""
-        streams = self._streams[device]
-        if not self._program.depth or COMPUTE not in streams:
-            return None
-        return _Spot(device, max(at for at, each in enumerate(streams) if each == COMPUTE), -1)
-
-
-def _latest_first(spot: _Spot) -> tuple[int, int, int]:
-    return -spot.batch, -spot.position, spot.device
+        """The last computation of the window before this one, if windows overlap."""
+        computed = [at for at, stream in enumerate(self._streams[device]) if stream == COMPUTE]
+        return _Spot(device, computed[-1], -1) if self._program.depth and computed else None
 
 
 def _before(spot: _Spot | None, buffer: Buffer) -> _Spot | None:
-    """The same spot with the step in which it meets a buffer's batch."""
+    """The same spot with the step in which it touches a buffer's batch."""
     return spot and spot._replace(batch=buffer.batch - spot.batch)
 
 
@@ -186,19 +184,20 @@ def _stream(program: Program, instruction: ins.Instruction) -> str:
 def free_late(
     program: Program, order: Sequence[Sequence[Launched]]
 ) -> tuple[tuple[ins.Instruction, ...], ...]:
-    """Device → its list, where no free of a sent value makes its device wait for the copy.
+    """Device → its list, with the frees of sent values moved back so that no sender waits for a
+    copy.
 
     The free comes behind one more computation of the sender, which overlaps the copy, and not
-    before the receiver has come to the computation that uses the value, for then the copy is done;
-    but before any barrier or pause. Where batches overlap, a value that arrives in a later window
-    is freed in that window.
+    before the receiver has reached the computation that uses the value: by then the copy is done.
+    But it stays before any barrier or pause. Where batches overlap, a value that arrives in a later
+    window is freed in that window.
     """
     uses = _uses(program, order)
-    return tuple(_moved(device, own, uses) for device, own in enumerate(order))
+    return tuple(_moved(device, list_, uses) for device, list_ in enumerate(order))
 
 
 class _Use(NamedTuple):
-    """The first use of a sent value on its receiver: by then the copy is done."""
+    """The first use of a sent value on its receiver. By then the copy is done."""
 
     source: int
     rank: int
@@ -207,11 +206,11 @@ class _Use(NamedTuple):
 
 
 def _uses(program: Program, order: Sequence[Sequence[Launched]]) -> dict[object, _Use]:
-    """Value → the use on the device that receives it, in the window in which it arrives."""
+    """Value → its use on the device that receives it, in the window in which it arrives."""
     uses: dict[object, _Use] = {}
-    for own in order:
+    for list_ in order:
         unused: set[Buffer] = set()
-        for rank, start, x in own:
+        for rank, start, x in list_:
             if isinstance(x, ins.Receiving):
                 uses[x.buffer[:5]] = _Use(program.origin(x), rank, start, x.buffer.batch)
                 unused.add(x.buffer)
@@ -222,41 +221,35 @@ def _uses(program: Program, order: Sequence[Sequence[Launched]]) -> dict[object,
 
 
 def _moved(
-    device: int, own: Sequence[Launched], uses: dict[object, _Use]
+    device: int, order: Sequence[Launched], uses: dict[object, _Use]
 ) -> tuple[ins.Instruction, ...]:
-    stops = [at for at, each in enumerate(own) if not isinstance(each.instruction, ins.Move)]
-    ranks = [own[at].rank for at in stops]
-    starts = [own[at].start for at in stops]
-    meetings = [
-        number for number, at in enumerate(stops) if isinstance(own[at].instruction, ins.Meeting)
-    ]
-    sent = {
-        each.instruction.buffer: at
-        for at, each in enumerate(own)
-        if isinstance(each.instruction, ins.Sending)
-    }
-    kept: list[ins.Instruction | None] = [each.instruction for each in own]
+    list_ = [launched.instruction for launched in order]
+    stops = [at for at, x in enumerate(list_) if not isinstance(x, ins.Move)]
+    ranks = [order[at].rank for at in stops]
+    starts = [order[at].start for at in stops]
+    meetings = [n for n, at in enumerate(stops) if isinstance(list_[at], ins.Meeting)]
+    sent = {x.buffer: at for at, x in enumerate(list_) if isinstance(x, ins.Sending)}
     late: defaultdict[int, list[ins.Instruction]] = defaultdict(list)
-    for at, each in enumerate(own):
-        if not isinstance(each.instruction, ins.Free):
+    moved: set[int] = set()
+    for at, x in enumerate(list_):
+        if not isinstance(x, ins.Free):
             continue
-        buffer = each.instruction.buffer
-        use = uses.get(buffer[:5])
+        use = uses.get(x.buffer[:5])
         if use is None or use.source != device:
             continue
         first = bisect_right(ranks, use.rank)
         stop = max(first, bisect_left(starts, use.start))
-        if use.batch == buffer.batch:
-            stop = max(stop, bisect_right(stops, sent[buffer]) + 1)
+        if use.batch == x.buffer.batch:
+            stop = max(stop, bisect_right(stops, sent[x.buffer]) + 1)
         meeting = bisect_left(meetings, first)
         if meeting < len(meetings):
             stop = min(stop, meetings[meeting])
-        kept[at] = None
-        place = stops[stop] if stop < len(stops) else len(own)
-        late[place].append(ins.Free(buffer._replace(batch=use.batch)))
+        moved.add(at)
+        place = stops[stop] if stop < len(stops) else len(list_)
+        late[place].append(ins.Free(x.buffer._replace(batch=use.batch)))
     merged: list[ins.Instruction] = []
-    for at, x in enumerate([*kept, None]):
-        merged.extend(late.get(at, ()))
-        if x is not None:
+    for at, x in enumerate(list_):
+        merged += late.get(at, ())
+        if at not in moved:
             merged.append(x)
-    return tuple(merged)
+    return (*merged, *late[len(list_)])

@@ -1,1 +1,1 @@
-"""Which stage computes what: measured, assigned, and cut into a Plan."""
+"""Decide which stage computes what: measure nodes, assign them to stages, cut into a Plan."""

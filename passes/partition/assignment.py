@@ -1,14 +1,15 @@
-"""The partition: which stage computes which node of a graph, and which nodes share a stage.
+"""Say which stage computes each node of a graph, and which nodes must share a stage.
 
 before:  conv_1, relu_1, conv_2, relu_2            (in the order of the program)
 after:   {"conv_1": 0, "relu_1": 0, "conv_2": 1, "relu_2": 1}
 
-Every edge runs forward. ``balance`` makes such an assignment by costs, ``cut_at`` by names of
-submodules, and ``place_like`` for a further graph of a model that has one.
+Every edge runs forward. ``balance`` makes an assignment by costs, ``cut_at`` by names of
+submodules, and ``place_like`` carries one over to another graph of the same model.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,7 @@ class Verdict:
 
     Attributes:
         loads: stage → load, for one micro-batch.
-        bound: a lower bound on the seconds of the slowest stage, for all cuts that ``condition``
+        bound: a lower bound on the slowest stage's seconds, for all cuts that ``condition``
             describes.
         together: submodules that must not be cut.
     """
@@ -41,7 +42,7 @@ class Verdict:
 
     @property
     def condition(self) -> str:
-        """Which cuts the bound holds for, in words."""
+        """The cuts that the bound holds for, in words."""
         kept = f" and keep {', '.join(self.together)} together" if self.together else ""
         return f"add up gradients in the model's order{kept}"
 
@@ -52,18 +53,18 @@ class Verdict:
 
     @property
     def gap(self) -> float:
-        """How far the slowest stage is above the bound, relative to it; 0 is proven the best."""
+        """How far the slowest stage is above the bound, relative to it; 0 if proven optimal."""
         return max(self.slowest / self.bound - 1, 0.0) if self.bound else 0.0
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which stage computes what.
+    """The stage of each node.
 
     Attributes:
-        stages: how many stages there are.
+        stages: the number of stages.
         nodes: node name → stage, for every node that computes.
-        verdict: how well it is balanced, where it was made by costs.
+        verdict: how well the stages are balanced; None if no costs were known.
     """
 
     stages: int
@@ -72,7 +73,7 @@ class Assignment:
 
 
 def one_stage(traced: Traced) -> Assignment:
-    """The whole graph as one stage; so its nodes are measured."""
+    """Assign the whole graph to one stage, to measure its nodes."""
     return Assignment(1, {node.name: 0 for node in compute_nodes(traced.graph)})
 
 
@@ -97,20 +98,20 @@ def readers(traced: Traced) -> dict[str, list[fx.Node]]:
 
 
 def differentiable(traced: Traced, trained: Collection[str]) -> dict[fx.Node, None]:
-    """The nodes that may get a gradient, in order. A node of unknown value counts as one.
+    """Return the nodes that may get a gradient, in order; those of unknown value are included.
 
     Args:
         traced: the graph.
-        trained: the placeholders that get a gradient; with leaf modules any value may get one.
+        trained: the placeholders that get a gradient. With leaf modules any value may get one.
     """
-    found: dict[fx.Node, None] = {}
+    nodes: dict[fx.Node, None] = {}
     for node in traced.graph.nodes:
-        given = node.name in trained or (traced.leaves and node.op != "placeholder")
-        if node.op != "output" and (given or any(n in found for n in node.all_input_nodes)):
+        begins = node.name in trained or (traced.leaves and node.op != "placeholder")
+        if node.op != "output" and (begins or any(n in nodes for n in node.all_input_nodes)):
             value = node.meta.get("val")
             if value is None or any(map(_is_float, pytree.tree_leaves(value))):
-                found[node] = None
-    return found
+                nodes[node] = None
+    return nodes
 
 
 def _is_float(value: Any) -> bool:
@@ -123,10 +124,10 @@ def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def in_order(traced: Traced) -> list[fx.Node]:
-    """The compute nodes in the order of the program, but with constants right before their use.
+    """Return the compute nodes in the program's order, but with constants right before their use.
 
-    A constant is computed from parameters and buffers only, such as a weight that is cast to
-    another dtype. No cut should fall between it and its first use.
+    A constant depends on parameters and buffers only, such as a weight that is cast to another
+    dtype. No cut should fall between it and its first use.
     """
     waiting: set[fx.Node] = set()
     constant = _constant(traced)
@@ -149,14 +150,14 @@ def in_order(traced: Traced) -> list[fx.Node]:
 
 
 def _constant(traced: Traced) -> set[fx.Node]:
-    """The nodes that depend on no input of the call, only on parameters and buffers, if at all."""
+    """The nodes that depend on no input of the call."""
     held = {argument.name for argument in (*traced.parameters, *traced.buffers)}
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in compute_nodes(traced.graph):
         sources = node.all_input_nodes
-        if node.op == "call_function" and all(n in found or n.name in held for n in sources):
-            found.add(node)
-    return found
+        if node.op == "call_function" and all(n in nodes or n.name in held for n in sources):
+            nodes.add(node)
+    return nodes
 
 
 def within(node: fx.Node, module: str) -> bool:
@@ -171,7 +172,7 @@ def module_paths(node: fx.Node) -> list[str]:
 
 
 def kept_together(nodes: Sequence[fx.Node], modules: Sequence[str]) -> Iterator[list[fx.Node]]:
-    """For each of some submodules the nodes that belong to it."""
+    """Yield the nodes of each submodule that has several."""
     for module in modules:
         group = [node for node in nodes if within(node, module)]
         if len(group) > 1:
@@ -179,16 +180,16 @@ def kept_together(nodes: Sequence[fx.Node], modules: Sequence[str]) -> Iterator[
 
 
 def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Groups of nodes that must share a stage:
+    """Yield groups of nodes that must share a stage.
 
-    - an operation with several results, and the nodes that pick one of them;
-    - ``draw_from``, which seeds a leaf module, and that module;
-    - a copy, and the module that may change it in place: autograd allows that on no stage input;
-    - a constant, which depends on no input, and its first use. A constant that nothing uses, such
-      as a counter of calls, shares a stage with its module's first node;
-    - all nodes that read or write a buffer that is written, because the next micro-batch reads
-      what this one wrote;
-    - all calls of leaf modules that share a parameter or buffer.
+    - An operation with several results, and the nodes that pick one of them.
+    - ``draw_from``, which seeds a leaf module, and that module.
+    - A copy, and the module that may change it in place, which autograd forbids on stage inputs.
+    - A constant, which depends on no input, and its first use. A constant without uses, such as a
+      counter of calls, shares a stage with its module's first node.
+    - All nodes that read or write a buffer that is written: the next micro-batch reads what this
+      one wrote.
+    - All calls of leaf modules that share a parameter or buffer.
     """
     place = {node: index for index, node in enumerate(nodes)}
     constant = _constant(traced)
@@ -237,70 +238,62 @@ def is_part(node: fx.Node) -> bool:
 
 
 def place_like(traced: Traced, reference: Traced, assignment: Assignment) -> Assignment:
-    """The same assignment for another graph of the same model, such as that of eval mode.
+    """Carry an assignment over to another graph of the same model, such as its eval-mode graph.
 
     A node gets the stage of the same call in the same submodule of the reference. Parameters stay
     on their stage. A node without a counterpart gets the stage of its inputs.
 
     Raises:
-        PartitionError: a leaf module that was none in the reference has weights on two stages.
+        PartitionError: a submodule is a leaf module here only, and has weights on two stages.
     """
     parameter_stage = owners(reference, assignment)
-    read: dict[str, list[int]] = {}
+    floors: defaultdict[str, list[int]] = defaultdict(list)  # the stages of the parameters it reads
     for target, nodes in readers(traced).items():
         for node in nodes:
             if target in parameter_stage:
-                read.setdefault(node.name, []).append(parameter_stage[target])
-    by_call: dict[tuple[str, str, int], int] = {}
-    for key, node in _calls(compute_nodes(reference.graph)):
-        by_call[key] = assignment.nodes[node.name]
+                floors[node.name].append(parameter_stage[target])
+    by_call = {key: assignment.nodes[node.name] for key, node in _calls(reference)}
     by_module: dict[str, int] = {}
     for (module, _, _), stage in by_call.items():
         by_module[module] = min(stage, by_module.get(module, stage))
     placed: dict[str, int] = {}
-    for key, node in _calls(compute_nodes(traced.graph)):
-        floor = [placed[n.name] for n in node.all_input_nodes if n.name in placed]
-        earliest = max([*floor, *read.get(node.name, [])], default=0)
-        unknown = earliest if node.name in read else by_module.get(key[0], earliest)
-        wish = by_call.get(key, unknown)
-        placed[node.name] = max(wish, earliest)
+    for key, node in _calls(traced):
+        sources = [placed.get(n.name, 0) for n in node.all_input_nodes]
+        earliest = max([*sources, *floors.get(node.name, [])], default=0)
+        fallback = earliest if node.name in floors else by_module.get(key[0], earliest)
+        placed[node.name] = max(by_call.get(key, fallback), earliest)
     _settle(traced, placed)
     for node in compute_nodes(traced.graph):
-        stages = {placed[node.name], *read.get(node.name, [])}
+        stages = {placed[node.name], *floors.get(node.name, [])}
         if node.op == "call_module" and len(stages) > 1:
             raise PartitionError(
-                f"submodule {node.target!r} is called as it is, in one stage, and the model was "
-                "cut inside of it for a call that came before, where that was not needed; let a "
-                "step come first, as with compile(..., example=...), or give compile(..., "
-                f"leaf_modules=[{node.target!r}])"
+                f"submodule {node.target!r} is called as it is, in one stage, but an earlier call "
+                "could trace it and cut the model inside of it; run a step first, as with "
+                f"compile(..., example=...), or give compile(..., leaf_modules=[{node.target!r}])"
             )
     return Assignment(assignment.stages, placed)
 
 
-def _calls(nodes: Sequence[fx.Node]) -> list[tuple[tuple[str, str, int], fx.Node]]:
-    """Each node with its key: its submodule, its operation, and its number among the nodes of that
-    operation in that submodule."""
-    counts: dict[tuple[str, str], int] = {}
-    keyed: list[tuple[tuple[str, str, int], fx.Node]] = []
-    for node in nodes:
+def _calls(traced: Traced) -> Iterator[tuple[tuple[str, str, int], fx.Node]]:
+    """Yield each compute node with a key: its submodule, its operation, and its number among the
+    nodes of that operation in that submodule."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for node in compute_nodes(traced.graph):
         paths = module_paths(node)
         where = (paths[-1] if paths else "", str(node.target))
-        counts[where] = counts.get(where, -1) + 1
-        keyed.append(((*where, counts[where]), node))
-    return keyed
+        yield (*where, counts[where]), node
+        counts[where] += 1
 
 
 def _settle(traced: Traced, placed: dict[str, int]) -> None:
-    """Move nodes to later stages until every edge runs forward and each of ``bonds`` is kept."""
+    """Move nodes to later stages until edges run forward and no group of ``bonds`` is split."""
     nodes = in_order(traced)
     bound = [[node.name for node in bond] for bond in bonds(traced, nodes)]
     moved = True
     while moved:
         moved = False
         for node in nodes:
-            floor = max(
-                (placed[n.name] for n in node.all_input_nodes if n.name in placed), default=0
-            )
+            floor = max((placed.get(n.name, 0) for n in node.all_input_nodes), default=0)
             if placed[node.name] < floor:
                 placed[node.name], moved = floor, True
         for bond in bound:

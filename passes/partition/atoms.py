@@ -1,24 +1,25 @@
-"""Group the nodes of a graph into atoms, which are never cut, with the values between them.
+"""Group the nodes of a graph into atoms, which are never cut, and weigh them.
 
 before:  conv, view, getitem_0, getitem_1, mul     (nodes)
 after:   [conv, view], [split, getitem_0, getitem_1], [mul]
 
-Nodes that must share a stage (``bonds``) form an atom; a view also joins the tensor that it shows.
+Nodes that must share a stage (``bonds``) form an atom; a view also joins the tensor that it views.
 Nodes on a path between two nodes of an atom join it, so that the atoms have no cycle.
 
-The readers of one value stay in the order of the program: none is in an earlier stage than a reader
-before it. Autograd adds their gradients from the last to the first, and the stages must add them in
-the same order. This can make the best cut slower, with ``together`` much slower; the bounds that
-are proven hold for cuts that keep this order.
+The readers of a value stay in the program's order: none is in an earlier stage than a reader before
+it. Autograd adds their gradients from the last to the first, and the stages must add them in the
+same order. This can make the best cut slower, with ``together`` much slower. Proven bounds hold
+for the cuts that keep this order.
 
-What stays in memory, parameters with their optimizer state and saved values, is estimated on the
-whole model as a single stage. A value that is sent from stage to stage may be kept by both, because
-what a stage receives counts as saved there, too.
+Memory is estimated on the whole model as a single stage: parameters with their optimizer state, and
+saved values. A value that is sent may count on both sides, because what a stage receives counts as
+saved there, too.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,8 +54,8 @@ class Footprint:
         resident: parameter or buffer, by its name in the model → bytes, with its gradient,
             optimizer state and versions.
         saved: node → bytes that it keeps for the backward of a micro-batch.
-        undo: parameter → bytes that are kept after its update, to be able to undo it. By then the
-            backward's saved values are freed.
+        undo: parameter → bytes kept after its update, to be able to undo it. By then the saved
+            values are freed.
     """
 
     resident: Mapping[str, int] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Atoms:
     Attributes:
         nodes: atom → its nodes, in the order of the program.
         work: the costs of the atoms.
-        layers: atom → the outermost submodule that it belongs to, or else its first node.
+        layers: atom → its outermost submodule, or the name of its first node if it is in none.
     """
 
     nodes: tuple[tuple[fx.Node, ...], ...]
@@ -77,9 +78,9 @@ class Atoms:
     layers: tuple[str, ...]
 
     def named(self, stage_of: Sequence[int]) -> dict[str, int]:
-        """Node name → stage, from atom → stage."""
-        placed = zip(self.nodes, stage_of, strict=True)
-        return {node.name: stage for nodes, stage in placed for node in nodes}
+        """Turn atom → stage into node name → stage."""
+        pairs = zip(self.nodes, stage_of, strict=True)
+        return {node.name: stage for nodes, stage in pairs for node in nodes}
 
 
 def atoms_of(
@@ -90,7 +91,12 @@ def atoms_of(
     *,
     views: bool = True,
 ) -> Atoms:
-    """The atoms of a graph. No cut may part ``together``; ``views`` stay with what they show."""
+    """Return the atoms of a graph.
+
+    Args:
+        together: submodules that must not be cut.
+        views: whether views stay with the tensors that they view.
+    """
     ordered = in_order(traced)
     bound = [*bonds(traced, ordered), *kept_together(ordered, together)]
     trained = any(cost.backward for cost in costs.values())
@@ -99,7 +105,11 @@ def atoms_of(
     turns = list(_turns(traced, ordered, back))
     groups = _joined(ordered, [*bound, *_views(ordered)] if views else bound, turns)
     atom_of = {node: atom for atom, group in enumerate(groups) for node in group}
-    transfers = list(_values(ordered, costs, atom_of, back))
+    transfers = [
+        Transfer(atom_of[node], tuple(sorted(others)), costs[node.name].bytes, node in back)
+        for node in ordered
+        if (others := {atom_of[user] for user in node.users if user in atom_of} - {atom_of[node]})
+    ]
     in_turn = {(atom_of[first], atom_of[second]) for first, second in turns}
     transfers += [Transfer(a, (b,), 0, False) for a, b in sorted(in_turn) if a != b]
     resident, undo = [0] * len(groups), [0] * len(groups)
@@ -126,24 +136,10 @@ def atoms_of(
     )
 
 
-def _values(
-    nodes: Iterable[fx.Node],
-    costs: Mapping[str, NodeCost],
-    atom_of: Mapping[fx.Node, int],
-    back: Container[fx.Node],
-) -> Iterator[Transfer]:
-    for node in nodes:
-        atom = atom_of[node]
-        others = {atom_of[user] for user in node.users if user in atom_of} - {atom}
-        if others:
-            size = costs[node.name].bytes
-            yield Transfer(atom, tuple(sorted(others)), size, node in back)
-
-
 def _turns(
     traced: Traced, ordered: Sequence[fx.Node], back: Container[fx.Node]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each pair of consecutive readers of a value that both send a gradient back to it."""
+    """Yield the pairs of consecutive readers of a value that both send a gradient back to it."""
     place = {node: index for index, node in enumerate(ordered)}
     for node in traced.graph.nodes:
         if node in back:
@@ -152,12 +148,12 @@ def _turns(
 
 
 def _views(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Each view with the tensor that it shows, where that is computed."""
+    """Yield each view with the tensor that it views, if that is computed."""
     for node in nodes:
-        shown = node.args[0] if node.args else None
-        if is_view(node) and isinstance(shown, fx.Node):
-            if shown.op not in ("placeholder", "get_attr"):
-                yield [shown, node]
+        base = node.args[0] if node.args else None
+        if is_view(node) and isinstance(base, fx.Node):
+            if base.op not in ("placeholder", "get_attr"):
+                yield [base, node]
 
 
 def _joined(
@@ -165,71 +161,61 @@ def _joined(
     bound: Iterable[Sequence[fx.Node]],
     turns: Iterable[tuple[fx.Node, fx.Node]],
 ) -> list[list[fx.Node]]:
-    """The nodes in groups, with no cycle between groups.
+    """Return the nodes in groups without a cycle between groups, in topological order.
 
-    Each list of ``bound`` shares a group. Of each pair of ``turns`` the first is in no later group
-    than the second.
+    The nodes of each list in ``bound`` share a group. The first node of each pair in ``turns`` is
+    in no later group than the second.
     """
-    number = {node: index for index, node in enumerate(nodes)}
-    root = list(range(len(nodes)))
-
-    def find(index: int) -> int:
-        while root[index] != index:
-            root[index] = root[root[index]]
-            index = root[index]
-        return index
-
-    for bond in bound:
-        for node in bond[1:]:
-            root[find(number[node])] = find(number[bond[0]])
-    group_of = [find(index) for index in range(len(nodes))]
-    sources: dict[int, set[int]] = {group: set() for group in group_of}
-    for index, node in enumerate(nodes):
-        for source in node.all_input_nodes:
-            if source in number and group_of[number[source]] != group_of[index]:
-                sources[group_of[index]].add(group_of[number[source]])
-    for first, second in turns:
-        if group_of[number[first]] != group_of[number[second]]:
-            sources[group_of[number[second]]].add(group_of[number[first]])
-    part_of = {group: number for number, part in enumerate(_connected(sources)) for group in part}
-    parts: dict[int, list[int]] = {}
-    for index, group in enumerate(group_of):
-        parts.setdefault(part_of[group], []).append(index)
-    before: dict[int, set[int]] = {part: set() for part in parts}
-    for group, others in sources.items():
-        before[part_of[group]] |= {part_of[other] for other in others} - {part_of[group]}
-    # each after those that it reads, and else as the program has them
-    ordered = sorted_by_rank(before, lambda part, _: parts[part][0])
-    return [[nodes[index] for index in parts[part]] for part in ordered]
+    place = {node: index for index, node in enumerate(nodes)}
+    sources = {
+        index: {place[source] for source in node.all_input_nodes if source in place}
+        for node, index in place.items()
+    }
+    for bond in bound:  # edges both ways make a cycle, so that a component holds all of the bond
+        first, *others = (place[node] for node in bond)
+        sources[first].update(others)
+        for index in others:
+            sources[index].add(first)
+    for before, after in turns:
+        sources[place[after]].add(place[before])
+    group_of = {index: number for number, part in enumerate(_connected(sources)) for index in part}
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    read: defaultdict[int, set[int]] = defaultdict(set)
+    for index, group in sorted(group_of.items()):
+        groups[group].append(index)
+        read[group] |= {group_of[source] for source in sources[index]} - {group}
+    # ties go by the program's order
+    ordered = sorted_by_rank(read, lambda group, _: groups[group][0])
+    return [[nodes[index] for index in groups[group]] for group in ordered]
 
 
 def _connected(sources: Mapping[int, set[int]]) -> Iterator[list[int]]:
-    """The strongly connected components of a graph (Kosaraju, 1978)."""
-    readers: dict[int, list[int]] = {group: [] for group in sources}
-    for group, others in sources.items():
-        for other in others:
-            readers[other].append(group)
+    """Yield the strongly connected components of a graph (Kosaraju, 1978)."""
+    readers: dict[int, list[int]] = {item: [] for item in sources}
+    for item, others in sources.items():
+        for source in others:
+            readers[source].append(item)
     ends = itertools.chain.from_iterable(_walks(sources, sources))
     return _walks(readers, reversed([*ends]))
 
 
 def _walks(following: Mapping[int, Iterable[int]], starts: Iterable[int]) -> Iterator[list[int]]:
-    """For each start, what only it leads to so far, itself included, each item after all that it
-    leads to."""
+    """Search depth-first from each start; yield the items that each search is the first to reach,
+    in postorder."""
     seen: set[int] = set()
     for start in starts:
-        found: list[int] = []
+        reached: list[int] = []
         path = [(start, iter(following[start]))] if start not in seen else []
         seen.add(start)
         while path:
-            other = next((each for each in path[-1][1] if each not in seen), None)
-            if other is None:
-                found.append(path.pop()[0])
+            unseen = next((item for item in path[-1][1] if item not in seen), None)
+            if unseen is None:
+                reached.append(path.pop()[0])
             else:
-                seen.add(other)
-                path.append((other, iter(following[other])))
-        if found:
-            yield found
+                seen.add(unseen)
+                path.append((unseen, iter(following[unseen])))
+        if reached:
+            yield reached
 
 
 def footprint_of(
@@ -240,15 +226,15 @@ def footprint_of(
     copies: float,
     undo: float = 0.0,
 ) -> Footprint:
-    """What each parameter and buffer occupies, and what each node keeps for a micro-batch.
+    """Estimate what parameters and buffers occupy, and what nodes keep for a micro-batch.
 
     Args:
         plan: the same graph as a single stage, differentiated; None for a graph with leaf modules,
-            of which every value counts as saved.
+            where every value counts as saved.
         copies: how many tensors of its size a trained parameter needs: its versions, its gradient
             and its optimizer state.
-        undo: how many more it needs after its update, to be able to undo it, when the saved values
-            are freed.
+        undo: how many more it needs after its update, to be able to undo it. By then the saved
+            values are freed.
     """
     trained = {
         argument.target for argument in traced.parameters if state[argument.target].requires_grad
@@ -259,13 +245,14 @@ def footprint_of(
     }
     undoing = {target: int(size_in_bytes(state[target]) * undo) for target in trained}
     if plan is not None:
-        return Footprint(resident, _saved(plan), undoing)
-    kept = {node.name: costs[node.name].bytes for node in compute_nodes(traced.graph)}
-    return Footprint(resident, kept, undoing)
+        saved = _saved(plan)
+    else:
+        saved = {node.name: costs[node.name].bytes for node in compute_nodes(traced.graph)}
+    return Footprint(resident, saved, undoing)
 
 
 def _saved(plan: Plan) -> dict[str, int]:
-    """Node → bytes of the saved tensors that it makes; views of one memory count once."""
+    """Node → bytes of the saved tensors that it makes; tensors that share memory count once."""
     (stage,) = plan.stages
     kernel = stage.kernel
     assert isinstance(kernel, GraphKernel)

@@ -1,11 +1,11 @@
-"""Assign nodes to stages by their costs, or at submodules that the user names.
+"""Assign nodes to stages by their costs, or cut at submodules that the user names.
 
-``balance`` looks for the fastest slowest stage, then the fewest bytes.
+``balance`` minimises the time of the slowest stage, then the bytes that are sent.
 
 before:  a (3 s) → b (1 s) → c (2 s), two equal devices
 after:   {"a": 0, "b": 1, "c": 1}
 
-``cut_at`` begins a new stage at each submodule that is named.
+``cut_at`` begins a new stage at each named submodule.
 
 before:  ["middle", "last"]
 after:   stage 0: all before the first node of ``middle``;  stage 1: from there to ``last``; …
@@ -54,8 +54,8 @@ def balance(
         machine: speeds, memory limits and links; by default equal devices.
         footprint: what stays in memory, for the limits.
         together: submodules that must not be cut.
-        nearest: whether to return the cut that comes nearest to the memory limits if none keeps
-            them, instead of raising.
+        nearest: whether to return the cut that comes nearest to the memory limits, instead of
+            raising, if no cut keeps them.
 
     Raises:
         PartitionError: the graph cannot be cut into that many stages, or no cut keeps the limits.
@@ -87,7 +87,7 @@ def judge(
     *,
     nearest: bool = False,
 ) -> Assignment:
-    """An assignment that was made by names, with its verdict; the bound holds for any cut.
+    """Add a verdict to an assignment that was made by names; its bound holds for any cut.
 
     Raises:
         PartitionError: a stage exceeds its memory limit, and ``nearest`` is false.
@@ -101,7 +101,7 @@ def judge(
 
 
 def _over(division: Division, machine: Machine) -> str:
-    """The error that memory limits are not kept, told by the division that comes nearest."""
+    """The message that no cut keeps the memory limits, for the division that comes nearest."""
     stage = max(range(machine.stages), key=lambda k: division.loads[k].memory / machine.limits[k])
     needs, limit = division.loads[stage].memory, machine.limits[stage]
     return (
@@ -136,11 +136,11 @@ def cut_at(
         (min(map(place_of.__getitem__, bond)), max(map(place_of.__getitem__, bond)))
         for bond in (*bonds(traced, nodes), *kept_together(nodes, together))
     ]
-    known = [name for name, _ in model.named_modules() if name]
+    modules = [name for name, _ in model.named_modules() if name]
     cuts: list[int] = []
     for name in at:
-        if name not in known:
-            raise PartitionError(f"partition names no submodule {name!r}: {near(name, known)}")
+        if name not in modules:
+            raise PartitionError(f"partition names no submodule {name!r}: {near(name, modules)}")
         place = next((i for i, node in enumerate(nodes) if within(node, name)), None)
         if place is None:
             raise PartitionError(_nothing_of(name, nodes))
@@ -151,18 +151,19 @@ def cut_at(
             )
         if cuts and place < cuts[-1]:
             raise PartitionError(
-                f"a cut at {name!r} after the one at {at[len(cuts) - 1]!r} would make an edge "
-                "run backward, for it runs earlier; name the cuts in the order in which they run"
+                f"a cut at {name!r} after the one at {at[len(cuts) - 1]!r} would make an edge run "
+                f"backward, because {name!r} runs earlier; name the cuts in the order in which "
+                "they run"
             )
         if why := _why_not(runs, nodes, place):
             raise PartitionError(f"no stage can begin at {name!r}: {why}")
         cuts.append(place)
-    found = {node.name: bisect.bisect_right(cuts, place) for place, node in enumerate(nodes)}
-    return Assignment(stages, found)
+    stage_of = {node.name: bisect.bisect_right(cuts, place) for node, place in place_of.items()}
+    return Assignment(stages, stage_of)
 
 
 def _nothing_of(name: str, nodes: Sequence[fx.Node]) -> str:
-    """Why a submodule has no node of its own, and what to do."""
+    """The message that a submodule has no nodes, with the reason and what to do."""
     called = [str(node.target) for node in nodes if node.op == "call_module"]
     for leaf in called:
         if name.startswith(f"{leaf}."):

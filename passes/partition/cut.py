@@ -25,11 +25,11 @@ def cut(
     owners: Mapping[str, int],
     stage_costs: Mapping[int, StageCosts] | None = None,
 ) -> Plan:
-    """The plan of a graph whose nodes are assigned to stages.
+    """Cut a graph into a plan, by an assignment of its nodes to stages.
 
-    Every edge runs forward. A parameter that several stages read is owned by one of them
-    (``owners``, by its name in the model), which sends it to the others like any value. So there is
-    one copy, and the owner's backward adds up its gradients.
+    Every edge runs forward. ``owners`` has the stage that owns each parameter, by the parameter's
+    name in the model. The owner sends it to the other stages that read it, like any value: so there
+    is one copy, and the owner's backward adds up its gradients.
     """
     return _Cutter(traced, assignment, owners, stage_costs or {}).plan()
 
@@ -59,8 +59,7 @@ class _Cutter:
         self.edges = self._edges()
 
     def plan(self) -> Plan:
-        stages = tuple(self._stage(index) for index in range(self.stages))
-        return Plan(stages, self.edges)
+        return Plan(tuple(map(self._stage, range(self.stages))), self.edges)
 
     def _first_reader(self, target: str) -> int:
         return min(self._reading_stages(target), default=0)
@@ -70,7 +69,8 @@ class _Cutter:
         return {self.stage_of[u.name] for u in users if u.name in self.stage_of}
 
     def _source(self, node: fx.Node) -> int | None:
-        """The stage that makes a value, HOST for an input; None for a buffer, read in place."""
+        """The stage that makes a value; HOST for an input, None for a buffer, which every stage
+        reads in place."""
         if node.op != "placeholder":
             return self.stage_of[node.name]
         if node.name in self.parameters:
@@ -101,24 +101,24 @@ class _Cutter:
         parameters = [a for a in self.traced.parameters if self.home[a.name] == index]
         buffers = [a for a in self.traced.buffers if index in self._reading_stages(a.target)]
         arriving = [e.value for e in into if e.kind != "skip"]
-        # a leaf graph gets its own with a node, which is a value like any other
-        taken = {name for name, node in by_name.items() if node.op == "placeholder"}
-        held = [a.name for a in (*parameters, *buffers) if a.name in taken]
+        # a leaf graph reads its parameters with get_attr nodes instead, which are ordinary values
+        placeholders = {name for name, node in by_name.items() if node.op == "placeholder"}
+        held = [a.name for a in (*parameters, *buffers) if a.name in placeholders]
         read = [(name, graph.placeholder(name)) for name in (*held, *arriving)]
         for edge in into:
             if edge.kind == "skip":
                 popped = graph.create_node("call_function", pop, (edge.value,), name=edge.value)
                 read.append((edge.value, popped))
         for name, copy in read:
-            copy.name = name  # fx would rename one that is called like a builtin
+            copy.name = name  # fx renames a placeholder that is called like a builtin
             copy.meta.update(by_name[name].meta)
             copies[by_name[name]] = copy
         skipping = {edge.value for edge in away if edge.kind == "skip"}
         for argument in parameters:
-            if argument.name in skipping & taken:  # it is an edge's value, so a node of the graph
+            if argument.name in skipping & placeholders:
                 self._stash(graph, copies[by_name[argument.name]])
         for node in nodes:
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            copies[node] = graph.node_copy(node, copies.__getitem__)
             if node.name in skipping:
                 self._stash(graph, copies[node])
         writes = tuple(write for write in self.traced.writes if self._writer(write) == index)
@@ -139,7 +139,7 @@ class _Cutter:
         )
 
     def _writer(self, write: Write) -> int:
-        """The stage that writes a buffer; a leaf module writes it where it reads it."""
+        """The stage that writes a buffer; for a leaf module the one that reads it."""
         return self.stage_of.get(write.value, self._first_reader(write.target))
 
     @staticmethod
@@ -147,15 +147,14 @@ class _Cutter:
         graph.create_node("call_function", stash, (value.name, value), name=f"stash_{value.name}")
 
     def _modules(self, index: int) -> tuple[str, ...]:
-        """The outermost submodules that are completely in this stage."""
+        """The outermost submodules that lie completely in this stage."""
         inside: dict[str, None] = {}
         outside: set[str] = set()
         for node in compute_nodes(self.traced.graph):
-            paths = module_paths(node)
             if self.stage_of[node.name] == index:
-                inside.update(dict.fromkeys(paths))
+                inside.update(dict.fromkeys(module_paths(node)))
             else:
-                outside.update(paths)
+                outside.update(module_paths(node))
         whole = [path for path in inside if path not in outside]
         return tuple(
             path

@@ -1,12 +1,12 @@
-"""Measure what each node of a functional graph costs, in the graphs that will run.
+"""Measure what each node of a graph costs.
 
 before:  conv2d = aten.conv2d.default(x, weight)
 after:   {"conv2d": NodeCost(forward=1.1e-3, backward=2.3e-3, bytes=262144)}
 
 The whole model is differentiated as a single stage. Every operation of its graphs (forward,
-backward, and the halves of the backward) is timed while the graph runs. What autograd does for a
-node counts as the node's cost. Operations that differ only in the values of their operands, such
-as those of equal layers, share their times, so that deep models need few runs.
+backward, and the halves of the backward) is timed while the graph runs, and counts for the node
+that it was made from. Operations that differ only in the values of their operands, such as those
+of equal layers, share their times, so that deep models need few runs.
 
 In a graph with leaf modules each node is timed alone, forward and backward.
 """
@@ -34,28 +34,28 @@ from fxpipe.torchtools.pytrees import bytes_of
 from fxpipe.torchtools.state import under
 
 _ROUNDS = 5
-"""Runs of each graph at most; the first one warms up."""
+"""The most runs of each graph; the first one warms up."""
 
 _SAMPLES = 4
-"""How often an operation is timed, unless it is rare."""
+"""How often an operation is timed, unless runs end earlier because few operations lack times."""
 
 _RARE = 0.1
-"""The share of the time in which operations may be timed less often."""
+"""Runs end once operations with fewer times make up at most this share of the total time."""
 
 Operation = tuple[Any, Hashable, Hashable]
-"""What is called, and what its operands look like."""
+"""The function, and the properties of its arguments and keyword arguments."""
 
 
 @dataclass(frozen=True)
 class NodeCost:
-    """What a node costs for one micro-batch.
+    """What a node costs for one micro-batch. Each time is the least of several.
 
     Attributes:
-        forward: seconds, the least of several times.
+        forward: seconds.
         backward: seconds; 0 if nothing needs a gradient.
         bytes: bytes of its value; 0 if that is no tensor.
-        input_grad: seconds in the first half of backward.
-        weight_grad: seconds in the second half.
+        input_grad: seconds in the first half of the backward.
+        weight_grad: seconds in the second half of the backward.
     """
 
     forward: float
@@ -81,10 +81,10 @@ def measure(
 
     Args:
         plan: the graph as a single stage, differentiated, with its backward in two halves.
-        values: a value for each input, by name.
-        watch: takes the times; by default the stopwatch for the device of the values.
-        whole: whether all values may be in memory at once. Otherwise an operation gets other
-            values, of the same shapes, in memory that all of them share.
+        values: input name → value.
+        watch: the stopwatch; by default that of the values' device.
+        whole: whether all values may be in memory at once. Otherwise operations get stand-ins of
+            the same shapes, which all share one memory.
     """
     (stage,) = plan.stages
     kernel = stage.kernel
@@ -103,9 +103,9 @@ def measure(
     )
     kept = kernel.outputs + kernel.writes
     trained = zip(stage.parameters, kernel.parameter_gradients, strict=True)
-    summed = [state[argument.target] for argument, has in trained if has]
+    summed = [state[argument.target] for argument, has_gradient in trained if has_gradient]
     like = (scratch or Scratch()).like  # sums of gradients may share memory in any case
-    totals = [like(each) if each.is_cpu else torch.zeros_like(each) for each in summed]
+    totals = [like(x) if x.is_cpu else torch.zeros_like(x) for x in summed]
     with torch.no_grad():
         for _ in range(_ROUNDS):
             flat = forward.run(*arguments)
@@ -113,39 +113,31 @@ def measure(
                 gradients = [torch.ones_like(flat[index]) for index in kernel.gradient_outputs]
                 backward.run(*flat[kept:], *gradients, *totals)
                 if input_grad is not None:
-                    found = input_grad.run(*flat[kept:], *gradients)
+                    halfway = input_grad.run(*flat[kept:], *gradients)
                     if weight_grad is not None:
-                        weight_grad.run(*found[kernel.input_gradients :], *totals)
+                        weight_grad.run(*halfway[kernel.input_gradients :], *totals)
             if times.enough():
                 break
     sizes = {node.name: node.meta[BYTES] for node in stage.graph.graph.nodes}
-    ahead, back, first, then = (
-        {} if timer is None else timer.by_origin()
-        for timer in (forward, backward, input_grad, weight_grad)
-    )
-    return {
-        node.name: NodeCost(
-            ahead.get(node.name, 0.0),
-            back.get(node.name, 0.0),
-            sizes.get(node.name, 0),
-            first.get(node.name, 0.0),
-            then.get(node.name, 0.0),
-        )
-        for node in traced.graph.nodes
-    }
+    timers = forward, backward, input_grad, weight_grad
+    parts = [{} if timer is None else timer.by_origin() for timer in timers]
+    costs: dict[str, NodeCost] = {}
+    for node in traced.graph.nodes:
+        ahead, back, first, second = (part.get(node.name, 0.0) for part in parts)
+        costs[node.name] = NodeCost(ahead, back, sizes.get(node.name, 0), first, second)
+    return costs
 
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Takes marks between operations, and later tells the times between them.
+    """Takes marks between operations, and later returns the times between them.
 
-    On the host, for operations that are done when they return; or on the current stream of a CUDA
-    device. If an operation runs there faster than the host can launch it, its launch time is what
-    is measured.
+    For a CUDA device it marks the current stream. If an operation runs faster than the host can
+    launch it, its launch time is measured.
 
     Attributes:
         device: the CUDA device; None for the host.
-        clock: of the host, in seconds; by default that of the wall.
+        clock: the host's clock, in seconds; by default wall time.
     """
 
     device: torch.device | None = None
@@ -153,12 +145,12 @@ class Stopwatch:
 
     @classmethod
     def of(cls, values: Iterable[Any], clock: Callable[[], float] | None = None) -> Stopwatch:
-        """The stopwatch for operations on these values."""
+        """Return the stopwatch for operations on these values."""
         places = (value.device for value in values if isinstance(value, Tensor))
         return cls(next((place for place in places if place.type == "cuda"), None), clock)
 
     def mark(self) -> Any:
-        """A mark after everything that was called so far."""
+        """Return a mark after everything that was called so far."""
         if self.device is None:
             return (self.clock or time.perf_counter)()
         event = torch.cuda.Event(enable_timing=True)
@@ -166,7 +158,7 @@ class Stopwatch:
         return event
 
     def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
-        """The seconds from one mark to the other, for each pair. It waits for a CUDA device."""
+        """Return the seconds between the marks of each pair, after waiting for a CUDA device."""
         if self.device is None:
             return [end - start for start, end in spans]
         torch.cuda.synchronize(self.device)
@@ -174,12 +166,12 @@ class Stopwatch:
 
 
 class _Times:
-    """The times of operations. Operations that differ only in operands' values share them.
+    """The times of operations.
 
     Attributes:
-        met: how often each occurs in the graphs.
-        taken: how often each has run since.
-        best: the least of its times.
+        met: how often each operation occurs in the graphs.
+        taken: how often it has run after the first run, which warms up.
+        best: its least time.
     """
 
     def __init__(self) -> None:
@@ -188,14 +180,14 @@ class _Times:
         self.best: dict[Operation, float] = {}
 
     def enough(self) -> bool:
-        """Whether operations that were timed less often make up little of the total time."""
+        """Whether operations with too few times make up little of the total time."""
         total = {operation: best * self.met[operation] for operation, best in self.best.items()}
-        rare = sum(seconds for each, seconds in total.items() if self.taken[each] < _SAMPLES)
+        rare = sum(total[operation] for operation in total if self.taken[operation] < _SAMPLES)
         return bool(total) and rare <= _RARE * sum(total.values())
 
 
 class _Timer(fx.Interpreter):
-    """Runs a graph, the first time to warm up, and takes the times of its operations."""
+    """Runs a graph and times its operations, except in the first run, which warms up."""
 
     def __init__(
         self, module: fx.GraphModule, watch: Stopwatch, times: _Times, scratch: Scratch | None
@@ -206,20 +198,19 @@ class _Timer(fx.Interpreter):
         self._times = times
         self._scratch = scratch
         self._operations: dict[fx.Node, Operation] = {}
-        self._standing: dict[fx.Node, Any] = {}
+        self._stand_ins: dict[fx.Node, Any] = {}
         if scratch is not None:
-            # now: small memory that is taken beside a large value, and that stays, keeps the
-            # allocator from using the place of that value again
+            # allocate these before the run: lasting small allocations between large temporary
+            # ones would keep the allocator from reusing the memory of the large ones
             values = {n: n.meta.get("val") for n in module.graph.nodes if n.op == "call_function"}
-            self._standing.update((n, scratch.like(x)) for n, x in values.items() if _is_plain(x))
+            self._stand_ins.update((n, scratch.like(x)) for n, x in values.items() if _is_plain(x))
         self._spans: list[tuple[Operation, tuple[Any, Any]]] = []
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         value = super().run(*args, **kwargs)
         spans, self._spans = self._spans, []
-        found = self._watch.seconds([span for _, span in spans])
-        for (operation, _), seconds in zip(spans, found, strict=True):
-            best = self._times.best
+        best, times = self._times.best, self._watch.seconds([span for _, span in spans])
+        for (operation, _), seconds in zip(spans, times, strict=True):
             best[operation] = min(seconds, best.get(operation, seconds))
         return value
 
@@ -235,21 +226,21 @@ class _Timer(fx.Interpreter):
         self._times.taken[operation] += 1
         start = self._watch.mark()
         value = n.target(*args, **kwargs)  # type: ignore[operator]
-        # all are timed equally often, because the least of more times is smaller
+        # time all operations equally often: the least of more times would be smaller
         if self._times.taken[operation] <= _SAMPLES:
             self._spans.append((operation, (start, self._watch.mark())))
         return self._kept(n, value)
 
     def _kept(self, n: fx.Node, value: Any) -> Any:
-        """What later operations read instead of a value."""
+        """What later operations read: the value, or its stand-in in shared memory."""
         if self._scratch is None:
             return value
-        if n not in self._standing or _look(self._standing[n]) != _look(value):
-            self._standing[n] = pytree.tree_map_only(Tensor, self._scratch.like, value)
-        return self._standing[n]
+        if n not in self._stand_ins or _look(self._stand_ins[n]) != _look(value):
+            self._stand_ins[n] = pytree.tree_map_only(Tensor, self._scratch.like, value)
+        return self._stand_ins[n]
 
     def by_origin(self) -> dict[str, float]:
-        """Node of the traced graph → seconds of all operations that were made from it."""
+        """Name of a node in the traced graph → seconds of all operations made from it."""
         total: dict[str, float] = {}
         for node, operation in self._operations.items():
             origin = node.meta.get("custom", {}).get(ORIGIN, "")
@@ -258,33 +249,35 @@ class _Timer(fx.Interpreter):
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value of a graph, without data, is a strided tensor of known sizes."""
+    """Whether a fake value of a graph is a strided tensor of known sizes."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return False
-    return all(type(each) is int for each in (*value.shape, *value.stride()))
+    return all(type(size) is int for size in (*value.shape, *value.stride()))
 
 
 def _look(value: Any) -> Hashable:
-    """The properties of an operand that the time of an operation depends on."""
+    """The properties of an operand that an operation's time depends on."""
     if isinstance(value, Tensor):
         strides = value.stride() if value.layout is torch.strided else ()
         return value.shape, strides, value.dtype, value.device, value.layout
     if isinstance(value, list | tuple):
         return tuple(map(_look, value))
     if isinstance(value, dict):
-        return tuple((key, _look(each)) for key, each in value.items())
+        return tuple((key, _look(item)) for key, item in value.items())
     return type(value), repr(value)
 
 
 _REPEATS = 3
+"""How often a node of a graph with leaf modules is timed."""
 
 
 def measure_leaves(
     traced: Traced, values: Mapping[str, Any], watch: Stopwatch | None = None
 ) -> dict[str, NodeCost]:
-    """Run the graph node by node and time each, alone.
+    """Run a graph with leaf modules node by node, and time each node alone.
 
-    It must not change the model's state (see ``untouched``); ``measure`` says what it is given.
+    Arguments are those of ``measure``. The run must not change the model's state: call this under
+    ``untouched``.
     """
     held = (*values.values(), *traced.module.parameters())
     meter = _Meter(traced.module, watch or Stopwatch.of(held))
@@ -310,22 +303,22 @@ class _Meter(fx.Interpreter):
         for _ in range(_REPEATS):
             with torch.enable_grad():
                 copy = _copied if n.op == "call_module" else _cut
-                here_args, here_kwargs = pytree.tree_map(copy, (args, kwargs))
+                inputs = pytree.tree_map(copy, (args, kwargs))
                 start = self._watch.mark()
                 where = source.of_node(n) or repr(n.target)
                 with source.refusing_failures(where), under(n.meta.get(AUTOCAST, ())):
-                    value = getattr(self, n.op)(n.target, here_args, here_kwargs)
-                middle = self._watch.mark()
-                backward = self._backward(n, value, (here_args, here_kwargs))
-            (forward,) = self._watch.seconds([(start, middle)])
+                    value = getattr(self, n.op)(n.target, *inputs)
+                end = self._watch.mark()
+                backward = self._backward(n, value, inputs)
+            (forward,) = self._watch.seconds([(start, end)])
             times.append((forward, backward))
         forward, backward = map(min, zip(*times, strict=True))
-        # autograd finds all gradients in the first half
+        # under autograd the first half of the backward computes all gradients
         self.costs[n.name] = NodeCost(forward, backward, bytes_of(value), input_grad=backward)
         return pytree.tree_map(_cut, value)
 
     def _backward(self, n: fx.Node, value: Any, inputs: Any) -> float:
-        """Seconds of the gradient of a node's value with respect to what it read."""
+        """Time the gradient of a node's value with respect to what it read."""
         outputs = [leaf for leaf in pytree.tree_leaves(value) if _differentiable(leaf)]
         sources = [leaf for leaf in pytree.tree_leaves(inputs) if _differentiable(leaf)]
         if n.op == "call_module":
@@ -346,17 +339,17 @@ class _Meter(fx.Interpreter):
 
 
 def _differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _cut(value: Any) -> Any:
-    """A tensor without its history."""
-    if not isinstance(value, torch.Tensor):
+    """Cut a tensor off its autograd history."""
+    if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)
 
 
 def _copied(value: Any) -> Any:
-    """A tensor that a module may change in place: a copy, and no leaf of autograd's."""
+    """Copy a tensor, so that a module may change it in place; autograd forbids that for leaves."""
     cut = _cut(value)
-    return cut.clone() if isinstance(cut, torch.Tensor) else cut
+    return cut.clone() if isinstance(cut, Tensor) else cut

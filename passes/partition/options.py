@@ -1,4 +1,4 @@
-"""``fxpipe.Partition``: constraints on how the model is cut, given as ``partition=``."""
+"""``fxpipe.Partition``, the constraints on how the model is cut, and how schedules fill memory."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ Pairs = float | Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Partition:
-    """Constraints on how the model is cut into stages; each may be left out.
+    """Constraints on how the model is cut into stages; all are optional.
 
     ``fxpipe.compile(..., partition=fxpipe.Partition(memory_limits=8 * 2**30))``
 
     Attributes:
-        at: names of submodules at each of which a stage begins; None to balance the stages.
+        at: names of submodules; a stage begins at each. None to balance the stages.
         keep_together: names of submodules that must not be cut.
         memory_limits: bytes: one number for all devices, or a list with one for each; None for no
-            limit. All that ``pipe.simulate().memory`` counts is limited: parameters, gradients,
+            limit. A limit covers all that ``pipe.simulate().memory`` counts: parameters, gradients,
             optimizer state, weight versions, copies to undo an update, the saved values of as many
             micro-batches as the schedule stashes, and temporary values of the graphs. Without
             ``optimizer=`` the state of an Adam that the caller steps is added. The stages of a
             device get equal shares of its limit.
-        device_speeds: one for each device, relative to each other: 2 is twice as fast as 1.
-        link_bandwidth: bytes a second between devices: one number, or a row for each sending
+        device_speeds: a number for each device, relative to each other: 2 is twice as fast as 1.
+        link_bandwidth: bytes per second between devices: one number, or a row for each sending
             device with one number for each receiving device. What a stage sends and receives then
-            counts as its time, and predictions have these links.
+            counts towards its time, and predictions use these links.
         link_latency: seconds for each value that is sent between devices, in the same form.
     """
 
@@ -53,26 +53,26 @@ class Partition:
         """Check the constraints.
 
         Raises:
-            InputError: a submodule is unknown, or numbers do not fit the devices.
+            InputError: a submodule is unknown, or a number does not fit the devices.
         """
         for what, names in (("at", self.at or ()), ("keep_together", self.keep_together)):
             if not _are_names(names):
                 raise InputError(f"{what} is {names!r}; give a list of submodule names")
-        known = [name for name, _ in model.named_modules() if name]
+        modules = [name for name, _ in model.named_modules() if name]
         for name in self.keep_together:
-            if name not in known:
-                raise InputError(f"keep_together names no submodule {name!r}: {near(name, known)}")
-        self.limits(devices)
+            if name not in modules:
+                hint = near(name, modules)
+                raise InputError(f"keep_together names no submodule {name!r}: {hint}")
+        self.limits(devices)  # checks its numbers, and so does links
         _each("device_speeds", self.device_speeds, devices, alone=False)
-        _pairs("link_bandwidth", self.link_bandwidth, devices, "bytes a second")
-        _pairs("link_latency", self.link_latency, devices, "seconds", zero=True)
+        self.links(devices)
 
     def limits(self, devices: int) -> tuple[float, ...]:
-        """Device → the bytes that it may hold; infinite for None; empty if there is no limit."""
+        """Device → the bytes that it may hold, infinite for None; empty if nothing is limited."""
         return _each("memory_limits", self.memory_limits, devices, gaps=True)
 
     def links(self, devices: int) -> dict[tuple[int, int], tuple[float, float]]:
-        """(From, to) → seconds for each value, and bytes a second; empty if nothing is given."""
+        """(From, to) → (seconds per value, bytes per second); empty if nothing is given."""
         rate = _pairs("link_bandwidth", self.link_bandwidth, devices, "bytes a second")
         delay = _pairs("link_latency", self.link_latency, devices, "seconds", zero=True)
         return {
@@ -81,11 +81,11 @@ class Partition:
         }
 
     def machine(self, schedule: Schedule, names: Sequence[str]) -> Machine:
-        """The devices as the stages of a schedule see them: speeds, limits and links by stage.
+        """Return the devices as the stages of a schedule see them.
 
         Args:
-            schedule: where the stages are, and how many micro-batches they hold at once.
-            names: device → what messages call it.
+            schedule: says where the stages are, and how many micro-batches they hold at once.
+            names: device → its name in messages.
         """
         placement, devices = schedule.placement, schedule.devices
         speeds = _each("device_speeds", self.device_speeds, devices) or (1.0,) * devices
@@ -113,16 +113,17 @@ class Partition:
 
 
 def read_partition(partition: Any, memory_limits: Any = None) -> Partition:
-    """``partition=`` as a Partition, with ``memory_limits=``.
+    """Make a Partition of the arguments ``partition=`` and ``memory_limits=``.
 
     Raises:
-        InputError: it is neither "auto", nor names, nor a Partition, or has other limits.
+        InputError: ``partition`` is neither "auto", nor names, nor a Partition; or limits are given
+            twice.
     """
     if memory_limits is not None:
-        found = read_partition(partition)
-        if found.memory_limits is not None:
+        unlimited = read_partition(partition)
+        if unlimited.memory_limits is not None:
             raise InputError("memory_limits is given twice; leave it out of the Partition")
-        return replace(found, memory_limits=memory_limits)
+        return replace(unlimited, memory_limits=memory_limits)
     if isinstance(partition, Partition):
         return partition
     if isinstance(partition, str):
@@ -141,26 +142,28 @@ def read_partition(partition: Any, memory_limits: Any = None) -> Partition:
 
 
 def stash_peaks(schedule: Schedule) -> tuple[int, ...]:
-    """Stage → the most micro-batches whose saved values it holds at once: from their forward, or
-    their recompute if they have one, to their backward; but for while they are stored elsewhere."""
+    """Stage → the most micro-batches whose saved values it holds at once.
+
+    It holds them from the forward, or the recompute if there is one, to the backward, except while
+    they are offloaded.
+    """
     again = {(t.stage, t.microbatch) for row in schedule.rows for t in row if t.kind == "R"}
     return _peaks(schedule, lambda t: t.kind == "R" or (t.stage, t.microbatch) not in again)
 
 
 def arrival_peaks(schedule: Schedule) -> tuple[int, ...]:
-    """Stage → the most micro-batches that are between their forward and their backward at once, but
-    for while they are stored elsewhere."""
+    """Stage → the most micro-batches between forward and backward at once, but not offloaded."""
     return _peaks(schedule, lambda task: task.kind in "FP")
 
 
 def _peaks(schedule: Schedule, begins: Callable[[Task], bool]) -> tuple[int, ...]:
-    """Stage → the most micro-batches that have begun, with a task that ``begins`` one, and have not
-    had their backward."""
+    """Stage → the most micro-batches at once that a task has begun, by ``begins``, and that have
+    not had their backward."""
     peaks = [0] * schedule.stages
     for row in schedule.rows:
         held = [0] * schedule.stages
         last = "W" if any(task.kind == "W" for task in row) else "B"
-        leaving: list[int] = []  # the stages of what is being stored, until the next task is done
+        leaving: list[int] = []  # the stages whose offloads overlap the next task
         for step in range(schedule.depth + 1):
             for task in row:
                 stage = task.stage
@@ -190,14 +193,18 @@ def _are_names(value: Any) -> bool:
 def _each(
     what: str, value: Any, devices: int, *, gaps: bool = False, alone: bool = True
 ) -> tuple[float, ...]:
-    """A number for each device; infinity where None is given; empty if nothing is given."""
+    """Check and return a number for each device: infinite for None, empty if nothing is given.
+
+    ``gaps`` allows None for a device, ``alone`` one number for all devices.
+    """
     if value is None:
         return ()
     if alone and _is_number(value):
         value = [value] * devices
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != devices:
-        one = "one number, or " if alone else ""
-        raise InputError(f"{what} is {value!r}; give {one}a list of {devices}, one for each device")
+        single = "one number, or " if alone else ""
+        wanted = f"{single}a list of {devices}, one for each device"
+        raise InputError(f"{what} is {value!r}; give {wanted}")
     for device, number in enumerate(value):
         if not (gaps and number is None) and not (_is_number(number) and number > 0):
             raise InputError(f"{what} of device {device} is {number!r}; give a positive number")
@@ -207,7 +214,7 @@ def _each(
 def _pairs(
     what: str, value: Any, devices: int, unit: str, *, zero: bool = False
 ) -> list[list[float]]:
-    """A number for each pair of devices; empty if nothing is given."""
+    """Check and return a number for each pair of devices; empty if nothing is given."""
     if value is None:
         return []
     rows = [[value] * devices] * devices if _is_number(value) else value

@@ -1,8 +1,8 @@
-"""The problem of partitioning: a graph of atoms with costs, and the stages that compute them.
+"""The partitioning problem: a graph of atoms with costs, and the devices of the stages.
 
-An atom is a group of nodes that is never cut. Atoms are numbered so that every edge runs from a
-lower number to a higher one. A partition is legal if no value runs backward. The first k stages
-together then hold a downset of the graph: a set that contains, with each atom, all that it reads.
+An atom is a group of nodes that is never cut. Every edge runs from a lower atom number to a higher
+one. A partition is legal if no value runs to an earlier stage. The first k stages together then
+hold a downset of the graph: a set that contains, with each atom, all atoms that it reads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Transfer:
-    """A value that is sent to each other stage that has one of its readers.
+    """A value that its stage sends to each other stage with a reader.
 
     Attributes:
         source: the atom that makes it; None for a shared parameter, which the first stage that
-            reads it owns and sends to the others.
+            reads it owns.
         readers: the atoms that read it.
         bytes: its size for one micro-batch.
         returns: whether a gradient of the same size is sent back.
@@ -43,12 +43,12 @@ class Work:
 
     Attributes:
         seconds: atom → time of its forward and backward for one micro-batch at speed 1.
-        resident: atom → bytes that its own parameters and buffers occupy, with their gradients,
-            optimizer state and versions.
+        resident: atom → bytes of its own parameters and buffers, with their gradients, optimizer
+            state and versions.
         saved: atom → bytes that it keeps for the backward of each micro-batch.
         transfers: the values between the atoms.
-        undo: atom → bytes that are kept after the update of its parameters, to be able to undo it,
-            when saved values are freed; by default none.
+        undo: atom → bytes kept after the update of its parameters, to be able to undo it. By then
+            saved values are freed. By default none.
     """
 
     seconds: tuple[float, ...]
@@ -70,21 +70,21 @@ class Work:
     @cached_property
     def before(self) -> tuple[tuple[int, ...], ...]:
         """Atom → the atoms that it reads."""
-        found: list[set[int]] = [set() for _ in self.seconds]
+        sources: list[set[int]] = [set() for _ in self.seconds]
         for transfer in self.transfers:
             for reader in transfer.readers:
                 if transfer.source is not None and reader != transfer.source:
-                    found[reader].add(transfer.source)
-        return tuple(tuple(sorted(atoms)) for atoms in found)
+                    sources[reader].add(transfer.source)
+        return tuple(tuple(sorted(atoms)) for atoms in sources)
 
     @cached_property
     def after(self) -> tuple[tuple[int, ...], ...]:
         """Atom → the atoms that read it."""
-        found: list[list[int]] = [[] for _ in self.seconds]
+        readers: list[list[int]] = [[] for _ in self.seconds]
         for atom, sources in enumerate(self.before):
             for source in sources:
-                found[source].append(atom)
-        return tuple(map(tuple, found))
+                readers[source].append(atom)
+        return tuple(map(tuple, readers))
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,16 @@ class Machine:
     """The devices as the stages see them.
 
     Attributes:
-        speeds: stage → how fast its device is; 1 is the device that was measured on.
+        speeds: stage → speed of its device, relative to the device that was measured.
         limits: stage → bytes that it may occupy; empty for no limits.
         peaks: stage → micro-batches whose saved values it holds at once; by default one.
         per_byte: stage → stage → seconds for each byte that is sent.
         per_message: stage → stage → seconds for each value that is sent.
         names: stage → the name of its device in messages.
-        arrived: stage → micro-batches whose received values it holds at once; by default as
-            ``peaks``. There are more of them where the stage recomputes.
-        reserved: stage → bytes to be left free besides what its atoms keep, such as for temporary
-            values of its graphs; by default none.
+        arrived: stage → micro-batches whose received values it holds at once; by default ``peaks``.
+            It is more where the stage recomputes.
+        reserved: stage → bytes to leave free for what no atom keeps, such as temporary values of
+            the stage's graphs; by default none.
     """
 
     speeds: tuple[float, ...]
@@ -145,27 +145,28 @@ class Machine:
 
     @property
     def free(self) -> bool:
-        """Whether compute alone counts, and is the same everywhere."""
+        """Whether only compute time matters and all devices are equally fast."""
         return self.computes_alone and len(set(self.speeds)) == 1
 
     @property
     def held(self) -> tuple[tuple[int, int], ...]:
-        """Stage → micro-batches whose saved values, and whose received values, it holds."""
+        """Stage → how many micro-batches' saved values it holds, and how many's received values."""
         return tuple(zip(self.peaks, self.arrived, strict=True))
 
     @property
     def rooms(self) -> tuple[float, ...]:
         """Stage → bytes that its atoms may occupy; empty without limits."""
-        return tuple(a - b for a, b in zip(self.limits, self.reserved, strict=False))
+        pairs = zip(self.limits, self.reserved, strict=False)
+        return tuple(limit - reserved for limit, reserved in pairs)
 
     def name_of(self, stage: int) -> str:
         return self.names[stage] if self.names else f"device {stage}"
 
     def transfer_seconds(self, source: int, target: int, transfer: Transfer) -> float:
         """Seconds to send a value from stage to stage, and its gradient back."""
-        seconds = 0.0
         if not transfer.bytes:
-            return seconds  # a value without bytes is a size, which each stage computes itself
+            return 0.0  # a value without bytes is a size, which each stage computes itself
+        seconds = 0.0
         for a, b in ((source, target), (target, source))[: 1 + transfer.returns]:
             seconds += self.per_byte[a][b] * transfer.bytes if self.per_byte else 0.0
             seconds += self.per_message[a][b] if self.per_message else 0.0
@@ -179,8 +180,8 @@ class Load:
     Attributes:
         compute: seconds of compute for one micro-batch.
         transfer: seconds of sending and receiving for one micro-batch.
-        memory: bytes, with the saved values of all micro-batches that it stashes, or with the
-            copies to undo its update if these are larger.
+        memory: bytes, with the saved values of all micro-batches that it stashes, or with what
+            undoes its update if that is larger.
         received: bytes received from other stages for one micro-batch.
     """
 
@@ -196,12 +197,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Division:
-    """An assignment of atoms to stages, with the loads of the stages.
-
-    Attributes:
-        stage_of: atom → stage.
-        loads: stage → load.
-    """
+    """A division of the atoms among stages: atom → stage, with the load of each stage."""
 
     stage_of: tuple[int, ...]
     loads: tuple[Load, ...] = field(compare=False)
@@ -217,14 +213,14 @@ class Division:
         return sum(load.received for load in self.loads)
 
     def fits(self, machine: Machine) -> bool:
-        """Whether every stage keeps its limit."""
+        """Whether every stage keeps its memory limit."""
         return not machine.limits or all(
             load.memory <= limit for load, limit in zip(self.loads, machine.limits, strict=True)
         )
 
 
 def weigh(work: Work, machine: Machine, stage_of: Sequence[int]) -> Division:
-    """The loads of an assignment, computed by their definition."""
+    """Compute the loads of an assignment (atom → stage), straight from their definition."""
     stages = machine.stages
     compute, transfer = [0.0] * stages, [0.0] * stages
     held, kept, received = [0] * stages, [0] * stages, [0] * stages
@@ -263,10 +259,10 @@ def weigh(work: Work, machine: Machine, stage_of: Sequence[int]) -> Division:
 def sorted_by_rank(
     before: Mapping[int, Collection[int]], rank: Callable[[int, int], Any]
 ) -> Iterator[int]:
-    """A topological order: among ready items the lowest rank goes first, then the lowest number.
+    """Yield items in a topological order; among ready ones the lowest rank, then lowest number.
 
-    ``before`` has the items that each one reads. The rank is asked once, when an item becomes
-    ready, with how many items came before.
+    ``before`` has the items that each item reads. ``rank`` is called once for each item when it
+    becomes ready, with the item and the number of items done so far.
     """
     missing = {item: len(sources) for item, sources in before.items()}
     after: dict[int, list[int]] = {item: [] for item in before}

@@ -1,24 +1,22 @@
-"""Lower bounds on the slowest stage, which no partition of a graph can beat.
+"""Compute lower bounds on the slowest stage's seconds, for all partitions of a graph.
 
-A downset holds with an atom all that is before it, and without an atom nothing that is after it.
-So an atom g forbids an interval of work to all downsets, those between what is after it being
-left out and what is before it being taken in::
+``lower_bound`` uses compute alone. A downset with an atom g also holds everything before g, and a
+downset without g holds nothing after g. So there is an interval that no downset's work falls into::
 
     without g:  at most total − after(g) − g          with g:  at least before(g) + g
 
-In a chain these intervals leave the sums of its prefixes and nothing else, and the bound is exact.
+In a chain these intervals leave only the sums of its prefixes, and the bound is exact.
 
-Memory limits set another bound: the first k stages together can keep no more than all of their
-memory, so that they do no more than the most work that fits in there, and the other stages must do
-the rest. The same holds from the end.
+``memory_bound`` uses memory limits. The first k stages together can do at most the most work that
+fits into their memory, and the other stages must do the rest. The same holds from the end.
 
-``sent_apart`` counts a value as often as it is sent, where the work between its readers keeps them
-apart, so that bounds and cuts know of it.
+``sent_apart`` counts a value once for each stage that it is surely sent to, so that bounds and cuts
+include those costs.
 
 before:  x → pool, cat                 where 20 s of work lie between pool and cat
 after:   x → pool, and x → cat         if no stage may take more than 10 s
 
-A stage holds all that lies between two atoms that it holds, so these two never share one.
+A stage also holds all that lies between two of its atoms, so these two never share a stage.
 """
 
 from __future__ import annotations
@@ -34,15 +32,16 @@ from fxpipe.passes.partition.solver.runs import Runs
 from fxpipe.passes.partition.work import Machine, Transfer, Work
 
 _PLANES = 24
+"""Binary digits of a weight in ``Scale``."""
 _PAIRS = 2_000_000
-"""Runs of a chain to look at for each stage: where the rest of a graph may lie anywhere beside its
-chain, there are too many, and they bound little."""
+"""The most runs of a chain to look at for each stage. Where most of the graph lies beside its
+chain there are more, but then the chain bounds little."""
 _LIGHT = 1e-3
-"""Atoms lighter than this part of a stage are let pass: they move a bound by no more."""
+"""Atoms lighter than this share of a stage are skipped: they cannot move the bound by more."""
 
 
 def lower_bound(work: Work, machine: Machine) -> float:
-    """Seconds that some stage takes at least: compute alone, memory limits left out."""
+    """Return a lower bound from compute alone, without memory limits and links."""
     heaviest = max(work.seconds, default=0.0) / max(machine.speeds)
     low = max(work.total / sum(machine.speeds), heaviest)
     light = _LIGHT * low * min(machine.speeds)
@@ -60,10 +59,10 @@ def lower_bound(work: Work, machine: Machine) -> float:
 
 
 def chain_bound(work: Work, machine: Machine, low: float, high: float, slack: float = 0.0) -> float:
-    """A lower bound with links and memory, from the heaviest chain of atoms.
+    """Return a lower bound with links and memory limits, from the heaviest chain of atoms.
 
-    It counts what the chain sends and keeps, as if each value were sent to one stage only, over the
-    stage's fastest link, and as if memory held nothing but the chain.
+    It counts what the chain sends and keeps. It assumes that each value is sent to one stage only,
+    over its stage's fastest link, and that memory holds nothing but the chain.
 
     Args:
         low: a known lower bound.
@@ -79,11 +78,11 @@ def chain_bound(work: Work, machine: Machine, low: float, high: float, slack: fl
         before, after = reach.before[atom], reach.after[atom]
         least.append(weigh.least(before | 1 << atom))
         most.append(work.total - weigh.least(after | 1 << atom))
-    # all of the chain may be taken in before the rest of the work is: one place more, at the end
+    # a last place: the end of all work, which stages may reach only after the end of the chain
     bounds = [*least, work.total], [*most, work.total, work.total]
     runs = Runs(work, machine, chain, bounds)
     left = _PAIRS * machine.stages
-    guess = high / (1 + slack)  # if no partition is so fast, the known one is good enough
+    guess = high / (1 + slack)  # if no partition is this fast, the known one is good enough
     for _ in range(8):
         if high <= low * 1.002:
             break
@@ -100,11 +99,12 @@ def chain_bound(work: Work, machine: Machine, low: float, high: float, slack: fl
 
 
 def memory_bound(work: Work, machine: Machine) -> float:
-    """Seconds that some stage takes at least, if all keep their limits; infinite if none can.
+    """Return a lower bound from memory limits and compute; infinite if no partition keeps the
+    limits.
 
-    What may be chosen is eased in three ways: an atom stands behind one other alone, the last that
-    it reads (from the end, before the first that reads it); it may be taken in part; and what
-    stages receive, and keep to undo an update, takes no memory.
+    It relaxes the problem in three ways. An atom only has to come after one other, the last one
+    that it reads (from the end: before the first one that reads it). A stage may take a part of an
+    atom. What stages receive, or keep to undo an update, takes no memory.
     """
     if not machine.limited:
         return 0.0
@@ -130,7 +130,7 @@ def memory_bound(work: Work, machine: Machine) -> float:
 def _reaches(
     limit: float, gaps: Sequence[tuple[float, float]], machine: Machine, total: float
 ) -> bool:
-    """Whether stages of at most ``limit`` seconds can end at allowed sums, and take in all."""
+    """Whether stages of at most ``limit`` seconds that end outside the gaps can do all work."""
     starts = [gap[0] for gap in gaps]
     done = 0.0
     for speed in machine.speeds:
@@ -144,7 +144,7 @@ def _reaches(
 
 
 def _gaps(work: Work, light: float) -> Iterator[tuple[float, float]]:
-    """For each heavy atom the open interval of work that no downset has."""
+    """For each heavy atom, yield the open interval that no downset's work falls into."""
     reach = Reach(work)
     weigh = Scale(work)
     places = [0.0, *itertools.accumulate(work.seconds)]
@@ -161,7 +161,7 @@ def _gaps(work: Work, light: float) -> Iterator[tuple[float, float]]:
 
 
 def _merged(gaps: Iterator[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Overlapping intervals as one; those that touch leave the point between them."""
+    """Merge overlapping intervals; those that only touch leave out the point between them."""
     merged: list[tuple[float, float]] = []
     for low, high in sorted(gaps):
         if merged and low < merged[-1][1] * (1 - 1e-12):
@@ -172,16 +172,15 @@ def _merged(gaps: Iterator[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _eased(machine: Machine) -> Iterator[tuple[float, Sequence[float]]]:
-    """How often every stage keeps what is saved, at least, with stage → the memory that it has.
+    """Yield problems where all stages hold equally many micro-batches: how many, and stage → room.
 
-    With as many as the stage that keeps the fewest micro-batches; or else with the memory of all
-    as if they kept as many as the one that keeps the most, where parameters count the less.
+    The first has the fewest that any stage holds. The second has the most that any stage holds, and
+    scales up the other stages' rooms, so that their parameters count less than they should.
     """
-    peaks = [saving for saving, _ in machine.held]
-    yield min(peaks), machine.rooms
-    if min(peaks) < max(peaks) and min(peaks) > 0:
-        most = max(peaks)
-        yield most, [room * most / own for room, own in zip(machine.rooms, peaks, strict=True)]
+    fewest, most = min(machine.peaks), max(machine.peaks)
+    yield fewest, machine.rooms
+    if 0 < fewest < most:
+        yield most, [room * most / k for room, k in zip(machine.rooms, machine.peaks, strict=True)]
 
 
 def _left_over(
@@ -190,8 +189,9 @@ def _left_over(
     speeds: Sequence[float],
     total: float,
 ) -> float:
-    """The bound from one side; ``steps`` are seconds a byte, and bytes, of what fills the memory,
-    the densest first."""
+    """Return the bound from one side: fill stage after stage, the densest work first, and divide
+    what is left by the speed of the later stages. ``steps`` are (seconds per byte, bytes).
+    """
     done, bound, position, left = 0.0, 0.0, 0, steps[0][1] if steps else 0.0
     for stage, room in enumerate(rooms):
         while room > 0 and position < len(steps):
@@ -209,7 +209,7 @@ def _left_over(
 
 
 class Reach:
-    """For each atom those before it and those after it, as bit sets."""
+    """All atoms before and after each atom, directly or not, as bit sets."""
 
     def __init__(self, work: Work) -> None:
         self.before = [0] * len(work)
@@ -223,7 +223,7 @@ class Reach:
 
 
 class Scale:
-    """Weighs bit sets of atoms: a plane of bits for each binary digit of their weights."""
+    """Weighs bit sets of atoms quickly: it has a set of atoms for each binary digit of weights."""
 
     def __init__(self, work: Work) -> None:
         self.unit = work.total / (1 << _PLANES) or 1.0
@@ -235,19 +235,19 @@ class Scale:
                     self.planes[digit] |= 1 << atom
 
     def least(self, atoms: int) -> float:
-        """Seconds of a set, at least: weights are rounded down."""
+        """The seconds of a set, with each weight rounded down."""
         if not atoms:
             return 0.0
         units = sum((plane & atoms).bit_count() << d for d, plane in enumerate(self.planes))
         return units * self.unit
 
     def most(self, atoms: int) -> float:
-        """Seconds of a set, at most."""
+        """The seconds of a set, with each weight rounded up."""
         return self.least(atoms) + atoms.bit_count() * self.unit if atoms else 0.0
 
 
 def _heaviest_chain(work: Work) -> list[int]:
-    """The path through the graph with the most work, and of these one with many atoms."""
+    """The path through the graph with the most work; among equals one with many atoms."""
     heaviest: list[tuple[float, int]] = []
     for atom, sources in enumerate(work.before):
         seconds, source = max(((heaviest[s][0], s) for s in sources), default=(0.0, -1))
@@ -263,8 +263,9 @@ _ROUNDING = 1 + 1e-9
 
 
 def sent_apart(work: Work, machine: Machine, cap: float) -> Work:
-    """The same work, in which divisions that take ``cap`` seconds at most cost the same as before;
-    but what is sent to several stages is several values, wherever that is sure.
+    """Return the same work with a value split in several where it surely is sent to several stages.
+
+    Divisions whose slowest stage takes at most ``cap`` seconds cost the same as before.
     """
     if all(len(value.readers) == 1 for value in work.transfers):
         return work
@@ -278,13 +279,14 @@ def sent_apart(work: Work, machine: Machine, cap: float) -> Work:
         return scale.least(between | 1 << first | 1 << second) > most
 
     def parts(value: Transfer) -> Iterator[Transfer]:
-        readers = value.readers
-        # of a shared parameter the first reader's stage is the owner of all
-        groups: list[list[int]] = [] if value.source is not None else [list(readers)]
-        for reader in readers if value.source is not None else ():
-            near = [g for g in groups if not all(apart(other, reader) for other in g)]
+        if value.source is None:  # a shared parameter stays whole: all readers have one owner
+            yield value
+            return
+        groups: list[list[int]] = []
+        for reader in value.readers:
+            near = [g for g in groups if not all(apart(earlier, reader) for earlier in g)]
             groups = [g for g in groups if g not in near]
-            groups.append([*(other for g in near for other in g), reader])
+            groups.append([*(earlier for g in near for earlier in g), reader])
         yield from (replace(value, readers=tuple(group)) for group in groups)
 
     transfers = (part for value in work.transfers for part in parts(value))

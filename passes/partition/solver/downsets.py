@@ -1,56 +1,58 @@
-"""Search the downsets of a graph, where they are few enough: exact on small and narrow graphs.
+"""Search the downsets of a graph, if they are few enough; exact on small and narrow graphs.
 
-The first k stages together hold a downset, so a partition is a chain of them. Between one value
-that all goes through and the next there are few, and they add up, not multiply: a model of many
-branches that meet has as many downsets as its branches have each, summed.
+The first k stages together hold a downset, so a partition is a chain of downsets. Where branches
+of a model meet in one value, the downsets before and after it add up instead of multiplying, so
+that most models have few.
 
-``contractions`` merges atoms of a graph, light ones first, until it has few enough of them.
+``contractions`` merges atoms, light ones first, so that wide graphs have few downsets, too.
 
 before:  a (1 s) → b (1 s) → c (9 s), a → d (1 s) → c
 after:   [a], [b, c], [d]; then [a, d], [b, c]; then [a, b, c, d]
 
-An atom merges with its only reader, or with the only one that it reads: that closes no cycle. What
-is divided so is a division of the graph itself, but not each is found: this helps to find good
-ones, and bounds nothing.
+An atom merges with its only reader, or with the only atom that it reads, which closes no cycle. A
+division of a contracted graph is a division of the graph, but not the other way round. So
+contraction finds good divisions and proves no bounds.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 from fxpipe.passes.partition.work import Machine, Transfer, Work, sorted_by_rank, weigh
 
 _STATES = 20_000
+"""The most downsets that ``pack`` looks at, besides two for each atom."""
 _EXPANSIONS = 20_000
+"""The most partial chains that ``Search`` extends."""
 
 
 class TooManyError(Exception):
-    """There are more downsets than can be looked at."""
+    """There are too many downsets to look at."""
 
 
 def pack(work: Work, machine: Machine, limit: float, light: float) -> list[int] | None:
-    """Stages of at most ``limit`` seconds of compute each, by dynamic programming over downsets.
+    """Return atom → stage, with at most ``limit`` seconds of compute in each stage; None if there
+    is no such assignment.
 
-    Of two ways to the same downset the one that is in an earlier stage, or as far and with less in
-    it, can do all that the other can; so one state a downset is enough. The lightest atoms,
-    ``light`` seconds in all, are taken as weightless: they go wherever they can first, and do not
-    multiply the downsets.
-
-    Returns atom → stage, or None where there is no such assignment.
+    This is dynamic programming over downsets. Of two ways to fill the same downset, the one in an
+    earlier stage is at least as good, or in the same stage the one with less in it; so one state
+    for each downset is enough. The lightest atoms, ``light`` seconds in all, count as weightless:
+    they go wherever they first can, and do not multiply the downsets.
 
     Raises:
         TooManyError: there are too many downsets to tell.
     """
     seconds = _without_light(work, light)
     total = math.fsum(seconds)
-    ahead = _suffix_sums(machine.speeds)
+    ahead = [math.fsum(machine.speeds[stage:]) for stage in range(machine.stages + 1)]
     before = [sum(1 << source for source in sources) for sources in work.before]
     states = _STATES + 2 * len(work)
-    # downset → (stage, seconds in it, what is ready, the downset it came from, what it took)
+    # level and following: downset → (last stage, seconds in that stage, ready atoms)
     start = _closed(0, [a for a, sources in enumerate(work.before) if not sources], work, seconds)
     level: dict[int, tuple[int, float, tuple[int, ...]]] = {start[0]: (0, 0.0, start[1])}
     origin: dict[int, tuple[int, int]] = {start[0]: (0, 0)}
@@ -74,8 +76,8 @@ def pack(work: Work, machine: Machine, limit: float, light: float) -> list[int] 
                 others = [other for other in ready if other != atom]
                 others += [r for r in work.after[atom] if before[r] & ~key == 0]
                 key, free = _closed(key, others, work, seconds)
-                known = following.get(key)
-                if known is None or (k, filled) < known[:2]:
+                state = following.get(key)
+                if state is None or (k, filled) < state[:2]:
                     following[key] = (k, filled, free)
                     origin[key] = (downset, k)
                     done[key] = taken
@@ -84,11 +86,17 @@ def pack(work: Work, machine: Machine, limit: float, light: float) -> list[int] 
         level = following
     if not level:
         return None
-    return _traced_back(everything, origin, len(work))
+    stage_of, downset = [0] * len(work), everything
+    while downset:
+        earlier, stage = origin[downset]
+        for atom in members(downset & ~earlier):
+            stage_of[atom] = stage
+        downset = earlier
+    return stage_of
 
 
 def _without_light(work: Work, light: float) -> list[float]:
-    """The seconds, with the lightest atoms taken as weightless while they sum to ``light``."""
+    """The seconds of atoms, 0 for the lightest ones as long as these sum to at most ``light``."""
     seconds = list(work.seconds)
     left = light
     for atom in sorted(range(len(work)), key=seconds.__getitem__):
@@ -102,7 +110,7 @@ def _without_light(work: Work, light: float) -> list[float]:
 def _closed(
     downset: int, ready: list[int], work: Work, seconds: list[float]
 ) -> tuple[int, tuple[int, ...]]:
-    """Take in what is ready and weighs nothing: the downset, and what is ready then."""
+    """Take in all ready atoms without weight; return the larger downset and the ready atoms."""
     heavy: set[int] = set()
     waiting = list(ready)
     while waiting:
@@ -117,30 +125,27 @@ def _closed(
     return downset, tuple(sorted(heavy))
 
 
-def _traced_back(downset: int, origin: dict[int, tuple[int, int]], atoms: int) -> list[int]:
+def members(atoms: int) -> Iterator[int]:
+    """Yield the atoms of a bit set."""
+    while atoms:
+        yield (atoms & -atoms).bit_length() - 1
+        atoms &= atoms - 1
+
+
+def stages_between(chain: Iterable[int], atoms: int) -> list[int]:
+    """Turn a chain of downsets, from the empty one to that of all atoms, into atom → stage."""
     stage_of = [0] * atoms
-    while downset:
-        earlier, stage = origin[downset]
-        added = downset & ~earlier
-        while added:
-            bit = added & -added
-            stage_of[bit.bit_length() - 1] = stage
-            added ^= bit
-        if earlier == downset:
-            break
-        downset = earlier
+    for stage, (start, end) in enumerate(pairwise(chain)):
+        for atom in members(end & ~start):
+            stage_of[atom] = stage
     return stage_of
 
 
-def _suffix_sums(speeds: tuple[float, ...]) -> list[float]:
-    return [math.fsum(speeds[stage:]) for stage in range(len(speeds) + 1)]
-
-
 def downsets(work: Work, most: int) -> list[int] | None:
-    """All downsets as bit sets, smaller ones first; None where there are more than ``most``."""
+    """Return all downsets as bit sets, smaller ones first; None if there are more than ``most``."""
     before = [sum(1 << source for source in sources) for sources in work.before]
     level = {0: [atom for atom, sources in enumerate(before) if not sources]}
-    found = [0]
+    sets = [0]
     while level:
         following: dict[int, list[int]] = {}
         for downset, ready in level.items():
@@ -149,36 +154,34 @@ def downsets(work: Work, most: int) -> list[int] | None:
                 if larger not in following:
                     following[larger] = [other for other in ready if other != atom]
                     following[larger] += [r for r in work.after[atom] if before[r] & ~larger == 0]
-        found += following
-        if len(found) > most:
+        sets += following
+        if len(sets) > most:
             return None
         level = following
-    return found
+    return sets
 
 
 class Search:
-    """Branch and bound over chains of downsets, with links, limits and all."""
+    """Branch and bound over chains of downsets, with links and memory limits.
+
+    ``sets`` are the result of ``downsets`` for the work.
+    """
 
     def __init__(self, work: Work, machine: Machine, sets: list[int]) -> None:
-        """Args: ``sets`` are all downsets of the work, as bit sets, the smaller ones first."""
         self.work = work
         self.machine = machine
         self.sets = sets
-        self.left = _EXPANSIONS
-        self._values = [
-            (
-                None if value.source is None else 1 << value.source,
-                sum(1 << reader for reader in value.readers),
-                value,
-            )
-            for value in work.transfers
-        ]
+        self._values: list[tuple[int, int, Transfer]] = []  # with masks of its makers and readers
+        for value in work.transfers:
+            readers = sum(1 << reader for reader in value.readers)
+            makers = readers if value.source is None else 1 << value.source
+            self._values.append((makers, readers, value))
         self.cost = cache(self._cost)
         self.ahead = cache(self._ahead)
 
     def better(self, limit: float) -> tuple[list[int] | None, bool]:
-        """An assignment whose slowest stage takes less than ``limit``, or None where none was
-        found; and whether all were looked at, so that no other is faster."""
+        """Return the fastest atom → stage whose slowest stage takes less than ``limit``, or None;
+        and whether the search was complete, so that nothing faster exists."""
         self.limit = limit
         self.found: list[int] | None = None
         self.left = _EXPANSIONS
@@ -188,7 +191,7 @@ class Search:
     def _extend(self, chain: list[int], slowest: float) -> None:
         stage = len(chain) - 1
         if stage == self.machine.stages:
-            division = weigh(self.work, self.machine, self._stage_of(chain))
+            division = weigh(self.work, self.machine, stages_between(chain, len(self.work)))
             if division.fits(self.machine) and division.slowest < self.limit:
                 self.limit, self.found = division.slowest, list(division.stage_of)
             return
@@ -203,12 +206,12 @@ class Search:
             self._extend([*chain, end], max(slowest, self.cost(stage, chain[-1], end)))
 
     def _ends(self, stage: int, start: int) -> list[int]:
-        """The downsets that a stage can end at: it must take something."""
+        """The downsets where a stage that begins at ``start`` can end; it must not be empty."""
         ends = self.sets if stage < self.machine.stages - 1 else self.sets[-1:]
         return [end for end in ends if end != start and start & ~end == 0]
 
     def _ahead(self, stage: int, start: int) -> float:
-        """What the slowest of the stages from this one on takes at least."""
+        """The least seconds of the slowest stage from ``stage`` on."""
         if stage == self.machine.stages:
             return 0.0 if start == self.sets[-1] else math.inf
         return min(
@@ -220,10 +223,10 @@ class Search:
         )
 
     def _cost(self, stage: int, start: int, end: int) -> float:
-        """Seconds of a stage at least, infinite where it cannot keep its limit."""
+        """The least seconds of a stage; infinite if it exceeds its memory limit."""
         machine, work = self.machine, self.work
         inside = end & ~start
-        atoms = [atom for atom in range(len(work)) if inside >> atom & 1]
+        atoms = [*members(inside)]
         seconds = math.fsum(work.seconds[atom] for atom in atoms) / machine.speeds[stage]
         if not machine.linked and not machine.limited:
             return seconds
@@ -231,13 +234,12 @@ class Search:
         held = sum(work.resident[atom] for atom in atoms)
         undo = sum(work.undo[atom] for atom in atoms)
         kept = saving * sum(work.saved[atom] for atom in atoms)
-        for source, readers, value in self._values:
-            born = start & (readers if source is None else source)
-            if born:
+        for makers, readers, value in self._values:
+            if start & makers:
                 if readers & inside:
                     kept += receiving * value.bytes
                     seconds += self._least(value, [(k, stage) for k in range(stage)])
-            elif inside & (readers if source is None else source):
+            elif inside & makers:
                 held += value.resident
                 undo += value.undo
                 if readers & ~end:
@@ -247,34 +249,30 @@ class Search:
             return math.inf
         return seconds
 
-    def _least(self, value: Transfer, ways: list[tuple[int, int]]) -> float:
+    def _least(self, value: Transfer, links: list[tuple[int, int]]) -> float:
         if not self.machine.linked:
             return 0.0
-        return min((self.machine.transfer_seconds(a, b, value) for a, b in ways), default=0.0)
-
-    def _stage_of(self, chain: list[int]) -> list[int]:
-        return [
-            next(stage for stage, end in enumerate(chain[1:]) if end >> atom & 1)
-            for atom in range(len(self.work))
-        ]
+        return min((self.machine.transfer_seconds(a, b, value) for a, b in links), default=0.0)
 
 
 _FINEST = 2.0**-12
+"""The share of all work that a merged atom may have at first."""
 _STEP = 2.0**0.5
+"""The factor between one such share and the next."""
 
 
 def contractions(work: Work) -> Iterator[tuple[Work, list[int]]]:
-    """Coarser and coarser graphs, each with the old atoms' new ones: atom → merged atom."""
+    """Yield coarser and coarser graphs, each with atom → merged atom."""
     merging = _Merging(work)
     most = _FINEST * work.total
     while most < work.total:
         if merging.merge(most):
-            yield merging.made()
+            yield merging.contracted()
         most *= _STEP
 
 
 class _Merging:
-    """Merges atoms, which are called by the first of them."""
+    """Merges atoms; a merged atom goes by the number of its first atom."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -284,17 +282,17 @@ class _Merging:
         self.after = {atom: set(readers) for atom, readers in enumerate(work.after)}
 
     def merge(self, most: float) -> bool:
-        """Merge what has at most so many seconds together, light ones first. Returns whether any
-        was."""
+        """Merge neighbours with at most ``most`` seconds together, light atoms first; return
+        whether any were."""
         merged = False
         waiting = [(self.seconds[a], a) for a in self.seconds]
         heapq.heapify(waiting)
         while waiting:
             seconds, atom = heapq.heappop(waiting)
             if seconds != self.seconds.get(atom):
-                continue  # it has merged since
-            pairs = [(atom, r) for r in self.after[atom] if self._alone(atom, r)]
-            pairs += [(s, atom) for s in self.before[atom] if self._alone(s, atom)]
+                continue  # the entry is older than a merge
+            pairs = [(atom, r) for r in self.after[atom] if self._only_path(atom, r)]
+            pairs += [(s, atom) for s in self.before[atom] if self._only_path(s, atom)]
             weights = [(self.seconds[a] + self.seconds[b], a, b) for a, b in pairs]
             together, source, reader = min(weights, default=(most + 1, 0, 0))
             if together <= most:
@@ -303,8 +301,7 @@ class _Merging:
                 merged = True
         return merged
 
-    def _alone(self, source: int, reader: int) -> bool:
-        """Whether no other way leads from one to the other."""
+    def _only_path(self, source: int, reader: int) -> bool:
         return len(self.after[source]) == 1 or len(self.before[reader]) == 1
 
     def _unite(self, source: int, reader: int) -> None:
@@ -321,8 +318,8 @@ class _Merging:
         self.after[source] |= after
         self.after[source].discard(reader)
 
-    def made(self) -> tuple[Work, list[int]]:
-        """The merged graph, and atom → merged atom."""
+    def contracted(self) -> tuple[Work, list[int]]:
+        """Return the merged graph, and atom → merged atom."""
         ordered = sorted_by_rank(self.before, lambda atom, _: atom)
         number = {atom: place for place, atom in enumerate(ordered)}
         merged_into = [number[self._first(atom)] for atom in range(len(self._work))]
@@ -343,11 +340,9 @@ class _Merging:
                 undo[readers[0]] += value.undo
             elif readers:
                 transfers.append(replace(value, source=source, readers=tuple(readers)))
-        seconds = [0.0] * len(number)
-        for atom, place in number.items():
-            seconds[place] = self.seconds[atom]
+        seconds = tuple(self.seconds[atom] for atom in number)
         saved = tuple(summed(self._work.saved))
-        merged = Work(tuple(seconds), tuple(resident), saved, tuple(transfers), tuple(undo))
+        merged = Work(seconds, tuple(resident), saved, tuple(transfers), tuple(undo))
         return merged, merged_into
 
     def _first(self, atom: int) -> int:

@@ -1,9 +1,11 @@
-"""Sum the values that a run of a sequence receives and sends, for many runs at once.
+"""Tabulate what the runs of a sequence receive and send, for many runs at once.
 
-A value arrives at a run that begins after it was made and holds a reader; it leaves the run that
-made it if a reader comes later. Seen from one begin, moving the end changes what crosses by steps,
-at the first reader that comes in and at the last. Moving the begin past an atom moves some of the
-steps. So a table of runs is made of few numbers, summed along both ends.
+A run is a stretch of the sequence. A value arrives at a run that begins after the value's source
+and holds one of its readers. A value leaves the run that holds its source if a reader comes after
+the run's end. For a fixed begin, the totals are a step function of the end: they change where the
+first reader of a value enters the run, and where the last one does. Moving the begin past an atom
+only moves steps of that atom's values. So a table of all runs holds few changes, summed along both
+axes.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from torch import Tensor
 from fxpipe.passes.partition.work import Machine, Transfer
 
 _COLUMNS = 4
-"""Bytes there, messages there, bytes of the gradient back, messages back."""
+"""Bytes sent, messages sent, bytes of the gradient sent back, messages sent back."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds a byte and a message, as the stages have them.
+    """The seconds that stages need for each byte and message.
 
     Attributes:
-        rows: row × twice the columns → seconds for what arrives, then for what leaves.
-        mix: stage × row → how much of the row the stage has.
+        rows: row × (columns of what arrives, then of what leaves) → seconds.
+        mix: stage × row → the factor of the row in the stage's seconds.
     """
 
     rows: Tensor
@@ -34,17 +36,15 @@ class Rates:
 
 
 def rates_of(machine: Machine, fastest: bool) -> Rates:
-    """The rates of the stages: a row for each stage of another kind, or for each column.
+    """Return the rates of all stages, with a row for each kind of stage or for each column.
 
-    With ``fastest`` every value takes the fastest link that its stage has, instead of the one to
-    the next stage.
+    Values take the link to the next stage, or with ``fastest`` the fastest link that the stage has.
     """
     stages = machine.stages
     rates = torch.zeros((stages, 2 * _COLUMNS), dtype=torch.float64)
     if not machine.linked:
         return Rates(rates[:0], rates[:, :0])
     for stage in range(stages):
-        # nothing arrives at the first stage and nothing leaves the last: they may be as the others
         earlier = range(stage) if fastest else range(max(stage - 1, 0), stage)
         later = range(stage + 1, stages if fastest else min(stage + 2, stages))
         for row, table in enumerate((machine.per_byte, machine.per_message) * 2):
@@ -56,6 +56,8 @@ def rates_of(machine: Machine, fastest: bool) -> Rates:
                         table[other][stage] if comes else table[stage][other] for other in others
                     )
     if stages > 1:
+        # nothing arrives at the first stage and nothing leaves the last: any rate is right there,
+        # and their neighbour's makes fewer kinds
         rates[0, :_COLUMNS] = rates[1, :_COLUMNS]
         rates[-1, _COLUMNS:] = rates[-2, _COLUMNS:]
     kinds, kind_of = rates.unique(dim=0, return_inverse=True)
@@ -66,21 +68,22 @@ def rates_of(machine: Machine, fastest: bool) -> Rates:
 
 
 class Steps:
-    """Where what crosses changes by a step, for all values of a sequence.
+    """The steps of the totals, for all values of a sequence.
 
     Attributes:
-        places: step → the atom that a begin must move past for it to count; -1 for none.
-        columns: step → the end from which on it counts, and one more.
+        places: step → the atom that the begin must move past for the step to count; -1 for none.
+        columns: step → one more than the end from which on it counts.
         halves: step → twice the number of its value, and one more for what leaves.
         signs: step → 1 where more crosses, -1 where less.
-        amounts: value × column → how many.
+        amounts: value × column → bytes or messages.
     """
 
     def __init__(self, uses: Sequence[tuple[Sequence[int], Transfer]], length: int) -> None:
-        """Args:
-        uses: for each value the place of the atom that makes it, and those of its readers in
-            order.
-        length: how many atoms the sequence has.
+        """Find the steps.
+
+        Args:
+            uses: for each value, the place of its source and then those of its readers in order.
+            length: the number of atoms in the sequence.
         """
         used: list[Transfer] = []
         places: list[int] = []
@@ -94,7 +97,7 @@ class Steps:
                 counts.append(1 + len(readers))
                 used.append(transfer)
         at, until, count = (
-            torch.tensor(each, dtype=torch.int64) for each in (places, following, counts)
+            torch.tensor(numbers, dtype=torch.int64) for numbers in (places, following, counts)
         )
         ends = count.cumsum(0)
         starts, value = ends - count, torch.arange(len(used))
@@ -105,27 +108,27 @@ class Steps:
         nowhere = torch.full_like(births, -1)
         ones, more = torch.ones(len(used)), torch.ones(len(at))
         parts = [
-            # what arrives: for a begin behind a use, where the next use is in the run
+            # what arrives: if the run begins behind a use and holds the next use
             (at, until, 2 * value_at, more),
             (at[reads], at[reads], 2 * value_at[reads], -more[reads]),
-            # what leaves: where its source is in the run and its last reader is not
+            # what leaves: if the run holds the source and not the last reader
             (nowhere, births, 2 * value + 1, ones),
             (nowhere, lasts, 2 * value + 1, -ones),
             (births, births, 2 * value + 1, -ones),
             (births, lasts, 2 * value + 1, ones),
         ]
-        found = [torch.cat(each) for each in zip(*parts, strict=True)]
-        order = found[0].argsort(stable=True)
-        self.places, columns, self.halves, signs = (each[order] for each in found)
-        self.columns, self.signs = columns + 1, signs.double()
+        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+        order = columns[0].argsort(stable=True)
+        self.places, until, self.halves, signs = (column[order] for column in columns)
+        self.columns, self.signs = until + 1, signs.double()
         self.amounts = amounts_of(used)
 
 
 class Flows:
-    """The sums of what crosses, for runs that begin in one block after the other."""
+    """Makes the tables of totals, for one block of begins after the other."""
 
     def __init__(self, steps: Steps, length: int, rows: Tensor) -> None:
-        """Let runs begin before the first atom; ``rows`` weigh what arrives, then what leaves."""
+        """Start before the first atom; ``rows`` weigh what arrives, then what leaves."""
         self._steps = torch.zeros((len(rows), length + 2), dtype=torch.float64)
         self._places, self._columns = steps.places, steps.columns
         halves = rows.reshape(-1, 2, _COLUMNS)
@@ -134,38 +137,32 @@ class Flows:
         self._done = 0
 
     def table(self, first: int, last: int, end: int) -> Tensor:
-        """Row × begin × end → the sum, for runs that begin in ``first`` … ``last`` and end in
-        ``first + 1`` … ``end``. Each block is behind the one before.
+        """Return row × begin × end → total, for begins ``first`` … ``last`` and ends
+        ``first + 1`` … ``end``. Each call's block of begins comes after the block before.
         """
-        self._apply(first)
+        passed = slice(self._done, int(torch.searchsorted(self._places, first)))
+        self._steps.index_add_(1, self._columns[passed], self._changes[:, passed])
+        self._done = passed.stop
         width = end - first
-        made = torch.zeros((len(self._steps), last - first + 1, width), dtype=torch.float64)
-        made[:, 0] = self._steps[:, first + 1 : end + 1]
-        stop = int(torch.searchsorted(self._places, last))
-        inside = slice(self._done, stop)
+        table = torch.zeros((len(self._steps), last - first + 1, width), dtype=torch.float64)
+        table[:, 0] = self._steps[:, first + 1 : end + 1]
+        inside = slice(self._done, int(torch.searchsorted(self._places, last)))
         columns = self._columns[inside] - first - 1
         seen = columns < width
         at = ((self._places[inside] + 1 - first) * width + columns)[seen]
-        made.flatten(1).index_add_(1, at, self._changes[:, inside][:, seen])
-        return made.cumsum_(1).cumsum_(2)
-
-    def _apply(self, begin: int) -> None:
-        """Let runs begin at a place."""
-        stop = int(torch.searchsorted(self._places, begin))
-        passed = slice(self._done, stop)
-        self._steps.index_add_(1, self._columns[passed], self._changes[:, passed])
-        self._done = stop
+        table.flatten(1).index_add_(1, at, self._changes[:, inside][:, seen])
+        return table.cumsum_(1).cumsum_(2)
 
 
 def arriving_bytes() -> Tensor:
-    """The row that weighs bytes that arrive, and nothing else."""
+    """Return a row that weighs only the bytes that arrive."""
     row = torch.zeros((1, 2 * _COLUMNS), dtype=torch.float64)
     row[0, 0] = 1
     return row
 
 
 def amounts_of(transfers: Sequence[Transfer]) -> Tensor:
-    """Transfer × column → how many; a value without bytes is no message either."""
-    there = ((t, float(t.bytes), float(t.bytes > 0)) for t in transfers)
-    rows = [(size, count, size * t.returns, count * t.returns) for t, size, count in there]
+    """Transfer × column → bytes or messages; a value without bytes takes no message either."""
+    sent = ((t, float(t.bytes), float(t.bytes > 0)) for t in transfers)
+    rows = [(size, count, size * t.returns, count * t.returns) for t, size, count in sent]
     return torch.tensor(rows, dtype=torch.float64).reshape(-1, _COLUMNS)

@@ -1,9 +1,9 @@
-"""Divide by dynamic programming over all downsets of a graph, with links and limits.
+"""Divide a graph by dynamic programming over all of its downsets, with links and limits.
 
-The first stages together hold a downset, and what a stage sends, receives and keeps is known from
-the downset that it begins at and the one that it ends at. So the fastest of all divisions is the
-best way through the lattice of downsets, up to two things that are left to its bound: a value
-that several stages read is sent over one link, and over the fastest that its stage has.
+The first k stages together hold a downset. What a stage sends, receives and keeps follows from the
+downset where it begins and the one where it ends. So the best division is the best path through the
+lattice of downsets. Only the cost of links is approximate: a value that several stages read counts
+as sent once, over the link to the next stage for a good division, or over the fastest for a bound.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fxpipe.passes.partition.solver.downsets import members, stages_between
 from fxpipe.passes.partition.solver.flows import amounts_of, rates_of
 from fxpipe.passes.partition.work import Machine, Work
 
@@ -20,17 +21,16 @@ _ROUNDING = 1 + 1e-9
 
 
 class Lattice:
-    """All downsets of a graph, and the ways through them."""
+    """All downsets of a graph, and the best path through them."""
 
     def __init__(self, work: Work, machine: Machine, sets: Sequence[int]) -> None:
-        """Index the downsets."""
         self.work = work
         self.machine = machine
         digits = torch.tensor(
             [list(map(int, f"{downset:0{len(work)}b}"[::-1])) for downset in sets],
             dtype=torch.bool,
         ).T
-        # a sum in the same order everywhere is never less for a larger set
+        # summed in the same order for all sets, so that rounding makes no larger set lighter
         seconds = torch.tensor(work.seconds, dtype=torch.float64)
         done = torch.zeros(len(sets), dtype=torch.float64)
         for atom, row in enumerate(digits):
@@ -42,10 +42,7 @@ class Lattice:
         self.saved = torch.tensor(work.saved, dtype=torch.float64) @ self.member.double()
         self.resident = torch.tensor(work.resident, dtype=torch.float64) @ self.member.double()
         self.undo = torch.tensor(work.undo, dtype=torch.float64) @ self.member.double()
-        self._index_values()
-
-    def _index_values(self) -> None:
-        values, shape = self.work.transfers, (len(self.work.transfers), len(self.sets))
+        values, shape = work.transfers, (len(work.transfers), len(sets))
         self.unread = torch.zeros(shape, dtype=torch.int16)  # value × downset → readers outside
         made = torch.zeros(shape, dtype=torch.bool)
         for row, value in enumerate(values):
@@ -61,29 +58,25 @@ class Lattice:
         self.undo = self.undo + undo @ made.double()
 
     def best(self, cap: float, *, fastest: bool) -> tuple[float, list[int]] | None:
-        """Seconds of the slowest stage, and atom → stage, of the way whose slowest stage is the
-        fastest; None where none takes ``cap`` seconds at most.
+        """Return the path with the fastest slowest stage, as that stage's seconds and atom → stage;
+        None if no path takes at most ``cap`` seconds.
 
-        With ``fastest``, as for ``rates_of``, no division is faster than the seconds that come out.
+        With ``fastest``, as for ``rates_of``, the seconds are a lower bound for all divisions.
         """
-        return _Way(self, cap * _ROUNDING, fastest).found()
+        return _Path(self, cap * _ROUNDING, fastest).best_division()
 
     def tops(self, downset: int) -> list[int]:
-        """The atoms of a downset that no other atom in it reads; they determine the downset."""
-        inside = self.sets[downset]
-        return [
-            atom
-            for atom, readers in enumerate(self.work.after)
-            if inside >> atom & 1 and not any(inside >> reader & 1 for reader in readers)
-        ]
+        """The atoms of a downset that no atom in it reads; they determine the downset."""
+        inside, after = self.sets[downset], self.work.after
+        return [a for a in members(inside) if not any(inside >> r & 1 for r in after[a])]
 
 
-class _Way:
-    """One pass over the downsets.
+class _Path:
+    """One pass of the dynamic program over the downsets.
 
     Attributes:
-        best: stages so far × downset → seconds of the slowest of them, where they end there.
-        parent: the same → the downset where the last of them began.
+        best: (number of stages, downset) → the least seconds of their slowest when they end there.
+        parent: (number of stages, downset) → the downset where the last of these stages begins.
     """
 
     def __init__(self, lattice: Lattice, cap: float, fastest: bool) -> None:
@@ -109,8 +102,7 @@ class _Way:
             held = torch.tensor(machine.held, dtype=torch.float64)
             self.saving, self.receiving = held[:, :1], held[:, 1:]
 
-    def found(self) -> tuple[float, list[int]] | None:
-        """See Lattice.best."""
+    def best_division(self) -> tuple[float, list[int]] | None:
         sets = self.lattice.sets
         for begin in range(len(sets) - 1):
             self._runs_from(begin)
@@ -118,18 +110,14 @@ class _Way:
         slowest = float(self.best[stages, -1])
         if slowest == math.inf:
             return None
-        stage_of, end = [0] * len(self.lattice.work), len(sets) - 1
-        for stage in reversed(range(stages)):
-            begin = int(self.parent[stage + 1, end])
-            taken = sets[end] & ~sets[begin]
-            for atom in range(len(stage_of)):
-                if taken >> atom & 1:
-                    stage_of[atom] = stage
-            end = begin
-        return slowest, stage_of
+        ends = [len(sets) - 1]
+        for stage in range(stages, 0, -1):
+            ends.append(int(self.parent[stage, ends[-1]]))
+        chain = (sets[end] for end in reversed(ends))
+        return slowest, stages_between(chain, len(self.lattice.work))
 
     def _runs_from(self, begin: int) -> None:
-        """Try every stage that begins at a downset."""
+        """Try every run that begins at a downset, for every stage."""
         lattice = self.lattice
         rest = lattice.done[-1] - lattice.done[begin]
         enough = (self.ahead[-1] - self.ahead[:-1]) * self.cap >= rest
@@ -156,9 +144,9 @@ class _Way:
             kept = self.saving[stages] * saved + self.receiving[stages] * flows[-1]
             # sums of whole numbers are exact
             fits &= resident + kept.maximum(undo) <= self.rooms[stages]
-        found = torch.maximum(self.best[stages, begin, None], seconds)
-        found.masked_fill_(~fits, math.inf)
+        slowest = torch.maximum(self.best[stages, begin, None], seconds)
+        slowest.masked_fill_(~fits, math.inf)
         after = torch.arange(first + 1, last + 2)[:, None]
-        better = found < self.best[after, ends]
-        self.best[after, ends] = torch.where(better, found, self.best[after, ends])
+        better = slowest < self.best[after, ends]
+        self.best[after, ends] = torch.where(better, slowest, self.best[after, ends])
         self.parent[after, ends] = self.parent[after, ends].masked_fill(better, begin)

@@ -1,7 +1,7 @@
-"""Cut one order of atoms into runs, a run a stage: the best of all such cuts.
+"""Cut one order of atoms into runs, one for each stage, in the best way.
 
-A dynamic program over the places between atoms. The costs of all runs that begin in a block of
-places are one table, so that Python runs once a block and not once a pair of places.
+This is a dynamic program over the places between atoms. A tensor holds the costs of all runs that
+begin in a block of places, so that Python works once for each block, not for each pair of places.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from fxpipe.passes.partition.work import Machine, Transfer, Work
 Goal = Literal["seconds", "bytes"]
 
 _ROUNDING = 1 + 1e-9
+
 _EVERY = 16
+"""``pairs`` looks at one in so many places."""
 
 
 class Runs:
     """The cuts of a sequence of atoms into runs.
 
-    The sequence may also be a chain of the graph that leaves atoms out. Then ``bounds`` say how
-    much work is before each place, a run may be empty, and a cost is a lower bound.
+    The sequence may also be a chain of the graph that leaves out other atoms. Then ``bounds`` say
+    how much work comes before each place, runs may be empty, and costs are lower bounds.
     """
 
     def __init__(
@@ -38,11 +40,11 @@ class Runs:
         sequence: Sequence[int],
         bounds: tuple[Sequence[float], Sequence[float]] | None = None,
     ) -> None:
-        """Index a sequence of atoms, each after those that it reads.
+        """Index a sequence of atoms, each of which comes after those that it reads.
 
         Args:
-            bounds: place → seconds of work before it at least, and at most; by default the work
-                of the sequence itself. There may be more places at the end.
+            bounds: place → the least and the most seconds of work before it; by default the work
+                of the sequence itself. There may be additional places at the end.
         """
         self.machine = machine
         prefix = [0.0, *itertools.accumulate(work.seconds[atom] for atom in sequence)]
@@ -63,27 +65,28 @@ class Runs:
                 crossing.append(([position[transfer.source], *uses], transfer))
         self.steps = Steps(crossing, self.length)
         saved = [work.saved[atom] for atom in sequence]
-        more = [0] * (self.length - len(sequence))
-        resident, saved = resident + more, saved + more
+        padding = [0] * (self.length - len(sequence))
+        resident, saved = resident + padding, saved + padding
         self.resident = _summed(resident)
         self.saved = _summed(saved)
-        self.undo = _summed(undo + more)
+        self.undo = _summed(undo + padding)
         fewest = min(machine.peaks)
-        held = (own + fewest * kept for own, kept in zip(resident, saved, strict=True))
+        held = (stays + fewest * kept for stays, kept in zip(resident, saved, strict=True))
         self.bytes = [0, *itertools.accumulate(held)]
 
     def cut(self, goal: Goal, cap: float, *, fastest: bool = False) -> list[int] | None:
-        """The places at which the stages after the first begin, or None if there are none.
+        """Return the places where the stages after the first begin, or None if no cut keeps ``cap``
+        and the limits.
 
         Args:
-            goal: what is least: the seconds of the slowest stage, or the bytes that cross.
-            cap: seconds that no stage exceeds.
-            fastest: as for ``rates_of``: for bounds, where the cuts are no matter.
+            goal: what to minimise: the seconds of the slowest stage, or the bytes that cross.
+            cap: seconds that no stage may exceed.
+            fastest: as for ``rates_of``. The result then only tells whether a cut may exist.
         """
         return _Sweep(self, goal, cap * _ROUNDING, fastest).cuts()
 
     def pairs(self, cap: float) -> int:
-        """About how many runs ``cut`` looks at: of each stage, from each place where it begins."""
+        """Estimate how many runs ``cut`` looks at, over all stages and places to begin."""
         sweep = _Sweep(self, "seconds", cap * _ROUNDING, True)
         return _EVERY * sum(
             max(sweep.end(begin, stage) - begin, 0)
@@ -93,26 +96,27 @@ class Runs:
 
 
 def equal_runs(ends: Sequence[float], stages: int) -> list[int]:
-    """The cuts whose slowest stage is the fastest, for equal stages, each of which gets a run.
+    """Return the cuts with the fastest slowest stage, for equal devices; no stage is empty.
 
-    Bisection over its time; each guess is tried by filling one stage after the other. ``ends`` has
-    the seconds of work before each place, from 0.
+    This bisects the slowest stage's time, and tries each guess by filling stage after stage.
+    ``ends`` are the seconds of work before each place, from 0.
     """
     low, high = ends[-1] / stages, ends[-1]
     cuts = _filled(ends, stages, high)
     assert cuts is not None
     for _ in range(60):
         guess = (low + high) / 2
-        found = _filled(ends, stages, guess)
-        if found is None:
+        faster = _filled(ends, stages, guess)
+        if faster is None:
             low = guess
         else:
-            cuts, high = found, guess
+            cuts, high = faster, guess
     return cuts
 
 
 def _filled(ends: Sequence[float], stages: int, limit: float) -> list[int] | None:
-    """Cuts into stages as long as the limit allows, while enough is left for the rest."""
+    """Fill each stage up to the limit, but leave an atom for each later one; None if work is left
+    at the end."""
     places = [0]
     for stage in range(stages):
         furthest = len(ends) - 1 - (stages - 1 - stage)
@@ -124,14 +128,14 @@ def _filled(ends: Sequence[float], stages: int, limit: float) -> list[int] | Non
 
 
 class _Sweep:
-    """One pass over the places, a block of them at a time.
+    """One pass of the dynamic program over the places, a block at a time.
 
-    In a block the stages follow one another: what a stage reaches, the next one begins at. All
+    Within a block the stages go in order, because a stage begins where the one before it ends. All
     runs of a stage that begin in the block are tried at once.
 
     Attributes:
-        best: stages so far × place → the goal's value, where the last of these stages ends there.
-        parent: the same → where that stage began.
+        best: (number of stages, place) → the best value of the goal when so many stages end there.
+        parent: (number of stages, place) → where the last of these stages begins.
         begins: stage → the first and the last place where it can begin.
     """
 
@@ -172,9 +176,10 @@ class _Sweep:
         return cuts[:0:-1]
 
     def _begins(self) -> Iterator[tuple[int, int]]:
-        """Where each stage can begin: so much may be before it, and so much after."""
+        """Stage → the first and the last place where it can begin, by what the stages before it and
+        from it on can take in."""
         runs = self.runs
-        span = [
+        spans = [
             _span(runs.least, runs.most, [self.cap * speed for speed in runs.machine.speeds]),
             _span(runs.bytes, runs.bytes, self.rooms),
         ]
@@ -182,11 +187,11 @@ class _Sweep:
             first, last = 0, self.length - 1
             if not runs.empty:
                 first, last = stage, self.length - self.stages + stage
-            ways = [places[stage] for places in span if places]
-            yield max(first, *(a for a, _ in ways)), min(last, *(b for _, b in ways))
+            limits = [span[stage] for span in spans if span]
+            yield max(first, *(a for a, _ in limits)), min(last, *(b for _, b in limits))
 
     def end(self, begin: int, stage: int) -> int:
-        """The last place where a stage that begins at a place can end."""
+        """Return the last place where a stage that begins at ``begin`` can end."""
         runs = self.runs
         reach = runs.most[begin] + self.cap * runs.machine.speeds[stage]
         end = bisect.bisect_right(runs.least, reach) - 1
@@ -196,7 +201,7 @@ class _Sweep:
         return end
 
     def _runs_from(self, first: int, last: int) -> None:
-        """Try every run that begins in a block, as every stage that can begin there."""
+        """Try every run that begins in the block ``first`` … ``last``, for every stage."""
         spans = [(max(a, first), min(b, last)) for a, b in self.begins]
         furthest = max((self.end(b, k) for k, (a, b) in enumerate(spans) if a <= b), default=0)
         table: Tensor | None = None
@@ -207,10 +212,10 @@ class _Sweep:
             if span[0] > span[1]:
                 continue
             begins = slice(span[0], span[1] + 1)
-            known = (self.best[stage, begins] < math.inf).nonzero()
-            if not len(known):
+            reached = (self.best[stage, begins] < math.inf).nonzero()
+            if not len(reached):
                 continue
-            begins = slice(span[0] + int(known[0]), span[0] + int(known[-1]) + 1)
+            begins = slice(span[0] + int(reached[0]), span[0] + int(reached[-1]) + 1)
             ends = self._ends(stage, begins)
             if ends.start >= ends.stop:
                 continue
@@ -221,17 +226,15 @@ class _Sweep:
             self._try(stage, begins, ends, table[:, rows, columns])
 
     def _ends(self, stage: int, begins: slice) -> slice:
-        """Where a stage can end, so that the next one can begin there."""
+        """The places where a stage that begins in ``begins`` can end and the next one can begin."""
         first, last = begins.start + 1, self.end(begins.stop - 1, stage)
-        if not self.runs.empty and stage == self.stages - 1:
-            first = max(first, self.length)
-        elif not self.runs.empty:
-            first = max(first, self.begins[stage + 1][0])
-            last = min(last, self.begins[stage + 1][1])
+        if not self.runs.empty:
+            following = [*self.begins, (self.length, self.length)][stage + 1]
+            first, last = max(first, following[0]), min(last, following[1])
         return slice(first, last + 1)
 
     def _try(self, stage: int, begins: slice, ends: slice, flows: Tensor) -> None:
-        """All runs of a stage between some begins and some ends."""
+        """Try all runs of a stage between ``begins`` and ``ends``."""
         machine = self.runs.machine
         seconds = (self.least[ends] - self.most[begins, None]).clamp_min_(0)
         seconds /= machine.speeds[stage]
@@ -239,7 +242,7 @@ class _Sweep:
             if part:
                 seconds.add_(row, alpha=part)
         fits = seconds <= self.cap
-        if begins.stop > ends.start:  # a run does not end before it begins
+        if begins.stop > ends.start:  # some pairs end before they begin
             fits.triu_(begins.start + 1 - ends.start)
         if machine.limited:
             saved, resident, undo = (
@@ -251,15 +254,15 @@ class _Sweep:
             fits &= resident + kept <= self.rooms[stage]
         reached = self.best[stage, begins, None]
         if self.goal == "seconds":
-            found = torch.maximum(reached, seconds)
+            values = torch.maximum(reached, seconds)
         else:
-            # of equal bytes the better balanced: less than one byte in all
-            found = reached + flows[-1] + (seconds / self.cap).square() / (2 * self.stages)
-        found.masked_fill_(~fits, math.inf)
-        value, place = found.min(0)
-        old = self.best[stage + 1, ends]
-        better = value < old
-        old[better] = value[better]
+            # among equal bytes, prefer balance: the last term stays below one byte in all
+            values = reached + flows[-1] + (seconds / self.cap).square() / (2 * self.stages)
+        values.masked_fill_(~fits, math.inf)
+        least, place = values.min(0)
+        best = self.best[stage + 1, ends]
+        better = least < best
+        best[better] = least[better]
         parents = self.parent[stage + 1, ends]
         parents[better] = (place[better] + begins.start).to(parents.dtype)
 
@@ -267,7 +270,7 @@ class _Sweep:
 def _span(
     least: Sequence[float], most: Sequence[float], rooms: Sequence[float]
 ) -> list[tuple[int, int]]:
-    """Stage → the first and the last place that it can begin at, by what stages can take."""
+    """Stage → the first and the last place where it can begin, if stages can take ``rooms``."""
     before = [0.0, *itertools.accumulate(rooms)]
     after = [0.0, *itertools.accumulate(reversed(rooms))][:0:-1]
     return [
