@@ -1,4 +1,4 @@
-"""Phases: a device's row as a string of words, as in a figure from left to right."""
+"""Write a device's row as a string of words, as a figure shows it from left to right."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fxpipe.ir.task import Task
 
 
 def spell(words: str, stages: tuple[int, ...], microbatches: int) -> Iterator[Task]:
-    """The tasks that the words stand for.
+    """Yield the tasks that the words stand for.
 
-    A word is a letter and which of the device's stages, from 0: "F0" is the forward of that
-    stage's next micro-batch, "B1" or "I1" the next backward of the other. "W" is the weight
-    gradient that has waited longest.
+    A word is the letter of a task and the position of its stage in ``stages``: "F0" is the forward
+    of the next micro-batch on the device's first stage, "B1" or "I1" the next backward on its
+    second. "W" is the weight gradient that has waited longest.
 
-    Micro-batches from ``microbatches`` on are left out. So a row for many micro-batches also works
-    for few: a valid order stays valid when a micro-batch is removed from all devices.
+    Micro-batches from ``microbatches`` on are left out, so that a row written for many also serves
+    for few: an order stays valid when a micro-batch is removed from all devices.
     """
     forwards: Counter[int] = Counter()
     backwards: Counter[int] = Counter()
