@@ -106,8 +106,8 @@ class Buffer(NamedTuple):
     - ``saved``: what a stage keeps from forward to backward.
     - ``deferred``: what it keeps from the input-gradient half of a backward to the other half.
     - ``state``: the model's buffers that a forward read, kept until it is recomputed.
-    - ``offloaded``, ``fetching``, ``fetched``: what is saved, or what a recompute reads, while it is
-      stored elsewhere, on its way back, and once it is back.
+    - ``offloaded``, ``fetching``, ``fetched``: what is saved, or what a recompute reads, while
+      stored elsewhere, on its way back, and back.
     - ``norm``: the norms of a stage's gradients on their way to another stage.
     - ``weights``: a stage's weights and buffers on their way to a copy on another device.
     - ``sums``: the gradients and BatchNorm moments that a copy has summed, on their way back.
@@ -137,10 +137,9 @@ def part_of(count: int, replica: int, replicas: int) -> range:
 
 
 def batch_mark(batch: int) -> str:
-    """The mark of a batch in texts: ``'`` for the one before this step's, ``''`` one further back.
+    """The mark of a batch in texts: a ``'`` for each step that it lies back, ``+`` for each ahead.
 
-    Later batches, and those further back than FURTHEST, are always wrong; their marks are for
-    messages and cannot be parsed.
+    Beyond FURTHEST, where nothing is valid, it is a number in brackets, which is not parsed.
     """
     return "'" * -batch + "+" * batch if abs(batch) <= FURTHEST else f"({batch:+})"
 
