@@ -28,7 +28,7 @@ TAKES_TURNS = "fxpipe.takes_turns"
 these when they run, forward and backward, which only one thread may do at a time."""
 
 AUTOCAST = "fxpipe.autocast"
-"""Metadata key of a leaf module's node: the ``Autocasts`` in which the model called it, if any."""
+"""Metadata key of a node: the ``Autocasts`` in which the model runs it, if any."""
 
 
 @dataclass(frozen=True)
