@@ -87,7 +87,7 @@ def test_each_fault_is_reported(old: str, new: str, fault: str) -> None:
 
 def test_a_cut_in_a_whole_graph_is_reported() -> None:
     text = TEXT.replace("relu = torch.ops.aten.relu.default(mm)", "relu = pop('mm')")
-    with pytest.raises(VerificationError, match="node relu: stands where the model is cut"):
+    with pytest.raises(VerificationError, match="node relu: marks where the model is cut"):
         Traced.parse(text).verify()
 
 
