@@ -27,10 +27,10 @@ def both_ways(devices: int) -> tuple[tuple[int, ...], ...]:
 def chimera(device: int, devices: int, microbatches: int) -> Iterator[Task]:
     """Two 1F1B pipelines at once: even micro-batches go down the devices, odd ones up.
 
-    It has less than half of 1F1B's bubble, which counts where micro-batches are few, for a second
-    copy of the weights: each device holds one stage of its own and a copy of another. Made for an
-    even p and an m that p divides, the paper's unit; every p and m works, but with an odd p both
-    pipelines share the device in the middle.
+    Less than half of 1F1B's bubble, which matters with few micro-batches, for twice the weights: a
+    device holds a stage of its own and a copy of another. Made for an even p and an m that p
+    divides, the paper's unit. Every p and m works, but with an odd p both pipelines share the
+    device in the middle.
 
     Counted in tasks, the two micro-batches of a pair begin together, pairs begin 2 apart, and units
     of p micro-batches 2p apart. A micro-batch reaches stage s after s tasks and comes back to it

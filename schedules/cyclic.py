@@ -4,9 +4,10 @@ N micro-batches on N devices do the work of N replicas. Each micro-batch begins 
 one before it, and none ever stops. The tasks are those of ``1f1b-async``, in the same order; the
 two versions differ in the weights that a micro-batch reads.
 
-For every p and m that a version takes: Bubble over T steps: (p − 1)/(m T + p − 1). Stash: p − s
-micro-batches on stage s. Over all devices that is p(p + 1)/2 micro-batches of a stage, as many as
-(p + 1)/2 whole models keep; N replicas keep N at the end of their forwards. Weight versions: 2.
+Figures of both, for every p and m that they take. Bubble over T steps: (p − 1)/(m T + p − 1).
+Stash: p − s micro-batches on stage s. Over all devices that is p(p + 1)/2 micro-batches of a stage,
+as many as (p + 1)/2 whole models keep; p replicas keep p at the end of their forwards. Weight
+versions: at most 2 on a stage, for m ≥ p − 1.
 
 From the paper: the aims, in its abstract. From the authors' program: which micro-batch reads which
 version on which stage. Derived here: that one pipeline of N devices holds all N micro-batches, the

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from fxpipe.ir.recipe import schedule, vee
 from fxpipe.ir.task import Task, U
-from fxpipe.schedules.phases import spell
+from fxpipe.schedules.zero_bubble import spell
 
 
 @schedule("dualpipe-v", placement=vee)

@@ -4,8 +4,8 @@ Batches follow each other without a pause, so there is no bubble in steady state
 same tasks in the same order and differ in the delay: by how many updates the weights that a batch
 reads are older than the newest. A backward always reads the version that its forward read.
 
-For every p and m that a schedule takes: Bubble over T steps: (p − 1)/(m T + p − 1). Stash: p − s
-micro-batches on stage s. ``fxpipe.schedules`` explains the symbols and the drawings.
+Figures of all four, for every p and m that they take. Bubble over T steps: (p − 1)/(m T + p − 1).
+Stash: p − s micro-batches on stage s. ``fxpipe.schedules`` explains the symbols and drawings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def one_f_one_b_async(device: int, devices: int, microbatches: int) -> Iterator[
     """1F1B without a flush, with the smallest delay at which all stages read the same version.
 
     After arXiv 1806.03377 and 2006.09503. Delay: ⌈(p − 1)/m⌉ on every stage, for every p and m.
-    Weight versions: ⌈(p − 1)/m⌉ + 1 on the first stage, the most. Forwards of device d are
+    Weight versions: at most ⌈(p − 1)/m⌉ + 1, on the first stage. The forwards of device d are
     p − 1 − d micro-batches ahead of its backwards, so its last backwards of a batch run in a later
     step. p = 3, m = 2, three steps and the flush, micro-batches numbered through the steps, a
     backward drawn as long as a forward. A device updates after each batch's last backward::
@@ -48,9 +48,9 @@ def one_f_one_b_async(device: int, devices: int, microbatches: int) -> Iterator[
 def two_bw(device: int, devices: int, microbatches: int) -> Iterator[Task]:
     """1F1B without a flush and with a delay of 1: each gradient is one step old, on every stage.
 
-    PipeDream-2BW (Narayanan et al., arXiv 2006.09503). Update t applies gradients of the weights
-    from before update t − 1, so two versions are kept. Needs m ≥ p − 1; the paper has m ≥ p. With
-    fewer micro-batches set a greater delay, ``fxpipe.compile(..., delay=2)``, or choose
+    PipeDream-2BW (Narayanan et al., arXiv 2006.09503). The gradient that updates version t was
+    computed with version t − 1, so two versions are kept. Needs m ≥ p − 1; the paper has m ≥ p.
+    With fewer micro-batches set a greater delay, ``fxpipe.compile(..., delay=2)``, or choose
     ``1f1b-async``. p = 3, m = 3, two steps and the flush, micro-batches numbered through the steps,
     a backward drawn as long as a forward. A device updates after B2 and after B5::
 

@@ -80,8 +80,6 @@ class Compute:
     """Base of the instructions that run a graph of a stage for one micro-batch.
 
     Attributes:
-        stage: the stage.
-        microbatch: the micro-batch.
         version: the version of the weights. In step t, 0 is the version that t updates have made,
             −1 the one before it; a version older than the first stands for the first.
         batch: 0 for this step's batch, −1 for the one before.
@@ -170,7 +168,6 @@ class Run:
 
     Attributes:
         kind: the letter of its kind.
-        stage: the stage.
         microbatch: the micro-batch, or None for a task once a step.
         version: the version of the weights that it may read, as in Compute.
         batch: 0 for this step's batch, −1 for the one before.
@@ -188,7 +185,6 @@ class OncePerStep:
     """Base of the instructions that run for a stage once a step.
 
     Attributes:
-        stage: the stage.
         batch: 0 for this step's batch, −1 for the one before.
     """
 
@@ -240,7 +236,6 @@ class Give:
     Roughly: home.put(gradients.pop(stage)).
 
     Attributes:
-        stage: the stage.
         copy: the device of the copy.
         batch: 0 for this step's batch, −1 for the one before.
     """
@@ -288,7 +283,6 @@ class Update:
     Where optimizers are sharded, each replica updates a part and sends it to the others.
 
     Attributes:
-        stage: the stage.
         reads: the newest version, counted as in Compute.
         writes: the next version.
         batch: the batch whose gradients it uses: 0 for this step's, −1 for the one before.

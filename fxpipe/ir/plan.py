@@ -252,7 +252,6 @@ class Plan:
         return f"<Plan: {plural(len(self.stages), 'stage')}, {plural(len(self.edges), 'edge')}>"
 
     def _repr_mimebundle_(self, **kinds: object) -> dict[str, str]:
-        """Its picture, for notebooks."""
         return shown(self, len(self.stages))
 
     @staticmethod

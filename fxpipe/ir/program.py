@@ -338,7 +338,6 @@ class Program:
         return f"<Program {self.name}: {plural(self.devices, 'device')}, {count} instructions>"
 
     def _repr_mimebundle_(self, **kinds: object) -> dict[str, str]:
-        """Its picture, for notebooks."""
         return shown(self, sum(map(len, self.lists)))
 
     @staticmethod

@@ -192,7 +192,7 @@ class Recipe:
         except Exception as error:
             raise InputError(
                 f"schedule {self.name!r}: its delay is {self.delay!r}, which gives no whole number "
-                f"({told(error)}); give one, a tuple of one for each stage, a function of the "
+                f"({told(error)}); give one, a tuple with one for each stage, a function of the "
                 "numbers of devices and micro-batches, or one such as lambda microbatch, stage: 1"
             ) from error
 

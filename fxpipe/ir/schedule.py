@@ -178,7 +178,6 @@ class Schedule:
         return f"<Schedule {self.name}: {counts}, {self.microbatches} micro-batches>"
 
     def _repr_mimebundle_(self, **kinds: object) -> dict[str, str]:
-        """Its picture, for notebooks."""
         return shown(self, sum(map(len, self.rows)))
 
     @staticmethod

@@ -82,15 +82,12 @@ class Actions:
 
 
 class _Judge:
-    """All faults of the actions.
+    """The faults of some rows.
 
     Attributes:
-        rows: rank → its cells.
         home: stage → its rank.
-        actions: every action, with its place.
         at: action → its first place.
         again: the actions that are there already, with their places.
-        microbatches: the number of micro-batches.
         waits: whether the list waits for sends itself.
         lowered: whether the format is "compute_comms".
     """

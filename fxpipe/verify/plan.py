@@ -195,7 +195,7 @@ class GraphFaults:
         for node in self.graph.nodes:
             if _writes_in_place(node):
                 yield self._fault(
-                    f"{_name(node)} writes in place",
+                    f"{_called(node)} writes in place",
                     "make the graph functional before it is cut",
                     node.name,
                 )
@@ -346,7 +346,7 @@ class _StageGraph(GraphFaults):
                 )
             elif not self._is_single(node):
                 yield self._fault(
-                    "crosses, but is no single value",
+                    "crosses, but is not a single value",
                     "send the items of it that are used, each by its own edge",
                     name,
                 )
@@ -361,6 +361,5 @@ def _writes_in_place(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _WRITING
 
 
-def _name(node: fx.Node) -> str:
-    """The name of what a node calls."""
+def _called(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else print_function(node.target)

@@ -111,7 +111,6 @@ def _counts(lists: Sequence[Sequence[object]]) -> str:
 
 
 def _tasks(facts: Facts) -> Iterator[Fault]:
-    """Check the rules of a schedule's tasks."""
     yield from complete(facts.window, bool(facts.updates), facts.program.replicas)
     yield from together(facts.window)
     yield from ascending(facts.window)
@@ -159,18 +158,19 @@ def _kept(facts: Facts) -> Iterator[Fault]:
             if not isinstance(x, ins.Forward):
                 continue
             again = ("R", x.microbatch, x.stage) in window.spots
-            if again and not x.again:
-                wrong = "it keeps no buffers for its recompute", "write 'again'"
-                yield facts.fault(device, position, *wrong)
-            elif x.again and not again:
-                wrong = "it keeps buffers and is never recomputed", "remove 'again'"
-                yield facts.fault(device, position, *wrong)
-            if x.keeps and (again or not window.trains):
-                wrong = "it keeps what no backward uses up", "remove 'keep'"
-                yield facts.fault(device, position, *wrong)
-            elif window.trains and not again and not x.keeps:
-                wrong = "it keeps nothing for its backward", "write 'keep'"
-                yield facts.fault(device, position, *wrong)
+            keeps = window.trains and not again
+            for wrong, what, cure in (
+                (again and not x.again, "it keeps no buffers for its recompute", "write 'again'"),
+                (
+                    x.again and not again,
+                    "it keeps buffers and is never recomputed",
+                    "remove 'again'",
+                ),
+                (x.keeps and not keeps, "it keeps what no backward uses up", "remove 'keep'"),
+                (keeps and not x.keeps, "it keeps nothing for its backward", "write 'keep'"),
+            ):
+                if wrong:
+                    yield facts.fault(device, position, what, cure)
 
 
 def _versions(facts: Facts) -> Iterator[Fault]:

@@ -61,9 +61,8 @@ def recorded(facts: Facts) -> Iterator[Fault]:
             if event.batch:
                 yield facts.fault(device, position, f"it records {event}", "record it in this step")
             elif event.number in records:
-                yield facts.fault(
-                    device, position, f"{event} is recorded before", "give each event its number"
-                )
+                what = f"{event} is recorded already"
+                yield facts.fault(device, position, what, "give each event a number of its own")
             records.setdefault(event.number, (device, position))
     for device, launches in enumerate(program.launches):
         for position, launch in enumerate(launches):

@@ -78,9 +78,7 @@ def schedule_versions(schedule: Schedule) -> Versions:
     Raises:
         VerificationError: something else is wrong with the schedule.
     """
-    window, faults, _ = _judge(schedule)
-    _refuse(schedule, faults)
-    return versions_of(window)
+    return versions_of(_in_order(schedule))
 
 
 def schedule_stash(schedule: Schedule) -> Stash:
@@ -89,9 +87,13 @@ def schedule_stash(schedule: Schedule) -> Stash:
     Raises:
         VerificationError: tasks are missing, or not in order.
     """
+    return stash_of(_in_order(schedule))
+
+
+def _in_order(schedule: Schedule) -> Window:
     window, faults, _ = _judge(schedule)
     _refuse(schedule, faults)
-    return stash_of(window)
+    return window
 
 
 def _judge(schedule: Schedule) -> tuple[Window, list[Fault], bool]:
@@ -117,7 +119,7 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
     for device, row in enumerate(schedule.rows):
         for position, task in enumerate(row):
             if not is_task(task):
-                what, cure = "it is no task of whole numbers", "write such as F(0), or Task('F', 0)"
+                what, cure = "it is not a task with whole numbers", "write F(0) or Task('F', 0)"
                 yield Fault(what, cure, device, position, repr(task))
                 return
     rules = [rule if isinstance(rule, tuple) else (rule,) for rule in schedule.rules]

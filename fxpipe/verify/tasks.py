@@ -254,7 +254,7 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
                 cure = _EACH.get(kind, "add it")
                 yield Fault(f"stage {stage} has no {window.kinds[kind].name}", cure, device)
         if gives and copies[stage] and ("add", None, stage) not in spots:
-            yield Fault(f"stage {stage} has no add", "add what its copies give", device)
+            yield Fault(f"stage {stage} has no add", "let it add what its copies give", device)
         for copy in copies[stage] if reduces or gives else ():
             if ("A", copy, stage) not in spots:
                 what = f"its copy of stage {stage} has no {window.kinds['A'].name}"
@@ -262,7 +262,6 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
 
 
 def _offload(window: Window, device: int, i: int, stage: int) -> Iterator[Fault]:
-    """Check that what is offloaded is fetched again."""
     stored, back = (window.spots.get((kind, i, stage)) for kind in "OP")
     if stored is not None and back is None:
         yield window.fault(stored, "it is never fetched", "add its P before the backward or R")
@@ -271,8 +270,8 @@ def _offload(window: Window, device: int, i: int, stage: int) -> Iterator[Fault]
 
 
 _INSTEAD = {
-    True: {"gather": "has an all_gather of sums that it takes a part of"},
-    False: {"weights": "has a gather_weights, and each replica updates all of them"},
+    True: {"gather": "has an all_gather, and a take_part of the same sums"},
+    False: {"weights": "has a gather_weights, and each replica updates all weights"},
 }
 """Whether a stage takes a part of its sums → kinds that it must not have then."""
 

@@ -95,7 +95,9 @@ class _TracedGraph(GraphFaults):
                         "name the node that makes it",
                     )
                 elif not (self.leaves or self._is_single(node)):
-                    yield self._fault(f"is the {word}, but no single value", "name an item", name)
+                    yield self._fault(
+                        f"is the {word}, but not a single value", "name an item", name
+                    )
 
     def _returned(self) -> Iterator[Fault]:
         traced = self.traced

@@ -221,7 +221,6 @@ def _batches(spot: Spot, now: Spot) -> int:
 
 
 def _reads(kind: str) -> bool:
-    """Whether a kind of task reads weights."""
     return kind in "FBIWR" or "parameters" in KINDS[kind].reads
 
 
