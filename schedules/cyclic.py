@@ -5,9 +5,9 @@ one before it, and none ever stops. The tasks are those of ``1f1b-async``, in th
 two versions differ in the weights that a micro-batch reads.
 
 Figures of both, for every p and m that they take. Bubble over T steps: (p − 1)/(m T + p − 1).
-Stash: p − s micro-batches on stage s. Over all devices that is p(p + 1)/2 micro-batches of a stage,
-as many as (p + 1)/2 whole models keep; p replicas keep p at the end of their forwards. Weight
-versions: at most 2 on a stage, for m ≥ p − 1.
+Stash: p − s micro-batches on stage s; with T_F = T_B at any moment. Over all devices that is
+p(p + 1)/2 micro-batches of a stage, as many as (p + 1)/2 whole models keep; p replicas keep p at
+the end of their forwards. Weight versions: at most 2 on a stage, for m ≥ p − 1.
 
 From the paper: the aims, in its abstract. From the authors' program: which micro-batch reads which
 version on which stage. Derived here: that one pipeline of N devices holds all N micro-batches, the

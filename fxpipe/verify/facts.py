@@ -94,7 +94,7 @@ class Facts:
         return Fault(what, cure, device, position, text)
 
     def moment(self, device: int, position: int) -> tuple[int, int]:
-        """When a batch runs an instruction: in which of its steps, from 0, and where in the list."""
+        """When a batch runs an instruction: in which of its steps, from 0, and at which place."""
         return -ins.batch_of(self.program.lists[device][position]), position
 
     @cached_property

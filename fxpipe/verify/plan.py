@@ -194,8 +194,9 @@ class GraphFaults:
         owner = "stage" if self.subject else "graph"
         for node in self.graph.nodes:
             if _writes_in_place(node):
+                called = node.target if node.op == "call_method" else print_function(node.target)
                 yield self._fault(
-                    f"{_called(node)} writes in place",
+                    f"{called} writes in place",
                     "make the graph functional before it is cut",
                     node.name,
                 )
@@ -359,7 +360,3 @@ def _writes_in_place(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):
         return bool(node.target._schema.is_mutable)
     return node.op == "call_function" and node.target in _WRITING
-
-
-def _called(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else print_function(node.target)

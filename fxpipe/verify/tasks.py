@@ -224,9 +224,10 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
         shards = ("part", None, stage) in spots
         once = {"U": updates or shards, "A": reduces, "C": clips, "norm": clips}
         once |= {"weights": True} if shards else {"gather": reduces}
-        for kind, what in _INSTEAD[shards].items():
-            if (kind, None, stage) in spots:
-                yield Fault(f"stage {stage} {what}", "remove it", device)
+        once["add"] = gives and bool(copies[stage])
+        refused, what = _REFUSED[shards]
+        if (refused, None, stage) in spots:
+            yield Fault(f"stage {stage} {what}", "remove it", device)
         lacks: dict[str, list[int]] = defaultdict(list)
         for i in range(window.schedule.microbatches):
             if ("F", i, stage) not in spots:
@@ -244,7 +245,7 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
             elif window.trains and not whole and not halves:
                 lacks["backward"].append(i)
             if offloads:
-                yield from _offload(window, device, i, stage)
+                yield from _offload(window, i, stage)
         for name, indices in lacks.items():
             yield Fault(
                 f"stage {stage} has no {name} of {microbatches_text(indices)}", "add it", device
@@ -253,15 +254,13 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
             if needed and kind in window.kinds and (kind, None, stage) not in spots:
                 cure = _EACH.get(kind, "add it")
                 yield Fault(f"stage {stage} has no {window.kinds[kind].name}", cure, device)
-        if gives and copies[stage] and ("add", None, stage) not in spots:
-            yield Fault(f"stage {stage} has no add", "let it add what its copies give", device)
         for copy in copies[stage] if reduces or gives else ():
             if ("A", copy, stage) not in spots:
                 what = f"its copy of stage {stage} has no {window.kinds['A'].name}"
                 yield Fault(what, "let it give its gradients behind its last backward", copy)
 
 
-def _offload(window: Window, device: int, i: int, stage: int) -> Iterator[Fault]:
+def _offload(window: Window, i: int, stage: int) -> Iterator[Fault]:
     stored, back = (window.spots.get((kind, i, stage)) for kind in "OP")
     if stored is not None and back is None:
         yield window.fault(stored, "it is never fetched", "add its P before the backward or R")
@@ -269,18 +268,19 @@ def _offload(window: Window, device: int, i: int, stage: int) -> Iterator[Fault]
         yield window.fault(back, "it fetches what is never stored", "add its O behind the forward")
 
 
-_INSTEAD = {
-    True: {"gather": "has an all_gather, and a take_part of the same sums"},
-    False: {"weights": "has a gather_weights, and each replica updates all weights"},
+_REFUSED = {
+    True: ("gather", "has an all_gather, and a take_part of the same sums"),
+    False: ("weights", "has a gather_weights, and each replica updates all weights"),
 }
-"""Whether a stage takes a part of its sums → kinds that it must not have then."""
+"""Whether a stage takes a part of its sums → the kind that it must not have then, and why."""
 
 _EACH = {
+    "add": "let it add what its copies give",
     "A": "let every stage sum its gradients over the replicas, or none",
     "C": "clip every stage or none",
     "norm": "clip every stage or none",
 }
-"""Kind → the cure where a stage lacks one and others have it."""
+"""Kind → the cure where a stage lacks it."""
 
 
 def ascending(window: Window) -> Iterator[Fault]:
