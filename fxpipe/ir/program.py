@@ -183,8 +183,8 @@ class Program:
         """
         alone = replace(
             self,
-            lists=tuple(own if d == device else () for d, own in enumerate(self.lists)),
-            launches=tuple(own if d == device else () for d, own in enumerate(self.launches)),
+            lists=tuple(row if d == device else () for d, row in enumerate(self.lists)),
+            launches=tuple(row if d == device else () for d, row in enumerate(self.launches)),
         )
         vars(alone)["depth"] = self.depth
         vars(alone)["_elsewhere"] = self._elsewhere
@@ -219,8 +219,8 @@ class Program:
         """Stage and micro-batch that a copy computes → the device of the copy."""
         return {
             (x.stage, x.microbatch): device
-            for device, own in enumerate(self.lists if self.copies else ())
-            for x in own
+            for device, row in enumerate(self.lists if self.copies else ())
+            for x in row
             if isinstance(x, ins.Forward) and device in self.copies_of(x.stage)
         }
 

@@ -145,11 +145,11 @@ class Recipe:
 
     def place(self, devices: int) -> tuple[int, ...]:
         """Stage → its own device."""
-        return tuple(own[0] for own in self._places(devices))
+        return tuple(at[0] for at in self._places(devices))
 
     def copies(self, devices: int) -> tuple[tuple[int, ...], ...]:
         """Stage → the devices of its copies."""
-        return ordered_copies(tuple(own[1:] for own in self._places(devices)))
+        return ordered_copies(tuple(at[1:] for at in self._places(devices)))
 
     def _places(self, devices: int) -> list[tuple[int, ...]]:
         """Stage → its own device, and those of its copies."""

@@ -34,19 +34,19 @@ def unroll(program: Program, steps: int) -> Program:
         InputError: ``steps`` is less than 1, or the result would be too long.
     """
     runs = [
-        list(_repeated([(ins.batch_of(x), at) for at, x in enumerate(own)], steps, program.depth))
-        for own in program.lists
+        list(_repeated([(ins.batch_of(x), at) for at, x in enumerate(row)], steps, program.depth))
+        for row in program.lists
     ]
     lists = tuple(
-        tuple([absolute(own[at], step) for step, at in run])
-        for own, run in zip(program.lists, runs, strict=True)
+        tuple([absolute(row[at], step) for step, at in run])
+        for row, run in zip(program.lists, runs, strict=True)
     )
     launches = [
-        [_later(own[at], step) for step, at in run]
-        for own, run in zip(program.launches, runs, strict=False)
+        [_later(row[at], step) for step, at in run]
+        for row, run in zip(program.launches, runs, strict=False)
     ]
-    recorded = {launch.record for own in launches for launch in own}
-    recording = tuple(tuple([_waiting(launch, recorded) for launch in own]) for own in launches)
+    recorded = {launch.record for row in launches for launch in row}
+    recording = tuple(tuple([_waiting(launch, recorded) for launch in row]) for row in launches)
     return replace(program, lists=lists, launches=recording)
 
 

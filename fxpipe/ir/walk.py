@@ -260,7 +260,7 @@ def turns_of(program: Program) -> tuple[Turn, ...]:
         InputError: the program gets stuck.
     """
     lists = program.lists
-    launches = program.launches or [[Launch()] * len(own) for own in lists]
+    launches = program.launches or [[Launch()] * len(row) for row in lists]
     free: defaultdict[tuple[int, str], float] = defaultdict(float)
     ends: dict[int | Buffer, float] = {}
 
@@ -281,7 +281,7 @@ def turns_of(program: Program) -> tuple[Turn, ...]:
     for device_waits, more in zip(waits, _in_one_thread(program), strict=True):
         device_waits += more
         device_waits.sort()
-    walked = walk([len(own) for own in lists], waits, clock)
+    walked = walk([len(row) for row in lists], waits, clock)
     if walked.stuck:
         raise InputError(f"program {program.name!r} gets stuck; Program.verify() tells where")
     return tuple(walked.turns)
@@ -296,20 +296,20 @@ def _in_one_thread(program: Program) -> list[list[Wait]]:
     """
     waits: list[list[Wait]] = [[] for _ in program.lists]
     meetings = [
-        [at for at, x in enumerate(own) if isinstance(x, ins.Meeting)] for own in program.lists
+        [at for at, x in enumerate(row) if isinstance(x, ins.Meeting)] for row in program.lists
     ]
     for places in zip(*meetings, strict=False):
         for device, here in enumerate(places):
             waits[device] += [(here + 1, d, at) for d, at in enumerate(places) if d != device]
-    every = [x for own in program.lists for x in own]
+    every = [x for row in program.lists for x in row]
     delay, *other_delays = {-x.version for x in every if isinstance(x, ins.Forward)} or {0}
     one_each = len(set(program.placement)) == program.stages
     own_tasks = any(isinstance(x, ins.Run) for x in every)
     if delay and not other_delays and one_each and not own_tasks:
         updates = [
             (x.writes, Place(device, at))
-            for device, own in enumerate(program.lists)
-            for at, x in enumerate(own)
+            for device, row in enumerate(program.lists)
+            for at, x in enumerate(row)
             if isinstance(x, ins.Update)
         ]
         for writes, (device, position) in updates:

@@ -150,7 +150,7 @@ def delivered(facts: Facts) -> Iterator[Fault]:
 
 def paused(facts: Facts) -> Iterator[Fault]:
     """Check that outputs come before the pause, and that gradients go to and fro after it."""
-    if not any(isinstance(x, ins.Pause) for own in facts.meetings for _, x in own):
+    if not any(isinstance(x, ins.Pause) for row in facts.meetings for _, x in row):
         return
     for device, life in enumerate(facts.lives):
         resumed = False
@@ -193,7 +193,7 @@ def stuck(facts: Facts, channel: int | None) -> Iterator[Fault]:
     cure = "send earlier or receive later on one of the devices of the circle"
     if channel is not None:
         cure += f", or let more than {channel} values be on their way between two devices"
-    lengths = [len(own) for own in facts.program.lists]
+    lengths = [len(row) for row in facts.program.lists]
     yield from walk(lengths, waits).faults(facts.window.text, cure)
 
 

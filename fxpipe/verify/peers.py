@@ -82,7 +82,7 @@ class Actions:
 
 
 class _Judge:
-    """The faults of some rows.
+    """Checks the rows of a CSV and yields their faults.
 
     Attributes:
         home: stage → its rank.
@@ -249,18 +249,18 @@ class _Judge:
         """Check that what crosses ranks is sent and received once, in time and in one order."""
         channels: defaultdict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(list)
         transfers: set[Action] = set()
-        for made in [a for a in self.at if a.kind in ("F", "B", "I")]:
-            letter, to = ("F", made.stage + 1) if made.kind == "F" else ("B", made.stage - 1)
-            if self.home.get(to, self.home[made.stage]) == self.home[made.stage]:
+        for maker in [a for a in self.at if a.kind in ("F", "B", "I")]:
+            letter, to = ("F", maker.stage + 1) if maker.kind == "F" else ("B", maker.stage - 1)
+            if self.home.get(to, self.home[maker.stage]) == self.home[maker.stage]:
                 continue
-            send = Action(f"SEND_{letter}", made.stage, made.microbatch)
-            receive = Action(f"RECV_{letter}", to, made.microbatch)
+            send = Action(f"SEND_{letter}", maker.stage, maker.microbatch)
+            receive = Action(f"RECV_{letter}", to, maker.microbatch)
             wait = replace(send, kind=f"WAIT_{send.kind}")
             transfers |= {send, receive, wait}
-            yield from self._move(made, send, receive)
+            yield from self._move(maker, send, receive)
             yield from self._awaited(send, wait)
             if send in self.at and receive in self.at:
-                channels[self.home[made.stage], self.home[to]].append((send, receive))
+                channels[self.home[maker.stage], self.home[to]].append((send, receive))
         for action in self.at:
             if action.kind in (*SENDS, *RECEIVES, *WAITS) and action not in transfers:
                 yield self._fault(action, "no other rank has an end of this transfer", "remove it")
@@ -281,25 +281,25 @@ class _Judge:
                 both = channels[source, target] + channels.get((target, source), [])
                 yield from self._crossing(source, target, both)
 
-    def _move(self, made: Action, send: Action, receive: Action) -> Iterator[Fault]:
+    def _move(self, maker: Action, send: Action, receive: Action) -> Iterator[Fault]:
         """Check one transfer of what a compute makes."""
-        i, stage = made.microbatch, receive.stage
+        i, stage = maker.microbatch, receive.stage
         sent, received = self.at.get(send), self.at.get(receive)
-        readers = [Action(kind, stage, i) for kind in ("F" if made.kind == "F" else "BI")]
+        readers = [Action(kind, stage, i) for kind in ("F" if maker.kind == "F" else "BI")]
         reader = next((action for action in readers if action in self.at), None)
         if sent is None and received is None:
             cure = f"add {send} behind it, and {receive} before {reader or readers[0]}"
-            yield self._fault(made, f"what it makes for stage {stage} is not sent", cure)
+            yield self._fault(maker, f"what it makes for stage {stage} is not sent", cure)
         elif sent is None:
             what = f"it waits for ever, for {send} is missing"
-            yield self._fault(receive, what, f"add {send} behind {made}, {_where(self.at[made])}")
+            yield self._fault(receive, what, f"add {send} behind {maker}, {_where(self.at[maker])}")
         elif received is None:
             what = f"it is never received, for {receive} is missing"
             yield self._fault(send, what, f"add {receive} before {reader or readers[0]}")
-        if sent is not None and sent < self.at[made]:
-            what = f"it comes before {made}, {_where(self.at[made])}, which makes what it sends"
+        if sent is not None and sent < self.at[maker]:
+            what = f"it comes before {maker}, {_where(self.at[maker])}, which makes what it sends"
             yield self._fault(send, what, "move it behind that")
-        for used in [Action(kind, made.stage, i) for kind in "BI"] if made.kind == "F" else ():
+        for used in [Action(kind, maker.stage, i) for kind in "BI"] if maker.kind == "F" else ():
             if sent is not None and used in self.at and self.at[used] < sent:
                 what = f"it comes behind {used}, {_where(self.at[used])}, which uses its value up"
                 yield self._fault(send, what, "move it before that")

@@ -81,7 +81,7 @@ def smallest_channel(program: Program) -> int:
 def _frame(program: Program) -> Iterator[Fault]:
     """Check the counts, the placement and the edges, without which nothing else can be judged."""
     lists = program.lists
-    older = (abs(x.version - x.batch) for own in lists for x in own if isinstance(x, ins.Compute))
+    older = (abs(x.version - x.batch) for row in lists for x in row if isinstance(x, ins.Compute))
     yield from counts_faults(
         program.microbatches,
         program.placement,

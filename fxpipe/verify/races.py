@@ -103,12 +103,12 @@ class _Race:
         self.facts = facts
         program = self.program = facts.program
         self.streams: dict[tuple[int, str], int] = {}
-        for device, own in enumerate(program.launches):
-            for launch in own:
+        for device, row in enumerate(program.launches):
+            for launch in row:
                 self.streams.setdefault((device, launch.stream), len(self.streams))
         self.clocks = [[0] * len(self.streams) for _ in self.streams]
         self.events: dict[Event, list[int]] = {}
-        awaited = [event.number for own in program.launches for x in own for event in x.waits]
+        awaited = [event.number for row in program.launches for x in row for event in x.waits]
         self.awaited = Counter(awaited)
         self.left: dict[Event, int] = {}
         self.writes: dict[Hashable, Access] = {}
@@ -120,7 +120,7 @@ class _Race:
     def run(self) -> Iterator[Fault]:
         """Run all lists, step after step, as far as they go; ``recorded`` reports what is stuck."""
         program = self.program
-        walked = walk([len(own) for own in program.lists], waits_of(program))
+        walked = walk([len(row) for row in program.lists], waits_of(program))
         for step in range(program.depth + 2 if program.depth and not walked.stuck else 1):
             done = [0] * program.devices
             for device, stop in walked.turns:
