@@ -67,9 +67,9 @@ def recorded(facts: Facts) -> Iterator[Fault]:
     for device, launches in enumerate(program.launches):
         for position, launch in enumerate(launches):
             for event in launch.waits:
-                what = _wrong_wait(event, (device, position), records, program.depth)
-                if what is not None:
-                    yield facts.fault(device, position, *what)
+                wrong = _wrong_wait(event, (device, position), records, program.depth)
+                if wrong is not None:
+                    yield facts.fault(device, position, *wrong)
 
 
 def _wrong_wait(
