@@ -1,4 +1,23 @@
-"""The library of schedules. Importing this package registers them by name."""
+"""The library of schedules. Importing this package registers each of them by its name.
+
+The docstring of a schedule says what it does, names its paper, draws it, and gives its figures.
+
+Symbols: p devices, m micro-batches a step, v stages a device; i is a micro-batch, d a device and s
+a stage, all from 0. T_F and T_B are the times of a forward and a backward, T_I and T_W those of a
+backward's two halves, the input gradient and the weight gradient. Stages are equal, and
+communication and updates take no time.
+
+Drawings: a row for each device, time to the right. ``F0`` is the forward of micro-batch 0, ``B0``
+its backward, ``I0`` and ``W0`` the halves of that, and ``U`` the device's updates. ``-`` continues
+the task before it, ``.`` is idle time. Small letters are tasks of the device's second stage.
+
+Figures:
+
+- Bubble: the share of the devices' time that is idle, from the step's first task to its last. A
+  bubble given as a time is the idle time of one device.
+- Stash: the most micro-batches that a stage keeps at once for their backwards. A micro-batch
+  counts until its weight gradient is done.
+"""
 
 from __future__ import annotations
 

@@ -1,18 +1,13 @@
-"""Chimera: two pipelines in opposite directions on the same devices (arXiv 2107.06925).
+"""Chimera: two opposite pipelines on the same devices (Li & Hoefler, arXiv 2107.06925).
 
-For: fewer bubbles than 1F1B where micro-batches are few, for a second copy of the weights.
-Bubble: (p − 2)/(2m + p − 2) for T_F = T_B, an even p, and m a multiple of p. Stash: p/2 + 1 + e
-micro-batches, at most p, on a device that is e away from the nearer end, for m ≥ p. Weights: each
-device has two stages, one of them a copy. Made for an even p, and for m a multiple of it, the
-paper's unit; any will do, but with an odd p both pipelines share the device in the middle.
+From the paper: the two opposite placements, 1F1B with half of the micro-batches in each, that both
+fit together without a conflict for an even p, the bubble, and the stash at the ends and in the
+middle. Derived here: the start times, that units of p micro-batches follow each other without a
+gap, that directions alternate so that any m works, and the stash in between.
 
-Read: that stages lie in one order for the first pipeline and in the opposite order for the second,
-that half of the micro-batches go through each by 1F1B, that for an even p both then fit into each
-other without a conflict, and the bubble and the stash at the ends and in the middle. Derived: the
-times below, that units in a row leave no gap between them, that micro-batches alternate so that any
-m will do, and the stash in between. Here one device of each stage has its weights and updates
-them, where the paper's both do: it gives them to its copy at the begin of each step. That is as
-many bytes as if both summed the gradients, one state of the optimizer, and one update.
+One thing differs: in the paper both devices of a stage hold and update its weights. Here one of
+them does, and sends the weights to its copy at the beginning of each step. That moves as many bytes
+as if both summed the gradients, and needs one optimizer state and one update.
 """
 
 from __future__ import annotations
@@ -24,17 +19,22 @@ from fxpipe.ir.task import A, B, F, Task, U
 
 
 def both_ways(devices: int) -> tuple[tuple[int, ...], ...]:
-    """Stage s on device s, and a copy of it on device p − 1 − s, where that is another one."""
+    """Stage s on device s, with a copy on device p − 1 − s unless that is the same device."""
     return tuple(tuple({stage: 0, devices - 1 - stage: 0}) for stage in range(devices))
 
 
 @schedule("chimera", placement=both_ways)
 def chimera(device: int, devices: int, microbatches: int) -> Iterator[Task]:
-    """Micro-batches 0, 2, … go down the devices, and 1, 3, … up.
+    """Two 1F1B pipelines at once: even micro-batches go down the devices, odd ones up.
 
-    Both of a pair begin at the same time, pairs 2 tasks one after another, and each unit of p
-    micro-batches 2 p after the one before. A micro-batch reaches stage s after s tasks, and comes
-    back to it after 2 p − 1 − s. So what goes down and what goes up meets a device in turn.
+    Less than half of 1F1B's bubble, which matters with few micro-batches, for twice the weights: a
+    device holds a stage of its own and a copy of another. Made for an even p and an m that p
+    divides, the paper's unit. Every p and m works, but with an odd p both pipelines share the
+    device in the middle.
+
+    Counted in tasks, the two micro-batches of a pair begin together, pairs begin 2 apart, and units
+    of p micro-batches 2p apart. A micro-batch reaches stage s after s tasks and comes back to it
+    after 2p − 1 − s, so on a device those that go down alternate with those that go up.
 
     p = 4, m = 4, a backward drawn as long as a forward; small letters on the stage that is a copy::
 
@@ -43,7 +43,11 @@ def chimera(device: int, devices: int, microbatches: int) -> Iterator[Task]:
         2:  . f1 F0 f3 F2 B0 b1 B2 b3  . U
         3: f1 f3  . F0 B0 F2 B2 b1  . b3 U
 
-    Each device begins to sum a stage's gradients right after its last backward of it.
+    A device begins to sum a stage's gradients (A, not drawn) right after its last backward there.
+
+    Bubble: (p − 2)/(2m + p − 2), for T_F = T_B, even p, and an m that p divides. Stash: a device at
+    distance e from the nearer end keeps min(p/2 + 1 + e, p) micro-batches of a stage, for even p
+    and m ≥ p. ``fxpipe.schedules`` explains the symbols.
     """
     times: list[tuple[int, Task]] = []
     for i in range(microbatches):

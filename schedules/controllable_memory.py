@@ -1,22 +1,12 @@
 """V-Half and V-Min: a half and a third of 1F1B's memory (Qi et al., arXiv 2405.15362).
 
-``v-half``, for: longer contexts or larger stages in the same memory.
-Bubble with equal times and m ≥ p: 3(p − 1) tasks for even p, 3p − 4 for odd p > 1, of 1F1B's
-6(p − 1): half of it. It does not grow with m for T_F ≤ T_I ≤ T_F + T_W / 2.
-Stash: at most 2⌊(p + 2)/2⌋ micro-batches of one of a device's two stages, in the memory of
-⌊(p + 2)/2⌋ whole ones, whatever the times.
+Both repeat a building block. Two stages a device are placed as a V, and if every task takes one
+unit of time, a device has six units of work per micro-batch: F, I and W on each stage. The block
+says when the F and I run, for which other devices wait. Repeated every six units it gives a
+schedule, whose stash is proportional to the length of the block; the W fill the gaps.
 
-``v-min``, for: where memory is what lacks. Bubble with equal times and m ≥ p: 4p − 5 tasks, two
-more where 3 divides p: two thirds of 1F1B's. With unequal times it grows with m, as the paper says.
-Stash: at most 2⌊(p + 4)/3⌋ micro-batches of one of a device's two stages, in the memory of
-⌊(p + 4)/3⌋ whole ones, whatever the times.
-
-Both ask nothing of m and p.
-
-Building blocks: if every task takes one unit of time, a device with a V-shaped placement has six
-units of work per micro-batch. A block has the times of four of them, those that other devices wait
-for. Repeating it every six units gives a schedule whose memory is proportional to the block's
-length. The weight gradients fill the gaps.
+Both work for every p and m. The bubble here is the time of a step beyond a device's work; 1F1B's is
+6(p − 1) tasks of these half-size stages. ``fxpipe.schedules`` explains the symbols and drawings.
 """
 
 from __future__ import annotations
@@ -32,21 +22,27 @@ from fxpipe.ir.task import F, I, Task, U
 _PERIOD = 6
 
 _Block = Callable[[int, int], tuple[int, int, int, int]]
-"""``(device, devices)`` → when micro-batch 0 goes forward down the V, forward up, back down and
-back up."""
+"""``(device, devices)`` → the times of micro-batch 0: forward down the V, forward up it, then the
+input gradients back down and back up."""
 
 
 @schedule("v-half", placement=vee)
 def v_half(
     device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
 ) -> Iterator[Task]:
-    """Building blocks that take two units a device down the V and one unit up, forward and back.
+    """Stages in a V, two a device: half of 1F1B's memory and half of its bubble.
 
-    p = 3, m = 3, all tasks equally long; small letters on its second stage::
+    A micro-batch takes two units of time a device down the V and one unit up it, forward and back.
+    Choose it for longer contexts or larger stages in the same memory. p = 3, m = 3, all tasks
+    equally long::
 
         0: F0 F1  .  .  . f0 i0 F2 w0 f1 i1 w1 I0 W0  . f2 i2 I1 w2 W1  . I2 W2 U
         1:  . F0  .  . f0 F1  . i0 f1 w0 F2 I0 i1 W0 f2 w1 I1 i2 W1 w2 I2 W2  . U
         2:  .  . F0 f0  .  . F1 f1 i0 I0 w0 F2 W0 f2 i1 I1 w1 W1 i2 I2 w2 W2  . U
+
+    Bubble: with equal times and m ≥ p, 3(p − 1) tasks for even p and 3p − 4 for odd p > 1. It does
+    not grow with m where T_F ≤ T_I ≤ T_F + T_W/2. Stash: at most 2⌊(p + 2)/2⌋ micro-batches of one
+    of a device's two stages, in the memory of ⌊(p + 2)/2⌋ of both, for every p, m and times.
     """
     limit = 2 * ((devices + 2) // 2)
     yield from repeat(_half, devices, microbatches, limit)[device]
@@ -57,13 +53,18 @@ def v_half(
 def v_min(
     device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
 ) -> Iterator[Task]:
-    """Building blocks that take one unit a device, all the way down and up the V, forward and back.
+    """Stages in a V, two a device: a third of 1F1B's memory and two thirds of its bubble.
 
-    p = 3, m = 3, all tasks equally long; small letters on its second stage::
+    A micro-batch takes one unit of time a device, down and up the V, forward and back. Choose it
+    where memory is scarce. p = 3, m = 3, all tasks equally long::
 
         0: F0  .  .  .  . f0 F1 i0 w0  .  . f1 F2 I0 i1 W0 w1 f2  . I1 i2 W1 w2  .  . I2 W2 U
         1:  . F0  .  . f0  .  . F1 i0 w0 f1  . I0 F2 W0 i1 f2 w1 I1 W1  . i2 w2  . I2 W2  . U
         2:  .  . F0 f0  .  .  .  . F1 f1 i0 I0 w0 W0 F2 f2 i1 I1 w1 W1  .  . i2 I2 w2 W2  . U
+
+    Bubble: with equal times, m ≥ p and p > 1, 4p − 5 tasks, and 4p − 3 where 3 divides p. With
+    unequal times it grows with m, as the paper says. Stash: at most 2⌊(p + 4)/3⌋ micro-batches of
+    one of a device's two stages, in the memory of ⌊(p + 4)/3⌋ of both, for every p, m and times.
     """
     limit = 2 * ((devices + 4) // 3)
     yield from repeat(_least, devices, microbatches, limit)[device]
@@ -71,7 +72,7 @@ def v_min(
 
 
 def _half(device: int, devices: int) -> tuple[int, int, int, int]:
-    """Two units a device on the way down the V, one on the way up, forward and back."""
+    """The block of V-Half: two units a device down the V, one unit up it."""
     turn = 3 * devices - 2
     # The gap before the way back keeps the four tasks apart in their period.
     back = turn + 1 + (3 if devices % 2 == 0 else 0)
@@ -79,7 +80,7 @@ def _half(device: int, devices: int) -> tuple[int, int, int, int]:
 
 
 def _least(device: int, devices: int) -> tuple[int, int, int, int]:
-    """One unit a device all the way."""
+    """The block of V-Min: one unit a device, down and up."""
     top = 2 * devices - 1
     # The gap before the way back keeps the four tasks apart in their period.
     back = top + 1 + (2 if devices % 3 == 0 else 0)
@@ -90,17 +91,17 @@ def _least(device: int, devices: int) -> tuple[int, int, int, int]:
 def repeat(
     block: _Block, devices: int, microbatches: int, limit: int
 ) -> tuple[tuple[Task, ...], ...]:
-    """Device → its forwards and gradients, with the blocks moved together.
+    """Repeat a block for all micro-batches and return device → its tasks, without the updates.
 
-    In each unit of time, each device runs the next task of its blocks if its inputs are there and
-    its stash is below the limit, else the weight gradient that has waited longest, else nothing.
+    In each unit of time a device runs the next F or I of its blocks, if the inputs are there and an
+    F does not exceed the limit; else the W that has waited longest; else nothing.
 
     Args:
         block: the times of one micro-batch.
         limit: how many micro-batches a device may keep, its two stages together.
 
     Raises:
-        ValueError: the devices wait for one another, for the limit or the block is too short.
+        ValueError: the devices wait for one another: the limit is too small for the block.
     """
     orders = [deque(_order(block, device, devices, microbatches)) for device in range(devices)]
     waiting: list[deque[Task]] = [deque() for _ in orders]
@@ -129,7 +130,7 @@ def repeat(
 
 
 def _order(block: _Block, device: int, devices: int, microbatches: int) -> list[Task]:
-    """A device's part of the blocks, by time."""
+    """Return a device's F and I of all blocks, in the order of their times."""
     down, up = device, 2 * devices - 1 - device
     steps = zip(block(device, devices), (F, F, I, I), (down, up, up, down), strict=True)
     timed = [
@@ -141,8 +142,7 @@ def _order(block: _Block, device: int, devices: int, microbatches: int) -> list[
 
 
 def _needs(task: Task, devices: int) -> set[Task]:
-    """The tasks that must be done before this one, on any device: its forward, and the same
-    micro-batch's task on the neighbouring stage."""
+    """The F and I, on any device, that must be done before this F or I."""
     i, stage = task.microbatch, task.stage
     assert i is not None
     assert stage is not None

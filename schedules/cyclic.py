@@ -1,19 +1,17 @@
-"""Cyclic data parallelism: micro-batches one behind another (Fournier & Oyallon, arXiv 2403.08837).
+"""Cyclic data parallelism as a pipeline (Fournier & Oyallon, arXiv 2403.08837): CDP-v1 and CDP-v2.
 
-For: the work of N replicas on N devices. N micro-batches take the place of N replicas; each begins
-two tasks behind the one before it, as if they went round a circle, and none ever stops.
-Bubble: (p − 1)/(m T + p − 1) over T steps. Stash: p − s micro-batches on stage s at any moment, for
-T_F = T_B, so p(p + 1)/2 of a stage, (p + 1)/2 models' worth, over all devices; N replicas hold N
-models' worth at the end of their forwards.
-Delay: ``cdp-v1``: 1, 2BW's rule, so it asks m ≥ p − 1. ``cdp-v2``: 1 for micro-batch i on stage s
-while i + s < p − 1, else 0, with the paper's m = p; with any m the least that will do,
-⌈(p − 1 − s − i)/m⌉, so it asks nothing of m and p. Versions: 2; with ``cdp-v2`` the last stage
-reads one.
+N micro-batches on N devices do the work of N replicas. Each micro-batch begins two tasks behind the
+one before it, and none ever stops. The tasks are those of ``1f1b-async``, in the same order; the
+two versions differ in the weights that a micro-batch reads.
 
-Read: the aims in the paper's abstract, and which micro-batch takes which gradient on which stage in
-the authors' program, where rank i applies at once what stages s ≥ N − 1 − i have, and a step later
-what the others have. Derived: that one pipeline of N devices has room for all N micro-batches, with
-the tasks of 1F1B without a flush in the same order; the stash; and ``cdp-v2`` for m ≠ p.
+Figures of both, for every p and m that they take. Bubble over T steps: (p − 1)/(m T + p − 1).
+Stash: p − s micro-batches on stage s; with T_F = T_B at any moment. Over all devices that is
+p(p + 1)/2 micro-batches of a stage, as many as (p + 1)/2 whole models keep; p replicas keep p at
+the end of their forwards. Weight versions: at most 2 on a stage, for m ≥ p − 1.
+
+From the paper: the aims, in its abstract. From the authors' program: which micro-batch reads which
+version on which stage. Derived here: that one pipeline of N devices holds all N micro-batches, the
+stash, and ``cdp-v2`` for m ≠ p. ``fxpipe.schedules`` explains the symbols and the drawings.
 """
 
 from __future__ import annotations
@@ -26,16 +24,17 @@ from fxpipe.schedules.one_f_one_b_async import one_f_one_b_async
 
 
 def newest(microbatch: int, stage: int, devices: int, microbatches: int) -> int:
-    """How many updates the stage still lacks when the forward gets there: ⌈(p − 1 − s − i)/m⌉."""
+    """How many updates the stage still lacks when the forward reaches it: ⌈(p − 1 − s − i)/m⌉."""
     return -((microbatch + stage + 1 - devices) // microbatches)
 
 
 @schedule("cdp-v1", delay=1)
 def cdp_v1(device: int, devices: int, microbatches: int) -> Iterator[Task]:
-    """All micro-batches read the version before the newest.
+    """1F1B without a flush; all micro-batches read weights one step old, as in 2BW.
 
-    p = 3, m = 3, two steps and the flush, with the micro-batches numbered through and a backward
-    drawn as long as a forward; a device updates after B2 and after B5::
+    Delay: 1, on every stage, which needs m ≥ p − 1; the paper's m is p. p = 3, m = 3, two steps and
+    the flush, micro-batches numbered through the steps, a backward drawn as long as a forward. A
+    device updates after B2 and after B5::
 
         0: F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3  . B4  . B5 U
         1:  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4  . B5  . U
@@ -46,10 +45,13 @@ def cdp_v1(device: int, devices: int, microbatches: int) -> Iterator[Task]:
 
 @schedule("cdp-v2", delay=newest)
 def cdp_v2(device: int, devices: int, microbatches: int) -> Iterator[Task]:
-    """A micro-batch reads the newest version that a stage has when its forward gets there.
+    """1F1B without a flush; each forward reads the newest weights that its stage has by then.
 
-    p = 3, m = 3 as above. F3 on device 0 and F3 on device 1 come before the update behind B2, and
-    F4 on device 0; all others behind it::
+    Delay of micro-batch i on stage s: with the paper's m = p, 1 where i + s < p − 1, else 0. With
+    any other m it is ⌈(p − 1 − s − i)/m⌉, the least that works, so every p and m will do. The last
+    stage keeps one version. p = 3, m = 3, two steps and the flush, drawn as ``cdp-v1``. F3 and F4
+    on device 0 and F3 on device 1 run before the update that follows B2, the second step's other
+    forwards after it::
 
         0: F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3  . B4  . B5 U
         1:  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4  . B5  . U

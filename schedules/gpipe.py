@@ -1,22 +1,6 @@
-"""Naive, GPipe, looped breadth-first, inference: loops over stages and micro-batches, no more.
+"""Plain loops over stages and micro-batches: naive, GPipe, looped breadth-first and inference.
 
-``naive``, what a model split by hand does, for: the baseline that every pipeline is compared with,
-and for debugging. Bubble: (p − 1)/p. Stash: 1 micro-batch on every stage.
-
-``gpipe`` (Huang et al., arXiv 1811.06965), for: simplicity, and few micro-batches. Bubble:
-(p − 1)/(m + p − 1).
-
-``looped-bfs`` (arXiv 2211.05953), GPipe on devices with several stages, for: parameters that are
-sharded or reduced over further devices: each stage's come up only twice a step, and their
-communication overlaps with the other stages' compute.
-Bubble: (p − 1)/(v m + p − 1) for v stages a device and m ≥ p. ``placed(round_robin(4))`` has v = 4.
-
-Stash of both: m micro-batches on every stage.
-
-``inference``, GPipe's forwards alone, is what a pipe runs when it is called without gradients.
-Bubble: (p − 1)/(m + p − 1). Stash: nothing.
-
-All four ask nothing of m and p.
+All four work for every p and m. ``fxpipe.schedules`` explains the symbols and the drawings.
 """
 
 from __future__ import annotations
@@ -31,13 +15,16 @@ from fxpipe.ir.task import B, F, Task, U
 def naive(
     device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
 ) -> Iterator[Task]:
-    """A micro-batch goes forward and all the way back before the next one starts.
+    """Each micro-batch goes forward and all the way back before the next one starts.
 
-    p = 3, m = 2, a backward drawn as long as a forward::
+    This is what a model split by hand does: the baseline for every pipeline, and good for
+    debugging. p = 3, m = 2, a backward drawn as long as a forward::
 
         0: F0  .  .  .  . B0 F1  .  .  .  . B1 U
         1:  . F0  .  . B0  .  . F1  .  . B1  . U
         2:  .  . F0 B0  .  .  .  . F1 B1  .  . U
+
+    Bubble: (p − 1)/p. Stash: 1 micro-batch on every stage. Both hold for every p and m.
     """
     for i in range(microbatches):
         for stage in stages:
@@ -54,14 +41,16 @@ def gpipe(
 ) -> Iterator[Task]:
     """Every device runs all its forwards, then all its backwards.
 
+    GPipe (Huang et al., arXiv 1811.06965). Choose it for its simplicity, and for few micro-batches.
     p = 3, m = 3, a backward drawn as long as a forward::
 
         0: F0 F1 F2  .  .  .  . B0 B1 B2 U
         1:  . F0 F1 F2  .  . B0 B1 B2  . U
         2:  .  . F0 F1 F2 B0 B1 B2  .  . U
 
-    A device that holds several stages runs them breadth first: all micro-batches of one, then
-    all of the next.
+    A device that holds several stages runs all micro-batches of one, then all of the next.
+
+    Bubble: (p − 1)/(m + p − 1). Stash: m micro-batches on every stage. Both hold for every p and m.
     """
     for stage in stages:
         for i in range(microbatches):
@@ -77,12 +66,20 @@ def gpipe(
 def looped_bfs(
     device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
 ) -> Iterator[Task]:
-    """A device takes all micro-batches through one stage, then through its next; back the same way.
+    """GPipe with several stages a device: all micro-batches of one stage, then all of the next.
 
-    p = 2, m = 3, a backward drawn as long as a forward; small letters on its second stage::
+    Looped breadth-first (arXiv 2211.05953). Choose it where parameters are sharded, or gradients
+    summed, over replicas: a stage needs its parameters only twice a step, and their communication
+    overlaps with the compute of the device's other stages. p = 2, m = 3, v = 2, a backward drawn
+    as long as a forward::
 
         0: F0 F1 F2 f0 f1 f2  .  . b0 b1 b2 B0 B1 B2 U
         1:  . F0 F1 F2 f0 f1 f2 b0 b1 b2 B0 B1 B2  . U
+
+    ``looped_bfs.placed(round_robin(4))`` has v = 4.
+
+    Bubble: (p − 1)/(v m + p − 1), for m ≥ p. Stash: m micro-batches on every stage, for every p
+    and m.
     """
     for stage in stages:
         for i in range(microbatches):
@@ -97,12 +94,14 @@ def looped_bfs(
 def inference(
     device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
 ) -> Iterator[Task]:
-    """Fill and go on: nothing is kept for a backward.
+    """The forwards of GPipe alone; nothing is kept for a backward.
 
-    p = 2, m = 3::
+    A pipe runs it when it is called without gradients. p = 2, m = 3::
 
         0: F0 F1 F2  .
         1:  . F0 F1 F2
+
+    Bubble: (p − 1)/(m + p − 1), for every p and m. Stash: none.
     """
     for stage in stages:
         for i in range(microbatches):

@@ -1,14 +1,6 @@
-"""1F1B with flush, and interleaved: one forward and one backward in turn.
+"""1F1B with a flush after each step, and interleaved 1F1B: forwards and backwards alternate.
 
-``1f1b``, PipeDream-Flush (Narayanan et al., arXiv 2006.09503), for: GPipe's time in less memory,
-however many micro-batches there are. Bubble: (p − 1)/(m + p − 1). Stash: min(p − s, m)
-micro-batches on stage s. Asks nothing of m and p.
-
-``interleaved-1f1b`` (Narayanan et al., Megatron-LM, arXiv 2104.04473), for: v stages a device cut
-1F1B's bubble by v, for v times the communication and some more stash.
-Bubble: (p − 1)/(v m + p − 1) for m ≥ p. Stash: on device 0 (v − 1)⌈m/⌊m/p⌋⌉ + 2p − 1 micro-batches
-of one of its stages, at most v m; where p divides m that is v p + p − 1. Megatron-LM asks that p
-divides m; here every m is right. ``placed(round_robin(4))`` has v = 4.
+Both work for every p and m. ``fxpipe.schedules`` explains the symbols and the drawings.
 """
 
 from __future__ import annotations
@@ -22,13 +14,17 @@ from fxpipe.ir.task import B, F, Task, U
 
 @schedule("1f1b")
 def one_f_one_b(device: int, devices: int, microbatches: int) -> Iterator[Task]:
-    """Warm up, then one backward and one forward in turn, then drain.
+    """Warm up with forwards, then alternate backward and forward, then drain with backwards.
 
-    p = 3, m = 4, a backward drawn as long as a forward::
+    PipeDream-Flush (Narayanan et al., arXiv 2006.09503). It takes GPipe's time, and its memory
+    does not grow with m. p = 3, m = 4, a backward drawn as long as a forward::
 
         0: F0 F1 F2  .  . B0 F3 B1  . B2  . B3 U
         1:  . F0 F1  . B0 F2 B1 F3 B2  . B3  . U
         2:  .  . F0 B0 F1 B1 F2 B2 F3 B3  .  . U
+
+    Bubble: (p − 1)/(m + p − 1). Stash: min(p − s, m) micro-batches on stage s. Both hold for every
+    p and m.
     """
     ahead = min(devices - device, microbatches)
     for i in range(ahead):
@@ -44,12 +40,20 @@ def one_f_one_b(device: int, devices: int, microbatches: int) -> Iterator[Task]:
 def interleaved_one_f_one_b(
     device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
 ) -> Iterator[Task]:
-    """A device takes a round of p micro-batches, or a few more, through each of its stages in turn.
+    """1F1B with several stages a device, each in turn for a round of p or a few more micro-batches.
 
-    p = 2, m = 4, a backward drawn as long as a forward; small letters on its second stage::
+    From Megatron-LM (Narayanan et al., arXiv 2104.04473). v stages a device divide the bubble of
+    1F1B by about v, for v times the communication and a larger stash. Megatron-LM needs an m that p
+    divides; here any m will do. p = 2, m = 4, v = 2, a backward drawn as long as a forward::
 
         0: F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1  . b2  . b3 B2 B3 U
         1:  . F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3  . U
+
+    ``interleaved_one_f_one_b.placed(round_robin(4))`` has v = 4.
+
+    Bubble: (p − 1)/(v m + p − 1), for m ≥ p. Stash: min((v − 1) r + 2p − 1, v m) micro-batches of
+    one stage on device 0, the fullest, for every p and m; r is the longest round, ⌈m/⌊m/p⌋⌉ for
+    m ≥ p and m below. Where p divides m and m > p, that is v p + p − 1.
     """
     rounds = max(microbatches // devices, 1)
     starts = [microbatches * turn // rounds for turn in range(rounds + 1)]

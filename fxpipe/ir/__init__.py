@@ -1,1 +1,1 @@
-"""The representations, each declared on a page: Plan, Schedule, Program, and what they share."""
+"""The representations Traced, Plan, Schedule and Program, and the parts that they share."""

@@ -1,7 +1,4 @@
-"""The instructions of a Program, one class each. Every backend and every tool handles them all.
-
-What handles several of them imports this module as ``ins``.
-"""
+"""The instructions of a Program, one class each. Other modules import this one as ``ins``."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ from fxpipe.ir.value import Buffer
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What does something with one buffer."""
+    """Base of the instructions that move, make or drop one buffer."""
 
     buffer: Buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Load(Move):
-    """Take a value of this micro-batch from the caller. Roughly: buffers[b] = host.give(b)."""
+    """Take a value from the caller. Roughly: buffers[b] = host.give(b)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +26,17 @@ class Output(Move):
 
 @dataclass(frozen=True, slots=True)
 class Send(Move):
-    """Send to the next stage's device, or a gradient back. Roughly: peer.put(b, buffers[b])."""
+    """Send a value to the next stage, or a gradient back. Roughly: peer.put(b, buffers[b])."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receive(Move):
-    """Wait for what a peer sends. Roughly: buffers[b] = self.get(b)."""
+    """Wait for a value that another device sends. Roughly: buffers[b] = self.get(b)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stash(Move):
-    """Send a value over the stages between, straight to its consumer."""
+    """Send a value past the next stage, straight to the stage that uses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,37 +51,38 @@ class Free(Move):
 
 @dataclass(frozen=True, slots=True)
 class Offload(Move):
-    """Begin to store what a stage keeps outside of the device's memory; never waits.
+    """Begin to copy what a stage keeps out of the device's memory; it waits for nothing.
 
-    Free of what it kept waits for it. Roughly: buffers[b] = store.begin(buffers[saved]).
+    The Free of what was kept waits for the copy. Roughly: buffers[b] = store.begin(buffers[saved]).
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetch(Move):
-    """Begin to bring it back. Roughly: buffers[b] = buffers.pop(offloaded).begin()."""
+    """Begin to bring back what was offloaded.
+
+    Roughly: buffers[b] = buffers.pop(offloaded).begin().
+    """
 
     @property
     def stored(self) -> Buffer:
-        """What is brought back."""
+        """The buffer that is brought back."""
         return self.buffer._replace(kind="offloaded")
 
 
 @dataclass(frozen=True, slots=True)
 class Await(Move):
-    """Wait until it is back. Roughly: buffers[b] = buffers.pop(fetching).wait()."""
+    """Wait until a prefetch is done. Roughly: buffers[b] = buffers.pop(fetching).wait()."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What runs a graph of a stage for one micro-batch.
+    """Base of the instructions that run a graph of a stage for one micro-batch.
 
     Attributes:
-        stage: the stage.
-        microbatch: the micro-batch.
-        version: of the weights: 0 is the one that this step's number of updates has made, −1 the
-            one before it; none is older than the first.
-        batch: 0 for this step's, −1 for the one before.
+        version: the version of the weights. In step t, 0 is the version that t updates have made,
+            −1 the one before it; a version older than the first stands for the first.
+        batch: 0 for this step's batch, −1 for the one before.
     """
 
     stage: int
@@ -99,7 +97,7 @@ class Forward(Compute):
 
     Attributes:
         keeps: whether it keeps what its backward needs.
-        again: whether it will be recomputed, and so keeps the buffers that it reads.
+        again: whether it will be recomputed, for which it keeps the buffers that it reads.
     """
 
     keeps: bool = True
@@ -121,7 +119,7 @@ class Backward(Compute):
     Roughly: input_gradients, g = backward(saved, output_gradients); gradients[stage] += g.
 
     Attributes:
-        rest: whether partial backwards have run it up to their last bucket; then it runs the rest.
+        rest: whether partial backwards have run up to the last bucket, so that only that is left.
     """
 
     rest: bool = False
@@ -129,14 +127,14 @@ class Backward(Compute):
 
 @dataclass(frozen=True, slots=True)
 class PartialBackward(Compute):
-    """Run a backward up to where a bucket of gradients is complete, and begin to sum these.
+    """Run a backward until a bucket of gradients is complete, and begin to sum that.
 
     Roughly: saved, g = backward(saved, output_gradients); reduce_scatter(gradients[bucket] + g).
-    It is part of the Backward or WeightGrad that follows it.
+    It is part of the Backward or WeightGrad that follows it, which completes the last bucket.
 
     Attributes:
-        kind: the letter of that: "B" or "W".
-        bucket: which one, from 0. What no partial backward completes is the last one.
+        kind: "B" for a part of a Backward, "W" for a part of a WeightGrad.
+        bucket: the bucket, from 0.
     """
 
     kind: str = "B"
@@ -145,7 +143,7 @@ class PartialBackward(Compute):
 
 @dataclass(frozen=True, slots=True)
 class InputGrad(Compute):
-    """The half of a backward that other stages wait for; it uses up ``saved``.
+    """Run the half of a backward that other stages wait for; it uses up ``saved``.
 
     Roughly: input_gradients, deferred = input_grad(saved, output_gradients).
     """
@@ -153,12 +151,12 @@ class InputGrad(Compute):
 
 @dataclass(frozen=True, slots=True)
 class WeightGrad(Compute):
-    """The other half, which uses up ``deferred``.
+    """Run the other half of a backward; it uses up ``deferred``.
 
     Roughly: gradients[stage] += weight_grad(deferred).
 
     Attributes:
-        rest: as of a Backward.
+        rest: as in Backward.
     """
 
     rest: bool = False
@@ -170,10 +168,9 @@ class Run:
 
     Attributes:
         kind: the letter of its kind.
-        stage: the stage.
         microbatch: the micro-batch, or None for a task once a step.
-        version: of the weights that it may read.
-        batch: 0 for this step's, −1 for the one before.
+        version: the version of the weights that it may read, as in Compute.
+        batch: 0 for this step's batch, −1 for the one before.
     """
 
     kind: str
@@ -185,11 +182,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class OncePerStep:
-    """What does something for a stage once a step.
+    """Base of the instructions that run for a stage once a step.
 
     Attributes:
-        stage: the stage.
-        batch: 0 for this step's, −1 for the one before.
+        batch: 0 for this step's batch, −1 for the one before.
     """
 
     stage: int
@@ -198,9 +194,9 @@ class OncePerStep:
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter(OncePerStep):
-    """Begin to sum what is left of a stage's gradients over the replicas. It waits for nobody.
+    """Begin to sum the rest of a stage's gradients over the replicas; it waits for nothing.
 
-    Each replica sums one part of them. Roughly: peers[r].put(part) for r, part in parts(gradients).
+    Each replica sums one part. Roughly: peers[r].put(part) for r, part in parts(gradients).
     """
 
 
@@ -208,41 +204,40 @@ class ReduceScatter(OncePerStep):
 class AllGather(OncePerStep):
     """Wait for the sums of all replicas. Roughly: gradients[stage] = [peer.sum() for each peer].
 
-    They are a stage's gradients from then on.
+    From then on the sums are the stage's gradients.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class TakePart(OncePerStep):
-    """Wait for the sum of this replica's part of them. Roughly: gradients[stage] = self.sum().
+    """Wait for this replica's part of the sums. Roughly: gradients[stage] = self.sum().
 
-    It is a stage's gradients from then on: what the replica needs where optimizers are sharded.
+    From then on it is the stage's gradients: all that the replica needs with sharded optimizers.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class GatherWeights(OncePerStep):
-    """Wait for the parts of new weights. Roughly: weights[batch + 1] = [part() for each peer].
+    """Wait for all parts of new weights. Roughly: weights[batch + 1] = [part() for each peer].
 
-    The updates of all replicas have made and sent them; ``batch`` is whose update it was.
+    The update of ``batch`` on each replica has made its part and sent it.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Share(OncePerStep):
-    """Give a stage's weights to its copies. Roughly: copy.put(weights[stage]) for each copy."""
+    """Send a stage's weights to its copies. Roughly: copy.put(weights[stage]) for each copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """On a copy of a stage: give its gradients to the stage's own device, which adds them.
+    """On a copy of a stage: send its gradients to the stage's own device, which adds them.
 
     Roughly: home.put(gradients.pop(stage)).
 
     Attributes:
-        stage: the stage.
         copy: the device of the copy.
-        batch: 0 for this step's, −1 for the one before.
+        batch: 0 for this step's batch, −1 for the one before.
     """
 
     stage: int
@@ -252,7 +247,7 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class Add(OncePerStep):
-    """Add what the copies of a stage give, in the order of their devices.
+    """Add the gradients that the copies of a stage give, in the order of their devices.
 
     Roughly: gradients[stage] += sums for each copy.
     """
@@ -260,12 +255,12 @@ class Add(OncePerStep):
 
 @dataclass(frozen=True, slots=True)
 class Norm(OncePerStep):
-    """Tell all stages the norms of a stage's gradients. Roughly: norms = [g.norm() for g in …]."""
+    """Send a stage's gradient norms to all stages. Roughly: norms = [g.norm() for g in …]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clip(OncePerStep):
-    """Scale a stage's gradients by the norm of those of all stages.
+    """Scale a stage's gradients by the norm over all stages.
 
     Roughly: gradients[stage] *= min(1, limit / norm(all norms)).
     """
@@ -278,20 +273,19 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Give control back to the caller until it resumes the program with more to load."""
+    """Give control back to the caller, who resumes the program with more to load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
     """Step a stage's optimizer. Roughly: weights[writes] = optimizer(weights[reads], gradients).
 
-    Where optimizers are sharded it is a replica's part of them, which the others are sent.
+    Where optimizers are sharded, each replica updates a part and sends it to the others.
 
     Attributes:
-        stage: the stage.
-        reads: the newest version, as Forward counts them.
-        writes: the next one.
-        batch: whose gradients it uses: 0 for this step's, −1 for the one before.
+        reads: the newest version, counted as in Compute.
+        writes: the next version.
+        batch: the batch whose gradients it uses: 0 for this step's, −1 for the one before.
     """
 
     stage: int
@@ -301,33 +295,33 @@ class Update:
 
 
 Sending = Send | Stash
-"""What takes a value to another device."""
+"""Instructions that take a value to another device."""
 
 Receiving = Receive | Pop
-"""What brings one from there."""
+"""Instructions that wait for a value from another device."""
 
 Arrival = Load | Receiving
-"""What brings a value to a device."""
+"""Instructions that bring a value to a device."""
 
 Meeting = Barrier | Pause
-"""Where all devices wait for each other."""
+"""Instructions at which all devices wait for each other."""
 
 Offloading = Offload | Prefetch | Await
-"""What goes on beside the computations of a device, and what waits for that."""
+"""Copies that go on beside the computations of a device, and the wait for them."""
 
 Moving = Load | Output | Sending | Receiving | Offloading | Free
 Computing = Forward | Recompute | PartialBackward | Backward | InputGrad | WeightGrad
 Gathering = AllGather | TakePart | GatherWeights
-"""What waits for the other replicas."""
+"""Instructions that wait for the other replicas."""
 
 Summing = ReduceScatter | Gathering
-"""What sums gradients over the replicas, and gathers the weights that each has updated."""
+"""Instructions that sum gradients over the replicas or gather the weights that each updated."""
 
 Copying = Share | Give | Add
-"""What a stage and its copies on other devices have to do with each other."""
+"""Instructions between a stage and its copies on other devices."""
 
 Instruction = Moving | Computing | Run | Summing | Copying | Norm | Clip | Update | Meeting
-"""Any of them, named one by one so that mypy finds what does not handle them all."""
+"""Every instruction. They are listed one by one so that mypy reports code that misses one."""
 
 LETTERS: dict[type[Instruction], str] = {
     Forward: "F",
@@ -340,16 +334,13 @@ LETTERS: dict[type[Instruction], str] = {
     Clip: "C",
     Update: "U",
 }
-"""Instruction → the letter of the task that it runs; some have that of their own ``kind``."""
-
-Lettered = Run | PartialBackward
-"""Those with a letter of their own."""
+"""Instruction → the letter of its task; ``Run`` and ``PartialBackward`` hold theirs in ``kind``."""
 
 
 def letter_of(instruction: Instruction) -> str | None:
     """The letter of the task that an instruction runs; None for one that computes nothing."""
     letter = LETTERS.get(type(instruction))
-    if letter is None and isinstance(instruction, Lettered):
+    if letter is None and isinstance(instruction, Run | PartialBackward):
         return instruction.kind
     return letter
 
@@ -392,4 +383,4 @@ OPCODES: dict[str, type[Instruction]] = {
     "pause": Pause,
     "update": Update,
 }
-"""Every opcode by its word in the text."""
+"""Opcode, as texts of programs have it → instruction."""

@@ -1,6 +1,6 @@
-"""How the instructions of a device that works by itself are launched: streams, and events between.
+"""Launches: on which stream of its device an instruction runs, and which events it waits for.
 
-Devices that do one instruction after another have none of it.
+Only devices with streams, such as CUDA devices, have them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import NamedTuple
 from fxpipe.ir.value import HOST, batch_mark
 
 COMPUTE = "compute"
-"""The stream on which a device computes, and which all its memory belongs to."""
+"""The stream on which a device computes; all its memory belongs to it."""
 
 OFFLOAD, PREFETCH = "offload", "prefetch"
-"""The streams on which a device stores what its stages keep, and fetches it again."""
+"""The streams on which a device stores and fetches what its stages keep."""
 
 
 def arrivals(source: int) -> str:
-    """The stream on which values arrive from a device: ``in0``; ``in`` for the caller's."""
+    """The stream on which values from a device arrive, such as ``in0``; ``in`` for the caller."""
     return "in" if source == HOST else f"in{source}"
 
 
@@ -26,9 +26,9 @@ class Event(NamedTuple):
     """A point in the work of a stream: the end of the instruction that records it.
 
     Attributes:
-        number: one instruction records it, once a step.
-        batch: the step in which it does: 0 for this one, −1 for the one before. Before the first
-            step there was nothing to wait for.
+        number: its number; one instruction records it, once a step.
+        batch: the step in which it is recorded: 0 for this one, −1 for the one before. In the first
+            step nobody waits for an event of the step before.
     """
 
     number: int
@@ -40,17 +40,17 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How an instruction is handed to a device that works by itself.
+    """How an instruction is handed to a device with streams.
 
-    A stream does its instructions in the order in which they are launched, streams side by side.
-    Launching waits for nothing but this: an event that is waited for has been recorded, a value
-    that arrives has been sent. Where an instruction is left out, because its batch does not exist
-    in the first steps or in the flush, it still waits and records.
+    A stream runs its instructions in the order of their launches, beside the other streams. An
+    instruction can be launched once the events that it waits for are recorded and the value that
+    it receives is sent. An instruction that is left out, because its batch does not exist in the
+    first steps or in the flush, still waits and records.
 
     Attributes:
-        stream: the stream of its device that does it.
-        waits: the events that it starts after, of any device.
-        record: the event at its end, if somebody waits for it.
+        stream: the stream that runs it.
+        waits: the events after which it starts, of any device.
+        record: the event at its end, if anything waits for it.
     """
 
     stream: str = COMPUTE

@@ -1,8 +1,9 @@
-"""The Plan: the model cut into stages, each an fx graph, and the edges between them."""
+"""The Plan: the model cut into stages, each an fx graph, and the edges between the stages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 def stash(name: str, value: Any) -> Any:
     """Graph node: send ``value`` past the next stage, straight to the stages that pop it.
 
-    It marks the place in a stage's graph; a kernel turns it into an output. Called as it is, it
-    returns its value.
+    In a stage's graph it marks where; a kernel makes it an output. When called, it returns
+    ``value``.
     """
     return value
 
@@ -30,7 +31,7 @@ def stash(name: str, value: Any) -> Any:
 def pop(name: str) -> Any:
     """Graph node: the value that an earlier stage stashed under ``name``.
 
-    It marks the place in a stage's graph; a kernel turns it into an input. It cannot be called.
+    In a stage's graph it marks where; a kernel makes it an input. It cannot be called.
     """
     raise RuntimeError(f"pop({name!r}) stands for an input; run the stage's kernel instead")
 
@@ -40,8 +41,7 @@ class Argument:
     """A parameter or a buffer that a stage reads.
 
     Attributes:
-        name: the placeholder in the stage's graph; the same as ``target`` where a leaf module
-            reads it itself.
+        name: the placeholder in the stage's graph; ``target`` where a leaf module reads it.
         target: the name in the model, as in its state dict.
     """
 
@@ -55,8 +55,8 @@ class Write:
 
     Attributes:
         target: the buffer's name in the model.
-        value: the node whose value becomes the buffer's, after each micro-batch in turn; the
-            same as ``target`` where a leaf module writes it itself.
+        value: the node whose value becomes the buffer's, after each micro-batch in turn;
+            ``target`` where a leaf module writes it.
     """
 
     target: str
@@ -65,15 +65,15 @@ class Write:
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """What is known of a value that crosses, on the example's micro-batch.
+    """Shape and type of a value that crosses between stages, for a micro-batch of the example.
 
     Attributes:
-        shape: in elements; the batch dimension is that of one micro-batch.
-        dtype: the element type.
-        layout: how it is stored.
-        stored: the bytes of a sparse value's indices and values.
-        strides: those that it was traced with; None where that is not known.
-        device: the type of the device that it is on.
+        shape: the sizes of its dimensions.
+        dtype: the type of its elements.
+        layout: its layout, strided or sparse.
+        stored: the bytes of its indices and values, if it is sparse.
+        strides: its strides when traced, or None if they are not known.
+        device: the type of its device.
     """
 
     shape: tuple[int, ...]
@@ -85,25 +85,22 @@ class ValueSpec:
 
     @property
     def bytes(self) -> int:
-        """Bytes of one micro-batch's value."""
+        """The bytes of the value for one micro-batch."""
         if self.layout is not torch.strided:
             return self.stored
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What a stage costs for one micro-batch of the example.
+    """The seconds that a stage takes for one micro-batch of the example.
 
     Attributes:
-        forward: seconds.
-        backward: seconds.
-        input_grad: seconds of the first half of backward, or None if it is not known.
-        weight_grad: seconds of the second half, or None if it is not known.
-        nodes: node of the traced graph → seconds of its whole backward, and of the second half.
+        forward: the forward.
+        backward: the whole backward.
+        input_grad: the first half of the backward, or None if it is not known.
+        weight_grad: the second half, or None if it is not known.
+        nodes: node of the traced graph → its whole backward, and its part in the second half.
     """
 
     forward: float
@@ -118,9 +115,9 @@ class Bucket:
     """Gradients of a stage that are summed over the replicas together.
 
     Attributes:
-        parameters: the positions of their parameters among those of the stage.
-        shares: letter of a backward task → the share of its time until they are complete, from
-            where the bucket before was.
+        parameters: the positions of their parameters in the stage's ``parameters``.
+        shares: letter of a backward task → the share of its time from where the bucket before was
+            complete to where this one is.
     """
 
     parameters: tuple[int, ...]
@@ -131,10 +128,10 @@ class Bucket:
 class Stage:
     """One stage: a functional graph with ``stash`` and ``pop`` nodes, and all that it reads.
 
-    The graph's placeholders are its parameters, its buffers and the values that arrive from the
-    caller or the stage before; values from further back are ``pop`` nodes. It returns one tuple:
-    the values for the next stage and the caller, in the order of their edges and each once, then
-    the buffer writes.
+    The placeholders of the graph are the stage's parameters, its buffers, and the values from the
+    caller or the stage before; values from further back are ``pop`` nodes. The graph returns one
+    tuple: the values for the next stage and the caller, in the order of their edges and each once,
+    then the buffer writes.
 
     Attributes:
         index: its place in the pipeline, from 0.
@@ -143,11 +140,11 @@ class Stage:
         writes: the buffers that it writes.
         graph: the functional graph; equality compares its text.
         leaves: whether it calls leaf modules, and so runs under autograd.
-        modules: the model's submodules with work in it, for people.
-        costs: measured on the example, or None.
-        kernel: what runs it, once the stage is differentiated.
-        buckets: its gradients in the order in which its backward completes them; empty where they
-            are summed at once.
+        modules: the submodules of the model that it runs, for tables and pictures.
+        costs: its times on the example, if measured.
+        kernel: the kernel that runs it, once the stage is differentiated.
+        buckets: its gradients in the order in which its backward completes them; empty where all
+            are summed together.
     """
 
     index: int
@@ -163,7 +160,7 @@ class Stage:
 
     @property
     def text(self) -> str:
-        """The graph as text, one node a line; two stages are equal when it is."""
+        """The graph as text, one node a line."""
         from fxpipe.text.graph import print_graph
 
         return print_graph(self.graph.graph)
@@ -177,21 +174,21 @@ class Stage:
     def backward(self) -> fx.GraphModule | None:
         """The backward graph: saved, output gradients → input gradients, parameter gradients.
 
-        None for a stage that runs under autograd, or that nothing needs a gradient of.
+        None for a stage that runs under autograd, or from which no gradient is needed.
         """
         return None if self.kernel is None else self.kernel.backward_graph
 
     @property
     def input_grad(self) -> fx.GraphModule | None:
-        """One half of ``backward``: saved, output gradients → input gradients, deferred.
+        """The first half of ``backward``: saved, output gradients → input gradients, deferred.
 
-        None also before ``part_backward``.
+        None also before the pass ``part_backward``.
         """
         return None if self.kernel is None else self.kernel.input_grad_graph
 
     @property
     def weight_grad(self) -> fx.GraphModule | None:
-        """The other half: deferred → parameter gradients. None also where there are none."""
+        """The second half: deferred → parameter gradients. None also where there are none."""
         return None if self.kernel is None else self.kernel.weight_grad_graph
 
     def __eq__(self, other: object) -> bool:
@@ -204,7 +201,7 @@ class Stage:
 
 
 def compared(holder: Any) -> tuple[Any, ...]:
-    """What two stages, or two traced graphs, are equal by: their fields, and the graph's text."""
+    """What decides whether two stages, or two traced graphs, are equal: fields and graph text."""
     return (*(getattr(holder, f.name) for f in fields(holder) if f.compare), holder.text)
 
 
@@ -214,8 +211,8 @@ class Plan:
 
     Attributes:
         stages: in pipeline order; every edge runs forward.
-        edges: what crosses, in the order in which the model makes it.
-        specs: value → shape and dtype on the example's micro-batch, where known.
+        edges: the values that cross, in the order in which the model makes them.
+        specs: value → its shape and type for a micro-batch of the example, where known.
     """
 
     stages: tuple[Stage, ...]
@@ -233,7 +230,7 @@ class Plan:
     @property
     def buckets(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Stage → the parameters of each of its buckets of gradients."""
-        return tuple(tuple([each.parameters for each in own.buckets]) for own in self.stages)
+        return tuple(tuple([b.parameters for b in stage.buckets]) for stage in self.stages)
 
     @property
     def results(self) -> frozenset[str]:
@@ -241,7 +238,7 @@ class Plan:
         return frozenset(edge.value for edge in self.edges if edge.target == HOST)
 
     def bytes_of(self, edge: Edge) -> int | None:
-        """Bytes that cross an edge for one micro-batch of the example, where known."""
+        """The bytes that cross an edge for one micro-batch of the example, if known."""
         spec = self.specs.get(edge.value)
         return None if spec is None else spec.bytes
 
@@ -255,7 +252,6 @@ class Plan:
         return f"<Plan: {plural(len(self.stages), 'stage')}, {plural(len(self.edges), 'edge')}>"
 
     def _repr_mimebundle_(self, **kinds: object) -> dict[str, str]:
-        """Its picture, for notebooks."""
         return shown(self, len(self.stages))
 
     @staticmethod
@@ -264,7 +260,7 @@ class Plan:
         root: torch.nn.Module | None = None,
         functions: Iterable[Callable[..., Any]] = (),
     ) -> Plan:
-        """Read a plan's text. Raises ParseError with line and column.
+        """Read a plan's text.
 
         A plan is a program: running its graphs calls the functions and modules that it names.
         Reading it runs and imports nothing, and a text can name only what computes: PyTorch's
@@ -273,12 +269,15 @@ class Plan:
         starts no process, unless a module of ``root`` or one of ``functions`` does.
 
         Args:
-            text: what ``str(plan)`` gave.
-            root: the module that holds the leaf modules which the graphs call, if they call any:
-                the model, or ``pipe.traced.module``, which also has a loss, and the rest of the
-                model's own ``forward``, that are called as they are.
+            text: the text that ``str(plan)`` gave.
+            root: the module that holds the leaf modules which the graphs call, if any: the model,
+                or ``pipe.traced.module``, which also holds a loss, or the rest of the model's own
+                ``forward``, where these are called as leaf modules.
             functions: what else the graphs may call: operators of other libraries, such as
                 ``torch.ops.torchvision.nms``, and functions of your own.
+
+        Raises:
+            ParseError: with line and column.
         """
         from fxpipe.text.plan import parse_plan
 

@@ -1,6 +1,6 @@
-"""The Program: per device the list of instructions that runs. Nothing is left to decide.
+"""The Program: for each device the list of instructions that it runs; nothing is left to decide.
 
-Every backend, the verifier, the printer and the drawings consume this one representation.
+All backends, the verifier, the printer and the drawings read this one representation.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fxpipe.ir.schedule import ordered_copies
 from fxpipe.ir.value import COPIED, HOST, Buffer, Edge, Operands, norm_buffer, own_buffer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from fxpipe.draw.picture import Picture
     from fxpipe.simulator import Simulation, Sizes
     from fxpipe.simulator.costs import Costs, Links
 
 Turn = tuple[int, int]
-"""A device, and the position in its list up to which it goes on."""
+"""A device, and the position in its list up to which it runs."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Program:
 
     Attributes:
         name: the schedule's name.
-        microbatches: micro-batches a step, m.
+        microbatches: the micro-batches of a step, m.
         placement: stage → device.
-        edges: what goes between stages, and from and to the caller.
+        edges: the values that go between stages, from the caller and to it.
         lists: device → its instructions in order.
-        passes: the lowering passes that are done; the verifier holds the rules of each.
-        launches: device → how each of its instructions is launched; empty for devices that do one
-            instruction after another.
-        replicas: how many pipelines run it side by side, each on a part of the batch; they sum
-            their gradients.
+        passes: the lowering passes that are done; the verifier checks the rules of each.
+        launches: device → how each of its instructions is launched; empty for devices without
+            streams.
+        replicas: how many pipelines run it side by side, each on a part of the batch, and sum their
+            gradients.
         copies: stage → the further devices that compute micro-batches of it, in order; empty if
             no stage has any.
     """
@@ -67,10 +67,14 @@ class Program:
     def devices(self) -> int:
         return len(self.lists)
 
+    @property
+    def _instructions(self) -> Iterator[ins.Instruction]:
+        return chain.from_iterable(self.lists)
+
     @cached_property
     def depth(self) -> int:
-        """How many batches back its instructions reach: 0 where every step ends with a flush."""
-        return max((-ins.batch_of(x) for list_ in self.lists for x in list_), default=0)
+        """How many batches back its instructions reach; 0 where every step ends with a flush."""
+        return max((-ins.batch_of(x) for x in self._instructions), default=0)
 
     @cached_property
     def edges_into(self) -> tuple[tuple[Edge, ...], ...]:
@@ -84,9 +88,9 @@ class Program:
 
     @cached_property
     def operands(self) -> Mapping[tuple[int, int, int], Operands]:
-        """Stage, micro-batch and batch → the buffers of what its lists compute of it."""
-        every = (x for own in self.lists for x in own if isinstance(x, ins.Compute))
-        keys = {(x.stage, x.microbatch, x.batch) for x in every if 0 <= x.stage < self.stages}
+        """Stage, micro-batch and batch → the buffers of its computations, if it has any."""
+        computes = (x for x in self._instructions if isinstance(x, ins.Compute))
+        keys = {(x.stage, x.microbatch, x.batch) for x in computes if 0 <= x.stage < self.stages}
         return {key: self._operands(*key) for key in keys}
 
     def _operands_of(self, x: ins.Compute) -> Operands:
@@ -99,90 +103,94 @@ class Program:
 
     @cached_property
     def turns(self) -> tuple[Turn, ...]:
-        """Whose turn it is, one after another, where one thread runs the lists of all devices."""
+        """The order in which one thread can run the lists of all devices, turn by turn."""
         from fxpipe.ir.walk import turns_of
 
         return turns_of(self)
 
     @cached_property
     def window(self) -> int:
-        """How many receives from each other device are posted ahead on ranks with streams, beyond
-        the one that is waited for: at least one, and as many as the program needs to come to its
-        end where a send waits until its receive is posted."""
+        """The receives from each other device that ranks with streams post ahead of the next one.
+
+        At least 1, and enough for the program to finish though a send waits for its receive.
+        """
         from fxpipe.verify.program import smallest_channel
 
         return max(1, smallest_channel(self))
 
     @cached_property
     def followed(self) -> frozenset[tuple[object, ...]]:
-        """The values, without their batches, right after which their device sends another one to
-        the same device, and computes nothing in between: both may travel together."""
-        found = set[tuple[object, ...]]()
-        for own in self.lists:
+        """The values, without batches, right after which their device sends another the same way.
+
+        It computes nothing in between, so that both can travel together.
+        """
+        followed = set[tuple[object, ...]]()
+        for instructions in self.lists:
             latest: dict[int, tuple[object, ...]] = {}
-            for x in own:
+            for x in instructions:
                 if isinstance(x, ins.Sending):
                     target = self.destination(x)
                     if target in latest:
-                        found.add(latest[target])
+                        followed.add(latest[target])
                     latest[target] = x.buffer[:5]
                 elif not isinstance(x, ins.Free | ins.Output):
                     latest.clear()
-        return frozenset(found)
+        return frozenset(followed)
 
     @cached_property
     def sharded(self) -> frozenset[int]:
-        """The stages of whose weights each replica updates a part."""
-        parts = (x.stage for own in self.lists for x in own if isinstance(x, ins.TakePart))
-        return frozenset(parts)
+        """The stages whose weights are updated in parts, one by each replica."""
+        return frozenset(x.stage for x in self._instructions if isinstance(x, ins.TakePart))
 
     @cached_property
     def clips(self) -> bool:
-        """Whether norms of gradients are taken, to clip them."""
-        return any(isinstance(x, ins.Norm) for own in self.lists for x in own)
+        """Whether it clips gradients."""
+        return any(isinstance(x, ins.Norm) for x in self._instructions)
 
     @cached_property
     def buckets(self) -> Mapping[int, int]:
-        """Stage → into how many buckets its gradients go, where it is more than one."""
-        found: dict[int, int] = {}
-        for x in (x for own in self.lists for x in own if isinstance(x, ins.PartialBackward)):
-            found[x.stage] = max(found.get(x.stage, 2), x.bucket + 2)
-        return found
+        """Stage → the number of buckets of its gradients, where that is more than one."""
+        counts: dict[int, int] = {}
+        for x in self._instructions:
+            if isinstance(x, ins.PartialBackward):
+                counts[x.stage] = max(counts.get(x.stage, 2), x.bucket + 2)
+        return counts
 
     @cached_property
     def offloads(self) -> Mapping[tuple[int, int], ins.Forward]:
-        """Stage and micro-batch of what is offloaded → its forward."""
-        every = [x for own in self.lists for x in own]
-        stored = [x.buffer for x in every if isinstance(x, ins.Offload)]
+        """Stage and micro-batch that are offloaded → their forward."""
+        stored = [x.buffer for x in self._instructions if isinstance(x, ins.Offload)]
         keys = {(buffer.source, buffer.microbatch) for buffer in stored}
-        forwards = (x for x in every if keys and isinstance(x, ins.Forward))
+        forwards = (x for x in self._instructions if keys and isinstance(x, ins.Forward))
         return {key: x for x in forwards if (key := (x.stage, x.microbatch)) in keys}
 
     def kept(self, stage: int, i: int, batch: int = 0) -> Buffer:
-        """What a stage's backward uses up: what was saved for it, or that fetched again."""
+        """The buffer that a stage's backward uses up: saved for it, or fetched back."""
         forward = self.offloads.get((stage, i))
         return own_buffer("fetched" if forward and not forward.again else "saved", stage, i, batch)
 
     def stored(self, stage: int, i: int, batch: int = 0) -> tuple[Buffer, ...]:
-        """What an offload takes: what a stage's forward saved, or all that its recompute reads."""
+        """The buffers that an offload stores: those saved, or all that a recompute reads."""
         forward = self.offloads.get((stage, i))
         if forward and forward.again:
             return (own_buffer("state", stage, i, batch), *self._operands(stage, i, batch).inputs)
         return (own_buffer("saved", stage, i, batch),)
 
     def only(self, device: int) -> Program:
-        """The same with the instructions of one device alone, and the depth and the window of all:
-        what a process needs that runs this device."""
-        made = replace(
+        """The part of the program that the process of one device needs.
+
+        It holds the instructions of that device alone, with the depth and window of the whole.
+        """
+        alone = replace(
             self,
-            lists=tuple(own if d == device else () for d, own in enumerate(self.lists)),
-            launches=tuple(own if d == device else () for d, own in enumerate(self.launches)),
+            lists=tuple(row if d == device else () for d, row in enumerate(self.lists)),
+            launches=tuple(row if d == device else () for d, row in enumerate(self.launches)),
         )
-        vars(made)["depth"] = self.depth
-        vars(made)["_elsewhere"] = self._elsewhere
+        vars(alone)["depth"] = self.depth
+        vars(alone)["_elsewhere"] = self._elsewhere
         if self.launches:
-            vars(made)["window"] = self.window
-        return made
+            vars(alone)["window"] = self.window
+        return alone
 
     def _grouped(self, ends: list[int]) -> tuple[tuple[Edge, ...], ...]:
         groups: list[list[Edge]] = [[] for _ in range(self.stages)]
@@ -196,29 +204,28 @@ class Program:
         return self.copies[stage] if self.copies and 0 <= stage < self.stages else ()
 
     def held_by(self, device: int) -> tuple[int, ...]:
-        """The stages on a device, in order, and those of which it has a copy."""
-        every = enumerate(self.placement)
-        return tuple(s for s, home in every if device in (home, *self.copies_of(s)))
+        """The stages that a device holds, its copies included, in order."""
+        homes = enumerate(self.placement)
+        return tuple(s for s, home in homes if device in (home, *self.copies_of(s)))
 
     def device_of(self, stage: int, microbatch: int) -> int:
-        """The device that computes a micro-batch of a stage; HOST for the caller."""
+        """The device that computes a micro-batch of a stage; HOST for stage HOST, the caller."""
         if stage == HOST:
             return HOST
         return self._elsewhere.get((stage, microbatch), self.placement[stage])
 
     @cached_property
     def _elsewhere(self) -> dict[tuple[int, int], int]:
-        """Stage and micro-batch → the device, for those that a copy computes."""
+        """Stage and micro-batch that a copy computes → the device of the copy."""
         return {
             (x.stage, x.microbatch): device
-            for device, own in enumerate(self.lists if self.copies else ())
-            for x in own
+            for device, row in enumerate(self.lists if self.copies else ())
+            for x in row
             if isinstance(x, ins.Forward) and device in self.copies_of(x.stage)
         }
 
     def ends_of(self, buffer: Buffer) -> tuple[int, int]:
-        """The device that makes what a buffer holds, and the one that uses it; HOST for the
-        caller."""
+        """The device that makes a buffer's value, and the one that uses it; HOST is the caller."""
         kind, _, source, target, i, _ = buffer
         if kind in COPIED:
             home = self.placement[source]
@@ -228,7 +235,7 @@ class Program:
         return self.device_of(source, i), self.device_of(target, i)
 
     def _weights(self, stage: int, i: int, batch: int) -> tuple[Buffer, ...]:
-        """The weights that a copy of a stage computes a micro-batch with; others have theirs."""
+        """The buffer of weights with which a copy computes a micro-batch; none on other devices."""
         device = self._elsewhere.get((stage, i))
         return () if device is None else (own_buffer("weights", stage, device, batch),)
 
@@ -238,24 +245,24 @@ class Program:
             case ins.Send(buffer) | ins.Output(buffer) | ins.Stash(buffer):
                 return (buffer,)
             case ins.Offload(Buffer(source=stage, microbatch=i, batch=b)):
-                # what the caller gives is held until it is told from the rest
+                # the caller's inputs are held until the offload has told them from what was saved
                 inputs = self._operands(stage, i, b).inputs
-                given = [buffer for buffer in inputs if buffer.kind == "in"]
-                return tuple(dict.fromkeys((*self.stored(stage, i, b), *given)))
+                loaded = [buffer for buffer in inputs if buffer.kind == "in"]
+                return tuple(dict.fromkeys((*self.stored(stage, i, b), *loaded)))
             case ins.Move():
                 return self.ends(instruction) if isinstance(instruction, ins.Offloading) else ()
             case ins.Compute(stage, i, batch=b):
-                weights, own = self._weights(stage, i, b), self._operands_of(instruction)
+                weights, operands = self._weights(stage, i, b), self._operands_of(instruction)
                 match instruction:
                     case ins.Forward():
-                        return (*weights, *own.inputs)
+                        return (*weights, *operands.inputs)
                     case ins.Recompute() if (stage, i) in self.offloads:
                         return (*weights, own_buffer("fetched", stage, i, b))
                     case ins.Recompute():
-                        return (*weights, own_buffer("state", stage, i, b), *own.inputs)
+                        return (*weights, own_buffer("state", stage, i, b), *operands.inputs)
                     case ins.WeightGrad() | ins.PartialBackward(kind="W"):
                         return (*weights, own_buffer("deferred", stage, i, b))
-                return (*weights, own.kept, *chain(*own.gradients))
+                return (*weights, operands.kept, *chain(*operands.gradients))
             case ins.Add(stage, b):
                 return tuple([own_buffer("sums", stage, copy, b) for copy in self.copies_of(stage)])
             case ins.Clip(stage, b):
@@ -272,9 +279,10 @@ class Program:
             case ins.Move():
                 return ()
             case ins.Forward(stage, i, keeps=keeps, again=again, batch=b):
-                own = self._operands_of(instruction)
+                operands = self._operands_of(instruction)
+                saved = (operands.saved,) if keeps else ()
                 state = (own_buffer("state", stage, i, b),) if again else ()
-                return (*chain(*own.outputs), *([own.saved] if keeps else ()), *state)
+                return (*chain(*operands.outputs), *saved, *state)
             case ins.Recompute(stage, i, batch=b):
                 return (own_buffer("saved", stage, i, b),)
             case ins.Backward():
@@ -307,8 +315,8 @@ class Program:
             case ins.WeightGrad(stage, i, batch=b):
                 return (own_buffer("deferred", stage, i, b),)
             case ins.Recompute(stage, i, batch=b):
-                away = (stage, i) in self.offloads
-                return (own_buffer("fetched" if away else "state", stage, i, b),)
+                offloaded = (stage, i) in self.offloads
+                return (own_buffer("fetched" if offloaded else "state", stage, i, b),)
         return ()
 
     def destination(self, instruction: ins.Send | ins.Stash) -> int:
@@ -330,7 +338,6 @@ class Program:
         return f"<Program {self.name}: {plural(self.devices, 'device')}, {count} instructions>"
 
     def _repr_mimebundle_(self, **kinds: object) -> dict[str, str]:
-        """Its picture, for notebooks."""
         return shown(self, sum(map(len, self.lists)))
 
     @staticmethod
@@ -344,8 +351,8 @@ class Program:
         """Return self, or raise VerificationError with every fault.
 
         Args:
-            channel: how many values may be on their way from one device to another, before a
-                send waits for room; 0 where it waits for its receive, None for any number.
+            channel: how many values may be in flight from one device to another before a send
+                waits for room; with 0 a send waits for its receive, with None it never waits.
         """
         from fxpipe.verify.program import verify_program
 
@@ -360,7 +367,7 @@ class Program:
         sizes: Sizes | None = None,
         steps: int | None = None,
     ) -> Simulation:
-        """Run it on paper. See ``fxpipe.simulator.simulate``."""
+        """Predict the time and memory of a step. See ``fxpipe.simulator.simulate``."""
         from fxpipe.simulator import simulate
 
         return simulate(self, costs, links=links, overlap=overlap, sizes=sizes, steps=steps)

@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from fxpipe.formulas import Formulas
 
 Rows = Callable[..., Iterable[Task]]
-"""What an author writes: ``(device, devices, microbatches)`` → the device's tasks in order.
+"""The function that an author writes: ``(device, devices, microbatches)`` → the device's tasks.
 
-One that has a parameter ``stages`` gets there the stages that the device holds, in order, and
-``placement`` where every stage is.
+With a parameter ``stages`` it also gets the stages that the device holds, in order; with a
+parameter ``placement``, the device of every stage.
 """
 
 Placement = Callable[[int], tuple[int | tuple[int, ...], ...]]
-"""Number of devices → the device of each stage, or its own device and those of its copies."""
+"""Number of devices → stage → its device, or a tuple of its device and those of its copies."""
 
 DelayRule = Delay | Callable[..., Delay]
-"""A delay, or a function that gives it, see Recipe."""
+"""A delay, or a function that gives it; see Recipe."""
 
 _TASKS_PER_STAGE_AND_MICROBATCH = 16
 _MOST = 10_000_000
@@ -45,7 +45,7 @@ def one_each(devices: int) -> tuple[int, ...]:
 
 
 def round_robin(chunks: int) -> Placement:
-    """``chunks`` stages a device: stage s on device s mod p (Megatron-LM's interleaving)."""
+    """Place ``chunks`` stages on each device: stage s on device s mod p, as Megatron-LM does."""
     if not isinstance(chunks, int) or chunks < 1:
         raise InputError(f"chunks is {chunks!r}; a device holds at least 1 stage")
 
@@ -60,7 +60,7 @@ def round_robin(chunks: int) -> Placement:
 
 
 def vee(devices: int) -> tuple[int, ...]:
-    """Two stages a device, down and up again: device d holds the stages d and 2p − 1 − d."""
+    """Two stages a device, placed as a V: device d holds the stages d and 2p − 1 − d."""
     return (*range(devices), *reversed(range(devices)))
 
 
@@ -71,14 +71,14 @@ class Recipe:
     Attributes:
         name: the name that ``fxpipe.compile(schedule=...)`` takes.
         tasks: the author's generator.
-        delay: by how many versions the weights that batches read are behind the newest: a number,
-            one for each stage, or a function. With parameters named ``microbatch`` and ``stage``,
-            or one of them, it gives the delay of each micro-batch on each stage, and may ask for
-            ``devices`` and ``microbatches``, too. Any other function is called with the numbers of
-            devices and micro-batches, and gives the delay of all.
-        placement: where the stages are, and their copies if they have any.
-        microbatches: the only number of micro-batches that it knows, or None for any.
-        predict: whether batches read predicted weights, see Schedule.
+        delay: how many versions older than the newest the weights are that a batch reads: a number,
+            one for each stage, or a function. A function with a parameter ``microbatch`` or
+            ``stage``, and perhaps ``devices`` and ``microbatches``, gives the delay of each
+            micro-batch on each stage. Any other function is called with the numbers of devices and
+            micro-batches and gives the whole delay.
+        placement: the devices of the stages and of their copies.
+        microbatches: the only number of micro-batches that it works for, or None for any.
+        predict: whether batches read predicted weights; see Schedule.
     """
 
     name: str
@@ -90,11 +90,11 @@ class Recipe:
 
     @without_collection()
     def __call__(self, devices: int, microbatches: int) -> Schedule:
-        """Make the schedule. It is not verified yet.
+        """Make the schedule, without verifying it.
 
         Raises:
-            InputError: a count is below 1, the generator yields something that is not a task, or
-                it does not end.
+            InputError: a count is below 1, or the generator fails, does not end, or yields
+                something that is not a task.
         """
         for word, count in (("devices", devices), ("microbatches", microbatches)):
             if not isinstance(count, Integral):
@@ -114,54 +114,55 @@ class Recipe:
                 f"made for at most {_MOST} forwards"
             )
         delay = self._delay(devices, microbatches, len(places))
-        placement, copies = tuple(own[0] for own in places), tuple(own[1:] for own in places)
-        asked = _asked(self.tasks)[3:]
+        placement, copies = tuple(at[0] for at in places), tuple(at[1:] for at in places)
+        extra = _parameters(self.tasks)[3:]
         rows: list[tuple[Task, ...]] = []
         for device in range(devices):
-            held = [stage for stage, own in enumerate(places) if device in own]
-            known = {"stages": tuple(held), "placement": placement}
-            wanted = {name: known[name] for name in asked if name in known}
-            given = self._tasks(device, devices, microbatches, wanted)
-            rows.append(tuple(self._row(device, microbatches, held, given)))
+            held = [stage for stage, at in enumerate(places) if device in at]
+            offered = {"stages": tuple(held), "placement": placement}
+            keywords = {name: offered[name] for name in extra if name in offered}
+            tasks = self._tasks(device, devices, microbatches, keywords)
+            rows.append(tuple(self._row(device, microbatches, held, tasks)))
         return Schedule(
             self.name, microbatches, placement, tuple(rows), delay, self.predict, copies
         )
 
     def placed(self, placement: Placement) -> Recipe:
-        """The same over another placement, such as ``round_robin(4)``."""
+        """The same recipe over another placement, such as ``round_robin(4)``."""
         return replace(self, placement=placement)
 
     def delayed(self, delay: DelayRule) -> Recipe:
-        """The same with batches that read a version so many behind the newest."""
+        """The same recipe with another delay."""
         return replace(self, delay=delay)
 
     def predicting(self) -> Recipe:
-        """The same with batches that read predicted weights."""
+        """The same recipe with batches that read predicted weights."""
         return replace(self, predict=True)
 
     def stages(self, devices: int) -> int:
-        """How many stages its schedules have."""
+        """The number of stages of its schedules."""
         return len(self.place(devices))
 
     def place(self, devices: int) -> tuple[int, ...]:
         """Stage → its own device."""
-        return tuple(own[0] for own in self._places(devices))
+        return tuple(at[0] for at in self._places(devices))
 
     def copies(self, devices: int) -> tuple[tuple[int, ...], ...]:
         """Stage → the devices of its copies."""
-        return ordered_copies(tuple(own[1:] for own in self._places(devices)))
+        return ordered_copies(tuple(at[1:] for at in self._places(devices)))
 
     def _places(self, devices: int) -> list[tuple[int, ...]]:
+        """Stage → its own device, and those of its copies."""
         try:
-            given = list(islice(self.placement(devices), _MOST + 1))
-            if len(given) > _MOST:
+            places = list(islice(self.placement(devices), _MOST + 1))
+            if len(places) > _MOST:
                 raise InputError(
                     f"schedule {self.name!r}: its placement gives more than {_MOST} stages for "
                     f"{devices} devices; let it end"
                 )
             return [
-                (index(own[0]), *map(index, own[1:])) if isinstance(own, tuple) else (index(own),)
-                for own in given
+                (index(at[0]), *map(index, at[1:])) if isinstance(at, tuple) else (index(at),)
+                for at in places
             ]
         except InputError:
             raise
@@ -176,20 +177,22 @@ class Recipe:
         try:
             if not callable(self.delay):
                 return _whole(self.delay, microbatches)
-            asked = _asked(self.delay)
-            if "microbatch" not in asked and "stage" not in asked:
+            names = _parameters(self.delay)
+            if "microbatch" not in names and "stage" not in names:
                 return _whole(self.delay(devices, microbatches), microbatches)
-            known = {"devices": devices, "microbatches": microbatches}
             rules: list[tuple[int, ...]] = []
+            offered = {"devices": devices, "microbatches": microbatches}
             for stage in range(stages):
-                at = [{**known, "stage": stage, "microbatch": i} for i in range(microbatches)]
-                each: Any = [self.delay(**{n: one[n] for n in asked if n in one}) for one in at]
-                rules.append(tuple(map(index, each)))
+                rule: list[Any] = []
+                for i in range(microbatches):
+                    offered |= {"stage": stage, "microbatch": i}
+                    rule.append(self.delay(**{n: offered[n] for n in names if n in offered}))
+                rules.append(tuple(map(index, rule)))
             return tuple(rules)
         except Exception as error:
             raise InputError(
                 f"schedule {self.name!r}: its delay is {self.delay!r}, which gives no whole number "
-                f"({told(error)}); give one, a tuple of one for each stage, a function of the "
+                f"({told(error)}); give one, a tuple with one for each stage, a function of the "
                 "numbers of devices and micro-batches, or one such as lambda microbatch, stage: 1"
             ) from error
 
@@ -203,7 +206,7 @@ class Recipe:
         chunks: Sequence[int] | None = None,
         steps: Sequence[int] | None = None,
     ) -> Formulas:
-        """Makespan, bubble and stash in p, m and the times of tasks.
+        """Makespan, bubble and stash as formulas in p, m and the times of tasks.
 
         See ``fxpipe.formulas.recipe_formulas``.
         """
@@ -220,12 +223,12 @@ class Recipe:
         )
 
     def _row(
-        self, device: int, microbatches: int, held: list[int], given: Iterable[Task]
+        self, device: int, microbatches: int, held: list[int], tasks: Iterable[Task]
     ) -> Iterator[Task]:
-        """A device's tasks, checked, each with its stage."""
+        """Check the tasks of a device that holds some stages, and give each its stage."""
         bound = _TASKS_PER_STAGE_AND_MICROBATCH * (microbatches + 1) * max(len(held), 1)
         where = f"schedule {self.name!r}, device {device}, position"
-        for position, task in enumerate(given):
+        for position, task in enumerate(tasks):
             if position == bound:
                 raise InputError(
                     f"{where} {position}: more than {bound} tasks for {microbatches} "
@@ -246,11 +249,11 @@ class Recipe:
                 )
 
     def _tasks(
-        self, device: int, devices: int, microbatches: int, wanted: dict[str, Any]
+        self, device: int, devices: int, microbatches: int, keywords: dict[str, Any]
     ) -> Iterator[Task]:
-        """What the author's function gives; what it raises is told as its own."""
+        """Run the author's function; an error in it is raised as an InputError that names it."""
         try:
-            yield from self.tasks(device, devices, microbatches, **wanted)
+            yield from self.tasks(device, devices, microbatches, **keywords)
         except Exception as error:
             raise InputError(
                 f"schedule {self.name!r} fails for device {device} of {devices} and "
@@ -260,7 +263,7 @@ class Recipe:
 
 
 def fixed(schedule: Schedule) -> Recipe:
-    """The recipe that makes one schedule, whatever is asked of it."""
+    """The recipe that makes this one schedule."""
     return Recipe(
         schedule.name,
         lambda device, devices, microbatches: schedule.rows[device],
@@ -283,8 +286,8 @@ def _cure(task: Task, held: list[int]) -> str:
     return f"name one, such as {task.kind}({index}{held[0]})"
 
 
-def _asked(function: Callable[..., object]) -> list[str]:
-    """The names of a function's parameters."""
+def _parameters(function: Callable[..., object]) -> list[str]:
+    """The names of a function's parameters; none where Python cannot tell them."""
     try:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -292,7 +295,7 @@ def _asked(function: Callable[..., object]) -> list[str]:
 
 
 def _whole(delay: Delay, microbatches: int) -> Delay:
-    """The same of whole numbers, for as many micro-batches."""
+    """Return the delay as plain integers, cut to this number of micro-batches."""
     if not isinstance(delay, Sequence):
         return index(delay)
     return tuple(
@@ -317,12 +320,13 @@ def schedule(
 
     Args:
         name: the name that ``fxpipe.compile(schedule=...)`` takes.
-        delay: how old the weights are that batches read, such as 1, or
-            ``lambda microbatch, stage: 0 if microbatch else 1``; see Recipe.
-        placement: where the stages are; for a stage with copies its own device and theirs.
+        delay: how many versions behind the newest the weights are that a batch reads, such as 1,
+            or ``lambda microbatch, stage: 0 if microbatch else 1``; see Recipe.
+        placement: number of devices → for each stage its device, or, if it has copies, a tuple of
+            its own device and theirs.
 
     Raises:
-        InputError: the name is none.
+        InputError: the name is not a text.
     """
     if not isinstance(name, str):
         raise InputError(
@@ -339,7 +343,7 @@ def schedule(
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of that name. Raises InputError with the near names."""
+    """The recipe of that name. Raises InputError, with similar names, if there is none."""
     if name not in RECIPES:
         raise InputError(f"there is no schedule {name!r:.99}: {near(name, RECIPES)}")
     return RECIPES[name]

@@ -1,6 +1,6 @@
-"""The Schedule: per device an ordered list of compute tasks, and where the stages are.
+"""The Schedule: each device's compute tasks in order, and where the stages are.
 
-Only compute is written here. Communication, stash, frees and versions are derived from it.
+Communication, stash, frees and versions are derived from it.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ if TYPE_CHECKING:
 
 
 Rule = int | tuple[int, ...]
-"""A stage's delay: one number, or one for each micro-batch, the last for all from there on."""
+"""A stage's delay: a number, or one for each micro-batch; the last one holds for all others."""
 
 Delay = int | tuple[Rule, ...]
-"""One number for all stages, or the rule of each."""
+"""A schedule's delay: a number for all stages, or a rule for each stage."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """What every device computes in one step, in order.
 
-    A step's window may hold tasks of earlier batches. Steps in a row repeat the window; in the
-    first ones the tasks of batches that do not exist are left out, and a flush runs what is left
-    of the last ones.
+    The rows are a window that each step repeats; it may hold tasks of earlier batches. The first
+    steps leave out the tasks of batches that do not exist, and a flush after the last step runs the
+    tasks that are left.
 
     Attributes:
-        name: for people.
-        microbatches: micro-batches a step, m.
+        name: its name in messages and pictures.
+        microbatches: the micro-batches of a step, m.
         placement: stage → device; its length is the number of stages.
         rows: device → its tasks in order, each with its stage.
-        delay: batch t reads weight version max(t − delay, 0); one number, or one for each stage,
-            or, for a stage, one for each micro-batch, the last of them for all from there on.
-        predict: whether it reads, instead of that version, what the optimizer's momentum says the
-            weights will be ``delay`` updates later (SpecTrain, XPipe).
+        delay: batch t reads weight version max(t − delay, 0). A number; or one for each stage; or,
+            in place of a stage's number, one for each micro-batch; the last one holds for all
+            others.
+        predict: whether a batch reads, instead of that version, what the optimizer's momentum
+            predicts the weights to be ``delay`` updates later (SpecTrain, XPipe).
         copies: stage → the further devices that compute it, in order; empty if no stage has any.
-            A micro-batch is computed where its tasks stand. The weights are those of the stage's
-            own device, which updates them once the gradients of all are summed.
+            Each micro-batch is computed on the device whose row holds its tasks. The stage's own
+            device holds the weights, and updates them once the gradients of all are summed.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Schedule:
         _check_listed("rows", self.rows, "for each device a tuple of its tasks", 2)
         _check_listed("copies", self.copies, "for each stage a tuple of its further devices", 2)
         object.__setattr__(self, "copies", ordered_copies(self.copies))
-        # A delay has one form, so that equal schedules are equal.
+        # Bring the delay into one form, so that equal schedules compare equal.
         if isinstance(self.delay, tuple):
             rules = tuple(map(_shortest, self.delay))
             alone = len(rules) == self.stages == 1 and not isinstance(rules[0], tuple)
@@ -89,7 +90,7 @@ class Schedule:
         return frozenset(task.kind for row in self.rows for task in row)
 
     def pairs_of(self, kind: str) -> frozenset[tuple[int | None, int | None]]:
-        """Stage and micro-batch of each of its tasks of a kind."""
+        """The stage and micro-batch of each task of a kind."""
         return frozenset(
             (t.stage, t.microbatch) for row in self.rows for t in row if t.kind == kind
         )
@@ -101,20 +102,20 @@ class Schedule:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """Stage → its delay, or those of its micro-batches where they differ."""
+        """Stage → its delay, or the delays of its micro-batches where they differ."""
         if isinstance(self.delay, tuple):
             return self.delay
         return (self.delay,) * self.stages
 
     @cached_property
     def delays(self) -> tuple[int, ...]:
-        """Stage → its delay, the greatest of its micro-batches."""
-        return tuple(max(each) if isinstance(each, tuple) else each for each in self.rules)
+        """Stage → the greatest delay of its micro-batches."""
+        return tuple(max(rule) if isinstance(rule, tuple) else rule for rule in self.rules)
 
     def delay_of(self, stage: int, microbatch: int | None) -> int:
-        """The delay of all tasks of a micro-batch on a stage.
+        """The delay of a micro-batch on a stage.
 
-        What a stage does once a step reads the oldest version that a micro-batch of it reads.
+        For a task that comes once a step, None, it is the greatest of all micro-batches.
         """
         rule = self.rules[stage]
         if isinstance(rule, tuple):
@@ -123,7 +124,7 @@ class Schedule:
 
     @cached_property
     def depth(self) -> int:
-        """How many batches back its tasks reach: 0 where every step ends with a flush."""
+        """How many batches back its tasks reach; 0 where every step ends with a flush."""
         return max((-task.batch for row in self.rows for task in row), default=0)
 
     @cached_property
@@ -132,9 +133,8 @@ class Schedule:
         return self.depth > 0 or any(self.delays)
 
     def held_by(self, device: int) -> tuple[int, ...]:
-        """The stages on a device, in order, and those of which it has a copy."""
-        every = range(self.stages)
-        return tuple(stage for stage in every if device in self.devices_of(stage))
+        """The stages that a device holds, its copies included, in order."""
+        return tuple(s for s in range(self.stages) if device in self.devices_of(s))
 
     def devices_of(self, stage: int) -> tuple[int, ...]:
         """A stage's own device, and those of its copies."""
@@ -146,7 +146,7 @@ class Schedule:
 
     @cached_property
     def _elsewhere(self) -> dict[tuple[int, int | None], int]:
-        """Stage and micro-batch → the device, for those that a copy computes."""
+        """Stage and micro-batch that a copy computes → the device of the copy."""
         return {
             (task.stage, task.microbatch): device
             for device, row in enumerate(self.rows if self.copies else ())
@@ -157,12 +157,14 @@ class Schedule:
 
     @cached_property
     def working(self) -> tuple[tuple[int, ...], ...]:
-        """Stage → the devices of its copies that compute a micro-batch, in order. The others are
-        as if they were not there."""
-        found = {(stage, device) for (stage, _), device in self._elsewhere.items()}
+        """Stage → the devices of its copies that compute any micro-batch, in order.
+
+        Other copies have no effect.
+        """
+        busy = {(stage, device) for (stage, _), device in self._elsewhere.items()}
         return tuple(
-            tuple(device for device in own if (stage, device) in found)
-            for stage, own in enumerate(self.copies)
+            tuple(device for device in devices if (stage, device) in busy)
+            for stage, devices in enumerate(self.copies)
         )
 
     def __str__(self) -> str:
@@ -176,7 +178,6 @@ class Schedule:
         return f"<Schedule {self.name}: {counts}, {self.microbatches} micro-batches>"
 
     def _repr_mimebundle_(self, **kinds: object) -> dict[str, str]:
-        """Its picture, for notebooks."""
         return shown(self, sum(map(len, self.rows)))
 
     @staticmethod
@@ -205,11 +206,11 @@ class Schedule:
         Args:
             text: what its ``_dump_csv`` writes, as "compute_only" or with sends and receives.
             name: the schedule's name.
-            check: whether to refuse what would hang or give wrong gradients in its runtime.
+            check: whether to refuse a CSV that would hang or give wrong gradients in its runtime.
 
         Raises:
             ParseError: a cell is no action; with line and column.
-            VerificationError: with everything that would go wrong there, by row and column.
+            VerificationError: with all that would go wrong in the runtime, by row and column.
             InputError: a stage is missing, or in two rows.
         """
         from fxpipe.verify.peers import Actions
@@ -219,7 +220,7 @@ class Schedule:
 
     @staticmethod
     def from_nodes(nodes: Sequence[Sequence[Any]] | str, *, name: str = "nodes") -> Schedule:
-        """Read zero-bubble's lists of scheduled nodes, one list a device, or their text.
+        """Read the scheduled nodes of the zero-bubble repository: a list a device, or their text.
 
         Args:
             nodes: objects or mappings with ``type``, ``stage``, ``microbatch`` or ``minibatch``,
@@ -228,7 +229,7 @@ class Schedule:
 
         Raises:
             ParseError: the text is no list of lists; with line and column.
-            InputError: a node cannot be read; with row and number.
+            InputError: a node cannot be read; with its row and its number in the row.
         """
         from fxpipe.text.peers import parse_nodes
 
@@ -237,7 +238,7 @@ class Schedule:
     def csv(self) -> str:
         """The CSV that torch.distributed.pipelining reads as "compute_only", bubbles included.
 
-        Updates are left out: they are in the loop around torch's ``step``.
+        Updates are left out: with torch they are in the loop around ``step``.
 
         Raises:
             VerificationError: something is wrong with the schedule.
@@ -252,14 +253,14 @@ class Schedule:
 
         Args:
             stash_limit: the most micro-batches that a device may keep between forward and
-                backward, over all its stages; or one number for each stage.
+                backward, over all its stages; or, as a sequence, the most that each stage may keep.
         """
         from fxpipe.verify.schedule import verify_schedule
 
         return verify_schedule(self, stash_limit)
 
     def versions(self) -> Versions:
-        """Weight versions: how many live on each stage, how stale, and the smallest delay."""
+        """The weight versions that each stage keeps, how stale they are, and the smallest delay."""
         from fxpipe.verify.schedule import schedule_versions
 
         return schedule_versions(self)
@@ -281,7 +282,7 @@ class Schedule:
         replicas: int = 1,
         shards: bool = False,
     ) -> Simulation:
-        """Run it on paper, of stages that each hand one value to the next.
+        """Predict the time and memory of a step, for stages that each hand one value to the next.
 
         See ``fxpipe.simulator.simulate_schedule``.
         """
@@ -299,9 +300,9 @@ class Schedule:
         )
 
     def formulas(self, *, given: Sequence[Relational] = ()) -> Formulas:
-        """Makespan, bubble and stash of one step and its flush, in the times of its tasks.
+        """Makespan, bubble and stash of one step and its flush, as formulas in the times of tasks.
 
-        ``Recipe.formulas`` has the numbers of devices and micro-batches in them too. See
+        The formulas of ``Recipe.formulas`` also have p and m as variables. See
         ``fxpipe.formulas.schedule_formulas``.
         """
         from fxpipe.formulas import schedule_formulas
@@ -313,10 +314,10 @@ class Schedule:
 
         Args:
             costs: letter of a kind of task, or letter and stage → its time.
-            steps: how many steps to draw; by default as many as it takes to see what it does.
+            steps: how many steps to draw; by default enough to show how the schedule repeats.
 
         Raises:
-            InputError: a letter is unknown, or a number makes no sense.
+            InputError: a letter is unknown, or a number is invalid.
         """
         from fxpipe.draw.schedule import draw_schedule
 
@@ -329,35 +330,35 @@ class Schedule:
         steps: int | None = None,
         width: int | None = None,
     ) -> str:
-        """The same as text, for terminals: rows of tasks in time, faults marked.
+        """The schedule as text, for terminals: devices as rows, time to the right, faults marked.
 
         Args:
             costs: letter of a kind of task, or letter and stage → its time.
-            steps: how many steps to show; by default as many as it takes to see what it does.
-            width: characters a line, beyond which the grid goes on below.
+            steps: how many steps to show; by default enough to show how the schedule repeats.
+            width: characters a line; a longer grid continues below.
 
         Raises:
-            InputError: a letter is unknown, or a number makes no sense.
+            InputError: a letter is unknown, or a number is invalid.
         """
         from fxpipe.draw.grid import schedule_grid
 
         return schedule_grid(self, costs=costs, steps=steps, width=width)
 
 
-def _check_listed(name: str, given: Any, what: str, depth: int) -> None:
-    """Raises InputError where a value is no tuple, or, at a depth of 2, no tuple of tuples."""
-    inner = given if depth == 2 and isinstance(given, tuple | list) else ()
-    if not all(isinstance(each, tuple | list) for each in (given, *inner)):
-        raise InputError(f"{name} of a schedule is {given!r:.60}; give {what}")
+def _check_listed(name: str, value: Any, what: str, depth: int) -> None:
+    """Raise InputError unless a value is a tuple, or, with a depth of 2, a tuple of tuples."""
+    inner = value if depth == 2 and isinstance(value, tuple | list) else ()
+    if not all(isinstance(item, tuple | list) for item in (value, *inner)):
+        raise InputError(f"{name} of a schedule is {value!r:.60}; give {what}")
 
 
 def ordered_copies(copies: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """The same in one form, so that equal schedules and programs are equal."""
-    return tuple(tuple(sorted(own)) for own in copies) if any(copies) else ()
+    """Sort each stage's copies; empty if there are none. So equal schedules compare equal."""
+    return tuple(tuple(sorted(devices)) for devices in copies) if any(copies) else ()
 
 
 def delay_text(delay: Delay) -> str:
-    """``1``; ``2,1,0`` for each stage; ``1/1/0,0`` where the micro-batches of one differ."""
+    """``1``; ``2,1,0`` for three stages; ``1/1/0,0`` where a stage's micro-batches differ."""
     if not isinstance(delay, tuple):
         return str(delay)
     return ",".join(
@@ -367,7 +368,7 @@ def delay_text(delay: Delay) -> str:
 
 
 def _shortest(rule: Rule) -> Rule:
-    """The same without numbers at its end that the one before them says already."""
+    """Drop numbers at the end that repeat the one before them."""
     if not isinstance(rule, tuple) or not rule:
         return rule
     end = len(rule)

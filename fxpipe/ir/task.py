@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 READABLE = ("gradients", "parameters")
-"""What a user's own task may read of its stage."""
+"""What a task of a user's own may read of its stage."""
 
 WRITABLE = ("gradients",)
-"""What a user's own task may change of its stage, in place; it is given that, too."""
+"""What a task of a user's own may change in place; what it changes it can also read."""
 
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What a user's own task is given when it runs.
+    """The argument of ``run`` of a task of a user's own.
 
-    What the kind reads and does not write are copies. To change one of them is an error, and so is
-    to put another tensor in the place of one: gradients are changed in place.
+    Tensors that its kind reads but does not write are copies, and changing one is an error.
+    Gradients are changed in place: replacing a tensor by another is an error, too.
 
     Attributes:
-        stage: its stage.
+        stage: the task's stage.
         microbatch: its micro-batch, or None for a task once a step.
         parameters: name in the model → the stage's parameter, if the kind reads them.
         gradients: name in the model → the sum of its gradient so far in this batch, if the kind
@@ -53,18 +53,17 @@ class TaskKind:
         letter: its letter in text and pictures.
         name: its name in messages.
         per_microbatch: False for a task that comes once a step and stage.
-        follows: letters of the tasks of the same stage and micro-batch that come before it (of
-            all micro-batches, for a task once a step); one that the schedule does not hold does
-            not count.
-        previous: letters of the tasks of the stage before, for the same micro-batch, one of which
-            brings what it reads.
-        next: the same of the stage behind.
-        gathers: letters of the tasks of all stages, for all micro-batches, that come before it: a
-            collective waits for every stage.
+        follows: letters of the tasks that must come before it on its stage, for its micro-batch
+            (for all micro-batches, if it comes once a step); missing tasks are ignored.
+        previous: letters of the tasks on the previous stage, for its micro-batch, one of which
+            makes its inputs.
+        next: letters of the tasks on the next stage, for its micro-batch, one of which makes its
+            inputs.
+        gathers: letters of the tasks on all stages, for all micro-batches, that come before it.
         cost: the time that it takes where nothing is measured; a forward takes 1.
-        reads: of READABLE, for a user's own kind.
-        writes: of WRITABLE, for a user's own kind.
-        run: what a user's own kind does.
+        reads: for a user's own kind, which of READABLE it reads.
+        writes: for a user's own kind, which of WRITABLE it changes.
+        run: for a user's own kind, the function that it runs.
     """
 
     letter: str
@@ -100,7 +99,7 @@ KINDS: dict[str, TaskKind] = {
 BUILT_IN = frozenset(KINDS)
 
 BESIDE = "OP"
-"""The letters of tasks that run beside the others of their device, which only begin them."""
+"""The letters of tasks that the device only begins, and that then run beside its other tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ class Task:
     Attributes:
         kind: a letter of KINDS.
         microbatch: index in its batch, from 0; None for a task once a step.
-        stage: the stage; None while an author leaves it out, never None in a Schedule.
+        stage: the stage. An author may leave it out, None; in a Schedule it is never None.
         batch: 0 for this step's batch, −1 for the one before it, and so on.
     """
 
@@ -122,68 +121,69 @@ class Task:
     def __str__(self) -> str:
         index = "" if self.microbatch is None else str(self.microbatch)
         at = "" if self.stage is None else f"@{self.stage}"
-        # A later batch than this step's is always wrong, and has no text that can be parsed.
         return f"{self.kind}{index}{batch_mark(self.batch)}{at}"
 
 
 def is_task(value: object) -> bool:
-    """Whether it is a task whose kind is a text, with whole numbers where it has some."""
+    """Whether a value is a Task, its kind a text and its numbers whole."""
     if not isinstance(value, Task) or not isinstance(value.kind, str):
         return False
     if type(value.microbatch) is type(value.stage) is type(value.batch) is int:
-        return True  # nearly all are
-    numbers = [each for each in (value.microbatch, value.stage) if each is not None]
+        return True  # nearly always
+    numbers = [number for number in (value.microbatch, value.stage) if number is not None]
     return all(isinstance(number, Integral) for number in (value.batch, *numbers))
 
 
 def F(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
-    """Forward of a micro-batch; the stage may be left out where the device holds one."""
+    """Forward of a micro-batch. The stage of a task can be left out if its device holds one."""
     return Task("F", microbatch, stage, batch)
 
 
 def B(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
-    """Backward of a micro-batch: input and weight gradients."""
+    """Backward of a micro-batch: the gradients of the inputs and of the weights."""
     return Task("B", microbatch, stage, batch)
 
 
 def I(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:  # noqa: E743
-    """The half of a backward that the stage before waits for: the gradients of the inputs."""
+    """Input gradient: the half of a backward for which the stage before waits."""
     return Task("I", microbatch, stage, batch)
 
 
 def W(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
-    """The other half, which nobody waits for but the update: the gradients of the weights."""
+    """Weight gradient: the other half of a backward, for which only the update waits."""
     return Task("W", microbatch, stage, batch)
 
 
 def R(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
-    """Recompute: run the forward again, of which only the inputs were kept, before a backward."""
+    """Recompute: run a forward again before its backward; only its inputs were kept."""
     return Task("R", microbatch, stage, batch)
 
 
 def O(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:  # noqa: E743
-    """Offload: begin to store what the stage keeps, outside of the device's memory; with an R these
-    are its inputs."""
+    """Offload: begin to move what the stage keeps out of the device's memory.
+
+    With a recompute, R, that is the inputs of the forward.
+    """
     return Task("O", microbatch, stage, batch)
 
 
 def P(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
-    """Prefetch: begin to bring back what was stored. The backward, or R, waits for it."""
+    """Prefetch: begin to bring back what was offloaded. The backward, or R, waits for it."""
     return Task("P", microbatch, stage, batch)
 
 
 def A(stage: int | None = None, *, batch: int = 0) -> Task:
-    """Begin to sum a stage's gradients over the replicas; what needs the sums waits for them."""
+    """Reduce: begin to sum a stage's gradients over the replicas. Tasks that need the sums wait."""
     return Task("A", None, stage, batch)
 
 
 def C(stage: int | None = None, *, batch: int = 0) -> Task:
-    """Clip a stage's gradients by the norm of those of all stages, for which it waits."""
+    """Clip a stage's gradients by the norm over all stages; it waits for the gradients of all."""
     return Task("C", None, stage, batch)
 
 
 def U(stage: int | None = None, *, batch: int = 0) -> Task:
-    """Update of a stage's parameters from the gradients of the batch."""
+    """Update a stage's parameters from the gradients of the batch."""
     return Task("U", None, stage, batch)
 
 
@@ -198,24 +198,24 @@ def define_task(
     reads: tuple[str, ...] = (),
     writes: tuple[str, ...] = (),
 ) -> Callable[..., Task]:
-    """Add a kind of task of your own, and get the function that makes its tasks.
+    """Define a kind of task of your own, and return the function that makes its tasks.
 
     Args:
-        letter: a capital letter that is not taken; defining one's own letter again replaces it.
+        letter: a capital letter that no built-in kind has; defining yours again replaces it.
         name: its name in messages, pictures and traces.
-        run: what it does on its device.
+        run: the function that it runs on its device.
         cost: the time that it takes where nothing is measured; a forward takes 1.
-        per_microbatch: whether it comes for a micro-batch, or once a step and stage.
+        per_microbatch: True for a task for each micro-batch, False for one a step and stage.
         follows: letters of the tasks of the same stage that come before it.
-        reads: "gradients" and "parameters", whichever ``run`` looks at.
-        writes: "gradients" where ``run`` changes them in place.
+        reads: what ``run`` reads: "gradients", "parameters" or both.
+        writes: "gradients" if ``run`` changes them in place.
 
     Returns:
         For a task once a step, ``task(stage=None, *, batch=0)``; for one of a micro-batch,
         ``task(microbatch, stage=None, *, batch=0)``.
 
     Raises:
-        InputError: the letter is taken or is none, the cost is missing or negative, or ``follows``,
+        InputError: the letter is taken or invalid, the cost is missing or negative, or ``follows``,
             ``reads`` or ``writes`` name something unknown.
     """
     what = f"task {name!r}"

@@ -1,4 +1,4 @@
-"""The whole model as one functional graph: what the front end gives to the partition."""
+"""The traced model: one functional graph of the whole model, from which stages are cut."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ SEED = "fxpipe_seed"
 """The placeholder that carries a micro-batch's random seed, in graphs with random operations."""
 
 DRAWS = "fxpipe.draws"
-"""Key of a node's metadata in graphs with leaf modules: whether it draws random numbers."""
+"""Metadata key of a node, in graphs with leaf modules: whether it draws random numbers."""
 
 DRAWS_FROM_OTHERS = "fxpipe.draws_from_others"
-"""The same: whether it draws from Python's or NumPy's global generator."""
+"""Metadata key of such a node: whether it draws from Python's or NumPy's global generator."""
 
 TAKES_TURNS = "fxpipe.takes_turns"
-"""Metadata of a leaf module's node: that it calls ``torch.cond`` or its like, for which PyTorch
-traces, in the backward as well; that it can do in one thread at a time."""
+"""Metadata key of a leaf module's node: whether it calls ``torch.cond`` or the like. PyTorch traces
+these when they run, forward and backward, which only one thread may do at a time."""
 
 AUTOCAST = "fxpipe.autocast"
-"""Metadata of a node that is called as it is: the ``Autocasts`` under which it was, if any."""
+"""Metadata key of a node: the ``Autocasts`` in which the model runs it, if any."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Value:
     """An output of the model that the graph computes.
 
     Attributes:
-        name: its node.
-        dims: the dimensions that are the batch, () where it has none; of a number that counts
-            samples (0,). None where the graph does not tell.
+        name: the name of its node.
+        dims: its batch dimensions, () if it has none; (0,) for a number that counts samples. None
+            if the graph does not tell.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Literal:
     """An output of the model that does not depend on its inputs' values, such as a number.
 
     Attributes:
-        value: what it is for a micro-batch of the traced size.
-        dims: (0,) where it counts samples, else (); None where the graph does not tell.
+        value: its value for a micro-batch of the traced size.
+        dims: (0,) if it counts samples, else (); None if the graph does not tell.
     """
 
     value: Any
@@ -62,23 +62,24 @@ class Literal:
 class Traced:
     """A model's computation on one micro-batch, as a graph without side effects.
 
-    The graph's placeholders are parameters, buffers, the inputs and, where the graph draws random
-    numbers, SEED. It returns the tuple of its ``writes``, then its ``outputs`` that are values, and
-    then the loss where that is none of these. Two are equal when their texts are.
+    The placeholders of the graph are parameters, buffers, inputs and, if it draws random numbers,
+    SEED. It returns one tuple: its ``writes``, then those of its ``outputs`` that are values, then
+    the loss unless it is one of these. Two are equal when their texts are.
 
     Attributes:
         module: the graph; equality compares its text.
         parameters: its parameter placeholders.
-        buffers: its buffer placeholders, lifted constants among them.
-        constants: target → tensor, of the buffers that are not the model's but lifted constants.
-        inputs: for each flat input of the call the placeholder's name, or None if it is no value.
+        buffers: its buffer placeholders, including lifted constants.
+        constants: target → tensor, for the buffers that are lifted constants.
+        inputs: for each flat input of the call, its placeholder, or None if it is not a tensor that
+            the graph reads.
         writes: the buffers that it writes.
         outputs: the flat outputs.
         out_spec: how the outputs nest.
         leaves: whether it calls leaf modules.
-        accepts: whether the graph holds for a micro-batch of that many samples.
-        loss: the name of the loss value, where a loss is part of the graph.
-        deferred: the calls of BatchNorm whose statistics are updated at the step's end.
+        accepts: size of a micro-batch → whether the graph holds for it.
+        loss: the name of the loss value, if a loss is part of the graph.
+        deferred: the calls of BatchNorm whose statistics are updated at the end of the step.
     """
 
     module: fx.GraphModule = field(compare=False)
@@ -107,15 +108,15 @@ class Traced:
 
     @cached_property
     def seeded(self) -> bool:
-        """Whether the graph draws random numbers, and so takes SEED."""
+        """Whether the graph takes SEED, since it draws random numbers."""
         return any(node.op == "placeholder" and node.name == SEED for node in self.graph.nodes)
 
     def state_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Name in the model → its parameter or buffer, or a lifted constant."""
-        found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        found.update(model.named_buffers(remove_duplicate=False))
-        found.update(self.constants)
-        return found
+        """Name → the model's parameter or buffer of that name, or the lifted constant."""
+        state: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        state.update(model.named_buffers(remove_duplicate=False))
+        state.update(self.constants)
+        return state
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Traced):
@@ -135,15 +136,18 @@ class Traced:
     def parse(
         text: str, root: nn.Module | None = None, functions: Iterable[Callable[..., Any]] = ()
     ) -> Traced:
-        """Read a traced graph. Raises ParseError with line and column.
+        """Read a traced graph's text.
 
-        How the outputs nest, the constants' values and the sizes that the graph holds for are no
-        part of the text. What a text can name is what that of a plan can, see ``Plan.parse``.
+        The text does not hold how the outputs nest, the values of constants, and the sizes for
+        which the graph holds. It can name only what the text of a plan can; see ``Plan.parse``.
 
         Args:
-            text: what ``str(traced)`` gave.
-            root: the module that holds the leaf modules which the graph calls, if it calls any.
+            text: the text that ``str(traced)`` gave.
+            root: the module that holds the leaf modules which the graph calls, if any.
             functions: what else the graph may call.
+
+        Raises:
+            ParseError: with line and column.
         """
         from fxpipe.text.plan import parse_traced
 
@@ -157,8 +161,8 @@ class Traced:
 
 
 def with_dims(traced: Traced, dims: Sequence[tuple[int, ...]]) -> Traced:
-    """The graph with it known of each flat output which of its dimensions are the batch."""
+    """Set the batch dimensions of each flat output; without effect if there are not as many."""
     if len(dims) != len(traced.outputs):
         return traced
     pairs = zip(traced.outputs, dims, strict=True)
-    return replace(traced, outputs=tuple(replace(out, dims=told) for out, told in pairs))
+    return replace(traced, outputs=tuple(replace(out, dims=batch) for out, batch in pairs))

@@ -1,6 +1,6 @@
-"""A program written as another: its steps in a row, or without its streams.
+"""Rewrite a program: ``unroll`` writes all of its steps out, ``blocking`` removes its streams.
 
-Steps in a row show what a window that repeats does from the first step to the flush.
+An unrolled program shows what a repeating window does from the first step to the flush.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.launch import Launch
+from fxpipe.ir.launch import Event, Launch
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 
@@ -22,32 +22,32 @@ _MOST = 10_000_000
 
 
 def unroll(program: Program, steps: int) -> Program:
-    """The whole run of a program over so many steps, and the flush after the last.
+    """Write out the run of a program over some steps, and the flush after the last.
 
-    Each device's list is its windows, one after another. Step t runs what belongs to the batches
-    t − depth … t; what belongs to a batch that does not exist is left out. Batches and versions
-    count from the first step, so both are at least 0: an instruction of batch b that reads
-    version v has the batch t + b and the version max(t + v, 0) in step t. An event of step t is
-    of batch t; a wait for one that nothing records is left out.
+    A device's list is its windows, one after another. Step t runs the instructions of the batches
+    t − depth … t and leaves out those of batches that do not exist. Batches, versions and events
+    count from the first step, so all are at least 0: in step t, an instruction of batch b that
+    reads version v gets the batch t + b and the version max(t + v, 0). Waits for events that
+    nothing records are left out.
 
     Raises:
-        InputError: there is no step.
+        InputError: ``steps`` is less than 1, or the result would be too long.
     """
-    kept = [
-        list(_repeated([(ins.batch_of(x), at) for at, x in enumerate(own)], steps, program.depth))
-        for own in program.lists
+    runs = [
+        list(_repeated([(ins.batch_of(x), at) for at, x in enumerate(row)], steps, program.depth))
+        for row in program.lists
     ]
     lists = tuple(
-        tuple([absolute(own[at], step) for step, at in left])
-        for own, left in zip(program.lists, kept, strict=True)
+        tuple([absolute(row[at], step) for step, at in run])
+        for row, run in zip(program.lists, runs, strict=True)
     )
-    launches = _launches(
-        [
-            [_later(own[at], step) for step, at in left]
-            for own, left in zip(program.launches, kept, strict=False)
-        ]
-    )
-    return replace(program, lists=lists, launches=launches)
+    launches = [
+        [_later(row[at], step) for step, at in run]
+        for row, run in zip(program.launches, runs, strict=False)
+    ]
+    recorded = {launch.record for row in launches for launch in row}
+    recording = tuple(tuple([_waiting(launch, recorded) for launch in row]) for row in launches)
+    return replace(program, lists=lists, launches=recording)
 
 
 def _later(launch: Launch, step: int) -> Launch:
@@ -57,25 +57,16 @@ def _later(launch: Launch, step: int) -> Launch:
     return Launch(launch.stream, waits, record)
 
 
-def _launches(launches: Sequence[Sequence[Launch]]) -> tuple[tuple[Launch, ...], ...]:
-    """The same without waits for events that nothing records."""
-    recorded = {launch.record for own in launches for launch in own}
-    return tuple(
-        tuple(
-            [
-                replace(launch, waits=tuple([e for e in launch.waits if e in recorded]))
-                for launch in own
-            ]
-        )
-        for own in launches
-    )
+def _waiting(launch: Launch, recorded: set[Event | None]) -> Launch:
+    """A launch without waits for events that nothing records."""
+    return replace(launch, waits=tuple([e for e in launch.waits if e in recorded]))
 
 
 def unroll_schedule(schedule: Schedule, steps: int) -> Schedule:
-    """The same for a schedule: its rows, with batches that count from the first step.
+    """Write out the run of a schedule over some steps, as ``unroll`` does for a program.
 
     Raises:
-        InputError: there is no step.
+        InputError: ``steps`` is less than 1, or the result would be too long.
     """
     rows = tuple(
         tuple(
@@ -90,7 +81,7 @@ def unroll_schedule(schedule: Schedule, steps: int) -> Schedule:
 
 
 def absolute(instruction: ins.Instruction, step: int) -> ins.Instruction:
-    """An instruction of a window as it runs in a step: its batch and version from the first on."""
+    """An instruction as it runs in a step, its batch and version counted from the first step."""
     moved = shifted(instruction, step)
     match moved:
         case ins.Update(reads=reads, writes=writes) if min(reads, writes) < 0:
@@ -101,7 +92,7 @@ def absolute(instruction: ins.Instruction, step: int) -> ins.Instruction:
 
 
 def shifted(instruction: ins.Instruction, steps: int) -> ins.Instruction:
-    """The same instruction, its batch and version counted from so many steps earlier."""
+    """The instruction with its batch and version counted from ``steps`` steps earlier."""
     x = instruction
     if not steps:
         return x
@@ -129,28 +120,28 @@ def shifted(instruction: ins.Instruction, steps: int) -> ins.Instruction:
 
 
 def _repeated(
-    own: Sequence[tuple[int, Item]], steps: int, depth: int
+    window: Sequence[tuple[int, Item]], steps: int, depth: int
 ) -> Iterator[tuple[int, Item]]:
-    """The step and the item of all windows, without those of batches that do not exist."""
+    """Repeat a window of (batch, item); yield step and item where the batch exists."""
     if steps < 1:
         raise InputError(f"steps is {steps}; a run needs at least 1")
-    if (steps + depth) * max(len(own), 1) > _MOST:
+    if (steps + depth) * max(len(window), 1) > _MOST:
         raise InputError(
-            f"{steps + depth} steps of a device's {len(own)} tasks or instructions are more than "
-            f"{_MOST}; give fewer steps"
+            f"{steps + depth} steps of a device's {len(window)} tasks or instructions are more "
+            f"than {_MOST}; give fewer steps"
         )
     for step in range(steps + depth):
-        for batch, item in own:
+        for batch, item in window:
             if 0 <= step + batch < steps:
                 yield step, item
 
 
 def blocking(program: Program) -> Program:
-    """The same program without launches, in which each value arrives right before its first use.
+    """Remove the launches of a program, and let each value arrive right before its first use.
 
-    Where devices have streams, an arrival is launched early and holds nothing up. Here a device
-    waits for it where it stands, so it stands as late as it can: values from one device still
-    come in their order, and all of them before a barrier or a pause.
+    With streams, an arrival is launched early and delays nothing. Without, the device waits at the
+    arrival, so it is moved as late as possible. Values from one device keep their order, and all
+    arrive before a barrier or a pause that came after them.
     """
     if not program.launches:
         return program

@@ -1,4 +1,4 @@
-"""Values on their way: the edges between stages, and the buffers that hold them in a program."""
+"""Edges, along which values go between stages, and the buffers that hold values in a program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HOST = -1
 """The stage number of the caller: inputs come from it, outputs go to it."""
 
 FURTHEST = 1_000
-"""How many batches back tasks, delays and versions reach at most."""
+"""The most batches that tasks, delays and versions may reach back."""
 
 EdgeKind = Literal["in", "act", "skip", "out"]
 
@@ -53,7 +53,7 @@ def stage_name(stage: int) -> str:
 
 
 def outputs_of(edges: Iterable[Edge]) -> tuple[str, ...]:
-    """The values of some edges from one stage, each once, in order."""
+    """The values of some edges, each once, in order."""
     return tuple(dict.fromkeys(edge.value for edge in edges))
 
 
@@ -90,24 +90,29 @@ BufferKind = Literal[
 ]
 
 KEPT = ("saved", "offloaded", "fetching", "fetched", "deferred", "state")
-"""The kinds of what a stage keeps for itself."""
+"""The kinds of buffers that a stage keeps for itself."""
 
 COPIED = ("weights", "sums")
-"""The kinds of what goes between a stage's own device and its copies."""
+"""The kinds of buffers that go between a stage's own device and its copies."""
 
 
 class Buffer(NamedTuple):
     """A place for one value of one micro-batch on one device.
 
-    ``in``, ``act``, ``skip`` and ``out`` hold a value on its way along an edge, ``grad`` the
-    gradient that comes back along it (so its source is the edge's target). A stage keeps for
-    itself ``saved`` from forward to backward, ``deferred`` from the input-gradient half of its
-    backward to the weight-gradient half, and ``state``, the buffers that its forward read, until
-    it recomputes. What it has saved, or what its recompute reads, is ``offloaded`` while it is
-    stored elsewhere, ``fetching`` on its way back, and then ``fetched``. ``norm`` holds the norms
-    of its gradients on their way to another stage. ``weights`` holds its weights and buffers on
-    their way to a copy on another device, ``sums`` what the copy has summed on its way back,
-    gradients and the moments of BatchNorms; instead of a micro-batch they name that device.
+    The kinds:
+
+    - ``in``, ``act``, ``skip``, ``out``: a value on its way along an edge.
+    - ``grad``: the gradient that comes back along an edge; its source is the edge's target.
+    - ``saved``: what a stage keeps from forward to backward.
+    - ``deferred``: what it keeps from the input-gradient half of a backward to the other half.
+    - ``state``: the model's buffers that a forward read, kept until it is recomputed.
+    - ``offloaded``, ``fetching``, ``fetched``: what is saved, or what a recompute reads, while
+      stored elsewhere, on its way back, and back.
+    - ``norm``: the norms of a stage's gradients on their way to another stage.
+    - ``weights``: a stage's weights and buffers on their way to a copy on another device.
+    - ``sums``: the gradients and BatchNorm moments that a copy has summed, on their way back.
+
+    ``weights`` and ``sums`` have the copy's device in place of a micro-batch.
     """
 
     kind: BufferKind
@@ -127,26 +132,26 @@ class Buffer(NamedTuple):
 
 
 def part_of(count: int, replica: int, replicas: int) -> range:
-    """Which of so many elements of a gradient a replica sums for all."""
+    """The elements of a gradient of ``count`` that one replica sums for all."""
     return range(count * replica // replicas, count * (replica + 1) // replicas)
 
 
 def batch_mark(batch: int) -> str:
-    """How text tells a batch: ``'`` for the one before this step's, ``+`` for the one after.
+    """The mark of a batch in texts: a ``'`` for each step that it lies back, ``+`` for each ahead.
 
-    One that nothing valid reaches is told by its number, which no text is read from.
+    Beyond FURTHEST, where nothing is valid, it is a number in brackets, which is not parsed.
     """
     return "'" * -batch + "+" * batch if abs(batch) <= FURTHEST else f"({batch:+})"
 
 
 def own_buffer(kind: BufferKind, stage: int, microbatch: int, batch: int = 0) -> Buffer:
-    """The buffer of a micro-batch that is of one stage alone: one of ``KEPT``, or of ``COPIED``,
-    which has the copy's device instead of a micro-batch."""
+    """A buffer of one stage alone, of a kind in ``KEPT``, or in ``COPIED``; the latter have the
+    copy's device for a micro-batch."""
     return Buffer(kind, "", stage, stage, microbatch, batch)
 
 
 def norm_buffer(source: int, target: int, batch: int = 0) -> Buffer:
-    """The norms of a stage's gradients of a batch, for another stage or itself."""
+    """The buffer of a stage's gradient norms for another stage or itself."""
     return Buffer("norm", "norm", source, target, 0, batch)
 
 
@@ -167,8 +172,8 @@ class Operands(NamedTuple):
         inputs: what its forward reads.
         outputs: for each value that its forward makes, a buffer for each consumer.
         saved: what its forward keeps.
-        kept: what its backward uses up: the same, or that fetched again.
-        gradients: for each value that gets a gradient, its parts in the order of the sum.
+        kept: what its backward uses up: ``saved``, or the same when fetched again.
+        gradients: for each value that gets a gradient, the parts in the order of their sum.
         returned: the gradients of its inputs.
     """
 
@@ -181,16 +186,15 @@ class Operands(NamedTuple):
 
     @staticmethod
     def of(kept: Buffer, into: Sequence[Edge], away: Sequence[Edge]) -> Operands:
-        """Name them by what the stage's backward uses up, and the edges that its forward reads and
-        writes."""
+        """Name them, given the edges that the stage's forward reads and writes."""
         stage, i, batch = kept.source, kept.microbatch, kept.batch
         by_value = [[e for e in away if e.value == value] for value in outputs_of(away)]
-        returned = gradient_groups(away)
+        groups = gradient_groups(away)
         return Operands(
             tuple([forward_buffer(edge, i, batch) for edge in into]),
             tuple([tuple([forward_buffer(e, i, batch) for e in edges]) for edges in by_value]),
             own_buffer("saved", stage, i, batch),
             kept,
-            tuple([tuple([gradient_buffer(e, i, batch) for e in edges]) for edges in returned]),
+            tuple([tuple([gradient_buffer(e, i, batch) for e in edges]) for edges in groups]),
             tuple([gradient_buffer(edge, i, batch) for edge in into if edge.gradient]),
         )

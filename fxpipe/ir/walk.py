@@ -1,7 +1,6 @@
-"""One walk over the lists of all devices, each as far as it comes, and what they wait for.
+"""What instructions and tasks wait for, and a walk over all devices that honours these waits.
 
-Whoever orders a program's instructions, simulates, verifies or draws it, walks it here: what
-waits for what is written once.
+The simulator, the verifiers, the drawings and the order for one thread all use this module.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import Buffer
 
 Wait = tuple[int, int, int]
-"""A position that comes after one of another row: (position, row, position there).
+"""(position, row, position there): a position of a row that must come after one of another row.
 
-What waits for itself waits for ever.
+A position that waits for itself waits for ever.
 """
 
 Waits = Sequence[Sequence[Wait]]
 """Row → its waits, by position."""
 
 Key = tuple[str, int | None, int]
-"""Kind, micro-batch and stage: one task of every batch. An A on a copy of a stage has the device of
-that copy for a micro-batch."""
+"""Kind, micro-batch and stage: one task of every batch. An A on a copy of a stage has the copy's
+device for a micro-batch."""
 
 _CONNECTED = frozenset(get_args(ins.Sending | ins.Receiving | ins.Meeting))
 """The instructions that others wait for, or that wait for others."""
@@ -47,21 +46,21 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Walked:
-    """How far some rows have come.
+    """How far a walk has come.
 
     Attributes:
-        turns: one after another; each position comes after all that it waits for.
-        stuck: row → the wait at which it is stuck, for those that do not come to their ends.
+        turns: the turns of the rows, in an order in which each position comes after its waits.
+        stuck: row → the wait at which it is stuck, for each row that does not reach its end.
     """
 
     turns: list[Turn]
     stuck: dict[int, Wait]
 
     def faults(self, text: Callable[[int, int], str], cure: str) -> Iterator[Fault]:
-        """A fault for each row of each circle of rows that wait for each other.
+        """Yield a fault for each row that waits in a circle with others.
 
         Args:
-            text: what stands at a position of a row.
+            text: row and position → what stands there.
             cure: what to do about it.
         """
         seen: set[int] = set()
@@ -89,23 +88,24 @@ def walk(
 ) -> Walked:
     """Go through all rows, each in its order, until they end or are stuck.
 
-    It takes time in proportion to the number of waits, and to the logarithm of that of rows.
+    The time is proportional to the number of waits and to the logarithm of the number of rows.
 
     Args:
         lengths: row → how many positions it has.
-        waits: what they wait for.
-        clock: row and position → when the row is free after it. The row that is free first then
-            goes on, by one position; without a clock a row goes on until it waits.
+        waits: row → its waits, in order.
+        clock: row and position → when the row is free again after it. With a clock, the row that
+            is free first goes on by one position; without, a row goes on until it must wait.
     """
+    # row → how many of its positions, and how many of its waits, are behind it
     passed, done, free = [0] * len(lengths), [0] * len(lengths), [0.0] * len(lengths)
-    sleepers: list[list[tuple[int, int]]] = [[] for _ in lengths]  # heaps: (position, who)
+    sleepers: list[list[tuple[int, int]]] = [[] for _ in lengths]  # heaps of (position, waiter)
     ready = [(0.0, row) for row in range(len(lengths))]
     turns: list[Turn] = []
     while ready:
         _, row = heapq.heappop(ready)
-        own, number, end = waits[row], done[row], lengths[row]
-        while number < len(own):
-            position, other, on = own[number]
+        due, number, end = waits[row], done[row], lengths[row]
+        while number < len(due):
+            position, other, on = due[number]
             if (position if other == row else passed[other]) <= on:
                 end = position
                 break
@@ -125,19 +125,18 @@ def walk(
                 heapq.heappush(ready, (free[waiter], waiter))
         if stop < end:
             heapq.heappush(ready, (free[row], row))
-        elif number < len(own) and other != row:
+        elif number < len(due) and other != row:
             heapq.heappush(sleepers[other], (on, row))
-    stuck = {row: own[done[row]] for row, own in enumerate(waits) if done[row] < len(own)}
+    stuck = {row: due[done[row]] for row, due in enumerate(waits) if done[row] < len(due)}
     return Walked(turns, stuck)
 
 
 def waits_of(program: Program) -> list[list[Wait]]:
-    """What the instructions of each device wait for on any device, in one window.
+    """Device → what its instructions wait for in one window, in order.
 
-    A receive or a pop waits for its send or stash, a barrier or a pause for all that the other
-    devices do before theirs, and an instruction of a stream for the events that it is launched
-    after. What an earlier window has sent or recorded is there already. What never comes is
-    waited for for ever.
+    A receive or a pop waits for its send or stash, a barrier or a pause for all instructions before
+    it on the other devices, and an instruction of a stream for its events. What an earlier window
+    has sent or recorded is there already; what never comes is waited for for ever.
     """
     lists = program.lists
     waits: list[list[Wait]] = [[] for _ in lists]
@@ -146,8 +145,8 @@ def waits_of(program: Program) -> list[list[Wait]]:
     met: dict[type, list[list[int]]] = {
         kind: [[] for _ in lists] for kind in (ins.Barrier, ins.Pause)
     }
-    for device, own in enumerate(lists):
-        for position, x in enumerate(own):
+    for device, instructions in enumerate(lists):
+        for position, x in enumerate(instructions):
             if type(x) not in _CONNECTED:
                 continue
             if isinstance(x, ins.Sending):
@@ -177,13 +176,13 @@ def waits_of(program: Program) -> list[list[Wait]]:
                     waits[device].append((position, device, position))
                 elif not event.batch:
                     waits[device].append((position, *on))
-    for each in waits:
-        each.sort()
+    for device_waits in waits:
+        device_waits.sort()
     return waits
 
 
 def _add_meeting(waits: list[list[Wait]], places: Sequence[int | None]) -> None:
-    """All devices meet at these places, or wait for ever for those that do not come."""
+    """Let all devices meet at these places, and wait for ever if one of them has none."""
     for device, here in enumerate(places):
         if here is not None and None in places:
             waits[device].append((here, device, here))
@@ -192,7 +191,7 @@ def _add_meeting(waits: list[list[Wait]], places: Sequence[int | None]) -> None:
 
 
 def key_index(schedule: Schedule, task: Task, device: int) -> int | None:
-    """What stands for the micro-batch in a task's ``Key``: of an A on a copy the copy's device."""
+    """The micro-batch in a task's ``Key``; for an A on a copy, the copy's device instead."""
     i, stage = task.microbatch, task.stage
     if task.kind != "A" or stage is None or not 0 <= stage < len(schedule.copies):
         return i
@@ -200,7 +199,7 @@ def key_index(schedule: Schedule, task: Task, device: int) -> int | None:
 
 
 def needs_of(schedule: Schedule) -> Callable[[Key], list[Key]]:
-    """Task → the tasks of its batch that must come before it, if the schedule has them."""
+    """Return a function: task → the tasks of its batch that come before it, if they exist."""
     kinds = schedule.kinds
     near = {
         letter: [
@@ -214,7 +213,7 @@ def needs_of(schedule: Schedule) -> Callable[[Key], list[Key]]:
     gathers = {k: [b for b in kind.gathers if b in kinds] for k, kind in KINDS.items()}
     every = range(schedule.microbatches)
     copies = schedule.working or ((),) * schedule.stages
-    # stage → its own device, as None, and its copies → the micro-batches that each computes
+    # stage → each of its devices, None for its own → the micro-batches that it computes
     parts: list[dict[int | None, Sequence[int]]] = [{None: every} for _ in copies]
     for stage, devices in enumerate(copies):
         for device in (None, *devices) if devices else ():
@@ -229,39 +228,39 @@ def needs_of(schedule: Schedule) -> Callable[[Key], list[Key]]:
             ]
         if i is not None:
             return [
-                (before, i if each else None, stage + there) for before, there, each in near[letter]
+                (before, i if per_microbatch else None, stage + there)
+                for before, there, per_microbatch in near[letter]
             ]
-        found: list[Key] = [
+        keys: list[Key] = [
             (before, j, stage)
-            for before, _, each in near[letter]
-            for j in (every if each else parts[stage])
+            for before, _, per_microbatch in near[letter]
+            for j in (every if per_microbatch else parts[stage])
         ]
-        # gradients are added in order: on each device the last micro-batch's come last
-        found += [
-            (before, max(own, default=0) if KINDS[before].per_microbatch else device, s)
+        # gradients are added in order, so on each device the last micro-batch stands for all
+        keys += [
+            (before, max(indices, default=0) if KINDS[before].per_microbatch else device, s)
             for before in gathers[letter]
             for s, devices in enumerate(parts)
-            for device, own in devices.items()
+            for device, indices in devices.items()
         ]
-        return found
+        return keys
 
     return needs
 
 
 def turns_of(program: Program) -> tuple[Turn, ...]:
-    """The turns of one window in which one thread can run, or launch, the lists of all devices.
+    """Return the turns in which one thread can run, or launch, a window of all devices.
 
-    An event is recorded before it is waited for, and a value sent before it is received; a
-    barrier or a pause comes on all devices, one right after another. Of the devices that can go
-    on it is the turn of the one whose computations are furthest behind, if each takes the time of
-    its kind: so each has work early, however many share the thread.
+    Events are recorded before they are waited for, and values sent before they are received. A
+    barrier or a pause runs on all devices, one right after another. Of the devices that can go on,
+    the one whose computations are furthest behind goes next, by the usual times of tasks: so each
+    device has work early, however many share the thread.
 
     Raises:
         InputError: the program gets stuck.
     """
     lists = program.lists
-    # a device that does one instruction after another has no launches
-    launches = program.launches or [[Launch()] * len(own) for own in lists]
+    launches = program.launches or [[Launch()] * len(row) for row in lists]
     free: defaultdict[tuple[int, str], float] = defaultdict(float)
     ends: dict[int | Buffer, float] = {}
 
@@ -279,37 +278,38 @@ def turns_of(program: Program) -> tuple[Turn, ...]:
         return free[device, COMPUTE]
 
     waits = waits_of(program)
-    for own, more in zip(waits, _in_one_thread(program), strict=True):
-        own += more
-        own.sort()
-    walked = walk([len(own) for own in lists], waits, clock)
+    for device_waits, more in zip(waits, _in_one_thread(program), strict=True):
+        device_waits += more
+        device_waits.sort()
+    walked = walk([len(row) for row in lists], waits, clock)
     if walked.stuck:
         raise InputError(f"program {program.name!r} gets stuck; Program.verify() tells where")
     return tuple(walked.turns)
 
 
 def _in_one_thread(program: Program) -> list[list[Wait]]:
-    """What instructions come after besides, where one thread has one after another.
+    """Device → further waits of its instructions where one thread runs them one by one.
 
-    Nobody goes on from a meeting before all have come to it. And an update comes after those
-    that it awaits, of ``Versions.awaited``: all stages then have the version that a failure would
-    take them back to.
+    No device goes on from a meeting before all have reached it. And where ``Versions.awaited``
+    holds, an update comes after those of earlier batches that it awaits on all stages, so that
+    every stage still has the version that a failure would go back to.
     """
     waits: list[list[Wait]] = [[] for _ in program.lists]
     meetings = [
-        [at for at, x in enumerate(own) if isinstance(x, ins.Meeting)] for own in program.lists
+        [at for at, x in enumerate(row) if isinstance(x, ins.Meeting)] for row in program.lists
     ]
     for places in zip(*meetings, strict=False):
         for device, here in enumerate(places):
             waits[device] += [(here + 1, d, at) for d, at in enumerate(places) if d != device]
-    every = [x for own in program.lists for x in own]
-    delay, *others = {-x.version for x in every if isinstance(x, ins.Forward)} or {0}
-    alone = len(set(program.placement)) == program.stages
-    if delay and not others and alone and not any(isinstance(x, ins.Run) for x in every):
+    every = [x for row in program.lists for x in row]
+    delay, *other_delays = {-x.version for x in every if isinstance(x, ins.Forward)} or {0}
+    one_each = len(set(program.placement)) == program.stages
+    own_tasks = any(isinstance(x, ins.Run) for x in every)
+    if delay and not other_delays and one_each and not own_tasks:
         updates = [
             (x.writes, Place(device, at))
-            for device, own in enumerate(program.lists)
-            for at, x in enumerate(own)
+            for device, row in enumerate(program.lists)
+            for at, x in enumerate(row)
             if isinstance(x, ins.Update)
         ]
         for writes, (device, position) in updates:
@@ -318,7 +318,7 @@ def _in_one_thread(program: Program) -> list[list[Wait]]:
 
 
 def usual_cost(instruction: ins.Instruction) -> float:
-    """The time of the kind of task that an instruction runs; 0 for one that computes nothing."""
+    """The usual time of the task that an instruction runs; 0 for one that computes nothing."""
     letter = ins.letter_of(instruction)
     if letter is None:
         return 0.0

@@ -1,1 +1,1 @@
-"""The verifiers: one for each representation; every fault at once."""
+"""The verifiers, one for each representation. Each reports all faults at once."""

@@ -1,4 +1,4 @@
-"""Rules for stages that several devices compute: a stage of its own device, and its copies."""
+"""Rules for copies: stages that other devices than their own compute, too."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
     from fxpipe.verify.tasks import Window
 
 Wrong = tuple[str, str]
-"""What is wrong with something, and what to do about it."""
+"""What is wrong, and what to do about it."""
 
 
 def copies_faults(
     placement: Sequence[int], copies: Sequence[Sequence[int]], devices: int
 ) -> Iterator[Fault]:
-    """Copies are on other devices than their stage, each on its own."""
+    """Check that each copy of a stage is on a device of its own."""
     if copies and len(copies) != len(placement):
         yield Fault(
             f"it has the copies of {len(copies)} stages, and {len(placement)} stages",
             "give those of each stage, or () for one without copies",
         )
         return
-    for stage, (home, own) in enumerate(zip(placement, copies, strict=False)):
-        for number, device in enumerate(own):
+    for stage, (home, others) in enumerate(zip(placement, copies, strict=False)):
+        for number, device in enumerate(others):
             if not 0 <= device < devices:
                 yield Fault(
                     f"a copy of stage {stage} is placed on device {device}",
                     f"place it on one of the {devices} devices, numbered from 0",
                 )
-            elif device == home or device in own[:number]:
+            elif device == home or device in others[:number]:
                 yield Fault(
                     f"stage {stage} is on device {device} already",
                     "place each of its copies on a device of its own",
@@ -40,14 +40,16 @@ def copies_faults(
 
 
 def together(window: Window) -> Iterator[Fault]:
-    """All tasks of a micro-batch on a stage are on one device, its own or that of a copy; where a
-    user has defined one of them, on its own."""
+    """Check that one device runs all tasks of a micro-batch on a stage.
+
+    It is the stage's own device or that of a copy; for a task that a user has defined, its own.
+    """
     schedule = window.schedule
     for (kind, i, stage), spot in window.spots.items() if schedule.copies else ():
         if i is None or kind == "A" or ("F", i, stage) not in window.spots:
             continue
-        device, defined = schedule.device_of(stage, i), window.kinds.get(kind)
-        if defined is not None and defined.run is not None:
+        device, task_kind = schedule.device_of(stage, i), window.kinds.get(kind)
+        if task_kind is not None and task_kind.run is not None:
             wrong = away(schedule, stage, i)
             if wrong is not None and spot.device == schedule.placement[stage]:
                 yield window.fault(spot, *wrong)
@@ -57,7 +59,7 @@ def together(window: Window) -> Iterator[Fault]:
 
 
 def away(schedule: Schedule, stage: int, microbatch: int | None) -> Wrong | None:
-    """What is wrong with a user's task for a micro-batch that a copy of the stage computes."""
+    """What is wrong with a user's task if a copy computes its micro-batch."""
     home = schedule.placement[stage]
     device = home if microbatch is None else schedule.device_of(stage, microbatch)
     if device == home:

@@ -1,4 +1,4 @@
-"""What the rules for programs look at, worked out once; and what is wrong with each instruction."""
+"""Facts that the rules for programs share, and checks of each instruction by itself."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ from fxpipe.text.program import print_instruction
 from fxpipe.verify.copies import Wrong
 from fxpipe.verify.tasks import Spot, Window, wrong_batch
 
-_KINDS = {
-    kind.letter: kind
-    for kind in (
-        TaskKind("gather", "all_gather", per_microbatch=False, follows="A"),
-        TaskKind("part", "take_part", per_microbatch=False, follows="A"),
-        TaskKind("weights", "gather_weights", per_microbatch=False, follows="U"),
-        TaskKind("share", "share", per_microbatch=False),
-        TaskKind("add", "add", per_microbatch=False),
-        TaskKind("norm", "norm", per_microbatch=False),
-    )
+_KINDS: dict[type[ins.Instruction], TaskKind] = {
+    ins.AllGather: TaskKind("gather", "all_gather", per_microbatch=False, follows="A"),
+    ins.TakePart: TaskKind("part", "take_part", per_microbatch=False, follows="A"),
+    ins.GatherWeights: TaskKind("weights", "gather_weights", per_microbatch=False, follows="U"),
+    ins.Share: TaskKind("share", "share", per_microbatch=False),
+    ins.Add: TaskKind("add", "add", per_microbatch=False),
+    ins.Norm: TaskKind("norm", "norm", per_microbatch=False),
 }
-"""What a program computes that is no task of a schedule."""
+"""Instructions that are no task of a schedule → the kind of task that stands for them here."""
+
+_MOVED: dict[type[ins.Instruction], str] = {ins.Offload: "O", ins.Prefetch: "P"}
 
 
 class Move(NamedTuple):
-    """A value that leaves a device, or arrives at one: where, which, and for which batch there."""
+    """A send or a receive of a value: its position, the buffer, and its batch there."""
 
     position: int
     buffer: Buffer
@@ -50,7 +49,7 @@ class Move(NamedTuple):
 
 
 Moves = dict[tuple[int, int], list[Move]]
-"""(from, to) → what moves, in the order of the list of the device that sends, or receives."""
+"""(from, to) → the sends, or the receives, between two devices in the order of their list."""
 
 Step = (
     ins.Computing
@@ -63,24 +62,23 @@ Step = (
     | ins.Barrier
     | ins.Pause
 )
-"""All that does not move or free a value."""
+"""Instructions that neither move nor free a value."""
 
 
 class Facts:
-    """A program and what follows from it.
+    """A program and the facts about it that the rules use.
 
     Where batches overlap, a program is a window that repeats. The rules look at the life of one
-    batch instead: it meets the instructions of a device in the order of (−batch, position), and
-    in each step nothing else that could touch its values. The first steps and the flush leave
-    out whole batches, so that a batch that exists meets all of its instructions. Batches and
-    versions in a life count from its own: its instructions have batch 0, and read version 0
-    where the batches before it have all been applied.
+    batch instead: the instructions of a device that are for it, in the order of (−batch, position).
+    No other instruction touches its values. The first steps and the flush leave out whole batches,
+    so a batch that exists runs all of its instructions. Batches and versions in a life are relative
+    to it: its instructions have batch 0, and read version 0 if all earlier batches are applied.
 
     Attributes:
         program: the program.
-        window: its tasks; its compute instructions are those of its schedule.
-        wrong: what is wrong with instructions by themselves; the rules leave these out.
-        lives: device → position and instruction of all others, as a batch meets them.
+        window: its compute instructions, as tasks.
+        wrong: place → what is wrong with the instruction by itself; the rules leave these out.
+        lives: device → position and instruction of all others, in the order of a batch.
     """
 
     def __init__(self, program: Program) -> None:
@@ -91,17 +89,17 @@ class Facts:
         self.lives = [self._life(device) for device in range(program.devices)]
 
     def fault(self, device: int, position: int, what: str, cure: str) -> Fault:
-        """A fault of the instruction at a place."""
+        """Make a fault of the instruction at a place."""
         text = print_instruction(self.program.lists[device][position])
         return Fault(what, cure, device, position, text)
 
     def moment(self, device: int, position: int) -> tuple[int, int]:
-        """When a batch meets an instruction, among those of its device: step and position."""
+        """When a batch runs an instruction: in which of its steps, from 0, and at which place."""
         return -ins.batch_of(self.program.lists[device][position]), position
 
     @cached_property
     def compute(self) -> list[list[tuple[int, Step]]]:
-        """Device → position and instruction of all but the moves and frees, in a life's order."""
+        """Device → its life without moves and frees."""
         return [
             [(position, x) for position, x in life if not isinstance(x, ins.Move)]
             for life in self.lives
@@ -109,27 +107,27 @@ class Facts:
 
     @cached_property
     def meetings(self) -> list[list[tuple[int, ins.Barrier | ins.Pause]]]:
-        """Device → position and instruction of its barriers and pauses, in order."""
+        """Device → position and instruction of its barriers and pauses."""
         return [
             [(p, x) for p, x in compute if isinstance(x, ins.Meeting)] for compute in self.compute
         ]
 
     @cached_property
     def updates(self) -> dict[int, Spot]:
-        """Stage → where its update is."""
+        """Stage → the spot of its update."""
         spots = self.window.spots
         return {stage: spot for (kind, _, stage), spot in spots.items() if kind == "U"}
 
     @cached_property
     def whole(self) -> dict[int, Spot]:
-        """Stage → where a new version is there whole: its update, or what gathers the parts."""
+        """Stage → the spot after which a new version is complete: its update, or gather_weights."""
         spots = self.window.spots
         gathered = {stage: spot for (kind, _, stage), spot in spots.items() if kind == "weights"}
         return {**self.updates, **gathered}
 
     @cached_property
     def last_made(self) -> list[dict[Buffer, int]]:
-        """Device → buffer → the last position at which it is made there."""
+        """Device → buffer → the last position that makes it there."""
         return [
             {buffer: position for position, x in life for buffer in self.program.writes(x)}
             for life in self.lives
@@ -137,16 +135,16 @@ class Facts:
 
     @cached_property
     def sent(self) -> Moves:
-        """What leaves, by pair of devices."""
+        """The sends and stashes, by pair of devices."""
         return self._moves(ins.Send, ins.Stash)
 
     @cached_property
     def received(self) -> Moves:
-        """What arrives, by pair of devices."""
+        """The receives and pops, by pair of devices."""
         return self._moves(ins.Receive, ins.Pop)
 
     def _moves(self, *kinds: type[ins.Moving]) -> Moves:
-        """What moves with such instructions, each pair's in the order of the list."""
+        """The moves by instructions of some types, by pair of devices, in the order of the list."""
         program = self.program
         moves: Moves = defaultdict(list)
         for device, life in enumerate(self.lives):
@@ -169,11 +167,11 @@ class Facts:
 
 
 def _window(program: Program) -> Window:
-    """The tasks that the compute instructions of a program run."""
+    """Write the compute instructions of a program as tasks of a schedule."""
     rows: list[tuple[Task, ...]] = []
     positions: list[list[int]] = []
-    for own in program.lists:
-        tasks = [(at, task) for at, x in enumerate(own) if (task := _task(x)) is not None]
+    for instructions in program.lists:
+        tasks = [(at, task) for at, x in enumerate(instructions) if (task := _task(x)) is not None]
         positions.append([at for at, _ in tasks])
         rows.append(tuple([task for _, task in tasks]))
     return Window(
@@ -184,22 +182,10 @@ def _window(program: Program) -> Window:
             tuple(rows),
             copies=program.copies,
         ),
-        {**KINDS, **_KINDS},
+        {**KINDS, **{kind.letter: kind for kind in _KINDS.values()}},
         positions,
         lambda device, position: print_instruction(program.lists[device][position]),
     )
-
-
-_OWN: dict[type[ins.Instruction], str] = {
-    ins.AllGather: "gather",
-    ins.TakePart: "part",
-    ins.GatherWeights: "weights",
-    ins.Share: "share",
-    ins.Add: "add",
-    ins.Norm: "norm",
-}
-_MOVED: dict[type[ins.Instruction], str] = {ins.Offload: "O", ins.Prefetch: "P"}
-_NO_TASK = ins.Meeting | ins.PartialBackward
 
 
 def _task(x: ins.Instruction) -> Task | None:
@@ -207,29 +193,30 @@ def _task(x: ins.Instruction) -> Task | None:
         letter = _MOVED.get(type(x))
         buffer = x.buffer
         return Task(letter, buffer.microbatch, buffer.source, buffer.batch) if letter else None
-    if isinstance(x, _NO_TASK):
+    if isinstance(x, ins.Meeting | ins.PartialBackward):
         return None
-    kind = _OWN.get(type(x)) or ins.letter_of(x)
-    assert kind is not None
-    return Task(kind, getattr(x, "microbatch", None), x.stage, x.batch)
+    kind = _KINDS.get(type(x))
+    letter = kind.letter if kind else ins.letter_of(x)
+    assert letter is not None
+    return Task(letter, getattr(x, "microbatch", None), x.stage, x.batch)
 
 
 def _wrong(program: Program) -> Iterator[tuple[Place, Wrong]]:
-    """The places of moves, frees and user's own tasks that are wrong by themselves."""
+    """Yield each instruction that is wrong by itself; ``Window.wrong`` has those wrong as tasks."""
     carried = _carried(program)
-    # buffers differ in little but their micro-batch, so the verdict on the rest is kept
+    # most buffers differ in the micro-batch alone, so the verdict on the rest is remembered
     verdicts: dict[tuple[object, ...], Wrong | None] = {}
-    for device, own in enumerate(program.lists):
-        for position, x in enumerate(own):
+    for device, instructions in enumerate(program.lists):
+        for position, x in enumerate(instructions):
             wrong: Wrong | None = None
             if isinstance(x, ins.Move):
                 buffer, i = x.buffer, x.buffer.microbatch
                 key = device, type(x), buffer[:4], i if program.copies else 0
                 if key not in verdicts:
-                    known = buffer[:4] in carried
+                    exists = buffer[:4] in carried
                     if buffer.kind in COPIED:
-                        known = known and i in program.copies_of(buffer.source)
-                    route = program.ends_of(buffer) if known else None
+                        exists = exists and i in program.copies_of(buffer.source)
+                    route = program.ends_of(buffer) if exists else None
                     verdicts[key] = _misrouted(x, device, route)
                 number = 0 if buffer.kind in COPIED else i
                 wrong = verdicts[key] or wrong_batch(buffer.batch, number, program.microbatches)
@@ -251,7 +238,7 @@ _ONE_REPLICA = "the program has one replica", "remove it, or give the number of 
 
 
 def _wrong_part(program: Program, device: int, x: ins.PartialBackward) -> Wrong | None:
-    """What is wrong with a part of a backward, its place apart."""
+    """What is wrong with a part of a backward, apart from its position."""
     if program.replicas == 1:
         return _ONE_REPLICA
     if x.kind not in ("B", "W"):
@@ -263,7 +250,7 @@ def _wrong_part(program: Program, device: int, x: ins.PartialBackward) -> Wrong 
 
 
 def _carried(program: Program) -> set[tuple[object, ...]]:
-    """What the program's buffers can be, but for their micro-batches."""
+    """All buffers that the program can have, without their micro-batches."""
     carried: set[tuple[object, ...]] = set()
     for edge in program.edges:
         carried.add(forward_buffer(edge, 0)[:4])
@@ -276,7 +263,7 @@ def _carried(program: Program) -> set[tuple[object, ...]]:
 
 
 def _misrouted(instruction: ins.Moving, device: int, route: tuple[int, int] | None) -> Wrong | None:
-    """What is wrong with a move or a free, the micro-batch apart."""
+    """What is wrong with a move or a free, apart from its micro-batch."""
     if route is None:
         return "no edge carries this value", "name a buffer of one of the program's edges"
     made, used = route

@@ -1,18 +1,16 @@
-"""Rules for what moves in a program: reads after writes, sends paired, nothing leaked or stuck.
+"""Rules for values in a program: read after written, sends paired, nothing leaked or stuck.
 
-A window repeats, and yet it is enough to run it once to see whether devices get stuck on each
-other. Values are received in the step in which they are sent or in a later one: a receive of what
-comes only in a later step is refused, for a step ends when all devices are through their windows.
-So every wait is for the same step or an earlier one, and a circle of waits lies within one step.
-Steps at the begin and in the flush leave out whole batches: what is left waits for no more than it
-did, and on channels that hold less than it did.
+A window repeats, yet one run of it shows whether devices get stuck on each other. A value must be
+received in the step in which it is sent or in a later one, for a step ends when all devices have
+finished their windows. So every wait is for the same step or an earlier one, and a circle of waits
+lies within one step. The first steps and the flush leave out whole batches; the instructions that
+are left wait for no more than in a full step, and find no more values in flight.
 
-What the library's schedules need where each stage hands one value to the next, from one device to
-another: nothing for gpipe, naive and inference, which run over rendezvous as well; room for 1 value
-for 1f1b, those without a flush, chimera, zb-h1, zb-h2, v-half and v-min; for 2 with zb-v,
-dualpipe-v and interleaved-1f1b; for up to m with looped-bfs. Skips add what is on its way over the
-stages between.
-``fxpipe.verify.program.smallest_channel`` tells it for any program.
+How many values a channel from one device to another must hold, where each stage hands one value to
+the next: none for gpipe, naive and inference, whose sends can be rendezvous; 1 for 1f1b, chimera,
+zb-h1, zb-h2, v-half, v-min and the schedules without a flush; 2 for zb-v, dualpipe-v and
+interleaved-1f1b; up to m for looped-bfs. Skips need more, for the values in flight past the stages
+between. ``fxpipe.verify.program.smallest_channel`` computes it for any program.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from fxpipe.verify.tasks import microbatches_text, steps_later
 
 
 def lives(facts: Facts) -> Iterator[Fault]:
-    """On each device a buffer is made once, then read, then ended at most once.
+    """Check that each device makes a buffer once, then reads it, then ends it at most once.
 
-    Where frees are in place, nothing is left when a batch is through.
+    Once the pass ``free`` is done, nothing is left at the end of a batch.
     """
     program = facts.program
     freed = "free" in program.passes
@@ -50,8 +48,7 @@ def lives(facts: Facts) -> Iterator[Fault]:
                     yield facts.fault(device, position, *_absent(facts, device, buffer, alive))
                 if buffer in alive:
                     alive[buffer] = False
-        left = [buffer for buffer, there in alive.items() if there] if freed else []
-        for buffer in left:
+        for buffer in [buffer for buffer, there in alive.items() if there and freed]:
             yield facts.fault(
                 device,
                 facts.last_made[device][buffer],
@@ -73,11 +70,11 @@ def _absent(
 
 
 def paired(facts: Facts) -> Iterator[Fault]:
-    """What one device sends another receives, once and in the same order."""
+    """Check that each value is sent once and received once, in the same order on both devices."""
     for pair in sorted(facts.sent.keys() | facts.received.keys()):
         sent, received = facts.sent.get(pair, []), facts.received.get(pair, [])
         seen: set[Buffer] = set()
-        for move in sent:  # a value received twice is one made twice, and reported as that
+        for move in sent:  # a value received twice is also made twice, which ``lives`` reports
             if move.buffer in seen:
                 yield facts.fault(pair[0], move.position, "it is sent twice", "keep one")
             seen.add(move.buffer)
@@ -99,11 +96,10 @@ def paired(facts: Facts) -> Iterator[Fault]:
 def _crossed(
     facts: Facts, pair: tuple[int, int], leaving: list[Move], arriving: list[Move]
 ) -> Iterator[Fault]:
-    """The first value that one device receives in another order than the other sends.
+    """Report the first value that is received in another order than it is sent.
 
-    Both repeat their order in every step, so a value that is sent for batch b at index k of n has,
-    counted from where its batch began, the number k − b · n. Receives in the order of the sends
-    find consecutive numbers, whatever the number of the first.
+    Both orders repeat in every step. So the k-th of n sends, if it is for batch b, is number
+    k − b · n for its batch. Receives in the order of the sends find consecutive numbers.
     """
     count = len(leaving)
     index = {move.buffer: (k, move.batch) for k, move in enumerate(leaving)}
@@ -125,7 +121,7 @@ def _crossed(
 
 
 def delivered(facts: Facts) -> Iterator[Fault]:
-    """The caller gets every output, and the gradient of every input that carries one, once."""
+    """Check that the caller gets each output and each input gradient once."""
     program = facts.program
     seen: set[Buffer] = set()
     for device, life in enumerate(facts.lives):
@@ -153,8 +149,8 @@ def delivered(facts: Facts) -> Iterator[Fault]:
 
 
 def paused(facts: Facts) -> Iterator[Fault]:
-    """Where the caller gets control back: it has all outputs, and gives gradients after it."""
-    if not any(isinstance(x, ins.Pause) for own in facts.meetings for _, x in own):
+    """Check that outputs come before the pause, and that gradients go to and fro after it."""
+    if not any(isinstance(x, ins.Pause) for row in facts.meetings for _, x in row):
         return
     for device, life in enumerate(facts.lives):
         resumed = False
@@ -175,37 +171,36 @@ def paused(facts: Facts) -> Iterator[Fault]:
 
 
 def stuck(facts: Facts, channel: int | None) -> Iterator[Fault]:
-    """Where the lists do not run to their ends.
+    """Check that the lists run to their ends.
 
     Args:
         facts: the program.
-        channel: how many values may be on their way from one device to another: a send waits
-            until there is room for its own. With 0 it waits until the receive is reached. None
-            is for any number.
+        channel: how many values may be in flight from one device to another before a send waits
+            for room. With 0 a send waits for its receive, with None it never waits.
     """
-    # what waits for ever, and what is out of order on one device, other rules report
+    # waits for the device itself, in the wrong order or for ever, are reported by other rules
     waits = [
-        [wait for wait in own if wait[1] != device]
-        for device, own in enumerate(waits_of(facts.program))
+        [wait for wait in device_waits if wait[1] != device]
+        for device, device_waits in enumerate(waits_of(facts.program))
     ]
     for pair, received in facts.received.items():
         sent = facts.sent.get(pair, [])
         yield from _too_late(facts, pair, sent, received)
         if channel is not None:
             yield from _sends(facts, pair, sent, received, channel, waits)
-    for own in waits:
-        own.sort()
+    for device_waits in waits:
+        device_waits.sort()
     cure = "send earlier or receive later on one of the devices of the circle"
     if channel is not None:
         cure += f", or let more than {channel} values be on their way between two devices"
-    lengths = [len(own) for own in facts.program.lists]
+    lengths = [len(row) for row in facts.program.lists]
     yield from walk(lengths, waits).faults(facts.window.text, cure)
 
 
 def _too_late(
     facts: Facts, pair: tuple[int, int], sent: list[Move], received: list[Move]
 ) -> Iterator[Fault]:
-    """A value is sent in the step in which it is received, or before."""
+    """Check that a value is sent in the step in which it is received, or earlier."""
     source, device = pair
     sends = {move.buffer: move for move in reversed(sent)}
     for move in received:
@@ -228,9 +223,10 @@ def _sends(
     channel: int,
     waits: list[list[Wait]],
 ) -> Iterator[Fault]:
-    """Sends wait for the receive that makes room: of the value as many sends ago as there is room.
+    """Add the waits of sends for room on a channel; report those for a later step.
 
-    Without room it is the value's own, which must be next.
+    A send waits for the receive of the value that was sent ``channel`` sends before it. Without
+    room it waits until its own receive is next.
     """
     device, target = pair
     receives = {move.buffer: move for move in reversed(received)}

@@ -1,7 +1,7 @@
 """The verifier of a Plan: edges, ownership, and each stage's graph against its edges.
 
-It reports every fault at once, and looks at each node and each edge a fixed number of times. The
-rules of graphs hold for a traced graph, too.
+It reports all faults at once, in time proportional to the numbers of nodes and edges. The rules of
+``GraphFaults`` hold for a traced graph, too.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _runs_forward(edge: Edge, stages: int) -> bool:
 
 
 def edge_faults(edges: Sequence[Edge], stages: int) -> Iterator[Fault]:
-    """Edges of a plan or a program that are wrong by themselves, there twice, or of two stages."""
+    """Check the edges of a plan or a program: their ends, and that a value has one producer."""
     seen: set[tuple[int, int, str]] = set()
     producers: dict[str, dict[int, None]] = {}
     for edge in edges:
@@ -147,11 +147,11 @@ def _buffers(plan: Plan) -> Iterator[Fault]:
 
 def _by_target(stages: Iterable[tuple[Argument | Write, ...]]) -> dict[str, list[int]]:
     """Name in the model → the stages that hold it, one entry for each time."""
-    found: dict[str, list[int]] = {}
-    for position, held in enumerate(stages):
-        for each in held:
-            found.setdefault(each.target, []).append(position)
-    return found
+    holders: dict[str, list[int]] = {}
+    for position, items in enumerate(stages):
+        for item in items:
+            holders.setdefault(item.target, []).append(position)
+    return holders
 
 
 def _by_stages(stages: Iterable[int]) -> str:
@@ -164,7 +164,7 @@ class GraphFaults:
     """The rules of every graph, whole or a stage's.
 
     Attributes:
-        subject: whose graph it is, for messages; empty for the whole model's.
+        subject: the name of the graph's owner in messages; empty for the whole model.
         graph: the graph.
         leaves: whether it calls leaf modules, and so runs under autograd.
         nodes: its nodes by name.
@@ -188,14 +188,15 @@ class GraphFaults:
             yield self._fault(f"its graph is malformed: {what}", "repair the pass that made it")
 
     def _functional(self) -> Iterator[Fault]:
-        """Nothing is written in place and no module is called, unless autograd runs the graph."""
+        """Check that nothing is written in place and no module called, unless under autograd."""
         if self.leaves:
             return
         owner = "stage" if self.subject else "graph"
         for node in self.graph.nodes:
             if _writes_in_place(node):
+                called = node.target if node.op == "call_method" else print_function(node.target)
                 yield self._fault(
-                    f"{_name(node)} writes in place",
+                    f"{called} writes in place",
                     "make the graph functional before it is cut",
                     node.name,
                 )
@@ -207,16 +208,16 @@ class GraphFaults:
                 )
 
     def _own(self, held: Iterable[Argument | Write]) -> Iterator[str]:
-        """The nodes of what is read or written; a leaf module's own goes by its name instead."""
-        for each in held:
-            name = each.name if isinstance(each, Argument) else each.value
-            if not (self.leaves and name == each.target):
+        """The nodes of parameters, buffers or writes, except those that leaf modules access."""
+        for item in held:
+            name = item.name if isinstance(item, Argument) else item.value
+            if not (self.leaves and name == item.target):
                 yield name
 
     def _same(
         self, word: str, found: Sequence[str], wanted: Sequence[str], cure: str
     ) -> Iterator[Fault]:
-        """The graph has one of these nodes for each wanted name, and no other."""
+        """Check that the graph has one node for each wanted name, and no other."""
         has, needs = Counter(found), Counter(wanted)
         for name in dict.fromkeys((*wanted, *found)):
             if needs[name] > 1:
@@ -228,11 +229,11 @@ class GraphFaults:
                 yield self._fault(f"its graph has {times} {word} for {name!r}", cure)
 
     def _returns(self, wanted: Sequence[str], what: str, cure: str) -> Iterator[Fault]:
-        """The graph ends with one return, of one tuple of these values.
+        """Check that the graph ends with its one return, of one tuple of these values.
 
         Args:
-            wanted: the values.
-            what: what they are, such as ``edges and writes``.
+            wanted: the names of the values.
+            what: what the values are, such as ``edges and writes``.
             cure: how to return them.
         """
         ends = [node for node in self.graph.nodes if node.op == "output"]
@@ -253,18 +254,18 @@ class GraphFaults:
             )
 
     def _is_single(self, node: fx.Node) -> bool:
-        """Whether a node gives one value, as far as can be known."""
+        """Whether a node gives one value, not a tuple or list, as far as is known."""
         if isinstance(node.meta.get("val"), (tuple, list)):
             return False
         if isinstance(node.target, OpOverload):
             returns = node.target._schema.returns
             return len(returns) == 1 and not isinstance(returns[0].type, torch.ListType)
-        # In a functional graph, items are taken of tuples alone.
+        # In a functional graph, items are taken from tuples only.
         return self.leaves or all(user.target is not operator.getitem for user in node.users)
 
 
 class _StageGraph(GraphFaults):
-    """One stage's graph with its edges at hand."""
+    """The rules of one stage's graph, given its edges."""
 
     def __init__(
         self, stage: Stage, position: int, into: Sequence[Edge], out_of: Sequence[Edge]
@@ -337,7 +338,7 @@ class _StageGraph(GraphFaults):
         )
 
     def _crossing(self) -> Iterator[Fault]:
-        """What leaves the stage is one value that its graph makes."""
+        """Check that each value that leaves the stage is a single value that its graph makes."""
         for name in outputs_of(tuple(self.out_of)):
             node = self.nodes.get(name)
             if node is None:
@@ -346,7 +347,7 @@ class _StageGraph(GraphFaults):
                 )
             elif not self._is_single(node):
                 yield self._fault(
-                    "crosses, but is no single value",
+                    "crosses, but is not a single value",
                     "send the items of it that are used, each by its own edge",
                     name,
                 )
@@ -359,8 +360,3 @@ def _writes_in_place(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):
         return bool(node.target._schema.is_mutable)
     return node.op == "call_function" and node.target in _WRITING
-
-
-def _name(node: fx.Node) -> str:
-    """What a node calls."""
-    return node.target if isinstance(node.target, str) else print_function(node.target)

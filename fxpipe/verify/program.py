@@ -1,4 +1,4 @@
-"""The verifier of a Program: whether it runs, and computes what its schedule says."""
+"""The verifier of a Program: that it runs to its end and computes what its schedule says."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ from fxpipe.verify.tasks import (
 def verify_program(program: Program, channel: int | None = None) -> Program:
     """Return the program, or raise VerificationError with every fault.
 
-    It takes time in proportion to the number of instructions.
+    The time is proportional to the number of instructions.
 
     Args:
-        program: any.
-        channel: how many values may be on their way from one device to another, as in
-            ``flow.stuck``.
+        program: the program.
+        channel: how many values may be in flight from one device to another, as in ``flow.stuck``.
 
     Raises:
         VerificationError: with every fault.
-        InputError: the channel is no count.
+        InputError: the channel is negative, or not a whole number.
     """
     if channel is not None and not (isinstance(channel, Integral) and channel >= 0):
         raise InputError(f"channel is {channel!r}; give at least 0, as a whole number, or None")
@@ -65,9 +64,7 @@ def _faults(program: Program, channel: int | None) -> list[Fault]:
 
 
 def smallest_channel(program: Program) -> int:
-    """How many values each channel must hold, so that no device gets stuck.
-
-    A greater number is never worse: a send then waits for an earlier receive.
+    """The fewest values that each channel must hold so that no device gets stuck.
 
     Raises:
         VerificationError: the program is wrong, or gets stuck on channels of any size.
@@ -77,16 +74,14 @@ def smallest_channel(program: Program) -> int:
     most = 1
     while any(flow.stuck(facts, most)):
         most *= 2
+    # more room is never worse: a send then waits for an earlier receive
     return bisect(range(most), False, key=lambda channel: not any(flow.stuck(facts, channel)))
 
 
 def _frame(program: Program) -> Iterator[Fault]:
-    """What is wrong with the counts, the placement and the edges.
-
-    With any of these the instructions cannot be judged.
-    """
+    """Check the counts, the placement and the edges, without which nothing else can be judged."""
     lists = program.lists
-    older = (abs(x.version - x.batch) for own in lists for x in own if isinstance(x, ins.Compute))
+    older = (abs(x.version - x.batch) for row in lists for x in row if isinstance(x, ins.Compute))
     yield from counts_faults(
         program.microbatches,
         program.placement,
@@ -112,11 +107,10 @@ def _frame(program: Program) -> Iterator[Fault]:
 
 
 def _counts(lists: Sequence[Sequence[object]]) -> str:
-    return ", ".join(str(len(own)) for own in lists) or "no"
+    return ", ".join(str(len(instructions)) for instructions in lists) or "no"
 
 
 def _tasks(facts: Facts) -> Iterator[Fault]:
-    """The rules of a schedule's tasks: each once, in order, with all gradients of its batch."""
     yield from complete(facts.window, bool(facts.updates), facts.program.replicas)
     yield from together(facts.window)
     yield from ascending(facts.window)
@@ -125,7 +119,10 @@ def _tasks(facts: Facts) -> Iterator[Fault]:
 
 
 def _needs_of(window: Window) -> Callable[[Key], list[Key]]:
-    """Task → the tasks before it from which it gets no buffer: of these ``flow`` tells nothing."""
+    """Return a function: task → the tasks before it that make no buffer for it.
+
+    Those that do make one are checked in ``flow``.
+    """
     needs = needs_of(window.schedule)
 
     def unseen(key: Key) -> list[Key]:
@@ -154,33 +151,35 @@ def _needs_of(window: Window) -> Callable[[Key], list[Key]]:
 
 
 def _kept(facts: Facts) -> Iterator[Fault]:
-    """A forward keeps what comes after it needs, and no more."""
+    """Check that a forward keeps what its backward or recompute needs, and no more."""
     window = facts.window
     for device, compute in enumerate(facts.compute):
         for position, x in compute:
             if not isinstance(x, ins.Forward):
                 continue
             again = ("R", x.microbatch, x.stage) in window.spots
-            if again and not x.again:
-                wrong = "it keeps no buffers for its recompute", "write 'again'"
-                yield facts.fault(device, position, *wrong)
-            elif x.again and not again:
-                wrong = "it keeps buffers and is never recomputed", "remove 'again'"
-                yield facts.fault(device, position, *wrong)
-            if x.keeps and (again or not window.trains):
-                wrong = "it keeps what no backward uses up", "remove 'keep'"
-                yield facts.fault(device, position, *wrong)
-            elif window.trains and not again and not x.keeps:
-                wrong = "it keeps nothing for its backward", "write 'keep'"
-                yield facts.fault(device, position, *wrong)
+            keeps = window.trains and not again
+            for wrong, what, cure in (
+                (again and not x.again, "it keeps no buffers for its recompute", "write 'again'"),
+                (
+                    x.again and not again,
+                    "it keeps buffers and is never recomputed",
+                    "remove 'again'",
+                ),
+                (x.keeps and not keeps, "it keeps what no backward uses up", "remove 'keep'"),
+                (keeps and not x.keeps, "it keeps nothing for its backward", "write 'keep'"),
+            ):
+                if wrong:
+                    yield facts.fault(device, position, what, cure)
 
 
 def _versions(facts: Facts) -> Iterator[Fault]:
-    """A micro-batch reads one version of a stage, which exists by then; the update makes one.
+    """Check which versions of the weights are read and made, and that they exist when read.
 
-    It reads version t − d in batch t, the same d for all its instructions on the stage and for all
-    batches; versions before the first are the first. What runs once a step reads the oldest version
-    that a micro-batch reads. The update of batch t makes version t + 1 of version t.
+    All instructions of a micro-batch on a stage read version t − d in batch t, with the same d in
+    all batches; a version before the first stands for the first. Instructions that run once a step
+    read the oldest version that a micro-batch reads. The update of batch t makes version t + 1 of
+    version t.
     """
     forwards: dict[tuple[int, int | None], int] = {}
     for compute in facts.compute:
@@ -224,11 +223,11 @@ def _versions(facts: Facts) -> Iterator[Fault]:
 
 
 def _unmade(facts: Facts, device: int, position: int, x: ins.Computing | ins.Run) -> Wrong | None:
-    """What is wrong where a version is not there yet.
+    """What is wrong if an instruction reads a version that does not exist yet.
 
-    Version t + v is made by the update of batch t + v − 1, which stands in step t + v − 1 − its
-    batch; where each replica updates a part, it is there when all parts are gathered. Without
-    updates there is only the caller's, version 0.
+    Version t + v is made by the update of batch t + v − 1, in the step of that number minus the
+    ``batch`` of the update. Where each replica updates a part, it exists once all parts are
+    gathered. Without updates there is only version 0, the caller's.
     """
     steps, _ = facts.moment(device, position)
     newest = 0
@@ -246,8 +245,10 @@ def _unmade(facts: Facts, device: int, position: int, x: ins.Computing | ins.Run
 
 
 def _buckets(facts: Facts) -> Iterator[Fault]:
-    """A backward that completes its gradients bucket by bucket does so in one go, and what is left
-    is summed right behind it: so nothing adds to a bucket, or reads it, that is being summed."""
+    """Check that the parts of a backward and its reduce_scatter follow each other directly.
+
+    So nothing adds to a bucket of gradients, or reads it, while it is being summed.
+    """
     for device, compute in enumerate(facts.compute):
         latest: dict[int, Step] = {}
         for position, x in compute:
@@ -259,7 +260,7 @@ def _buckets(facts: Facts) -> Iterator[Fault]:
 
 
 def _out_of_row(before: Step | None, x: Step) -> Wrong | None:
-    """What is wrong with an instruction behind another one of the same stage."""
+    """What is wrong with an instruction, given the one before it of the same stage."""
     if isinstance(before, ins.PartialBackward):
         rest = ins.Backward if before.kind == "B" else ins.WeightGrad
         follows = x == replace(before, bucket=before.bucket + 1) or x == rest(
@@ -280,10 +281,10 @@ def _out_of_row(before: Step | None, x: Step) -> Wrong | None:
 
 
 def _barriers(facts: Facts) -> Iterator[Fault]:
-    """A barrier parts all gradients from all updates, and stands there for nothing else.
+    """Check that a barrier separates all gradients from all updates, and that there is no other.
 
-    So a failure anywhere in the step leaves every weight as it was. Where batches overlap, or
-    read older versions, there is none: the versions do its work.
+    With it, a failure anywhere in the step leaves every weight as it was. Where batches overlap or
+    read older versions there is none: a failure goes back to an older version.
     """
     steps = [x for compute in facts.compute for _, x in compute]
     delayed = any(isinstance(x, ins.Forward) and x.version < 0 for x in steps)
@@ -318,17 +319,17 @@ _BEFORE_BARRIER = (
     ins.Give,
     ins.Add,
 )
-"""What computes gradients, or sums them."""
+"""Instructions that compute or sum gradients."""
 
 
 def _meetings(facts: Facts) -> Iterator[Fault]:
-    """Every device has the same barriers and pauses in the same order."""
-    names = [", ".join(type(x).__name__.lower() for _, x in own) for own in facts.meetings]
-    usual = max(names, key=names.count, default="")
-    for device, own in enumerate(names):
-        if own != usual:
+    """Check that all devices have the same barriers and pauses in the same order."""
+    listed = [", ".join(type(x).__name__.lower() for _, x in met) for met in facts.meetings]
+    usual = max(listed, key=listed.count, default="")
+    for device, names in enumerate(listed):
+        if names != usual:
             yield Fault(
-                f"its barriers and pauses are [{own}], and those of other devices are [{usual}]",
+                f"its barriers and pauses are [{names}], and those of other devices are [{usual}]",
                 "give every device the same ones in the same order",
                 device,
             )
@@ -338,8 +339,7 @@ _RULES: dict[str, tuple[Callable[[Facts], Iterator[Fault]], ...]] = {
     "lower": (_tasks, _kept, _versions, _buckets, _barriers, _meetings),
     "communicate": (flow.lives, flow.paired, flow.delivered, flow.paused),
 }
-"""Pass → what holds once it is done. That instructions are well-formed holds always, and once
-frees are in place nothing is left of a batch."""
+"""Lowering pass → the rules that hold once it is done."""
 
 _ORDERED: tuple[Callable[[Facts], Iterator[Fault]], ...] = (races.recorded, races.races)
-"""What holds of a program with streams, and is asked where nothing else is wrong."""
+"""The rules of a program with streams, checked if it has no other fault."""

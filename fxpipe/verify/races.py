@@ -1,17 +1,17 @@
-"""Whether streams can race: every two accesses that conflict are ordered, whatever takes how long.
+"""Rules against races of streams: conflicting accesses are ordered, however long they take.
 
-An instruction is done after all that its stream was given before, and after the events that it
-waits for. That order is held by vector clocks: for each stream how many of its instructions are
-done when the next one starts. Three kinds of accesses conflict:
+An instruction starts after all earlier ones of its stream and after the events that it waits for.
+Vector clocks hold this order: for each stream, how many instructions of every stream are done when
+its next one starts. Three kinds of accesses conflict:
 
-- what is read must be written before, on whichever device; gradients, weights and the model's
-  buffers are read and written in the order of the list;
-- what ends a buffer comes after all that reads or writes it, copies by other devices too;
-- memory that is let go may be taken again by what is launched later on its device. So whatever
-  takes memory comes after all that let some go before it. A computation does both.
+- A read comes after the write, on any device. Gradients, weights and the model's buffers are read
+  and written in the order of the list.
+- The end of a buffer comes after all that read or write it, including copies by other devices.
+- Freed memory may be reused by whatever is launched later on its device. So an instruction that
+  takes memory comes after all that freed some before it. A computation does both.
 
-A window that repeats is run as often as its instructions reach back, and twice more: from then on
-every step is like the last. Instructions of batches that do not exist count, as they wait and
+A repeating window is run as many times as its instructions reach back, and two more: from then on
+every step is like the last. Instructions of batches that do not exist count, for they wait and
 record.
 """
 
@@ -33,7 +33,7 @@ from fxpipe.verify.facts import Facts
 
 
 class Access(NamedTuple):
-    """An instruction that touches something: the number that its stream has given it, and where."""
+    """An instruction that accesses something: its stream, its number there, and its place."""
 
     stream: int
     number: int
@@ -42,35 +42,34 @@ class Access(NamedTuple):
 
 
 def races(facts: Facts) -> Iterator[Fault]:
-    """Every two accesses that conflict and that no event orders; the wait that is missing.
+    """Report each two conflicting accesses that nothing orders, with the missing wait.
 
-    It takes time in proportion to the number of instructions times that of streams.
+    The time is proportional to the number of instructions times the number of streams.
     """
     yield from _Race(facts).run()
 
 
 def recorded(facts: Facts) -> Iterator[Fault]:
-    """An event is recorded by one instruction, before who waits for it."""
+    """Check that each event is recorded once, and before the instructions that wait for it."""
     program = facts.program
     records: dict[int, tuple[int, int]] = {}
-    for device, own in enumerate(program.launches):
-        for position, launch in enumerate(own):
+    for device, launches in enumerate(program.launches):
+        for position, launch in enumerate(launches):
             if launch.record is None:
                 continue
             event = launch.record
             if event.batch:
                 yield facts.fault(device, position, f"it records {event}", "record it in this step")
             elif event.number in records:
-                yield facts.fault(
-                    device, position, f"{event} is recorded before", "give each event its number"
-                )
+                what = f"{event} is recorded already"
+                yield facts.fault(device, position, what, "give each event a number of its own")
             records.setdefault(event.number, (device, position))
-    for device, own in enumerate(program.launches):
-        for position, launch in enumerate(own):
+    for device, launches in enumerate(program.launches):
+        for position, launch in enumerate(launches):
             for event in launch.waits:
-                what = _wrong_wait(event, (device, position), records, program.depth)
-                if what is not None:
-                    yield facts.fault(device, position, *what)
+                wrong = _wrong_wait(event, (device, position), records, program.depth)
+                if wrong is not None:
+                    yield facts.fault(device, position, *wrong)
 
 
 def _wrong_wait(
@@ -87,24 +86,29 @@ def _wrong_wait(
 
 
 class _Race:
-    """One run of all lists on paper, with the clock of each stream.
+    """A run of all lists on paper, with a vector clock for each stream.
 
     Attributes:
-        clocks: stream → for each stream how many of its instructions are done before the next.
-        events: event, in its step → the clock at it.
-        left: event → how many will still wait for it.
+        clocks: stream → how many instructions of each stream are done when its next one starts.
+        events: event, counted from the first step → the clock when it is recorded.
+        left: event → how many instructions will still wait for it.
+        writes: what was written → the last write.
+        reads: what was read → stream → the last read since that write.
+        ended: a freed buffer that another device has still to copy → the free.
+        let_go: device → stream → the last instruction that freed memory.
+        told: the pairs of places that are reported.
     """
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         program = self.program = facts.program
         self.streams: dict[tuple[int, str], int] = {}
-        for device, own in enumerate(program.launches):
-            for launch in own:
+        for device, row in enumerate(program.launches):
+            for launch in row:
                 self.streams.setdefault((device, launch.stream), len(self.streams))
         self.clocks = [[0] * len(self.streams) for _ in self.streams]
         self.events: dict[Event, list[int]] = {}
-        awaited = [event.number for own in program.launches for x in own for event in x.waits]
+        awaited = [event.number for row in program.launches for x in row for event in x.waits]
         self.awaited = Counter(awaited)
         self.left: dict[Event, int] = {}
         self.writes: dict[Hashable, Access] = {}
@@ -114,10 +118,9 @@ class _Race:
         self.told: set[tuple[int, int, int, int]] = set()
 
     def run(self) -> Iterator[Fault]:
-        """Run all lists, step after step; those that get stuck, for which ``recorded`` tells why,
-        up to there."""
+        """Run all lists, step after step, as far as they go; ``recorded`` reports what is stuck."""
         program = self.program
-        walked = walk([len(own) for own in program.lists], waits_of(program))
+        walked = walk([len(row) for row in program.lists], waits_of(program))
         for step in range(program.depth + 2 if program.depth and not walked.stuck else 1):
             done = [0] * program.devices
             for device, stop in walked.turns:
@@ -134,7 +137,7 @@ class _Race:
         for event in launch.waits:
             if event.batch + step >= 0:
                 at = _event(event, step)
-                self.left[at] -= 1  # it is forgotten when all who wait for it have seen it
+                self.left[at] -= 1  # when all that wait for it have done so, it is forgotten
                 clock[:] = map(
                     max, clock, self.events[at] if self.left[at] else self.events.pop(at)
                 )
@@ -148,14 +151,14 @@ class _Race:
             self.left[event] = self.awaited[event.number]
 
     def _touch(self, x: ins.Instruction, clock: list[int], here: Access) -> Iterator[Fault]:
-        """Check all accesses of an instruction, and keep them."""
+        """Check all accesses of an instruction, and remember them."""
         program, device = self.program, here.device
         more_read, more_written = _lasting(x, device)
         read: list[Hashable] = [*((device, b) for b in program.reads(x)), *more_read]
         if isinstance(x, ins.Receiving):
             read.append((program.origin(x), x.buffer))
         ended: list[Hashable] = [(device, b) for b in program.ends(x)]
-        late: list[tuple[Access, str, str]] = []  # those that need not be done when this one starts
+        late: list[tuple[Access, str, str]] = []  # those that may not be done when this one starts
         if not isinstance(x, ins.Free | ins.Offload):
             for by in self.let_go[device].values():
                 if clock[by.stream] < by.number:
@@ -172,7 +175,7 @@ class _Race:
         for by, does, did in late:
             yield from self._told(by, here, does, did)
         for what in read:
-            if what in self.ended:  # launched before, so that it waits for no event of this copy
+            if what in self.ended:  # freed by an instruction that was launched before this copy
                 yield from self._told(here, self.ended.pop(what), "ends what", "reads")
             self.reads[what][here.stream] = here
         for what in (*((device, b) for b in program.writes(x)), *more_written):
@@ -180,36 +183,36 @@ class _Race:
             self.reads[what] = {}
         for what in ended:
             self.writes.pop(what, None)
-            readers = {other.device for other in self.reads.pop(what, {}).values()}
+            readers = {access.device for access in self.reads.pop(what, {}).values()}
             if isinstance(x, ins.Free) and readers <= {device}:
                 _, target = program.ends_of(x.buffer)
                 if target not in (HOST, device):
-                    self.ended[what] = here  # before the copy that another device makes of it
+                    self.ended[what] = here  # before another device has copied it
         if not isinstance(x, ins.Arrival | ins.Offload | ins.Prefetch):
             self.let_go[device][here.stream] = here
 
-    def _told(self, other: Access, here: Access, does: str, did: str) -> Iterator[Fault]:
-        """The fault of an instruction that does not wait for another, once."""
-        key = other.device, other.position, here.device, here.position
+    def _told(self, before: Access, here: Access, does: str, did: str) -> Iterator[Fault]:
+        """Report, once, that an instruction does not wait for another."""
+        key = before.device, before.position, here.device, here.position
         if key in self.told:
             return
         self.told.add(key)
         program = self.program
-        text = print_instruction(program.lists[other.device][other.position])
-        launch = program.launches[other.device][other.position]
+        text = print_instruction(program.lists[before.device][before.position])
+        launch = program.launches[before.device][before.position]
         event = "the event at its end" if launch.record is None else f"e{launch.record.number}"
         stream = program.launches[here.device][here.position].stream
         yield self.facts.fault(
             here.device,
             here.position,
-            f"on stream {stream} it {does} {text} {did}, device {other.device}, position "
-            f"{other.position}, stream {launch.stream}, and may do so before that is done",
+            f"on stream {stream} it {does} {text} {did}, device {before.device}, position "
+            f"{before.position}, stream {launch.stream}, and may do so before that is done",
             f"let it wait for {event} there",
         )
 
 
 def _lasting(x: ins.Instruction, device: int) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
-    """What an instruction reads and writes that outlives a micro-batch: weights, sums, buffers."""
+    """The weights, gradients and model buffers that an instruction reads, and those it writes."""
     if isinstance(x, ins.Move | ins.Meeting):
         return (), ()
     weights: Hashable = ("weights", x.stage, device)

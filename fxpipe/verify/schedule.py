@@ -1,4 +1,4 @@
-"""The verifier of a Schedule, and what a schedule keeps between forward and backward."""
+"""The verifier of a Schedule, and its stash: what it keeps between forward and backward."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from fxpipe.verify.tasks import (
 from fxpipe.verify.versions import Versions, too_small, versions_of
 
 StashLimit = int | Sequence[int]
-"""The most that a device may keep, over all its stages; or one number for each stage."""
+"""The most micro-batches that a device may keep, over all its stages; or the most of each stage."""
 
 
 @dataclass(frozen=True)
 class Stash:
-    """The most that is kept at once, in a run of any length.
+    """The most micro-batches that are kept at once, in a run of any length.
 
-    A micro-batch counts from the begin of its forward on a stage to the end of its backward
-    there; where that is in halves, to the end of the weight gradient, as the papers count.
+    A micro-batch counts on a stage from the start of its forward to the end of its backward, or, if
+    that is halved, of its weight gradient, as the papers count.
 
     Attributes:
-        stages: stage → micro-batches that it keeps.
-        devices: device → micro-batches that all its stages keep, together.
-        deferred: stage → micro-batches between input gradient and weight gradient.
-        inputs: stage → micro-batches of which only the inputs are kept, until the recompute.
+        stages: stage → the micro-batches that it keeps.
+        devices: device → the micro-batches that all its stages keep together.
+        deferred: stage → the micro-batches between input gradient and weight gradient.
+        inputs: stage → the micro-batches of which only the inputs are kept, until the recompute.
     """
 
     stages: tuple[int, ...]
@@ -52,19 +52,19 @@ class Stash:
 def verify_schedule(schedule: Schedule, stash_limit: StashLimit | None = None) -> Schedule:
     """Return the schedule, or raise VerificationError with every fault.
 
-    It takes time in proportion to the number of tasks.
+    The time is proportional to the number of tasks.
 
     Args:
-        schedule: any.
+        schedule: the schedule.
         stash_limit: the most micro-batches that a device may keep between forward and backward,
-            over all its stages; or one number for each stage.
+            over all its stages; or, as a sequence, the most that each stage may keep.
 
     Raises:
         VerificationError: with every fault.
-        InputError: the limit is no count, or there is not one for each stage.
+        InputError: a limit is negative or not a whole number, or there is not one for each stage.
     """
     window, faults, whole = _judge(schedule)
-    if whole:  # or numbers would be told that mean nothing
+    if whole:  # with missing tasks, delays and stashes mean nothing
         faults += too_small(window)
         if stash_limit is not None:
             faults += too_much(window, stash_limit)
@@ -73,29 +73,31 @@ def verify_schedule(schedule: Schedule, stash_limit: StashLimit | None = None) -
 
 
 def schedule_versions(schedule: Schedule) -> Versions:
-    """What its delay and its order mean for the weights; the delay may be too small.
+    """Work out what the delay and the order mean for the weights. The delay may be too small.
 
     Raises:
         VerificationError: something else is wrong with the schedule.
     """
-    window, faults, _ = _judge(schedule)
-    _refuse(schedule, faults)
-    return versions_of(window)
+    return versions_of(_in_order(schedule))
 
 
 def schedule_stash(schedule: Schedule) -> Stash:
-    """What it keeps between forward and backward.
+    """Count the micro-batches that are kept between forward and backward.
 
     Raises:
-        VerificationError: its tasks are not all there, or not in order.
+        VerificationError: tasks are missing, or not in order.
     """
+    return stash_of(_in_order(schedule))
+
+
+def _in_order(schedule: Schedule) -> Window:
     window, faults, _ = _judge(schedule)
     _refuse(schedule, faults)
-    return stash_of(window)
+    return window
 
 
 def _judge(schedule: Schedule) -> tuple[Window, list[Fault], bool]:
-    """The window, its faults, and whether they are of its order alone."""
+    """Return the window, its faults, and whether its tasks are complete and well-formed."""
     _refuse(schedule, list(_frame(schedule)))
     window = Window(schedule)
     faults = [*window.faults, *complete(window, updates=window.trains)]
@@ -113,11 +115,11 @@ def _refuse(schedule: Schedule, faults: list[Fault]) -> None:
 
 
 def _frame(schedule: Schedule) -> Iterator[Fault]:
-    """The counts, the placement and the delays; the tasks cannot be judged without them."""
+    """Check the types, counts, placement and delays, without which nothing else can be judged."""
     for device, row in enumerate(schedule.rows):
         for position, task in enumerate(row):
             if not is_task(task):
-                what, cure = "it is no task of whole numbers", "write such as F(0), or Task('F', 0)"
+                what, cure = "it is not a task with whole numbers", "write F(0) or Task('F', 0)"
                 yield Fault(what, cure, device, position, repr(task))
                 return
     rules = [rule if isinstance(rule, tuple) else (rule,) for rule in schedule.rules]
@@ -159,29 +161,29 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
 
 
 def stash_of(window: Window) -> Stash:
-    """The peaks of a schedule whose tasks are all there and in order."""
+    """Count the stash of a schedule whose tasks are complete and in order."""
     devices = [0] * window.schedule.devices
-    found: list[list[int]] = []
+    peaks: list[list[int]] = []
     for begin, ends in ("F", "BW"), ("I", "W"), ("F", "R"):
         stages = [0] * window.schedule.stages
-        found.append(stages)
+        peaks.append(stages)
         for spot, stage, kept, in_all in _levels(window, begin, ends):
             stages[stage] = max(stages[stage], kept)
             if ends == "BW":
                 devices[spot.device] = max(devices[spot.device], in_all)
-    whole, deferred, inputs = map(tuple, found)
+    whole, deferred, inputs = map(tuple, peaks)
     return Stash(whole, tuple(devices), deferred, inputs)
 
 
 def too_much(window: Window, limit: StashLimit) -> Iterator[Fault]:
-    """Where each device, or each stage, first keeps more than its limit.
+    """Report where each device, or each stage, first keeps more than its limit.
 
     Raises:
-        InputError: the limit is no count, or there is not one for each stage.
+        InputError: a limit is negative or not a whole number, or there is not one for each stage.
     """
     limits = _checked(limit, window.schedule.stages)
     peaks = stash_of(window)
-    told: set[int] = set()
+    reported: set[int] = set()
     for spot, stage, kept, in_all in _levels(window, "F", "BW"):
         if not isinstance(limits, tuple):
             who, what, most = spot.device, "the device keeps", limits
@@ -189,8 +191,8 @@ def too_much(window: Window, limit: StashLimit) -> Iterator[Fault]:
         else:
             who, what, most = stage, f"stage {stage} keeps", limits[stage]
             now, peak = kept, peaks.stages[stage]
-        if now > most and who not in told:
-            told.add(who)
+        if now > most and who not in reported:
+            reported.add(who)
             yield window.fault(
                 spot,
                 f"{what} {now} micro-batches from here on, and {peak} at its peak; the limit is "
@@ -200,11 +202,11 @@ def too_much(window: Window, limit: StashLimit) -> Iterator[Fault]:
 
 
 def _levels(window: Window, begin: str, ends: str) -> Iterator[tuple[Spot, int, int, int]]:
-    """Each task that begins a span, its stage, and the spans that are open then: of the stage
-    there, and of all stages of the device.
+    """Yield each task that begins a span, its stage, and how many spans are open from then on: of
+    that stage, and of all stages of the device.
 
-    A span that ends for an earlier batch than it begins is open when the window starts, as often
-    as there are batches between.
+    A span lasts from ``begin`` to one of ``ends``. If its end runs for an earlier batch than its
+    begin, it is already open when the window starts, once for each batch between.
     """
     spots = window.spots
     kept, in_all = [0] * window.schedule.stages, [0] * window.schedule.devices
@@ -225,7 +227,7 @@ def _levels(window: Window, begin: str, ends: str) -> Iterator[tuple[Spot, int, 
 
 def _checked(limit: StashLimit, stages: int) -> int | tuple[int, ...]:
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,)
-    if not all(isinstance(each, Integral) and each >= 0 for each in limits):
+    if not all(isinstance(most, Integral) and most >= 0 for most in limits):
         raise InputError(f"stash_limit is {limit!r}; give at least 0, in whole micro-batches")
     if not isinstance(limit, Sequence):
         return limit

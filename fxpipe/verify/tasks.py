@@ -1,17 +1,16 @@
-"""The rules for the tasks of a step, the same in a schedule and in the program made of it.
+"""The rules for the tasks of a step, in a schedule and in the program made of it.
 
-A window of tasks repeats, step after step, and the rules hold for all steps though they look at
-one:
+The window of tasks repeats in each step. The rules look at one window and yet hold for all steps:
 
-- The first steps leave out tasks of batches that do not exist, and so does the flush. That keeps
-  the order of all others, and a task needs only tasks of its own batch, which run whenever it
-  does. So what holds where all batches exist holds at both ends as well.
-- On one device batch t meets a task of batch b in step t − b. Its tasks therefore come in the order
-  of (−b, position), whatever the step.
-- Between devices a task that stands for batch b needs one that stands for batch c, and that runs
-  b − c steps later. A later step is refused: a step ends when all devices are through their
-  windows. A wait for an earlier step is over before the window begins, so a circle of waits lies
-  within one window, and running one window against itself, with the waits inside it, finds it.
+- The first steps and the flush leave out the tasks of batches that do not exist. The others keep
+  their order, and a task needs only tasks of its own batch, which run if it does. So what holds
+  where all batches exist also holds at both ends of a run.
+- On one device, batch t runs a task marked for batch b in step t − b. So its tasks run in the order
+  of (−b, position).
+- If a task marked for batch b needs one on another device that is marked for batch c, that one runs
+  b − c steps later. A later step is refused, for a step ends when all devices have finished their
+  windows. An earlier step is over by then, so a circle of waits lies within one window, where a
+  walk over all devices finds it.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from fxpipe.ir.walk import Key, Place, Wait, key_index, walk
 from fxpipe.verify.copies import Wrong, away
 
 _MISSING = 10_000
-"""How many forwards may be missing and still be told one by one."""
+"""The most missing forwards that are reported one by one."""
 
 _LINES = {"F": "forwards", "B": "gradients", "W": "gradients"}
-"""What takes the micro-batches in order: buffers such as BatchNorm's statistics are written, and
-gradients are added, in that order."""
+"""Kinds that take the micro-batches in ascending order, in which buffers such as BatchNorm's
+statistics are written, and gradients are added."""
 
 
 class Spot(NamedTuple):
-    """Where a window holds a task, and the batch for which it runs there."""
+    """The place of a task in a window, and the batch for which it runs."""
 
     device: int
     position: int
@@ -46,7 +45,7 @@ class Spot(NamedTuple):
 
     @property
     def moment(self) -> tuple[int, int]:
-        """When a batch comes by, among the moments of its device."""
+        """When a batch runs the task, in the order of its device."""
         return -self.batch, self.position
 
 
@@ -54,11 +53,11 @@ class Window:
     """The tasks of a step.
 
     Attributes:
-        schedule: the tasks; its counts and placement are right.
-        kinds: the kinds that a task may be of.
-        text: device and position → what stands there, as text.
-        spots: each well-formed task → where it stands first; row after row, in order.
-        wrong: the places of tasks that are wrong by themselves, or there twice.
+        schedule: the tasks; its counts and placement must be right.
+        kinds: letter → kind, of all kinds that a task may have.
+        text: device and position → the text of what stands there.
+        spots: each well-formed task → its first place; row after row, in order.
+        wrong: the place of each task that is wrong by itself or there twice → what is wrong.
         ends: device → the position behind its last task.
     """
 
@@ -77,62 +76,59 @@ class Window:
         self.ends: list[int] = []
         for device, row in enumerate(schedule.rows):
             position = -1
-            own = range(len(row)) if positions is None else positions[device]
-            for position, task in zip(own, row, strict=True):
+            row_positions = range(len(row)) if positions is None else positions[device]
+            for position, task in zip(row_positions, row, strict=True):
                 if wrong := self._place(task, Spot(device, position, task.batch)):
                     self.wrong[Place(device, position)] = wrong
             self.ends.append(position + 1)
 
     @property
     def faults(self) -> Iterator[Fault]:
-        """Those of ``wrong``."""
+        """A fault for each entry of ``wrong``."""
         for place, (what, cure) in self.wrong.items():
             yield Fault(what, cure, *place, self.text(*place))
 
     def fault(self, spot: Spot, what: str, cure: str) -> Fault:
-        """A fault of the task at a spot."""
+        """Make a fault of the task at a spot."""
         return Fault(what, cure, spot.device, spot.position, self.text(*spot[:2]))
 
     @cached_property
     def trains(self) -> bool:
-        """Whether there is more than forwards."""
+        """Whether there are other tasks than forwards."""
         return any(kind != "F" for kind, _, _ in self.spots)
 
     @cached_property
     def by_stage(self) -> Sequence[Sequence[tuple[tuple[int, int], str, int | None, Spot]]]:
-        """Stage → moment, kind, micro-batch and spot of its tasks, in the order of a batch; behind
-        all stages the same of each copy of one."""
-        found: dict[tuple[int, int], list[tuple[tuple[int, int], str, int | None, Spot]]] = {
+        """Stage → moment, kind, micro-batch and spot of its tasks, in the order of a batch. Further
+        entries, behind those of all stages, are of their copies."""
+        entries: dict[tuple[int, int], list[tuple[tuple[int, int], str, int | None, Spot]]] = {
             (stage, home): [] for stage, home in enumerate(self.schedule.placement)
         }
         for (kind, i, stage), spot in self.spots.items():
-            entry = spot.moment, kind, i, spot
-            found.setdefault((stage, self._holder(stage, spot.device)), []).append(entry)
+            copy = self._has_copy(spot.device, stage)
+            device = spot.device if copy else self.schedule.placement[stage]
+            entries.setdefault((stage, device), []).append((spot.moment, kind, i, spot))
         if self.schedule.depth:
-            for own in found.values():
-                own.sort(key=lambda entry: entry[0])
-        return [*found.values()]
+            for of_stage in entries.values():
+                of_stage.sort(key=lambda entry: entry[0])
+        return [*entries.values()]
 
-    def _holder(self, stage: int, device: int) -> int:
-        """The device that a task's order counts for: the given one, or, where that has neither
-        the stage nor a copy of it, the stage's own."""
+    def _has_copy(self, device: int, stage: int) -> bool:
         copies = self.schedule.copies
-        return device if copies and device in copies[stage] else self.schedule.placement[stage]
+        return bool(copies) and device in copies[stage]
 
     def _place(self, task: Task, here: Spot) -> Wrong | None:
-        """Note where a task stands; what is wrong with it."""
+        """Note the place of a task, and return what is wrong with the task."""
         wrong = self._malformed(task)
         if wrong is not None:
             return wrong
         assert task.stage is not None
         home, stage = self.schedule.placement[task.stage], task.stage
-        copies, own = self.schedule.copies, task.microbatch
-        copied = bool(copies) and here.device in copies[stage]
-        if copied:
-            own = key_index(self.schedule, task, here.device)
-        first = self.spots.setdefault((task.kind, own, stage), here)
+        copied = self._has_copy(here.device, stage)
+        i = key_index(self.schedule, task, here.device) if copied else task.microbatch
+        first = self.spots.setdefault((task.kind, i, stage), here)
         if copied and task.kind not in "FBIWROPA":
-            return away(self.schedule, stage, own) or (
+            return away(self.schedule, stage, i) or (
                 f"device {here.device} has a copy of stage {stage}, which computes micro-batches "
                 f"and sums their gradients; its weights are on device {home}",
                 "move it there",
@@ -160,7 +156,7 @@ class Window:
 
 
 def wrong_batch(batch: int, microbatch: int, microbatches: int) -> Wrong | None:
-    """What is wrong with the batch and the micro-batch of something."""
+    """What is wrong with the batch and the micro-batch of a task or an instruction."""
     if batch > 0:
         return (
             "it belongs to a later step's batch",
@@ -174,16 +170,16 @@ def wrong_batch(batch: int, microbatch: int, microbatches: int) -> Wrong | None:
 def counts_faults(
     microbatches: int, placement: Sequence[int], devices: int, held: int | None, reach: int
 ) -> Iterator[Fault]:
-    """The counts and the placement, without which the tasks cannot be judged.
+    """Check the counts and the placement; unless they are right, no task can be judged.
 
-    A line can ask for counts over which all that follows would take for ever.
+    They are bounded, for a short text can ask for counts with which verification would never end.
 
     Args:
-        microbatches: how many there are a batch.
+        microbatches: the number of micro-batches a batch.
         placement: stage → device.
-        devices: how many there are.
-        held: how many tasks, or instructions, there are; None where some may still be missing.
-        reach: by how many batches anything lies back.
+        devices: the number of devices.
+        held: the number of tasks, or instructions; None while some may still be missing.
+        reach: the most batches that a task, an instruction or a delay reaches back.
     """
     if microbatches < 1:
         yield Fault(f"it has {microbatches} micro-batches", "give it at least 1")
@@ -210,26 +206,28 @@ def counts_faults(
 
 
 def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault]:
-    """Every forward once; a backward for all of them or none, whole or in halves; the rest.
+    """Check that no task is missing, and that backwards are whole or in halves, not both.
 
     Args:
         window: the tasks.
-        updates: whether every stage is to have an update.
-        replicas: how many there are; with several every stage is to sum its gradients.
+        updates: whether every stage must have an update.
+        replicas: the number of replicas; with several, every stage must sum its gradients.
     """
     spots = window.spots
-    there = {kind for kind, _, _ in spots}
-    offloads = not there.isdisjoint("OP")
+    present = {kind for kind, _, _ in spots}
+    offloads = not present.isdisjoint("OP")
     copies = window.schedule.working or ((),) * window.schedule.stages
     gives = "add" in window.kinds and any(copies) and window.trains  # in a program
-    clips, reduces = "C" in there, ("A" in there and not gives) or (replicas > 1 and window.trains)
+    clips = "C" in present
+    reduces = ("A" in present and not gives) or (replicas > 1 and window.trains)
     for stage, device in enumerate(window.schedule.placement):
         shards = ("part", None, stage) in spots
         once = {"U": updates or shards, "A": reduces, "C": clips, "norm": clips}
         once |= {"weights": True} if shards else {"gather": reduces}
-        for kind, what in _INSTEAD[shards].items():
-            if (kind, None, stage) in spots:
-                yield Fault(f"stage {stage} {what}", "remove it", device)
+        once["add"] = gives and bool(copies[stage])
+        refused, what = _REFUSED[shards]
+        if (refused, None, stage) in spots:
+            yield Fault(f"stage {stage} {what}", "remove it", device)
         lacks: dict[str, list[int]] = defaultdict(list)
         for i in range(window.schedule.microbatches):
             if ("F", i, stage) not in spots:
@@ -247,7 +245,7 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
             elif window.trains and not whole and not halves:
                 lacks["backward"].append(i)
             if offloads:
-                yield from _offload(window, device, i, stage)
+                yield from _offload(window, i, stage)
         for name, indices in lacks.items():
             yield Fault(
                 f"stage {stage} has no {name} of {microbatches_text(indices)}", "add it", device
@@ -256,16 +254,13 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
             if needed and kind in window.kinds and (kind, None, stage) not in spots:
                 cure = _EACH.get(kind, "add it")
                 yield Fault(f"stage {stage} has no {window.kinds[kind].name}", cure, device)
-        if gives and copies[stage] and ("add", None, stage) not in spots:
-            yield Fault(f"stage {stage} has no add", "add what its copies give", device)
         for copy in copies[stage] if reduces or gives else ():
             if ("A", copy, stage) not in spots:
                 what = f"its copy of stage {stage} has no {window.kinds['A'].name}"
                 yield Fault(what, "let it give its gradients behind its last backward", copy)
 
 
-def _offload(window: Window, device: int, i: int, stage: int) -> Iterator[Fault]:
-    """What is stored comes back."""
+def _offload(window: Window, i: int, stage: int) -> Iterator[Fault]:
     stored, back = (window.spots.get((kind, i, stage)) for kind in "OP")
     if stored is not None and back is None:
         yield window.fault(stored, "it is never fetched", "add its P before the backward or R")
@@ -273,29 +268,28 @@ def _offload(window: Window, device: int, i: int, stage: int) -> Iterator[Fault]
         yield window.fault(back, "it fetches what is never stored", "add its O behind the forward")
 
 
-_INSTEAD = {
-    True: {"gather": "has an all_gather of sums that it takes a part of"},
-    False: {"weights": "has a gather_weights, and each replica updates all of them"},
+_REFUSED = {
+    True: ("gather", "has an all_gather, and a take_part of the same sums"),
+    False: ("weights", "has a gather_weights, and each replica updates all weights"),
 }
-"""Whether a stage takes a part of its sums → what it must not have then."""
+"""Whether a stage takes a part of its sums → the kind that it must not have then, and why."""
 
 _EACH = {
+    "add": "let it add what its copies give",
     "A": "let every stage sum its gradients over the replicas, or none",
     "C": "clip every stage or none",
     "norm": "clip every stage or none",
 }
-"""What to do about a stage that lacks what others have."""
+"""Kind → the cure where a stage lacks it."""
 
 
 def ascending(window: Window) -> Iterator[Fault]:
-    """A stage's forwards take the micro-batches in order, and so does what adds to its gradients.
-
-    Its forwards take whole batches in order, too; each batch has gradients of its own.
-    """
-    for own in window.by_stage:
+    """Check that each stage's forwards, and its tasks that add gradients, take the micro-batches in
+    order, and that its forwards finish a batch before the next begins."""
+    for of_stage in window.by_stage:
         latest = {"forwards": -1, "gradients": -1}
         forwards: list[Spot] = []
-        for _, kind, i, spot in own:
+        for _, kind, i, spot in of_stage:
             if kind not in _LINES or i is None:
                 continue
             if kind == "F":
@@ -317,7 +311,7 @@ def ascending(window: Window) -> Iterator[Fault]:
 
 
 def dependencies(window: Window, needs: Callable[[Key], Iterable[Key]]) -> Iterator[Fault]:
-    """Each task comes after those that it needs: the rows run against each other to their ends."""
+    """Check that each task comes after those that it needs, and that no devices deadlock."""
     waits: list[list[Wait]] = [[] for _ in window.schedule.rows]
     spots = window.spots
     for key, at in spots.items():
@@ -355,24 +349,27 @@ def _too_early(window: Window, at: Spot, on: Spot) -> Fault:
 
 
 def gradients_used_up(window: Window) -> Iterator[Fault]:
-    """A user's task looks at gradients before the update of their batch, which uses them up, and
-    not while they are on their way between the replicas, or where it has a part of them."""
-    for own in window.by_stage:
+    """Check that a user's task gets the gradients that it needs.
+
+    They are gone while the replicas sum them, where the replica keeps only a part of the sums, and
+    after the update of their batch.
+    """
+    for of_stage in window.by_stage:
         update: Spot | None = None
-        leaves: Spot | None = None
+        summing: Spot | None = None
         part: Spot | None = None
-        for _, kind, _, spot in own:
+        for _, kind, _, spot in of_stage:
             if kind == "A" and "gather" in window.kinds:
-                leaves = spot
+                summing = spot
             elif kind in ("gather", "part"):
-                leaves, part = None, spot if kind == "part" else None
+                summing, part = None, spot if kind == "part" else None
             if kind == "U":
                 update = spot
                 continue
-            task, gone = window.kinds[kind], leaves or part or update
+            task, gone = window.kinds[kind], summing or part or update
             if gone and "gradients" in (*task.reads, *task.writes):
                 did, where = ("used up", "that")
-                if leaves:
+                if summing:
                     did, where = ("sent to be summed", "that, or behind the stage's all_gather")
                 elif part:
                     did, where = ("left to other replicas but for a part", "the reduce_scatter")

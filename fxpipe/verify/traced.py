@@ -1,6 +1,6 @@
-"""The verifier of a traced graph: what it takes and returns, and that it has no side effect.
+"""The verifier of a traced graph: what it takes and returns, and that it has no side effects.
 
-It reports every fault at once, and looks at each node a fixed number of times.
+It reports all faults at once, in time proportional to the number of nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def verify_traced(traced: Traced) -> Traced:
 
 
 class _TracedGraph(GraphFaults):
-    """The whole model's graph."""
+    """The rules of the whole model's graph."""
 
     def __init__(self, traced: Traced) -> None:
         super().__init__("", traced.graph, leaves=traced.leaves)
@@ -41,9 +41,8 @@ class _TracedGraph(GraphFaults):
     def _uncut(self) -> Iterator[Fault]:
         for node in self.graph.nodes:
             if node.op == "call_function" and node.target in (pop, stash):
-                yield self._fault(
-                    "stands where the model is cut, and it is whole", "read the value", node.name
-                )
+                what = "marks where the model is cut, which the whole model's graph is not"
+                yield self._fault(what, "read the value itself", node.name)
 
     def _placeholders(self) -> Iterator[Fault]:
         traced = self.traced
@@ -60,7 +59,7 @@ class _TracedGraph(GraphFaults):
         )
 
     def _buffers(self) -> Iterator[Fault]:
-        """Each parameter is read once, and each buffer written once."""
+        """Check that parameters are read once, buffers written once, and constants read."""
         traced = self.traced
         for target, count in Counter(a.target for a in traced.parameters).items():
             if count > 1:
@@ -82,7 +81,7 @@ class _TracedGraph(GraphFaults):
         return Fault(what, cure, subject=f"buffer {target}")
 
     def _named(self) -> Iterator[Fault]:
-        """What is named as a result is one value of the graph."""
+        """Check that each write, output and loss names a single value of the graph."""
         traced = self.traced
         writes = [*self._own(traced.writes)]
         outputs = [out.name for out in traced.outputs if isinstance(out, Value)]
@@ -96,17 +95,19 @@ class _TracedGraph(GraphFaults):
                         "name the node that makes it",
                     )
                 elif not (self.leaves or self._is_single(node)):
-                    yield self._fault(f"is the {word}, but no single value", "name an item", name)
+                    yield self._fault(
+                        f"is the {word}, but not a single value", "name an item", name
+                    )
 
     def _returned(self) -> Iterator[Fault]:
         traced = self.traced
-        # a graph with leaf modules writes its buffers itself
+        # in a graph with leaf modules, the modules write the buffers
         wanted = [] if traced.leaves else [write.value for write in traced.writes]
         wanted += [out.name for out in traced.outputs if isinstance(out, Value)]
         end = next(iter(reversed(self.graph.nodes)), None)
         if end is not None and end.op == "output" and isinstance(end.args[0], tuple):
             if traced.loss is not None and len(end.args[0]) == len(wanted) + 1:
-                wanted.append(traced.loss)  # where the loss is no output of the model
+                wanted.append(traced.loss)  # the loss is not an output of the model
         yield from self._returns(
             wanted,
             "writes, outputs and loss",

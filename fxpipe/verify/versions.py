@@ -1,16 +1,16 @@
-"""Weight versions of a schedule: how many live, how stale they are, and the smallest delay.
+"""Weight versions of a schedule: how many are kept, how stale they are, and the smallest delay.
 
-A micro-batch of batch t reads version max(t − delay, 0) of a stage in all its tasks there, and the
-update of batch t makes version t + 1. All is worked out where all batches exist: the first steps
-and the flush leave tasks out, and need and keep no more.
+All tasks of a micro-batch of batch t on a stage read version max(t − delay, 0), and the update of
+batch t makes version t + 1. All counts are for steps in which all batches exist: the first steps
+and the flush leave tasks out, and so need and keep no more.
 
-While batches are in flight, a failure takes all stages back to the newest version that every one
-has. So that no more buffers are needed for that, the update of batch n on a stage can wait for the
-updates of batch n − d on all others. With one stage a device that is never a deadlock: behind a
-stage's update of batch n come only tasks of later batches, on every stage whose tasks depend on
-them those follow the first forward of batch n + 1, and that follows the update of batch n − d,
-whose version it reads. Where stages have different delays no update waits, and a stage that is
-ahead keeps besides what it may have to go back to.
+While batches are in flight, a failure takes all stages back to the newest version that every stage
+has. To need no more buffers for that, the update of batch n on a stage waits for the updates of
+batch n − d on all others, d being the delay. With one stage a device this cannot deadlock: behind a
+stage's update of batch n come only tasks of later batches, and on any other stage the tasks that
+depend on those follow the first forward of batch n + 1, which in turn follows the update of batch
+n − d there, whose version it reads. Where delays differ, no update waits, and a stage that is ahead
+also keeps the version that it may have to go back to.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Versions:
     """What a schedule's delay and order mean for the weights.
 
     Attributes:
-        delays: stage → its delay, as the schedule says; or those of its micro-batches.
-        needed: stage → micro-batch → the smallest delay with which the version that it reads is
-            there.
-        smallest: stage → the smallest delay that one number can be, for all its micro-batches.
-        enough: whether the delays are so great that every version is there that is read.
+        delays: stage → its delay in the schedule, or those of its micro-batches.
+        needed: stage → micro-batch → the smallest delay with which the version that it reads
+            exists by then.
+        smallest: stage → the smallest delay that works for all its micro-batches.
+        enough: whether the delays are large enough that every version exists when it is read.
         live: stage → the most versions that are needed at once, the newest included.
-        microbatches: the smallest number of micro-batches with which the delays are enough, if
-            forwards run ahead of backwards by as many as here; None where more would not help.
+        microbatches: the smallest number of micro-batches with which the delays are large enough,
+            if forwards run as far ahead of backwards as here; None where more would not help.
         awaited: whether an update may wait for those of ``delay`` batches before on all stages.
     """
 
@@ -50,14 +50,13 @@ class Versions:
 
     @property
     def delay(self) -> int:
-        """The smallest delay that one number can be, for all stages."""
+        """The smallest delay that works for all stages."""
         return max(self.smallest, default=0)
 
     @property
     def staleness(self) -> tuple[Rule, ...]:
-        """Stage → by how many updates the weights that a gradient was computed with are older
-        than those that it is applied to, once as many batches have run; or micro-batch after
-        micro-batch, where theirs differ."""
+        """Stage → how many updates lie between the weights that a gradient was computed with and
+        those to which it is applied, after the first steps; or that of each micro-batch."""
         return self.delays
 
     @property
@@ -67,16 +66,15 @@ class Versions:
 
 
 def versions_of(window: Window) -> Versions:
-    """The versions of a schedule whose tasks are all there and in order."""
+    """Work out the versions of a schedule whose tasks are complete and in order."""
     return _versions(window)[0]
 
 
 def _versions(window: Window) -> tuple[Versions, list[_Stage]]:
-    """The same, and what it is of."""
     schedule = window.schedule
     stages = [_Stage(window, stage) for stage in range(schedule.stages)]
     every = range(schedule.microbatches)
-    found = Versions(
+    versions = Versions(
         schedule.rules,
         tuple(tuple(stage.needed.get(i, 0) for i in every) for stage in stages),
         tuple(stage.smallest for stage in stages),
@@ -89,22 +87,22 @@ def _versions(window: Window) -> tuple[Versions, list[_Stage]]:
         _microbatches(schedule, stages),
         _awaited(schedule),
     )
-    return found, stages
+    return versions, stages
 
 
 def too_small(window: Window) -> Iterator[Fault]:
-    """Stages whose delay asks for a version that is not made yet, or never.
+    """Report stages whose delay is too small: batches would read versions that do not exist yet.
 
-    Where the micro-batches of a stage have different delays, each of those that is too small.
+    Where the micro-batches of a stage have delays of their own, report each that is too small.
     """
     schedule = window.schedule
     if not schedule.trains:
         if any(schedule.delays):
             yield Fault("it has a delay, and nothing updates the weights", "use delay=0")
         return
-    found, stages = _versions(window)
+    versions, stages = _versions(window)
     for number, stage in enumerate(stages):
-        apart = isinstance(found.delays[number], tuple)
+        apart = isinstance(versions.delays[number], tuple)
         for i, first in stage.first.items():
             delay, needed = schedule.delay_of(number, i), stage.needed[i]
             if delay >= needed:
@@ -112,9 +110,9 @@ def too_small(window: Window) -> Iterator[Fault]:
             assert stage.update is not None
             of = f"micro-batch {i} on " if apart and i is not None else ""
             version = f"t - {delay}" if delay else "t"
-            cure = f"use delay={delay_text(_enough(schedule, found))}, the smallest that works"
-            if found.microbatches is not None:
-                cure += f", or at least {found.microbatches} micro-batches"
+            cure = f"use delay={delay_text(_enough(schedule, versions))}, the smallest that works"
+            if versions.microbatches is not None:
+                cure += f", or at least {versions.microbatches} micro-batches"
             yield window.fault(
                 first,
                 f"delay={delay} is too small for {of}stage {number}, which needs {needed}: batch t "
@@ -123,34 +121,34 @@ def too_small(window: Window) -> Iterator[Fault]:
                 cure,
             )
             if not apart:
-                break  # those that read later need no more
+                break  # later readers need no larger delay
 
 
-def _enough(schedule: Schedule, found: Versions) -> Delay:
-    """The smallest delay that is enough and no less than the schedule's, in the same form."""
-    if found.consistent and not isinstance(found.delays[0], tuple):
-        return found.delay
+def _enough(schedule: Schedule, versions: Versions) -> Delay:
+    """The smallest delay that works and is no less than the schedule's, in the same form."""
+    if versions.consistent and not isinstance(versions.delays[0], tuple):
+        return versions.delay
     return tuple(
-        tuple(max(schedule.delay_of(stage, i), needed) for i, needed in enumerate(each))
+        tuple(max(schedule.delay_of(stage, i), least) for i, least in enumerate(needed))
         if isinstance(rule, tuple)
         else max(rule, smallest)
-        for stage, (rule, each, smallest) in enumerate(
-            zip(found.delays, found.needed, found.smallest, strict=True)
+        for stage, (rule, needed, smallest) in enumerate(
+            zip(versions.delays, versions.needed, versions.smallest, strict=True)
         )
     )
 
 
 class _Stage:
-    """One stage's readers of weights and its update.
+    """The readers of one stage's weights, and its update.
 
     Attributes:
-        update: where it is, if it is there.
-        first: micro-batch, or None for what reads once a step → the reader for which its version
-            must be there the earliest; in the order of a batch.
-        last: the same → the reader behind which a batch needs that version no more.
-        needed: the same → the smallest delay with which that version is there.
+        update: the spot of the update, if there is one.
+        first: micro-batch, or None for a task once a step → the first reader of its version, in the
+            order of a batch.
+        last: micro-batch, or None → the last reader of its version.
+        needed: micro-batch, or None → the smallest delay with which the version exists in time.
         live: the most versions that are needed at once.
-        ahead: micro-batches that have begun and not ended where a batch begins.
+        ahead: the micro-batches in flight when a batch begins.
     """
 
     def __init__(self, window: Window, stage: int) -> None:
@@ -175,7 +173,7 @@ class _Stage:
         self.live = 1 + max(older, default=0)
         self.ahead = 0
         if self.first:
-            # Ended by then is what ends at an earlier moment: each pair counts its batches between.
+            # of each micro-batch, the batches that have begun by then, less those that have ended
             now = next(iter(self.first.values()))
             self.ahead = sum(
                 _batches(begun[i], now) - _batches(ended[i], now)
@@ -184,14 +182,14 @@ class _Stage:
 
     @property
     def smallest(self) -> int:
-        """The delay that all need who read: the first to read needs the greatest."""
+        """The delay with which every version exists in time."""
         return max(self.needed.values(), default=0)
 
     def _needed(self, reader: Spot) -> int:
-        """Batch t reads version t − d, made by the update of batch t − d − 1.
+        """The smallest delay d with which a reader's version exists.
 
-        That stands before the reader if (t − d − 1 − its batch, its position) is less than
-        (t − the reader's batch, the reader's position).
+        Batch t reads version t − d, made by the update of batch t − d − 1. That comes before the
+        reader if (t − d − 1 − its batch, its position) < (t − reader's batch, reader's position).
         """
         if self.update is None:
             return 0
@@ -199,8 +197,9 @@ class _Stage:
         return max(steps - (self.update.position < reader.position), 0)
 
     def _older(self, reader: Spot, delay: int) -> int:
-        """How many versions older than version n + 1 a reader keeps alive right after the update
-        that makes that one: it reads version n − k in batch n − k + delay.
+        """How many versions older than the newest a reader may still need right after an update.
+
+        It reads version n − k in batch n − k + delay.
         """
         if self.update is None:
             return 0
@@ -209,28 +208,31 @@ class _Stage:
 
 
 def _awaited(schedule: Schedule) -> bool:
-    """With one delay, one stage a device, and nothing of its batch behind an update."""
+    """Whether updates may wait: one delay, one stage a device, and no tasks of a user's own, which
+    may come after an update of their batch."""
     one_each = len(set(schedule.placement)) == schedule.stages
     same = len({*schedule.rules, *schedule.delays}) == 1 and min(schedule.delays) > 0
     return one_each and same and schedule.kinds <= BUILT_IN
 
 
 def _batches(spot: Spot, now: Spot) -> int:
-    """Up to which batch, from that of ``now``, a spot has come by at the moment of ``now``."""
+    """The newest batch, relative to that of ``now``, that has run a spot when ``now`` runs."""
     return spot.batch - now.batch - (spot.position >= now.position)
 
 
 def _reads(kind: str) -> bool:
-    """Whether a kind of task reads weights."""
     return kind in "FBIWR" or "parameters" in KINDS[kind].reads
 
 
 def _microbatches(schedule: Schedule, stages: list[_Stage]) -> int | None:
-    """With delay d the last d batches may be on their way where a batch begins: d · m ≥ ahead."""
+    """The fewest micro-batches m with which the delays are large enough, if more than now.
+
+    With delay d the last d batches may be in flight where a batch begins: d · m ≥ ahead.
+    """
     least = 0
     for delay, stage in zip(schedule.rules, stages, strict=True):
         if isinstance(delay, tuple):
-            return None  # it is for as many micro-batches as there are
+            return None  # its delays are for this number of micro-batches
         if delay < stage.smallest:
             if delay == 0:
                 return None

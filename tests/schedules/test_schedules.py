@@ -246,7 +246,7 @@ def test_a_task_is_of_a_letter_and_whole_numbers(task: Task) -> None:
         InputError, match=r"device 0, position 0: got Task.*; yield tasks such as F"
     ):
         recipe(1, 1)
-    with pytest.raises(VerificationError, match=r"position 0, .*: it is no task of whole numbers"):
+    with pytest.raises(VerificationError, match=r"position 0, .*: it is not a task with whole"):
         Schedule("odd", 1, (0,), ((task, B(0, 0), U(0)),)).verify()
 
 

@@ -112,7 +112,7 @@ MUTANTS = [
     (
         "edge act size 0->1",
         "edge act max_1 0->1",
-        "stage 0, node max_1: crosses, but is no single value; send the items",
+        "stage 0, node max_1: crosses, but is not a single value; send the items",
     ),
     # Parameters and buffers
     (
@@ -300,21 +300,21 @@ def test_several_values_do_not_cross_as_one(node: str) -> None:
         f"    x = placeholder()\n    y = {node}\n    return (y,)\n"
     )
     (fault,) = told(parse_plan(text))
-    assert fault.startswith("stage 0, node y: crosses, but is no single value")
+    assert fault.startswith("stage 0, node y: crosses, but is not a single value")
 
 
 def test_a_function_that_gives_a_tuple_is_known_by_its_items() -> None:
     text = TEXT.replace("torch.ops.aten.max.dim(conv2d, 0)", "fxpipe.random.native_dropout(conv2d)")
     verify_plan(parse_plan(text, ROOT))
     faults = told(parse_plan(text.replace("act size 0->1", "act max_1 0->1"), ROOT))
-    assert any("stage 0, node max_1: crosses, but is no single value" in f for f in faults)
+    assert any("stage 0, node max_1: crosses, but is not a single value" in f for f in faults)
 
 
 def test_what_the_trace_says_of_a_value_counts() -> None:
     plan = valid()
     add = next(node for node in plan.stages[1].graph.graph.nodes if node.name == "add")
     add.meta["val"] = (torch.zeros(1), torch.zeros(1))
-    assert told(plan)[0].startswith("stage 1, node add: crosses, but is no single value")
+    assert told(plan)[0].startswith("stage 1, node add: crosses, but is not a single value")
 
 
 def test_an_integer_that_crosses_carries_no_gradient() -> None:

@@ -98,7 +98,7 @@ def with_launch(program: Program, device: int, at: int, launch: Launch) -> Progr
         (Launch(waits=(Event(0, -1),)), "it waits for e0' of another step"),
         (Launch(waits=(Event(0, 1),)), "it waits for e0[+], which is recorded later"),
         (Launch(record=Event(97, -1)), "it records e97'"),
-        (Launch(record=Event(0)), "e0 is recorded before"),
+        (Launch(record=Event(0)), "e0 is recorded already"),
     ],
 )
 def test_events_that_make_no_sense_are_refused(launch: Launch, message: str) -> None:

@@ -290,7 +290,7 @@ def test_forwards_of_the_next_batch_wait_for_those_of_the_last() -> None:
 )
 def test_a_task_that_is_not_of_whole_numbers_is_refused(parts: Any) -> None:
     (fault,) = faults_of(Schedule("mine", 1, (0,), ((Task(*parts), B(0, 0), U(0)),)))
-    assert fault.what == "it is no task of whole numbers"
+    assert fault.what == "it is not a task with whole numbers"
 
 
 def test_the_error_carries_the_schedule_for_a_picture() -> None:

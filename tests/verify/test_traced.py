@@ -69,7 +69,7 @@ def test_the_loss_may_be_an_output() -> None:
         ("write bn.moments = mul", "write bn.other = mul", "gathers moments, and is not written"),
         ("output relu", "output lost", "the output is 'lost', which no node makes"),
         ("loss sum_1", "loss lost", "the loss is 'lost', which no node makes"),
-        ("aten.relu.default(mm)", "aten.max.dim(mm, 0)", "relu: is the output, but no single"),
+        ("aten.relu.default(mm)", "aten.max.dim(mm, 0)", "relu: is the output, but not a single"),
         (
             "return (mul, relu, sum_1)",
             "return (relu, mul, sum_1)",
@@ -87,7 +87,7 @@ def test_each_fault_is_reported(old: str, new: str, fault: str) -> None:
 
 def test_a_cut_in_a_whole_graph_is_reported() -> None:
     text = TEXT.replace("relu = torch.ops.aten.relu.default(mm)", "relu = pop('mm')")
-    with pytest.raises(VerificationError, match="node relu: stands where the model is cut"):
+    with pytest.raises(VerificationError, match="node relu: marks where the model is cut"):
         Traced.parse(text).verify()
 
 
