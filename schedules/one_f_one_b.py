@@ -52,8 +52,8 @@ def interleaved_one_f_one_b(
     ``interleaved_one_f_one_b.placed(round_robin(4))`` has v = 4.
 
     Bubble: (p − 1)/(v m + p − 1), for m ≥ p. Stash: min((v − 1) r + 2p − 1, v m) micro-batches of
-    one stage on device 0, the fullest, for every p and m; r is the longest round, ⌈m/⌊m/p⌋⌉ for
-    m ≥ p and m below. Where p divides m and m > p, that is v p + p − 1.
+    one stage on device 0, the fullest, for every p and m. r is the length of the longest round:
+    ⌈m/⌊m/p⌋⌉ if m ≥ p, else m. If p divides m and m > p, the stash is v p + p − 1.
     """
     rounds = max(microbatches // devices, 1)
     starts = [microbatches * turn // rounds for turn in range(rounds + 1)]
