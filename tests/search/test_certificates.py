@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fxpipe
 from fxpipe.errors import VerificationError
-from fxpipe.search.bounds import Bound, device_bounds
+from fxpipe.search.bounds import Bound, chain_bounds, device_bounds
 from fxpipe.search.certificate import Certificate
 from fxpipe.search.listing import list_schedule
 from fxpipe.search.local import given_policies
@@ -56,6 +56,21 @@ def test_a_certificate_that_was_changed_is_refused(proven: Certificate) -> None:
     ):
         with pytest.raises(VerificationError):
             wrong.check()
+
+
+def test_bounds_of_stages_that_there_are_not_are_refused(proven: Certificate) -> None:
+    """After the last input gradient of a stage, later stages need not have anything to do."""
+    chain = next(b for b in chain_bounds(proven.problem) if b.stage == 0)
+    assert replace(proven, bound=chain).check() == ()
+    for wrong in (
+        replace(chain, terms={**chain.terms, "end": 1}),
+        replace(chain, terms={**chain.terms, "end": -1}),
+        replace(chain, stage=-1),
+        replace(chain, stage=3),
+        replace(chain, time=nan),
+    ):
+        with pytest.raises(VerificationError):
+            replace(proven, bound=wrong).check()
 
 
 @given(st.one_of(problems((1, 4), (1, 6)), shared(), larger(), mixing((1, 4), (1, 6))))
