@@ -1,4 +1,4 @@
-"""List scheduling: devices take what is there, by priorities, from the first task to the last."""
+"""List scheduling: whenever a device is free, it takes a task that has arrived, by priorities."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ NEVER = 1e30
 class Habit(NamedTuple):
     """How a device treats one of its stages.
 
-    Of the forwards and input gradients that have arrived, the one goes first whose micro-batch's
-    number is the least, after ``turn`` or ``back`` was added to it.
+    Of the forwards and input gradients that have arrived, the device takes the one whose
+    micro-batch has the least number, plus ``turn`` for a forward or ``back`` for an input gradient.
 
     Attributes:
         limit: the most micro-batches between forward and input gradient.
         turn: by how many micro-batches forwards are put off.
-        back: by how many input gradients are.
-        gap: a weight gradient fills a time without work that is at least so many times as long as
-            the weight gradient itself.
-        room: the same where a forward waits for memory.
-        most: so many weight gradients wait at most, before one goes first.
-        hold: a forward waits for an input gradient that comes before this part of it were done;
-            and on a device's first stage for a forward on its later ones.
+        back: by how many micro-batches input gradients are put off.
+        gap: a weight gradient fills an idle time that is at least this many times as long as the
+            weight gradient itself.
+        room: the same as ``gap``, for when a forward waits for memory.
+        most: how many weight gradients may wait; with more of them, one goes first.
+        hold: a forward waits if an input gradient is to arrive before this share of the forward
+            would be done; on a device's first stage also for a forward of its later stages.
     """
 
     limit: int
@@ -42,8 +42,13 @@ class Habit(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """The habit for each stage, and whether a weight gradient also fills a shorter time where the
-    device would else have idled longer than any other."""
+    """How all devices choose their tasks.
+
+    Attributes:
+        habits: stage → the habit of its device there.
+        even: whether a weight gradient also fills a shorter idle time if its device would otherwise
+            have idled longer than all others.
+    """
 
     habits: tuple[Habit, ...]
     even: bool = False
@@ -56,13 +61,21 @@ def list_schedule(
     cutoff: float,
     mixes: tuple[int, int, float] | None = None,
 ) -> tuple[float, list[list[int]], list[float]]:
-    """The time that is to be least, the order, and when each device is done.
+    """Return the time that the problem minimizes, the order, and when each device is done.
 
-    Given up, with an infinite time, as soon as it must take longer than ``cutoff``. A forward
-    starts only where one micro-batch still has room on all the device's later stages, so that no
-    order gets stuck. Where the micro-batches are of several batches, ``mixes`` has how many one
-    has, the delay, and the time after which one comes behind the one before: a forward then also
-    waits for the update whose weights it reads, and on its device for those of earlier batches.
+    A forward starts only if one micro-batch still fits on each later stage of its device, so that
+    no order gets stuck.
+
+    Args:
+        problem: the problem.
+        policy: how devices choose their tasks.
+        release: device → when it may begin.
+        cutoff: the list schedule is given up, with an infinite time, as soon as it must take
+            longer than this.
+        mixes: None, or, if the micro-batches belong to several batches: how many a batch has, the
+            delay, and the time between the arrivals of two micro-batches. A forward then also
+            waits for the update that makes its weights, and for earlier batches' forwards on its
+            device.
     """
     m, last, flush, even = problem.microbatches, problem.stages - 1, problem.flush, policy.even
     placement, held = problem.placement, problem.held
@@ -205,7 +218,7 @@ def list_schedule(
 
 
 def _needs(problem: Problem) -> list[float]:
-    """Stage → the room that its forward must find: its own, and that of one micro-batch on each
+    """Stage → the free memory that its forward needs: its own, and that of one micro-batch on each
     later stage of its device."""
     need = [0.0] * problem.stages
     for own in problem.held:
