@@ -11,7 +11,7 @@ from operator import index
 from fxpipe.errors import InputError
 from fxpipe.ir.recipe import Placement, Recipe, one_each, vee
 from fxpipe.search.problem import Problem
-from fxpipe.simulator.costs import Costs, Link, Links, check_keys, times_of
+from fxpipe.simulator.costs import Costs, Link, Links, check_keys, link_between, times_of
 from fxpipe.simulator.sizes import Sizes
 
 _LETTERS = "FBIWU"
@@ -236,15 +236,7 @@ def _ways(given: Given, pairs: list[tuple[int, int, int]]) -> Iterator[float]:
         if given.links is None or source == target:
             yield 0.0
             continue
-        if isinstance(given.links, Link):
-            link = given.links
-        elif (source, target) in given.links:
-            link = given.links[source, target]
-        else:
-            raise InputError(
-                f"device {source} sends to device {target} and links has no such pair; add "
-                f"links[{source}, {target}] = Link(latency, bandwidth)"
-            )
+        link = link_between(given.links, source, target)
         size = 0.0
         if link.bandwidth < inf:
             known = given.sizes.values if given.sizes is not None else {}
