@@ -104,7 +104,7 @@ class Holding:
         return self._gradients.bytes(stage, None, self.program.replicas)
 
     def _land(self, stage: int, batch: int, bucket: int) -> None:
-        """Replace a bucket of gradients by the part that this replica sums; both are held at once."""
+        """Replace a bucket of gradients by this replica's part; for a moment both are held."""
         self._away.remove((stage, batch, bucket))
         whole = self._gradients.sum_of(stage, batch, bucket)
         self._landing = max(self._landing, self.bytes + whole.bytes)
