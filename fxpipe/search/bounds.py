@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import floor, inf
@@ -36,24 +36,22 @@ class Bound:
 
 def best_bound(problem: Problem) -> Bound:
     """The greatest bound that needs no solver."""
-    if problem.delay:
-        bounds = tuple(mixing_bounds(problem))
-    else:
-        bounds = (*work_bounds(problem), *chain_bounds(problem), *device_bounds(problem))
-    return max(bounds, key=lambda bound: bound.time)
+    rules: list[Callable[[Problem], Iterator[Bound]]] = [work_bounds]
+    rules += [mixing_bounds] if problem.delay else [chain_bounds, device_bounds]
+    return max((bound for rule in rules for bound in rule(problem)), key=lambda bound: bound.time)
 
 
 def work_bounds(problem: Problem) -> Iterator[Bound]:
     """Yield a bound for each device: it waits for its first micro-batch and then does all its work.
     Until that micro-batch comes back it can only compute forwards, as many as fit into its memory;
-    for the rest of that time it idles."""
+    for the rest of that time it idles, unless batches mix."""
     for device, held in enumerate(problem.held):
         if not held:
             continue
         head = way_down(problem, 0, held[0])
         wait = lag(problem, held[0]) - _way_up(problem, held[-1], held[0])
         wait -= problem.backward[held[-1]]
-        idle = max(0.0, wait - _forwards(problem, device))
+        idle = 0.0 if problem.delay else max(0.0, wait - _forwards(problem, device))
         terms = {
             "before": head if problem.flush else 0.0,
             "work": problem.work[device],
@@ -121,22 +119,15 @@ def device_bounds(problem: Problem) -> Iterator[Bound]:
 
 
 def mixing_bounds(problem: Problem) -> Iterator[Bound]:
-    """Yield the bounds that hold where batches mix.
+    """Yield the bounds that hold only where batches mix.
 
-    For each device: all its work; and the memory that a batch takes there, times how long, over the
-    device's memory. For each stage: the trips of a batch's micro-batches, as many at once as fit
-    into the memory; and the time from a batch's first forward to its update, for which a later
-    batch waits.
+    For each device: the memory that a batch takes there, times how long, over the device's memory.
+    For each stage: the trips of a batch's micro-batches, as many at once as fit into the memory;
+    and the time from a batch's first forward to its update, for which a later batch waits.
     """
     m = problem.microbatches
-    for device, held in enumerate(problem.held):
-        if not held:
-            continue
-        terms = {"before": 0.0, "work": problem.work[device], "idle": 0.0}
-        terms["update"] = problem.last[device]
-        yield Bound(sum(terms.values()), "work", held[0], terms)
-        most = problem.memory[device]
-        if most == inf:
+    for held, most in zip(problem.held, problem.memory, strict=True):
+        if not held or most == inf:
             continue
         kept = sum(
             problem.saved[s] * lag(problem, s) + problem.deferred[s] * problem.weight[s]

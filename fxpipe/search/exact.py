@@ -72,15 +72,8 @@ class Exact:
         below: float | None = None,
         bound: float = 0.0,
     ) -> None:
-        """Build the model of the tasks that start from ``begin`` on and before ``end``.
-
-        Args:
-            timeline: the order to improve.
-            begin: the start of the window.
-            end: its end.
-            below: orders must take less than this; by default no longer than the timeline.
-            bound: a lower bound that is known already.
-        """
+        """Model the tasks that start from ``begin`` on and before ``end``. Orders must take less
+        than ``below``, by default no longer than the timeline; ``bound`` is a known lower bound."""
         from ortools.sat.python import cp_model
 
         self.timeline, self.problem = timeline, timeline.problem
@@ -115,11 +108,7 @@ class Exact:
     ) -> tuple[Order | None, float]:
         """Return the whole order with the best window, or None if none was found, and the bound.
 
-        Args:
-            seconds: the time limit.
-            work: the limit of the solver's deterministic time.
-            seed: of the solver.
-            workers: its threads.
+        ``work`` limits the solver's deterministic time.
         """
         from ortools.sat.python import cp_model
 

@@ -34,11 +34,7 @@ def best_placements(
 ) -> list[Places]:
     """Search placements, from the usual ones on, by moving and swapping stages; return the best.
 
-    Args:
-        given: what the search is given.
-        random: for all choices.
-        go_on: number of list schedules so far → whether to go on.
-        least: a bound for all placements, at which the search ends.
+    It ends when one takes only ``least``, or when ``go_on(list schedules so far)`` is false.
     """
     limits = given.limits(given.counts[1])
     alike = len(set(limits)) == 1 and (given.links is None or isinstance(given.links, Link))

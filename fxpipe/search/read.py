@@ -11,7 +11,15 @@ from operator import index
 from fxpipe.errors import InputError
 from fxpipe.ir.recipe import Placement, Recipe, one_each, vee
 from fxpipe.search.problem import Problem
-from fxpipe.simulator.costs import Costs, Link, Links, check_keys, link_between, times_of
+from fxpipe.simulator.costs import (
+    Costs,
+    Link,
+    Links,
+    check_keys,
+    check_links,
+    link_between,
+    times_of,
+)
 from fxpipe.simulator.sizes import Sizes
 
 _LETTERS = "FBIWU"
@@ -41,20 +49,12 @@ class Given:
         if self.costs is None:
             raise InputError("costs is None; map letters of tasks to times, such as {'F': 1.0}")
         check_keys(self.costs)
-        links, sizes = self.links, self.sizes
-        if links is not None and not isinstance(links, Link):
-            if not isinstance(links, Mapping):
-                raise InputError(
-                    f"links is {links!r}; give Link(latency, bandwidth), or one a pair"
-                )
-            for pair, link in links.items():
-                if not isinstance(link, Link):
-                    raise InputError(f"links[{pair!r}] is {link!r}; give Link(latency, bandwidth)")
-        if sizes is not None and not isinstance(sizes, Sizes):
-            raise InputError(f"sizes is {sizes!r}; give Sizes(...)")
+        check_links(self.links)
+        if self.sizes is not None and not isinstance(self.sizes, Sizes):
+            raise InputError(f"sizes is {self.sizes!r}; give Sizes(...)")
         memory = self.memory
         limits = memory if isinstance(memory, Sequence) else () if memory is None else (memory,)
-        if isinstance(memory, str) or not all(isinstance(each, Real) for each in limits):
+        if isinstance(memory, str) or not all(isinstance(limit, Real) for limit in limits):
             raise InputError(f"memory is {memory!r}; give a number, or one for each device")
         for word, least in (("microbatches", 1), ("devices", 1), ("delay", 0)):
             count = getattr(self, word)

@@ -288,14 +288,7 @@ def _solve(
     problem: Problem, bound: Bound, budget: _Budget, known: Sequence[tuple[float, Order]]
 ) -> Certificate:
     """Search with list schedules, then with swaps, and then, if the problem is small and CP-SAT is
-    allowed, with windows and with a model of all tasks.
-
-    Args:
-        problem: the problem.
-        bound: a lower bound for it.
-        budget: the limits of the search.
-        known: orders to start from, with their times.
-    """
+    allowed, with windows and a model of all tasks. ``known`` are times and orders to start from."""
     started = perf_counter()
     local = search_of(problem, Random(budget.seed))
     for value, candidate in known:

@@ -109,6 +109,30 @@ Links = Link | Mapping[tuple[int, int], Link]
 the same device of the other replicas."""
 
 
+def check_links(links: object, devices: int | None = None) -> None:
+    """Check that links are None, a Link, or a Link for each of some pairs of devices.
+
+    Raises:
+        InputError: they are something else, or a pair is not of ``devices``, if that is given.
+    """
+    if links is None or isinstance(links, Link):
+        return
+    if not isinstance(links, Mapping):
+        raise InputError(
+            f"links is {links!r}; give one Link(latency, bandwidth), or one for each pair of "
+            "devices"
+        )
+    for pair, link in links.items():
+        if not isinstance(link, Link):
+            raise InputError(f"links[{pair!r}] is {link!r}; give Link(latency, bandwidth)")
+        ends = pair if isinstance(pair, tuple) and len(pair) == 2 else (-1,)
+        if devices is not None and not all(end in range(devices) for end in ends):
+            raise InputError(
+                f"links has the key {pair!r}; map pairs of the devices 0 to {devices - 1} to "
+                "Link(latency, bandwidth)"
+            )
+
+
 def link_between(links: Links, source: int, target: int) -> Link:
     """The link from one device to another. Raises InputError if there is none."""
     if isinstance(links, Link):

@@ -19,7 +19,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.ir.value import COPIED, FURTHEST, HOST, Buffer, Edge
 from fxpipe.ir.walk import waits_of, walk
-from fxpipe.simulator.costs import Costs, Link, Links, Times, link_between, task_times
+from fxpipe.simulator.costs import Costs, Links, Times, check_links, link_between, task_times
 from fxpipe.simulator.simulation import Events, Simulation, Transfer
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.simulator.sums import Sum, awaited_by, begun_by
@@ -326,21 +326,7 @@ class _Ways:
         self._sizes = sizes or Sizes()
         self._program = program
         self._taken: dict[tuple[int, int], float] = {}
-        if links is not None and not isinstance(links, Link | Mapping):
-            raise InputError(
-                f"links is {links!r}; give one Link(latency, bandwidth), or one for each pair of "
-                "devices"
-            )
-        if isinstance(links, Mapping):
-            for pair, link in links.items():
-                devices = pair if isinstance(pair, tuple) and len(pair) == 2 else (-1,)
-                if not isinstance(link, Link) or not all(
-                    device in range(program.devices) for device in devices
-                ):
-                    raise InputError(
-                        f"links[{pair!r}] is {link!r}; map pairs of the devices 0 to "
-                        f"{program.devices - 1} to Link(latency, bandwidth)"
-                    )
+        check_links(links, program.devices)
 
     def carry(
         self, buffer: Buffer | Sum, source: int, target: int, now: float
