@@ -1,4 +1,4 @@
-"""Checks a certificate with arithmetic of its own: it shares only ``Problem`` with the search.
+"""Check a certificate independently of the search, with which it shares only ``Problem``.
 
 The schedule is valid, is one of the problem, fits into the memory and takes at most ``value``. The
 bound follows from the problem alone, and is not above ``value``. Bounds hold because:

@@ -161,7 +161,7 @@ class Steady(Local):
         least = period_of(self.real, order)
         self.offer(least, order)
         for share in (0.0, self.random.random()):
-            # without a pace, or at one that is too fast, batches come in crowds, and not alike
+            # without a pace, or at too fast a pace, batches crowd, and differ from one another
             pace = (self.bound + share * (self.value - self.bound)) / m
             mixes = m, self.real.delay, pace
             rows = list_schedule(self.problem, policy, release, inf, mixes)[1]

@@ -239,6 +239,11 @@ def run(
             )
         return transfers[awaited].end
 
+    def move(what: Buffer | Sum, target: int, ready: float, start: float, end: float) -> float:
+        """Note a transfer, and return when it is over."""
+        transfers[what] = Transfer(what, device, target, position, ready, start, end)
+        return end
+
     for device, stop in turns:
         starts, ends = events.starts[device], events.ends[device]
         now = now if serial else events.free(device)
@@ -253,21 +258,15 @@ def run(
                 now += time * share_of(instruction, program, sizes) if parts else time
                 sums = begun_by(instruction, program) if parts or letter in "AU" else None
                 if sums is not None:
-                    start, end = ways.carry(sums, device, device, now)
-                    transfers[sums] = Transfer(sums, device, device, position, now, start, end)
-                    if not overlap:
-                        now = end
+                    end = move(sums, device, now, *ways.carry(sums, device, device, now))
+                    now = now if overlap else end
             else:
                 match instruction:
                     case ins.Send(buffer) | ins.Stash(buffer):
                         now += overhead
                         target = program.destination(instruction)
-                        start, end = ways.carry(buffer, device, target, now)
-                        transfers[buffer] = Transfer(
-                            buffer, device, target, position, now, start, end
-                        )
-                        if not overlap:
-                            now = end
+                        end = move(buffer, target, now, *ways.carry(buffer, device, target, now))
+                        now = now if overlap else end
                     case ins.Receive(buffer) | ins.Pop(buffer):
                         now = max(now, transfers[buffer].end) + overhead
                     case ins.AllGather() | ins.TakePart() | ins.GatherWeights():
@@ -281,11 +280,8 @@ def run(
                             ready = max(now, end_of(instruction.stored))
                         start = max(ready, lanes.get(lane, ready))
                         end = lanes[lane] = start + times[letter, buffer.source]
-                        transfers[buffer] = Transfer(
-                            buffer, device, device, position, ready, start, end
-                        )
-                        if not (overlap and beside):
-                            now = end
+                        move(buffer, device, ready, start, end)
+                        now = now if overlap and beside else end
                     case _ if (moved := awaits(instruction)) is not None:
                         now = max(now, end_of(moved)) + overhead
                     case ins.Barrier() | ins.Pause():

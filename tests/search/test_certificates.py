@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from dataclasses import replace
 from math import inf, nan
 from typing import Any
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 import fxpipe
 from fxpipe.errors import VerificationError
+from fxpipe.search import check
 from fxpipe.search.bounds import Bound, chain_bounds, device_bounds
 from fxpipe.search.certificate import Certificate
 from fxpipe.search.listing import list_schedule
@@ -56,6 +59,13 @@ def test_a_certificate_that_was_changed_is_refused(proven: Certificate) -> None:
     ):
         with pytest.raises(VerificationError):
             wrong.check()
+
+
+def test_the_checker_shares_only_the_problem_with_the_search() -> None:
+    tree = ast.parse(inspect.getsource(check))
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    own = {module for module in modules if module.startswith("fxpipe.search")}
+    assert own == {"fxpipe.search.certificate", "fxpipe.search.problem"}
 
 
 def test_bounds_of_stages_that_there_are_not_are_refused(proven: Certificate) -> None:
