@@ -80,19 +80,19 @@ def schedule_formulas(schedule: Schedule, *, given: Sequence[Relational] = ()) -
     schedule = with_sums(schedule.verify())
     times = Bases.of(schedule.kinds, given)
     only = sample(_program(schedule, 1), times)
-    found = {}
+    forms = {}
     if only.makespan is not None:
-        found["makespan"] = _greatest(sorted(only.makespan.forms), times.all)
+        forms["makespan"] = _greatest(sorted(only.makespan.forms), times.all)
     if only.through is not None:
         through = _greatest(sorted(only.through.forms), times.tasks)
         work = times.tasks.form(only.work)
-        found["bubble"] = _share(work, Integer(schedule.devices), through)
+        forms["bubble"] = _share(work, Integer(schedule.devices), through)
     if only.size is not None:
-        found["bubble_size"] = _greatest(sorted(only.size.forms), times.tasks)
+        forms["bubble_size"] = _greatest(sorted(only.size.forms), times.tasks)
     cases = [(Integer(count), Eq(s, stage)) for stage, count in enumerate(only.stash)]
-    found["stash"] = Piecewise(*cases) if len(set(only.stash)) > 1 else cases[0][0]
-    found["peak_stash"] = Integer(only.peak)
-    formulas = {name: Formula(form, true, 1) for name, form in found.items()}
+    forms["stash"] = Piecewise(*cases) if len(set(only.stash)) > 1 else cases[0][0]
+    forms["peak_stash"] = Integer(only.peak)
+    formulas = {name: Formula(form, true, 1) for name, form in forms.items()}
     return Formulas(schedule.name, tuple(given), formulas)
 
 
@@ -148,8 +148,8 @@ def recipe_formulas(
             if region.subs({p: a, m: b}) == true:
                 for chunk in chunks or (0,):
                     placed = recipe.placed(round_robin(chunk)) if chunk else recipe
-                    made = with_sums(placed(a, b).verify())
-                    schedules[a, b, *([chunk] if chunks else [])] = made
+                    schedule = with_sums(placed(a, b).verify())
+                    schedules[a, b, *([chunk] if chunks else [])] = schedule
     if not schedules:
         raise InputError(f"where is {region}, and none of the points that are tried lies there")
     times = Bases.of(frozenset().union(*(x.kinds for x in schedules.values())), given)
@@ -158,9 +158,12 @@ def recipe_formulas(
         for point, schedule in schedules.items()
         for count in steps
     }
-    found: dict[str, Formula] = {}
+    formulas: dict[str, Formula] = {}
     inside = [
-        (where, {x: each for x, each in samples.items() if where.subs({p: x[0], m: x[1]}) == true})
+        (
+            where,
+            {x: result for x, result in samples.items() if where.subs({p: x[0], m: x[1]}) == true},
+        )
         for where in REGIONS
     ]
     for quantity in QUANTITIES:
@@ -169,9 +172,9 @@ def recipe_formulas(
                 continue
             expression = _expression(quantity, known, symbols, times)
             if expression is not None:
-                found[quantity] = Formula(expression, And(region, where), len(known))
+                formulas[quantity] = Formula(expression, And(region, where), len(known))
                 break
-    return Formulas(recipe.name, tuple(given), found)
+    return Formulas(recipe.name, tuple(given), formulas)
 
 
 def _program(schedule: Schedule, steps: int) -> Program:
@@ -194,12 +197,12 @@ def _expression(
 
     match quantity:
         case "makespan":
-            return extent({x: each.makespan for x, each in samples.items()}, times.all)
+            return extent({x: result.makespan for x, result in samples.items()}, times.all)
         case "bubble_size":
-            return extent({x: each.size for x, each in samples.items()}, times.tasks)
+            return extent({x: result.size for x, result in samples.items()}, times.tasks)
         case "bubble":
-            through = extent({x: each.through for x, each in samples.items()}, times.tasks)
-            works = zip(*(each.work for each in samples.values()), strict=True)
+            through = extent({x: result.through for x, result in samples.items()}, times.tasks)
+            works = zip(*(result.work for result in samples.values()), strict=True)
             fitted = [fit(dict(zip(samples, work, strict=True))) for work in works]
             if through is None or None in fitted:
                 return None
@@ -209,13 +212,13 @@ def _expression(
             symbols = [*symbols, s]
             kept = {
                 (*x, stage): count
-                for x, each in samples.items()
-                for stage, count in enumerate(each.stash)
+                for x, result in samples.items()
+                for stage, count in enumerate(result.stash)
             }
         case _:
-            kept = {x: each.peak for x, each in samples.items()}
-    found = fit(kept)
-    return None if found is None else found.expression(symbols)
+            kept = {x: result.peak for x, result in samples.items()}
+    form = fit(kept)
+    return None if form is None else form.expression(symbols)
 
 
 def _forms(envelopes: Mapping[Point, Envelope]) -> list[tuple[Fitted, ...]] | None:

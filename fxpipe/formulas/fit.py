@@ -37,16 +37,16 @@ class Polynomial:
     def at(self, point: Point) -> Fraction:
         return sum(
             (
-                c * prod(x for x, e in zip(point, own, strict=True) if e)
-                for own, c in self.terms.items()
+                c * prod(x for x, e in zip(point, exponents, strict=True) if e)
+                for exponents, c in self.terms.items()
             ),
             Fraction(0),
         )
 
     def expression(self, symbols: Sequence[Symbol]) -> Expr:
         total: Expr = Integer(0)
-        for own, c in self.terms.items():
-            factors = [symbol for symbol, e in zip(symbols, own, strict=True) if e]
+        for exponents, c in self.terms.items():
+            factors = [symbol for symbol, e in zip(symbols, exponents, strict=True) if e]
             total += Rational(c.numerator, c.denominator) * prod(factors, start=Integer(1))
         return total
 
@@ -163,9 +163,9 @@ def _extreme(samples: Samples) -> Extreme | None:
     if other is None:
         return None
     for least in (True, False):
-        found = Extreme((one, other), least)
-        if all(found.at(x) == y for x, y in samples.items()):
-            return found
+        extreme = Extreme((one, other), least)
+        if all(extreme.at(x) == y for x, y in samples.items()):
+            return extreme
     return None
 
 

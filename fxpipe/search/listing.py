@@ -85,15 +85,15 @@ def list_schedule(
     down, up = problem.down, problem.up
     habits = policy.habits
     need = _needs(problem)
-    first = [own[0] if own else -1 for own in held]
+    first = [stages[0] if stages else -1 for stages in held]
     caps = [most * (1 + 1e-12) for most in problem.memory]
     nf, ni, nw = [0] * (last + 1), [0] * (last + 1), [0] * (last + 1)
     through = nw if splits else ni
 
     def early(stage: int, i: int) -> bool:
         begin = i - i % batch
-        own = held[placement[stage]]
-        return through[stage] < begin - delay * batch or any(nf[s] < begin for s in own)
+        stages = held[placement[stage]]
+        return through[stage] < begin - delay * batch or any(nf[s] < begin for s in stages)
 
     at_f = [[inf] * m for _ in range(last + 1)]
     batch, delay, pace = mixes or (m, 0, 0.0)
@@ -101,7 +101,7 @@ def list_schedule(
     at_i = [[inf] * m for _ in range(last + 1)]
     level = [0.0] * problem.devices
     left = [work + more for work, more in zip(problem.work, problem.last, strict=True)]
-    tasks = [(2 if problem.whole else 3) * m * len(own) for own in held]
+    tasks = [(2 if problem.whole else 3) * m * len(stages) for stages in held]
     begun = [0.0 if flush else inf] * problem.devices
     idled = [0.0] * problem.devices
     since = [-1.0] * problem.devices
@@ -221,9 +221,9 @@ def _needs(problem: Problem) -> list[float]:
     """Stage → the free memory that its forward needs: its own, and that of one micro-batch on each
     later stage of its device."""
     need = [0.0] * problem.stages
-    for own in problem.held:
+    for stages in problem.held:
         more = 0.0
-        for stage in reversed(own):
+        for stage in reversed(stages):
             more += problem.keeps[stage]
             need[stage] = more
     return need

@@ -233,7 +233,7 @@ def search_of(problem: Problem, random: Random) -> Local:
 
 def given_policies(problem: Problem) -> Iterator[Policy]:
     """Yield fixed policies, the most promising first, zero-bubble's heuristic among them."""
-    single = all(len(own) <= 1 for own in problem.held)
+    single = all(len(stages) <= 1 for stages in problem.held)
     yield from greedy_policies(problem)
     styles = ("input", "turns", "forward") if single else ("ideal", "deep", "input", "forward")
     others = ((0.0, 0.0), (1.0, 0.0)) if single else ((0.0, 1.0), (0.0, 0.0))
@@ -306,7 +306,7 @@ def turns(problem: Problem, style: str, stage: int, limit: int) -> tuple[float, 
 
 def random_policy(problem: Problem, random: Random) -> Policy:
     """A policy of a random style, with the same gaps for all stages or different ones."""
-    single = all(len(own) <= 1 for own in problem.held)
+    single = all(len(stages) <= 1 for stages in problem.held)
     share = random.choice((*_SHARES, inf))
     if random.random() < 0.4:
         more = random.choice((0, 1, 1, 2))

@@ -94,8 +94,8 @@ class Problem:
     @cached_property
     def took(self) -> tuple[float, ...]:
         """Kind of task, numbered as in an ``Order`` → its time."""
-        each = zip(self.forward, self.backward, self.weight, strict=True)
-        return tuple(time for times in each for time in times)
+        times = zip(self.forward, self.backward, self.weight, strict=True)
+        return tuple(time for stage in times for time in stage)
 
     @cached_property
     def keeps(self) -> tuple[float, ...]:
@@ -125,10 +125,10 @@ class Problem:
     def schedule_of(self, order: Order) -> Schedule:
         """The Schedule that computes in this order."""
         rows = []
-        for own, stages in zip(order, self.held, strict=True):
+        for codes, stages in zip(order, self.held, strict=True):
             row: list[Task] = []
-            begun = self.begun(own)
-            for entry in own:
+            begun = self.begun(codes)
+            for entry in codes:
                 back, code = divmod(entry, 3 * self.stages)
                 stage, kind = divmod(code, 3)
                 letter = "B" if self.whole and kind == 1 else LETTERS[kind]
@@ -140,14 +140,16 @@ class Problem:
                 row += [Task("U", None, stage) for stage in stages]
             rows.append(tuple(row))
         delay = 0 if self.flush else 1
-        made = Schedule("search", self.microbatches, self.placement, tuple(rows), delay)
-        return replace(made, delay=max(1, made.versions().delay)) if self.delay else made
+        schedule = Schedule("search", self.microbatches, self.placement, tuple(rows), delay)
+        return (
+            replace(schedule, delay=max(1, schedule.versions().delay)) if self.delay else schedule
+        )
 
-    def begun(self, own: Sequence[int]) -> dict[int, int]:
+    def begun(self, codes: Sequence[int]) -> dict[int, int]:
         """Kind of task → the number of its first micro-batch in a device's tasks. Those of this
         batch count from 0, those of earlier batches are negative."""
         begun: dict[int, int] = {}
-        for entry in own:
+        for entry in codes:
             back, code = divmod(entry, 3 * self.stages)
             begun[code] = begun.get(code, 0) - back
         return begun
@@ -159,9 +161,9 @@ class Problem:
         Backwards are split into halves, or halves put together, as the problem asks.
         """
         order = []
-        for row, own in zip(schedule.rows, self.held, strict=True):
+        for row, stages in zip(schedule.rows, self.held, strict=True):
             kinds = (0, 1) if self.whole else (0, 1, 2)
-            numbers_of: dict[int, list[int]] = {3 * s + kind: [] for s in own for kind in kinds}
+            numbers_of: dict[int, list[int]] = {3 * s + kind: [] for s in stages for kind in kinds}
             entries = []
             for task in row:
                 for kind in self._kinds(task.kind):

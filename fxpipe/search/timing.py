@@ -160,7 +160,7 @@ class Timeline:
         for _ in range(0 if problem.flush else problem.devices):
             _, ends = extents_of(problem, order, self.begun)
             self.begun = [end - min(ends) for end in ends]
-        self.rows = [list(_numbered(own)) for own in order]
+        self.rows = [list(_numbered(row)) for row in order]
         self.starts: dict[Node, float] = {}
         self._start()
         self.behind: dict[Node, float] = {}

@@ -316,7 +316,7 @@ class Holding:
                     yield self._near((held, False), source, i, batch)
             case "offloaded":
                 stored = self.program.stored(source, i, batch)
-                pieces = [piece for each in stored for piece in self._kept[each]]
+                pieces = [piece for b in stored for piece in self._kept[b]]
                 ours = Counter(p.key for b in stored if b.kind != "in" for p in self._kept[b])
                 alone = [piece for piece in pieces if self._count[piece.key] == ours[piece.key]]
                 self._stored[source, i, batch] = alone

@@ -37,7 +37,7 @@ def measured_run(
         InputError: the steps have more or fewer instructions than ran.
     """
     flat = unroll(program, steps)
-    if [len(own) for own in times] != [2 * len(list_) for list_ in flat.lists]:
+    if [len(row) for row in times] != [2 * len(list_) for list_ in flat.lists]:
         raise InputError(
             f"what ran is not {steps} steps of program {program.name!r}: give batches that are "
             "cut into as many micro-batches each"

@@ -80,7 +80,7 @@ def simulate(
     if not isinstance(count, Integral):
         raise InputError(f"steps is {count!r}; give a whole number of at least 1")
     flat = program if count == usual == 1 else unroll(program, count)
-    walked = walk([len(own) for own in flat.lists], waits_of(flat))
+    walked = walk([len(list_) for list_ in flat.lists], waits_of(flat))
     settings: dict[str, Any] = {
         "links": links,
         "overlap": overlap,
@@ -136,7 +136,12 @@ def simulate_schedule(
 def default_steps(program: Program) -> int:
     """One step if it ends with a flush, else enough to show what goes on between batches."""
     delay = max(
-        (x.batch - x.version for own in program.lists for x in own if isinstance(x, ins.Compute)),
+        (
+            x.batch - x.version
+            for list_ in program.lists
+            for x in list_
+            if isinstance(x, ins.Compute)
+        ),
         default=0,
     )
     reach = max(program.depth, delay)

@@ -210,8 +210,8 @@ class Sizes:
             what: "sum" for both, "part" for the first, "weights" for the second alone.
             bucket: the bucket of the gradients; None for all gradients.
         """
-        own = self.part(stage, replica, replicas, bucket)
+        part = self.part(stage, replica, replicas, bucket)
         if what == "weights":
-            return (replicas - 1) * own
-        parts = sum(self.part(stage, other, replicas, bucket) for other in range(replicas)) - own
-        return parts if what == "part" else parts + (replicas - 1) * own
+            return (replicas - 1) * part
+        parts = sum(self.part(stage, other, replicas, bucket) for other in range(replicas)) - part
+        return parts if what == "part" else parts + (replicas - 1) * part
