@@ -83,16 +83,12 @@ def device_bounds(problem: Problem) -> Iterator[Bound]:
     A device computes one task at a time. So for any set of its tasks, their work, the least of
     their heads and the least of their tails make a bound. A head is the longest path from the start
     to the task over what each task waits for, as if each stage and kind of task had a device of its
-    own; a tail is the longest path from the task to the end. Heads count that other stages may hand
-    on micro-batches more slowly than this device takes them, which matters most if devices hold
-    several stages.
+    own; a tail is the longest path from the task to the end. Without flush, the start is the
+    device's own first forward and the end its own last task; earlier stages may be a step ahead.
 
     The best set of tasks is the critical one in Jackson's preemptive schedule (Carlier 1982): of
     the tasks that have arrived, the device does the one with the longest tail, and interrupts it
     when one with a longer tail arrives.
-
-    Without flush, the start is the device's own first forward and the end its own last task.
-    Earlier stages are left out, as they may be a step ahead.
     """
     quick = problem.devices * problem.stages * problem.microbatches <= _FEW
     shared = _heads_and_tails(problem, 0, range(problem.devices)) if problem.flush else None

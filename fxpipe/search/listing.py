@@ -42,13 +42,8 @@ class Habit(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """How all devices choose their tasks.
-
-    Attributes:
-        habits: stage → the habit of its device there.
-        even: whether a weight gradient also fills a shorter idle time if its device would otherwise
-            have idled longer than all others.
-    """
+    """The habit for each stage, and whether a weight gradient also fills a shorter idle time on the
+    device that would otherwise have idled longest."""
 
     habits: tuple[Habit, ...]
     even: bool = False
@@ -63,19 +58,13 @@ def list_schedule(
 ) -> tuple[float, list[list[int]], list[float]]:
     """Return the time that the problem minimizes, the order, and when each device is done.
 
-    A forward starts only if one micro-batch still fits on each later stage of its device, so that
-    no order gets stuck.
+    Devices may begin at ``release``. A forward starts only if one micro-batch still fits on each
+    later stage of its device, so no order gets stuck. A list schedule that must take longer than
+    ``cutoff`` is given up, with an infinite time.
 
-    Args:
-        problem: the problem.
-        policy: how devices choose their tasks.
-        release: device → when it may begin.
-        cutoff: the list schedule is given up, with an infinite time, as soon as it must take
-            longer than this.
-        mixes: None, or, if the micro-batches belong to several batches: how many a batch has, the
-            delay, and the time between the arrivals of two micro-batches. A forward then also
-            waits for the update that makes its weights, and for earlier batches' forwards on its
-            device.
+    If the micro-batches belong to several batches, ``mixes`` has how many belong to one, the delay,
+    and the time between two arrivals. A forward then also waits for the update that makes its
+    weights, and for earlier batches' forwards on its device.
     """
     m, last, flush, even = problem.microbatches, problem.stages - 1, problem.flush, policy.even
     placement, held = problem.placement, problem.held

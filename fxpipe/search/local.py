@@ -29,15 +29,8 @@ _SETTLES = 2
 
 @dataclass
 class Local:
-    """The search for the best order of a problem.
-
-    Attributes:
-        problem: the problem.
-        random: for all choices.
-        value: the least time so far.
-        best: its order.
-        passes: how many list schedules were made.
-    """
+    """The search for the best order of a problem: ``best`` takes ``value``, the least time so far,
+    and ``passes`` list schedules were made."""
 
     problem: Problem
     random: Random
@@ -111,16 +104,11 @@ class Local:
 
 @dataclass
 class Steady(Local):
-    """The local search where batches mix.
+    """The local search where batches mix, for the order that each device repeats.
 
-    It makes list schedules of the micro-batches of many batches in a row; once they are steady,
-    each device repeats what it does in the time of one batch. And it makes list schedules of one
-    batch, which follow one another.
-
-    Attributes:
-        real: the problem itself, while ``problem`` has many batches as one.
-        settled: after how many micro-batches a list schedule is taken to be steady.
-        bound: a lower bound for the problem.
+    It comes from list schedules of one batch, which follow one another, or of many batches in a
+    row, once these are steady: after ``settled`` micro-batches. ``real`` is the problem itself, and
+    ``problem`` has many batches as one.
     """
 
     def __post_init__(self) -> None:
@@ -255,12 +243,11 @@ def given_policies(problem: Problem) -> Iterator[Policy]:
 def greedy_policies(problem: Problem) -> Iterator[Policy]:
     """Yield the eight policies of zero-bubble's heuristic (Qi et al., arXiv 2401.10241).
 
-    A device warms up with as many forwards as fit into its memory; then forwards and input
-    gradients take turns. A weight gradient fills any idle time that is long enough, and comes when
-    a forward waits for memory. The eight differ in three choices: whether a weight gradient also
-    fills shorter times on the device that would idle most; whether a forward waits if it would
-    delay an input gradient; and whether a stage warms up with one forward more than the next stage
-    instead of all that fit.
+    After warm-up, forwards and input gradients take turns. A weight gradient fills any idle time
+    that is long enough, and comes when a forward waits for memory. The eight differ in three
+    choices: whether a weight gradient also fills shorter times on the device that would idle most;
+    whether a forward waits if it would delay an input gradient; and whether a stage warms up with
+    all forwards that fit into its memory, or with one more than the next stage.
     """
     for even in (True, False):
         for hold in (0.0, 1.0):

@@ -63,7 +63,8 @@ class Rows:
 
     @property
     def value(self) -> float:
-        return max(self._through(end) for end in range(self.count, self.none))
+        ends = range(self.count, self.none)
+        return max(self.end[self.before[end]] + self.left[end] for end in ends)
 
     def order(self) -> Order:
         rows = []
@@ -115,9 +116,6 @@ class Rows:
         self.level[other] = self.level[before[other]] + self.size[other]
         self._time(low, high + 1)
         return True
-
-    def _through(self, end: int) -> float:
-        return self.end[self.before[end]] + self.left[end]
 
     def _free(self, one: int, other: int) -> bool:
         """Whether the second of two neighbours may come first: no fixed order and no lack of memory

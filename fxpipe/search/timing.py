@@ -41,9 +41,8 @@ def value_of(problem: Problem, order: Order) -> float:
 def extents_of(
     problem: Problem, order: Order, release: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """Device → the start of its first task, and device → the end of its last update, if devices
-    begin at ``release`` and each task starts as early as it can. The ends are infinite if the order
-    gets stuck."""
+    """The start of each device's first task and the end of its last update, if devices begin at
+    ``release`` and tasks start as early as they can. The ends are infinite if that gets stuck."""
     rows = starts_of(problem, order, release)
     firsts = [row[0] if row else inf for row in rows]
     if list(map(len, rows)) != list(map(len, order)):

@@ -247,10 +247,8 @@ def _ends(simulation: Simulation, step: int) -> list[float]:
 
 
 def _window(simulation: Simulation, device: int, step: int) -> tuple[int, int]:
-    """The first position of a whole step, and the position after its last.
-
-    The first ``depth`` steps are not whole: they lack the tasks of earlier batches.
-    """
+    """The first position of a step, and the position after its last. The first ``depth`` steps lack
+    the tasks of earlier batches."""
     list_, depth = simulation.window.lists[device], simulation.window.depth
     lead = sum(depth + ins.batch_of(instruction) for instruction in list_)
     first = lead + (step - depth) * len(list_)
@@ -299,11 +297,8 @@ def peak_stash(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def stash_levels(list_: Sequence[ins.Instruction]) -> Iterator[tuple[int, int, int]]:
     """Yield, for each instruction of a device, a stage and how many micro-batches that stage, and
-    all stages of the device together, keep for backward while it runs.
-
-    A micro-batch is kept from its forward, or its recompute, to the end of its backward, or of the
-    second half of that.
-    """
+    all stages of the device together, keep for backward while it runs: from the forward, or the
+    recompute, to the end of the backward, or of its second half."""
     kept: Counter[int] = Counter()
     together = 0
     for instruction in list_:

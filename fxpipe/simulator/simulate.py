@@ -181,14 +181,10 @@ def chain_program(
     shards: bool = False,
     buckets: Mapping[int, Sequence[Bucket]] | None = None,
 ) -> Program:
-    """Lower a verified schedule over a chain of stages.
+    """Lower a verified schedule over a chain of stages; see ``Lower`` for ``shards``.
 
-    Args:
-        schedule: the schedule.
-        frees: whether to add the frees.
-        replicas: how many; by default two if the schedule sums gradients over replicas, else one.
-        shards: see ``Lower``.
-        buckets: stage → the buckets in which its gradients are summed.
+    By default there are two ``replicas`` if it sums gradients, else one. ``buckets`` has those of
+    the stages' gradients.
     """
     from fxpipe.passes.lowering.communicate import communicate
     from fxpipe.passes.lowering.free import free

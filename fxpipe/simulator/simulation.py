@@ -156,12 +156,9 @@ class Simulation:
 
     @property
     def range(self) -> tuple[float, float]:
-        """The times between which nine of ten steps are expected to lie.
-
-        It is Student's interval for one more step, from the spread of the rehearsed steps, widened
-        by how much steps of a small pipe on this machine differed from what earlier ones had
-        predicted. Both times are ``step_time`` if nothing was rehearsed.
-        """
+        """The times between which nine of ten steps are expected to lie: Student's interval from
+        the rehearsed steps, widened by how much steps of a small pipe on this machine differed from
+        what earlier ones had predicted. Twice ``step_time`` if nothing was rehearsed."""
         off = 1 + (self.off or 0.0)
         return self.step_time / off, self.step_time * off
 
@@ -180,11 +177,10 @@ class Simulation:
 
     @cached_property
     def bubble_size(self) -> float:
-        """The most that a device idles between its first task and its last.
+        """The most that a device idles between its first and last task of a micro-batch.
 
-        Tasks that come once a step, such as updates, do not count as tasks. The zero-bubble papers
-        measure schedules by this, as a device may use the idle time before and after for other
-        steps.
+        The zero-bubble papers measure schedules by this, as a device may use the idle time before
+        and after for other steps.
         """
         extents: dict[int, list[float]] = {}
         for span in filter(_of_microbatch, self.spans):
