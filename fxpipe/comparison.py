@@ -1,4 +1,4 @@
-"""All schedules of the library beside each other: time, bubble, memory and versions."""
+"""Compare all schedules of the library: time, bubble, memory and versions."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from fxpipe.simulator.sizes import Sizes
 
 _WIDTH, _BARS = 110, 480.0
 _LONGEST = 2.0
-"""Longer bars than so many of the fastest are cut off; their numbers tell."""
+"""Bars end at this many times the shortest bar; their labels have the numbers."""
 
 _HALVES = ("I", "W")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a schedule costs.
+    """The time and memory of a schedule.
 
     Attributes:
-        name: the schedule's.
-        time: of a step; where batches overlap, in the long run.
+        name: the schedule's name.
+        time: the time of a step; if batches overlap, in the long run.
         bubble: the share of the devices' time that is idle, in the same step.
-        memory: of the fullest device.
-        versions: of the weights, on the stage that has the most.
+        memory: the most that any device holds.
+        versions: the most versions of its weights that any stage holds.
     """
 
     name: str
@@ -57,10 +57,10 @@ class Comparison:
     Attributes:
         devices: how many devices.
         microbatches: how many micro-batches.
-        rows: what each schedule costs.
-        left_out: name → why a schedule has no row.
+        rows: the time and memory of each schedule.
+        left_out: name of a schedule without a row → the reason.
         limit: the most memory that a device may take; None for any.
-        measured: whether times are seconds and memory is bytes, those of a pipe.
+        measured: whether times are seconds and memory is bytes, from a pipe.
     """
 
     devices: int
@@ -71,13 +71,13 @@ class Comparison:
     measured: bool = False
 
     def fits(self, row: Row) -> bool:
-        """Whether it keeps the limit."""
+        """Whether a schedule keeps the limit."""
         return self.limit is None or row.memory <= self.limit
 
     @property
     def best(self) -> Row | None:
-        """The fastest that keeps the limit and has one version of the weights, so that it gives
-        what a plain loop gives; None if none does."""
+        """The fastest schedule that keeps the limit and has one version of the weights, so that it
+        trains like a plain loop; None if there is none."""
         return next((row for row in self.rows if self.fits(row) and row.versions == 1), None)
 
     def __str__(self) -> str:
@@ -110,9 +110,9 @@ class Comparison:
         return preformatted(str(self))
 
     def draw(self) -> Picture:
-        """A bar for each schedule: its time, of which the grey part is its bubble.
+        """Draw a bar for each schedule: its time, with the bubble in grey.
 
-        A bar ends where it is twice as long as the shortest one.
+        A bar is cut off at twice the length of the shortest one.
         """
         if not self.rows:
             raise InputError("no schedule is for so many devices and micro-batches; try others")
@@ -127,12 +127,12 @@ class Comparison:
         for at, row in enumerate(self.rows):
             look = BoxStyle(UPDATE if row is self.best else FORWARD)
             time, bubble, memory, versions = self._texts(row)
-            told = f"{row.name}: {time}, bubble {bubble}, memory {memory}, versions {versions}"
+            tooltip = f"{row.name}: {time}, bubble {bubble}, memory {memory}, versions {versions}"
             corner, scale = (chart.x(0), chart.y(at)), unit * _BARS / end
             whole = min(row.time * scale, _BARS)
-            canvas.box(corner, whole, chart.row_height, BoxStyle(OTHER), tooltip=told)
+            canvas.box(corner, whole, chart.row_height, BoxStyle(OTHER), tooltip=tooltip)
             busy = min(row.time * (1 - row.bubble) * scale, _BARS)
-            canvas.box(corner, busy, chart.row_height, look, tooltip=told)
+            canvas.box(corner, busy, chart.row_height, look, tooltip=tooltip)
             remark = self._remark(row)
             text = f"{time} · {bubble} · {memory} · {versions}" + (f" · {remark}" if remark else "")
             canvas.text((corner[0] + 4, corner[1]), _BARS, chart.row_height, text, size=8)
@@ -174,18 +174,17 @@ def compare(
     """Simulate every schedule of the library, each with the model cut evenly into its stages.
 
     Args:
-        pipe: a compiled pipe, whose measured times, predicted bytes and counts are taken. What
-            crosses between stages is not counted, as where a cut would be is not known.
+        pipe: a compiled pipe, for its measured times, predicted bytes and counts. Values between
+            stages are not counted, as it is not known where the cuts would be.
         devices: how many devices; by default 4, or the pipe's.
         microbatches: how many micro-batches; by default 8, or the pipe's.
-        costs: letter of a task → its time for all that one device has of the model, instead of its
-            kind's own or what was measured. Without I and W each takes half of B.
-        memory: the most that a device may take: bytes with a pipe, else micro-batches kept for
-            backward, of all that a device has of the model.
+        costs: letter of a task → its time for one device's whole share of the model; by default
+            what was measured, or the kind's own cost. If I and W are missing, each takes half of B.
+        memory: the most that a device may take: bytes with a pipe, otherwise micro-batches kept for
+            backward, of the device's whole share of the model.
 
     Raises:
-        InputError: a cost is of no kind of task, there are no devices, micro-batches or memory, or
-            nothing is compiled or measured yet.
+        InputError: an argument is not valid, or the pipe is not compiled or not measured yet.
     """
     check_keys(costs)
     given: dict[str, float] = {}
@@ -224,33 +223,33 @@ def compare(
     left_out: dict[str, str] = {}
     for recipe in sorted(recipes, key=lambda recipe: recipe.name):
         try:
-            made = recipe(p, m).verify()
+            schedule = recipe(p, m).verify()
         except FxpipeError:
             left_out[recipe.name] = "is not for so many devices and micro-batches"
             continue
-        if made.trains:
-            rows.append(_row(made, times, held))
+        if schedule.trains:
+            rows.append(_row(schedule, times, held))
     rows.sort(key=lambda row: (row.time, row.memory, row.name))
     return Comparison(p, m, tuple(rows), left_out, memory, pipe is not None)
 
 
 def _row(schedule: Schedule, times: Mapping[str, float], held: Sizes | None) -> Row:
-    """What a schedule costs whose devices each have stages of equal shares of these times."""
-    each = schedule.stages // schedule.devices
-    costs = {letter: time / each for letter, time in times.items() if letter in schedule.kinds}
+    """Simulate a schedule in which all stages take equal shares of a device's times and bytes."""
+    share = schedule.stages // schedule.devices
+    costs = {letter: time / share for letter, time in times.items() if letter in schedule.kinds}
     sizes = None if held is None else _cut_evenly(held, schedule.stages)
-    found: Simulation = simulate_schedule(schedule, costs, sizes=sizes)
-    time, bubble = found.makespan, found.bubble
-    if found.steps > 1 and found.again is not None:
-        time, bubble = found.steady.period, abs(found.steady.bubble)
-    most: float = max(found.device_stash) / each
+    simulated: Simulation = simulate_schedule(schedule, costs, sizes=sizes)
+    time, bubble = simulated.makespan, simulated.bubble
+    if simulated.steps > 1:
+        time, bubble = simulated.steady.period, abs(simulated.steady.bubble)
+    most: float = max(simulated.device_stash) / share
     if sizes is not None:
-        most = max(memory.peak for memory in found.memory)
-    return Row(schedule.name, time, bubble, most, max(found.weight_versions))
+        most = max(memory.peak for memory in simulated.memory)
+    return Row(schedule.name, time, bubble, most, max(simulated.weight_versions))
 
 
 def _cut_evenly(held: Sizes, stages: int) -> Sizes:
-    """The same bytes in equal shares."""
+    """The same bytes, with an equal share for each stage."""
 
     def share(bytes_: Mapping[int, int]) -> dict[int, int]:
         return dict.fromkeys(range(stages), -(-sum(bytes_.values()) // stages))

@@ -48,13 +48,13 @@ REGIONS: tuple[Boolean, ...] = (
     Eq(Mod(m, p), 0),
     And(_MANY, Eq(Mod(m, p), 0)),
 )
-"""The regions to try, the widest first; the first in which a form is right everywhere is taken."""
+"""The regions to try, the widest first. The first one throughout which a form is right is taken."""
 
 DEVICES = (1, 2, 3, 4, 5, 6)
-"""Of the samples."""
+"""The numbers of devices to sample."""
 
 CHUNKS_DEVICES = (1, 2, 3, 4)
-"""Of the samples, where the number of stages a device varies too."""
+"""The same if the number of stages per device varies, too."""
 
 FEWEST = 12
 """The least number of samples in a region."""
@@ -67,7 +67,7 @@ def microbatches_for(devices: int) -> tuple[int, ...]:
 
 
 def schedule_formulas(schedule: Schedule, *, given: Sequence[Relational] = ()) -> Formulas:
-    """The forms of one schedule, in the times of its tasks; over one step and its flush.
+    """Derive the closed forms of a schedule, in the times of its tasks, for one step with a flush.
 
     Args:
         schedule: a valid schedule.
@@ -80,19 +80,19 @@ def schedule_formulas(schedule: Schedule, *, given: Sequence[Relational] = ()) -
     schedule = with_sums(schedule.verify())
     times = Bases.of(schedule.kinds, given)
     only = sample(_program(schedule, 1), times)
-    found = {}
+    forms = {}
     if only.makespan is not None:
-        found["makespan"] = _greatest(sorted(only.makespan.forms), times.all)
+        forms["makespan"] = _greatest(sorted(only.makespan.forms), times.all)
     if only.through is not None:
         through = _greatest(sorted(only.through.forms), times.tasks)
         work = times.tasks.form(only.work)
-        found["bubble"] = _share(work, Integer(schedule.devices), through)
+        forms["bubble"] = _share(work, Integer(schedule.devices), through)
     if only.size is not None:
-        found["bubble_size"] = _greatest(sorted(only.size.forms), times.tasks)
+        forms["bubble_size"] = _greatest(sorted(only.size.forms), times.tasks)
     cases = [(Integer(count), Eq(s, stage)) for stage, count in enumerate(only.stash)]
-    found["stash"] = Piecewise(*cases) if len(set(only.stash)) > 1 else cases[0][0]
-    found["peak_stash"] = Integer(only.peak)
-    formulas = {name: Formula(form, true, 1) for name, form in found.items()}
+    forms["stash"] = Piecewise(*cases) if len(set(only.stash)) > 1 else cases[0][0]
+    forms["peak_stash"] = Integer(only.peak)
+    formulas = {name: Formula(form, true, 1) for name, form in forms.items()}
     return Formulas(schedule.name, tuple(given), formulas)
 
 
@@ -106,11 +106,11 @@ def recipe_formulas(
     chunks: Sequence[int] | None = None,
     steps: Sequence[int] | None = None,
 ) -> Formulas:
-    """The closed forms of all schedules that a recipe makes, in p and m.
+    """Derive the closed forms of all schedules that a recipe makes, in p and m.
 
-    It simulates the schedules at some points (p, m), at each for all times of the tasks at once.
-    What it finds there it fits with polynomials, which must meet all samples exactly; those that
-    only meet the samples of a region say so.
+    It simulates the schedules at some points (p, m), each for all times of the tasks at once, and
+    fits polynomials that meet all samples exactly. A form that only meets the samples of a region
+    says so.
 
     Args:
         recipe: the recipe.
@@ -119,8 +119,9 @@ def recipe_formulas(
             there.
         devices: the p of the samples.
         microbatches: p → the m of the samples.
-        chunks: the numbers of stages a device, dealt round-robin, where the forms are to have v.
-        steps: the numbers of steps in a row, where batches overlap and the forms have T.
+        chunks: the v of the samples, if the forms are to have v: stages per device, dealt
+            round-robin.
+        steps: the T of the samples, if batches overlap: steps in a row.
 
     Raises:
         VerificationError: a schedule is not valid.
@@ -147,8 +148,8 @@ def recipe_formulas(
             if region.subs({p: a, m: b}) == true:
                 for chunk in chunks or (0,):
                     placed = recipe.placed(round_robin(chunk)) if chunk else recipe
-                    made = with_sums(placed(a, b).verify())
-                    schedules[a, b, *([chunk] if chunks else [])] = made
+                    schedule = with_sums(placed(a, b).verify())
+                    schedules[a, b, *([chunk] if chunks else [])] = schedule
     if not schedules:
         raise InputError(f"where is {region}, and none of the points that are tried lies there")
     times = Bases.of(frozenset().union(*(x.kinds for x in schedules.values())), given)
@@ -157,9 +158,12 @@ def recipe_formulas(
         for point, schedule in schedules.items()
         for count in steps
     }
-    found: dict[str, Formula] = {}
+    formulas: dict[str, Formula] = {}
     inside = [
-        (where, {x: each for x, each in samples.items() if where.subs({p: x[0], m: x[1]}) == true})
+        (
+            where,
+            {x: result for x, result in samples.items() if where.subs({p: x[0], m: x[1]}) == true},
+        )
         for where in REGIONS
     ]
     for quantity in QUANTITIES:
@@ -168,13 +172,13 @@ def recipe_formulas(
                 continue
             expression = _expression(quantity, known, symbols, times)
             if expression is not None:
-                found[quantity] = Formula(expression, And(region, where), len(known))
+                formulas[quantity] = Formula(expression, And(region, where), len(known))
                 break
-    return Formulas(recipe.name, tuple(given), found)
+    return Formulas(recipe.name, tuple(given), formulas)
 
 
 def _program(schedule: Schedule, steps: int) -> Program:
-    """The lists of so many steps, without frees, unless these wait for what is being stored."""
+    """The program of so many steps, without frees, unless these wait for offloaded values."""
     program = chain_program(schedule, frees="O" in schedule.kinds)
     return unroll(program, steps)
 
@@ -185,7 +189,7 @@ def _expression(
     """The closed form of a quantity that meets all these samples, or None."""
 
     def extent(envelopes: Mapping[Point, Envelope | None], basis: Basis) -> Expr | None:
-        known = {x: found for x, found in envelopes.items() if found is not None}
+        known = {x: envelope for x, envelope in envelopes.items() if envelope is not None}
         forms = _forms(known) if len(known) == len(envelopes) else None
         if forms is None:
             return None
@@ -193,12 +197,12 @@ def _expression(
 
     match quantity:
         case "makespan":
-            return extent({x: each.makespan for x, each in samples.items()}, times.all)
+            return extent({x: result.makespan for x, result in samples.items()}, times.all)
         case "bubble_size":
-            return extent({x: each.size for x, each in samples.items()}, times.tasks)
+            return extent({x: result.size for x, result in samples.items()}, times.tasks)
         case "bubble":
-            through = extent({x: each.through for x, each in samples.items()}, times.tasks)
-            works = zip(*(each.work for each in samples.values()), strict=True)
+            through = extent({x: result.through for x, result in samples.items()}, times.tasks)
+            works = zip(*(result.work for result in samples.values()), strict=True)
             fitted = [fit(dict(zip(samples, work, strict=True))) for work in works]
             if through is None or None in fitted:
                 return None
@@ -208,34 +212,35 @@ def _expression(
             symbols = [*symbols, s]
             kept = {
                 (*x, stage): count
-                for x, each in samples.items()
-                for stage, count in enumerate(each.stash)
+                for x, result in samples.items()
+                for stage, count in enumerate(result.stash)
             }
         case _:
-            kept = {x: each.peak for x, each in samples.items()}
-    found = fit(kept)
-    return None if found is None else found.expression(symbols)
+            kept = {x: result.peak for x, result in samples.items()}
+    form = fit(kept)
+    return None if form is None else form.expression(symbols)
 
 
 def _forms(envelopes: Mapping[Point, Envelope]) -> list[tuple[Fitted, ...]] | None:
-    """Linear forms with fitted coefficients, whose maximum is right at all points.
+    """Linear forms with fitted coefficients, whose maximum is right at all points; None if there
+    are none.
 
-    A form that is the maximum at one point is assumed to be matched by a similar one at others.
+    It assumes that a form that is the maximum at one point has a similar one at each other point.
     """
     far = sorted(envelopes, key=lambda x: (x[0] * x[1], x))
     forms: list[tuple[Fitted, ...]] = []
     for point in (far[-1], far[len(far) // 2], far[-2]):
         for middle in envelopes[point].middles():
-            chosen = {x: found.form_at(middle) for x, found in envelopes.items()}
+            chosen = {x: envelope.form_at(middle) for x, envelope in envelopes.items()}
             fitted = [fit({x: form[j] for x, form in chosen.items()}) for j in range(len(middle))]
             form = tuple(part for part in fitted if part is not None)
             if len(form) == len(middle) and form not in forms:
                 forms.append(form)
-    for x, found in envelopes.items():
+    for x, envelope in envelopes.items():
         here = [tuple(part.at(x) for part in form) for form in forms]
         if any(value.denominator != 1 for form in here for value in form):
             return None
-        if not here or not found.equals([tuple(map(int, form)) for form in here]):
+        if not here or not envelope.equals([tuple(map(int, form)) for form in here]):
             return None
     return forms
 
@@ -246,7 +251,7 @@ def _greatest(forms: Iterable[Sequence[Expr | int]], basis: Basis) -> Expr:
 
 
 def _neat(form: Expr) -> Expr:
-    """The form with the common factor of all micro-batch tasks in front."""
+    """The form with the common factor of all micro-batch tasks taken out."""
     once = [time(letter) for letter, kind in KINDS.items() if not kind.per_microbatch]
     rest = form.subs(dict.fromkeys(once, 0))
     return factor(form - rest) + factor(rest)

@@ -1,4 +1,4 @@
-"""Finds a polynomial that meets exact samples, or a combination of a few polynomials."""
+"""Fit a polynomial, or a combination of a few polynomials, to exact samples."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ Samples = Mapping[Point, int]
 
 _PERIODS = (1, 2, 3)
 _SPARE = 3
-"""Samples beyond those that decide the coefficients: the polynomial must meet these too."""
+"""How many samples there must be beyond those that determine the coefficients, as a check."""
 
 _VALUES = 3
-"""Values of each variable that varies: two determine a linear function, and a third checks it."""
+"""How many values each variable must take if it varies: two determine a linear function, and the
+third checks it."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +37,23 @@ class Polynomial:
     def at(self, point: Point) -> Fraction:
         return sum(
             (
-                c * prod(x for x, e in zip(point, own, strict=True) if e)
-                for own, c in self.terms.items()
+                c * prod(x for x, e in zip(point, exponents, strict=True) if e)
+                for exponents, c in self.terms.items()
             ),
             Fraction(0),
         )
 
     def expression(self, symbols: Sequence[Symbol]) -> Expr:
         total: Expr = Integer(0)
-        for own, c in self.terms.items():
-            factors = [symbol for symbol, e in zip(symbols, own, strict=True) if e]
+        for exponents, c in self.terms.items():
+            factors = [symbol for symbol, e in zip(symbols, exponents, strict=True) if e]
             total += Rational(c.numerator, c.denominator) * prod(factors, start=Integer(1))
         return total
 
 
 @dataclass(frozen=True)
 class Periodic:
-    """One polynomial for each remainder of the first variable; a single one stands for itself."""
+    """A polynomial for each remainder of the first variable, divided by their number."""
 
     parts: tuple[Polynomial, ...]
 
@@ -111,7 +112,7 @@ def fit(samples: Samples) -> Fitted | None:
 
 @lru_cache(maxsize=256)
 def _fitted(pairs: tuple[tuple[Point, int], ...]) -> Fitted | None:
-    """``fit``, for coefficients that many forms and quantities share."""
+    """``fit``, cached, as many forms and quantities have the same coefficients."""
     samples = dict(pairs)
     for period in _PERIODS:
         parts = [
@@ -125,9 +126,9 @@ def _fitted(pairs: tuple[tuple[Point, int], ...]) -> Fitted | None:
 
 
 def polynomial(samples: Samples) -> Polynomial | None:
-    """The polynomial that meets all samples; None also where there are too few samples.
+    """The polynomial that meets all samples; None if there is none, or too few samples.
 
-    A variable that is a function of another one in all samples, such as m = p, is left out.
+    A variable that depends on another one in all samples, such as m = p, is left out.
     """
     size = len(next(iter(samples), ()))
     values = [len({x[k] for x in samples}) for k in range(size)]
@@ -153,7 +154,8 @@ def polynomial(samples: Samples) -> Polynomial | None:
 
 
 def _extreme(samples: Samples) -> Extreme | None:
-    """One polynomial where the second variable is large, another on what that does not meet."""
+    """The minimum or maximum of a polynomial that meets the samples with a large second variable
+    and one that meets the samples that the first does not."""
     one = polynomial({x: y for x, y in samples.items() if x[1] >= 2 * x[0]})
     if one is None:
         return None
@@ -161,30 +163,30 @@ def _extreme(samples: Samples) -> Extreme | None:
     if other is None:
         return None
     for least in (True, False):
-        found = Extreme((one, other), least)
-        if all(found.at(x) == y for x, y in samples.items()):
-            return found
+        extreme = Extreme((one, other), least)
+        if all(extreme.at(x) == y for x, y in samples.items()):
+            return extreme
     return None
 
 
 def _solve(rows: list[list[int]]) -> list[Fraction] | None:
     """A solution of linear equations, each with its right side last; None if there is none.
 
-    Unknowns that the equations leave open are 0.
+    Unknowns that the equations do not determine are 0.
     """
     unknowns = len(rows[0]) - 1
     matrix = DomainMatrix(rows, (len(rows), unknowns + 1), ZZ)
     reduced, divisor, solved = matrix.rref_den()
     if unknowns in solved:
         return None
-    found = [Fraction(0)] * unknowns
+    solution = [Fraction(0)] * unknowns
     for column, row in zip(solved, reduced.to_list(), strict=False):
-        found[column] = Fraction(int(row[-1]), int(divisor))
-    return found
+        solution[column] = Fraction(int(row[-1]), int(divisor))
+    return solution
 
 
 def _as_floor(first: Symbol, slope: Fraction, constants: Sequence[Fraction]) -> Expr | None:
-    """``n ⌊(a p + c) / q⌋`` where that is the line with these constants by remainder."""
+    """``n ⌊(a p + c) / q⌋``, if it is the line with this slope and these constants by remainder."""
     period = len(constants)
     for n in (1, 2, 3):
         a = slope * period / n

@@ -1,4 +1,4 @@
-"""Closed forms of a schedule, the letters that they are written in, and what is given of times."""
+"""Closed forms of a schedule, their symbols, and the assumptions about the times of tasks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Formula:
     Attributes:
         expression: in p, m, v, s, T and the times of tasks.
         where: the region of p and m in which it holds, as far as it was tried.
-        samples: the number of points at which it equals the simulation for all times of tasks.
+        samples: at how many points it equals the simulation for all times of tasks.
     """
 
     expression: Expr
@@ -76,7 +76,7 @@ class Formulas:
     Attributes:
         name: the schedule's name.
         given: the assumptions about the times of tasks.
-        found: quantity → its closed form, where there is one.
+        found: quantity → its closed form, if there is one.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Formulas:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """The same for notebooks, as MathML, which browsers show without a network."""
+        """The formulas for notebooks, as MathML, which browsers show without a network."""
         rows = []
         for quantity in QUANTITIES:
             shown, where = "no closed form found", ""
@@ -147,7 +147,7 @@ class Formulas:
                 where = "" if formula.where is true else f"for {_math(formula.where)}"
             cells = (f'<td style="text-align: left">{t}</td>' for t in (quantity, shown, where))
             rows.append(f"<tr>{''.join(cells)}</tr>")
-        given = "".join(f", given {_math(each)}" for each in self.given)
+        given = "".join(f", given {_math(relation)}" for relation in self.given)
         return f"{escape(self.name)}{given}<table>{''.join(rows)}</table>"
 
 
@@ -157,11 +157,11 @@ def _math(expression: Basic) -> str:
 
 @dataclass(frozen=True)
 class Basis:
-    """The independent (basic) times that are left when equal times are replaced by one.
+    """The independent (basic) times that are left when equal times are replaced by one of them.
 
     Attributes:
         symbols: the basic times.
-        columns: letter → how often each basic time is in that of the task, times ``scale``.
+        columns: letter of a task → how often its time contains each basic time, times ``scale``.
         walls: vectors whose dot product with the basic times is at least 0.
         scale: the factor that makes all of ``columns`` integers.
     """
@@ -178,7 +178,7 @@ class Basis:
 
 
 def basis(letters: Sequence[str], given: Sequence[Relational]) -> Basis:
-    """Replace equal times by one, and keep the other relations as bounds.
+    """Replace equal times by one of them, and keep the other relations as bounds.
 
     Args:
         letters: the letters of the tasks.
@@ -195,9 +195,7 @@ def basis(letters: Sequence[str], given: Sequence[Relational]) -> Basis:
     bounds: list[Expr] = []
     for relation in given:
         difference = _difference(relation).subs(equal)
-        unknown = difference.free_symbols - known
-        if unknown:
-            # a relation of tasks that this schedule does not have says nothing about it
+        if difference.free_symbols - known:  # about tasks that this schedule does not have
             continue
         if isinstance(relation, Eq):
             letter, value = _solved(difference)
@@ -225,7 +223,7 @@ def basis(letters: Sequence[str], given: Sequence[Relational]) -> Basis:
 
 
 def _solved(difference: Expr) -> tuple[Symbol, Expr]:
-    """One of the times as a sum of the others, if possible without negative terms."""
+    """Solve for one of the times as a sum of the others, if possible without negative terms."""
     solutions = [
         (symbol, value)
         for symbol in sorted(difference.free_symbols, key=str, reverse=True)
@@ -233,13 +231,11 @@ def _solved(difference: Expr) -> tuple[Symbol, Expr]:
     ]
     if not solutions:
         raise InputError(f"given says that {difference} is 0; relate times, each with a factor")
-    return min(
-        solutions, key=lambda found: any(found[1].coeff(x) < 0 for x in found[1].free_symbols)
-    )
+    return min(solutions, key=lambda pair: any(pair[1].coeff(x) < 0 for x in pair[1].free_symbols))
 
 
 def _difference(relation: Relational) -> Expr:
-    """The expression that is 0, or at least 0, where a relation holds."""
+    """The expression that a relation says is 0, or at least 0."""
     if isinstance(relation, Eq | GreaterThan | StrictGreaterThan):
         return expand(relation.lhs - relation.rhs)
     if isinstance(relation, LessThan | StrictLessThan):
@@ -251,10 +247,10 @@ def _difference(relation: Relational) -> Expr:
 
 
 def _coefficients(expression: Expr, symbols: Sequence[Symbol]) -> list[Rational]:
-    found = [expression.coeff(symbol) for symbol in symbols]
-    rest = expand(expression - sum(c * x for c, x in zip(found, symbols, strict=True)))
-    if rest != 0 or not all(c.is_Rational for c in found):
+    coefficients = [expression.coeff(symbol) for symbol in symbols]
+    rest = expand(expression - sum(c * x for c, x in zip(coefficients, symbols, strict=True)))
+    if rest != 0 or not all(c.is_Rational for c in coefficients):
         raise InputError(
             f"given has {expression}, which is no sum of times each with a factor; write it so"
         )
-    return found
+    return coefficients

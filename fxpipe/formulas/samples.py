@@ -1,9 +1,9 @@
 """A schedule's exact makespan, bubble and stash, for given counts and all times of its tasks.
 
-A run ends when its longest path ends, and a path's time is linear in the times of its tasks. So
-the makespan is the maximum of some linear forms, few of which are ever the maximum. They are found
-by simulating at chosen times. All are found when their maximum is right on every edge of the
-regions in which each is the maximum: the makespan is convex, so the maximum is nowhere too small.
+A run ends when its longest path ends, and a path's time is linear in the times of its tasks. So the
+makespan is the maximum of some linear forms, few of which are ever the greatest. Simulations at
+chosen times find these forms. The search is complete when their maximum is right on all edges of
+the regions in which each form is the greatest: as the makespan is convex, it is right everywhere.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Envelope:
     """The maximum of some linear forms over a cone of times.
 
     Attributes:
-        forms: the coefficients of each form; every form is the maximum somewhere.
-        rays: the edges of the regions in which each form is the maximum.
+        forms: the coefficients of each form; every form is the greatest somewhere.
+        rays: the edges of the regions in which each form is the greatest.
     """
 
     forms: frozenset[Vector]
@@ -47,7 +47,7 @@ class Envelope:
         return greatest(self.forms, times)
 
     def form_at(self, times: Vector) -> Vector:
-        """A form that is the maximum at these times."""
+        """A form that is the greatest at these times."""
         return max(self.forms, key=lambda form: (dot(form, times), form))
 
     def equals(self, forms: Sequence[Vector]) -> bool:
@@ -57,13 +57,13 @@ class Envelope:
         )
 
     def middles(self) -> Iterator[Vector]:
-        """For each form, times at which it alone is the maximum."""
+        """Yield, for each form, times at which it alone is the greatest."""
         for form in sorted(self.forms):
             yield _middle(form, self.forms, self.rays)
 
 
 def envelope(longest: Longest, walls: Sequence[Vector], most: int = 16) -> Envelope | None:
-    """The forms of a run, or None where there are more than ``most``.
+    """The envelope of a run's longest paths, or None if it has more than ``most`` forms.
 
     The walls bound the cone of times: their dot products with a vector in it are at least 0.
     """
@@ -96,7 +96,7 @@ def greatest(forms: Sequence[Vector] | set[Vector] | frozenset[Vector], times: V
 
 
 def _alone(form: Vector, forms: set[Vector], rays: set[Vector]) -> bool:
-    """Whether no other form is as great in the middle of this form's region."""
+    """Whether this form alone is the greatest in the middle of its region."""
     middle = _middle(form, forms, rays)
     return all(other == form or dot(other, middle) < dot(form, middle) for other in forms)
 
@@ -104,24 +104,24 @@ def _alone(form: Vector, forms: set[Vector], rays: set[Vector]) -> bool:
 def _middle(
     form: Vector, forms: set[Vector] | frozenset[Vector], rays: set[Vector] | frozenset[Vector]
 ) -> Vector:
-    """A sum of the edges of a form's region, with weights that keep it off symmetries."""
-    own = sorted(ray for ray in rays if dot(form, ray) == greatest(forms, ray))
-    return tuple(sum((2 * k + 3) * ray[j] for k, ray in enumerate(own)) for j in range(len(form)))
+    """A sum of the edges of a form's region, with unequal weights to keep it off symmetries."""
+    edges = sorted(ray for ray in rays if dot(form, ray) == greatest(forms, ray))
+    return tuple(sum((2 * k + 3) * ray[j] for k, ray in enumerate(edges)) for j in range(len(form)))
 
 
 def _rays(forms: set[Vector], walls: Sequence[Vector], size: int) -> Iterator[Vector]:
-    """The edges of the regions in which each form is the maximum."""
+    """Yield the edges of the regions in which each form is the greatest."""
     for form in forms:
         others = (tuple(x - y for x, y in zip(form, b, strict=True)) for b in forms if b != form)
         yield from _edges([*walls[size:], *others], size)
 
 
 def _edges(walls: Iterable[Vector], size: int) -> Iterable[Vector]:
-    """The edges of the cone of times, all at least 0, whose products with the walls are at least 0.
+    """The edges of the cone of times that are at least 0, as are their products with the walls.
 
-    Wall by wall: edges behind it go, and a new one comes wherever it cuts the face between two that
-    are neighbours (the double description method; Fukuda and Prodon, 1996). Each edge has the walls
-    that it lies in as bits.
+    This is the double description method (Fukuda and Prodon, 1996). Wall by wall, the edges beyond
+    the wall are dropped, and a new one is added wherever the wall cuts the face between two
+    neighbours. Each edge has the walls in which it lies as bits.
     """
     every = range(size)
     edges = {tuple(int(i == j) for j in every): sum(1 << j for j in every if j != i) for i in every}
@@ -143,8 +143,8 @@ def _edges(walls: Iterable[Vector], size: int) -> Iterable[Vector]:
 class Paths:
     """The longest paths of a program, as counts of basic times; ``columns`` are those of a Basis.
 
-    A time is simulated as a large integer: its leading digits are the time, and the ones behind
-    count what it is made of. The simulator adds and compares them as they are.
+    Each time is simulated as one large integer. Its high digits are the time itself, and its low
+    digits count the basic times in it. The simulator adds and compares these integers as usual.
     """
 
     program: Program
@@ -153,15 +153,13 @@ class Paths:
 
     def work(self) -> Vector:
         """The time of all micro-batch tasks on all devices."""
-        own = [self._work(device) for device in range(self.program.devices)]
-        return tuple(map(sum, zip(*own, strict=True)))
+        works = [self._work(device) for device in range(self.program.devices)]
+        return tuple(map(sum, zip(*works, strict=True)))
 
     def after_all(self) -> Vector | None:
-        """The time of a device's once-per-step tasks, which come last, after a barrier.
-
-        None where they differ between devices, or come earlier.
-        """
-        found: set[Vector] = set()
+        """The time of a device's once-per-step tasks, if they come last, after a barrier, and take
+        the same time on all devices; otherwise None."""
+        times: set[Vector] = set()
         for list_ in self.program.lists:
             kinds = "".join(
                 "|" if isinstance(x, ins.Barrier) else "u" if _once(x) else "t"
@@ -170,15 +168,15 @@ class Paths:
             )
             if "u" in kinds and kinds.strip("t").rstrip("u") != "|":
                 return None
-            found.add(
+            times.add(
                 self._counted([x for x in list_ if _once(x) and ins.letter_of(x) is not None])
             )
-        return found.pop() if len(found) == 1 else None
+        return times.pop() if len(times) == 1 else None
 
     def makespan(self, times: Vector) -> Vector:
         """The time until everything is done."""
         ends = self._ends(times, once=True)
-        return self._digits(max(own[-1] for own in ends if own))
+        return self._digits(max(row[-1] for row in ends if row))
 
     def through(self, times: Vector) -> Vector:
         """The time until the last micro-batch is finished; once-per-step tasks take no time."""
@@ -206,9 +204,9 @@ class Paths:
         return tuple(b - a - w for a, b, w in zip(first, last, work, strict=True))
 
     def _work(self, device: int) -> Vector:
-        """A device's tasks of micro-batches."""
-        own = self.program.lists[device]
-        return self._counted([own[position] for position in self._tasks[device]])
+        """The time of a device's micro-batch tasks."""
+        list_ = self.program.lists[device]
+        return self._counted([list_[position] for position in self._tasks[device]])
 
     def _counted(self, tasks: Sequence[ins.Instruction]) -> Vector:
         counts = Counter(letter for x in tasks if (letter := ins.letter_of(x)) is not None)
@@ -225,20 +223,20 @@ class Paths:
                 if once or KINDS[letter].per_microbatch:
                     costs[letter] = self._encoded(column, times)
             events = run(self.program, self._turns, task_times(self.program, costs))
-            self._known[times, once] = [list(map(int, own)) for own in events.ends]
+            self._known[times, once] = [list(map(int, row)) for row in events.ends]
         return self._known[times, once]
 
     @cached_property
     def _tasks(self) -> list[list[int]]:
-        """Device → the positions of its tasks of micro-batches."""
+        """Device → the positions of its micro-batch tasks."""
         return [
-            [at for at, x in enumerate(own) if ins.letter_of(x) is not None and not _once(x)]
-            for own in self.program.lists
+            [at for at, x in enumerate(list_) if ins.letter_of(x) is not None and not _once(x)]
+            for list_ in self.program.lists
         ]
 
     @cached_property
     def _turns(self) -> list[Turn]:
-        walked = walk([len(own) for own in self.program.lists], waits_of(self.program))
+        walked = walk([len(list_) for list_ in self.program.lists], waits_of(self.program))
         if walked.stuck:
             raise InputError(
                 f"program {self.program.name!r} gets stuck; Program.verify() tells why"
@@ -269,7 +267,7 @@ def _once(instruction: object) -> bool:
 
 @dataclass(frozen=True)
 class Bases:
-    """The basic times of all tasks of a schedule, and of those that come for each micro-batch."""
+    """The basic times of all tasks of a schedule, and of its micro-batch tasks alone."""
 
     all: Basis
     tasks: Basis
@@ -277,12 +275,12 @@ class Bases:
     @staticmethod
     def of(kinds: frozenset[str], given: Sequence[Relational]) -> Bases:
         letters = [letter for letter in KINDS if letter in kinds]
-        each = [letter for letter in letters if KINDS[letter].per_microbatch]
-        return Bases(basis(letters, given), basis(each, given))
+        of_microbatch = [letter for letter in letters if KINDS[letter].per_microbatch]
+        return Bases(basis(letters, given), basis(of_microbatch, given))
 
     @property
     def apart(self) -> bool:
-        """Whether nothing is known that relates what comes once a step to the rest."""
+        """Whether no assumption relates once-per-step tasks to micro-batch tasks."""
         kept, count = self.tasks.symbols, len(self.tasks.symbols)
         return self.all.symbols[:count] == kept and self.all.scale == self.tasks.scale
 
@@ -292,12 +290,12 @@ class Sample:
     """One run, for all times of its tasks.
 
     Attributes:
-        makespan: the linear forms of all basic times whose greatest it is; None for too many.
-        through: of the times of micro-batches' tasks: until the last one is through.
-        size: of the same: the most that a device idles between its first task and its last.
-        work: of the same: the time of all these tasks.
+        makespan: the time until everything is done, in all basic times; None for too many forms.
+        through: the time until the last micro-batch is through, in those of micro-batch tasks.
+        size: the most that a device idles between its first task and its last, in the same times.
+        work: the time of all micro-batch tasks, in the same times.
         stash: stage → the most micro-batches that it keeps at once.
-        peak: the most that a device's stages keep together.
+        peak: the most micro-batches that a device's stages together keep at once.
     """
 
     makespan: Envelope | None
@@ -335,7 +333,7 @@ def _makespan(
         return envelope(Paths(program, times.all.columns).makespan, times.all.walls)
     if through is None:
         return None
-    # what comes once a step comes after all else, and as much of it on every device
+    # once-per-step tasks come after all others, and take the same time on every device
     count = len(times.tasks.symbols)
     rest = after[count:]
     units = [tuple(int(i == j) for j in range(count + len(rest))) for i in range(count, len(after))]

@@ -1,1 +1,1 @@
-"""Search: the best schedule for given times and memory, a bound, and a certificate of both."""
+"""The search for the best schedule for given times and memory, with a bound and a certificate."""

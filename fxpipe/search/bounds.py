@@ -1,8 +1,8 @@
-"""Lower bounds: times that no schedule of a problem can be below, and why."""
+"""Lower bounds: times below which no schedule of a problem can be, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import floor, inf
@@ -12,19 +12,20 @@ from fxpipe.search.problem import Problem
 _CLOSE = 1e-9
 
 _FEW = 100_000
-"""Micro-batches of stages, for all devices, up to which each device has heads and tails of its
-own."""
+"""Without flush, each device needs heads and tails of its own. They are computed if devices ×
+stages × micro-batches is at most this."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A time that no schedule can be below.
+    """A time below which no schedule can be.
 
     Attributes:
-        time: it.
-        why: "work", "chain", "device" or "solver"; see ``Certificate.reason``.
-        stage: the stage that a chain goes through, or the first of the device that works.
-        terms: what ``time`` is the sum of, by name, and numbers that these rest on.
+        time: the time.
+        why: the rule that it follows from, such as "work" or "chain", or "solver"; see
+            ``Certificate.reason``.
+        stage: the stage that a chain goes through, or the first stage of the device that works.
+        terms: name → a term of the sum that is ``time``, or a number that such a term rests on.
     """
 
     time: float
@@ -34,37 +35,35 @@ class Bound:
 
 
 def best_bound(problem: Problem) -> Bound:
-    """The greatest of all that are known without a solver."""
-    if problem.delay:
-        found = tuple(mixing_bounds(problem))
-    else:
-        found = (*work_bounds(problem), *chain_bounds(problem), *device_bounds(problem))
-    return max(found, key=lambda bound: bound.time)
+    """The greatest bound that needs no solver."""
+    rules: list[Callable[[Problem], Iterator[Bound]]] = [work_bounds]
+    rules += [mixing_bounds] if problem.delay else [chain_bounds, device_bounds]
+    return max((bound for rule in rules for bound in rule(problem)), key=lambda bound: bound.time)
 
 
 def work_bounds(problem: Problem) -> Iterator[Bound]:
-    """For each device: before its first task a micro-batch must reach it; then it has all its work
-    to do, and before its first input gradient there is nothing but forwards, as many as find
-    room, until that micro-batch comes back."""
-    for device, own in enumerate(problem.held):
-        if not own:
+    """Yield a bound for each device: it waits for its first micro-batch and then does all its work.
+    Until that micro-batch comes back it can only compute forwards, as many as fit into its memory;
+    for the rest of that time it idles, unless batches mix."""
+    for device, held in enumerate(problem.held):
+        if not held:
             continue
-        head = way_down(problem, 0, own[0])
-        wait = lag(problem, own[0]) - _way_up(problem, own[-1], own[0])
-        wait -= problem.backward[own[-1]]
-        idle = max(0.0, wait - _forwards(problem, device))
+        head = way_down(problem, 0, held[0])
+        wait = lag(problem, held[0]) - _way_up(problem, held[-1], held[0])
+        wait -= problem.backward[held[-1]]
+        idle = 0.0 if problem.delay else max(0.0, wait - _forwards(problem, device))
         terms = {
             "before": head if problem.flush else 0.0,
             "work": problem.work[device],
             "idle": idle,
             "update": problem.last[device],
         }
-        yield Bound(sum(terms.values()), "work", own[0], terms)
+        yield Bound(sum(terms.values()), "work", held[0], terms)
 
 
 def chain_bounds(problem: Problem) -> Iterator[Bound]:
-    """For each stage: from its first forward to its last input gradient, with the way there and the
-    way back to an earlier stage, where a weight gradient and an update follow."""
+    """Yield bounds for each stage: the way to it, the time from its first forward to its last input
+    gradient, and the way back to an earlier stage, where a weight gradient and an update follow."""
     for stage in range(problem.stages):
         between, terms = middle(problem, stage)
         for end in range(stage + 1):
@@ -78,64 +77,60 @@ def chain_bounds(problem: Problem) -> Iterator[Bound]:
 
 
 def device_bounds(problem: Problem) -> Iterator[Bound]:
-    """For each device: some of its tasks, none of which can start before a time (the least of their
-    heads), and behind each of which another must still pass (the least of their tails).
+    """Yield a bound for each device: the work of some of its tasks, the time before which none of
+    them can start, and the time that must pass after each of them.
 
-    It computes one task at a time. So from the first of these tasks to the last it is at least as
-    long as all of them, and head, work and tail are a bound: for every set of its tasks. The best
-    set is the one that decides when the device does what has arrived in the order of tails, the
-    longest first, each as soon as it is there, and interrupted where a longer one arrives
-    (Jackson's preemptive schedule; Carlier 1982). A head is the longest way from the start to a
-    task along what each task waits for, as if each stage and kind of task had a device of its own,
-    and a tail the longest way from there to the end. So a device also waits for stages that hand
-    it micro-batches more slowly than it takes them, which is what tells most where devices
-    hold several stages. Where steps follow one another a device's own first forward is the start,
-    its own last task the end, and the stages before it are left out, which may be a step ahead.
+    A device computes one task at a time. So for any set of its tasks, their work, the least of
+    their heads and the least of their tails make a bound. A head is the longest path from the start
+    to the task over what each task waits for, as if each stage and kind of task had a device of its
+    own; a tail is the longest path from the task to the end. Without flush, the start is the
+    device's own first forward and the end its own last task; earlier stages may be a step ahead.
+
+    The best set of tasks is the critical one in Jackson's preemptive schedule (Carlier 1982): of
+    the tasks that have arrived, the device does the one with the longest tail, and interrupts it
+    when one with a longer tail arrives.
     """
     quick = problem.devices * problem.stages * problem.microbatches <= _FEW
     shared = _heads_and_tails(problem, 0, range(problem.devices)) if problem.flush else None
-    for device, own in enumerate(problem.held):
-        if not own or not (shared or quick):
+    for device, held in enumerate(problem.held):
+        if not held or not (shared or quick):
             continue
-        heads, tails = shared or _heads_and_tails(problem, own[0], (device,))
+        heads, tails = shared or _heads_and_tails(problem, held[0], (device,))
         jobs = [
             (heads[code, i], tails[code, i], problem.took[code])
-            for code in _codes(problem, own[0])
+            for code in _codes(problem, held[0])
             if problem.placement[code // 3] == device
             for i in range(problem.microbatches)
         ]
         tail = _deciding_tail(jobs)
-        head, work = inf, 0.0
-        found: list[tuple[float, float, float]] = []
-        for start, behind, time in sorted(jobs, reverse=True):
+        work = 0.0
+        sets: list[tuple[float, float, float]] = []
+        for head, behind, time in sorted(jobs, reverse=True):
             if behind >= tail:
-                head, work = start, work + time
-                found.append((head + work, head, work))
-        time, head, work = max(found)
+                work += time
+                sets.append((head + work, head, work))
+        time, head, work = max(sets)
         terms = {"before": head, "work": work, "behind": tail, "update": problem.last[device]}
-        yield Bound(time + tail + problem.last[device], "device", own[0], terms)
+        yield Bound(time + tail + problem.last[device], "device", held[0], terms)
 
 
 def mixing_bounds(problem: Problem) -> Iterator[Bound]:
-    """Where batches mix. For each device: all its work; and what a batch keeps there, for the least
-    time. For each stage: so many micro-batches find room at once, each for the time of a trip; and
-    from a batch's first forward to its update, for which a later batch waits."""
+    """Yield the bounds that hold only where batches mix.
+
+    For each device: the memory that a batch takes there, times how long, over the device's memory.
+    For each stage: the trips of a batch's micro-batches, as many at once as fit into the memory;
+    and the time from a batch's first forward to its update, for which a later batch waits.
+    """
     m = problem.microbatches
-    for device, own in enumerate(problem.held):
-        if not own:
-            continue
-        terms = {"before": 0.0, "work": problem.work[device], "idle": 0.0}
-        terms["update"] = problem.last[device]
-        yield Bound(sum(terms.values()), "work", own[0], terms)
-        most = problem.memory[device]
-        if most == inf:
+    for held, most in zip(problem.held, problem.memory, strict=True):
+        if not held or most == inf:
             continue
         kept = sum(
             problem.saved[s] * lag(problem, s) + problem.deferred[s] * problem.weight[s]
-            for s in own
+            for s in held
         )
-        yield Bound(m * kept / most, "memory", own[0], {"kept": m * kept, "memory": most})
-        for s in own:
+        yield Bound(m * kept / most, "memory", held[0], {"kept": m * kept, "memory": most})
+        for s in held:
             saved = _saved(problem, s)
             if saved:
                 at_once = float(floor(most / saved + _CLOSE))
@@ -147,33 +142,35 @@ def mixing_bounds(problem: Problem) -> Iterator[Bound]:
 
 
 def _deciding_tail(jobs: list[tuple[float, float, float]]) -> float:
-    """The tail of the task that is through last in Jackson's schedule of (head, tail, time)."""
+    """The tail of the job (head, tail, time) that decides the end of Jackson's preemptive schedule:
+    its own end plus its tail is the greatest."""
     coming = sorted(jobs, reverse=True)
-    there: list[tuple[float, float]] = []
-    now, latest, tail = 0.0, -inf, 0.0
-    while coming or there:
-        if not there:
+    arrived: list[tuple[float, float]] = []
+    now, latest, deciding = 0.0, -inf, 0.0
+    while coming or arrived:
+        if not arrived:
             now = max(now, coming[-1][0])
         while coming and coming[-1][0] <= now:
-            _, behind, time = coming.pop()
-            heappush(there, (-behind, time))
-        behind, time = heappop(there)
-        most = coming[-1][0] - now if coming else inf
-        if time > most:
-            heappush(there, (behind, time - most))
-            now += most
+            _, tail, time = coming.pop()
+            heappush(arrived, (-tail, time))
+        negative, time = heappop(arrived)
+        until_next = coming[-1][0] - now if coming else inf
+        if time > until_next:
+            heappush(arrived, (negative, time - until_next))
+            now += until_next
         else:
             now += time
-            if now - behind > latest:
-                latest, tail = now - behind, -behind
-    return tail
+            if now - negative > latest:
+                latest, deciding = now - negative, -negative
+    return deciding
 
 
 def _heads_and_tails(
     problem: Problem, first: int, ends: Container[int]
 ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
-    """Task → the least time to its start from that of the first forward of a stage, and the least
-    from its end to the end of the last task of some devices. Stages before that are left out."""
+    """Task → its head, and task → its tail: the longest path to its start from the first forward of
+    stage ``first``, and from its end to the end of a task of the devices ``ends``. Earlier stages
+    are left out."""
     took, codes, waits = problem.took, _codes(problem, first), _waits(problem)
     heads: dict[tuple[int, int], float] = {}
     edges = []
@@ -193,8 +190,8 @@ def _heads_and_tails(
 
 
 def _waits(problem: Problem) -> list[list[tuple[int, int, float]]]:
-    """Kind of task → what it waits for: another kind, of so many micro-batches earlier, and how
-    much longer than its end. Kinds are numbered as in an ``Order``."""
+    """Kind of task → what it waits for: (kind, how many micro-batches earlier, how long after that
+    has ended). Kinds are numbered as in an ``Order``."""
     waits: list[list[tuple[int, int, float]]] = []
     last = problem.stages - 1
     for s in range(problem.stages):
@@ -207,16 +204,16 @@ def _waits(problem: Problem) -> list[list[tuple[int, int, float]]]:
 
 
 def _codes(problem: Problem, first: int) -> list[int]:
-    """The kinds of tasks of a stage and those behind it, in the order of a micro-batch."""
+    """The kinds of tasks from stage ``first`` on, in the order in which a micro-batch has them."""
     stages = range(first, problem.stages)
     kinds = (1,) if problem.whole else (1, 2)
     return [3 * s for s in stages] + [3 * s + kind for s in reversed(stages) for kind in kinds]
 
 
 def middle(problem: Problem, stage: int) -> tuple[float, dict[str, float]]:
-    """The least time from a stage's first forward to its last input gradient.
+    """The least time from a stage's first forward to its last input gradient, and its terms.
 
-    What else its device computes is left out. At most k micro-batches find room at once.
+    It leaves out what else the stage's device computes.
     """
     m, f, b, w = (
         problem.microbatches,
@@ -225,35 +222,36 @@ def middle(problem: Problem, stage: int) -> tuple[float, dict[str, float]]:
         problem.weight[stage],
     )
     r, k = lag(problem, stage), room(problem, stage)
-    found: list[tuple[float, dict[str, float]]] = [(r + (m - 1) * max(f, b), {"rounds": 0.0})]
-    for each, more in _rounds(problem, stage):
-        rounds, trip = (m - 1) // each, r + more
-        time = rounds * trip + r + (m - 1 - rounds * each) * max(f, b)
-        found.append((time, {"rounds": float(rounds), "trip": trip}))
+    times: list[tuple[float, dict[str, float]]] = [(r + (m - 1) * max(f, b), {"rounds": 0.0})]
+    for apart, more in _rounds(problem, stage):
+        rounds, trip = (m - 1) // apart, r + more
+        time = rounds * trip + r + (m - 1 - rounds * apart) * max(f, b)
+        times.append((time, {"rounds": float(rounds), "trip": trip}))
     first = max(0.0, r - b - k * f)
     if m <= k:
-        found.append((m * (f + b) + first, {"first": first}))
+        times.append((m * (f + b) + first, {"first": first}))
     else:
-        # Before the last forward the device makes room: with so many micro-batches in flight
-        # besides, the input gradients of all others, and weight gradients as far as these do not
-        # suffice. Behind it only so many input gradients can come until its own.
+        # Before the last forward, all micro-batches but it and ``others`` have had their input
+        # gradients, and as many weight gradients as it takes to make room. After it, the device
+        # has only the input gradients of ``others`` to compute until the last one's own.
         options: list[tuple[float, dict[str, float]]] = []
-        for more in range(k):
-            made = _must_make(problem, stage, more)
-            last = max(0.0, r - f - (more + 1) * b)
-            options.append((made * w + last, {"weights": float(made), "last": last}))
-        least, terms = min(options, key=lambda one: one[0])
-        found.append((m * (f + b) + first + least, {"first": first, **terms}))
-    return max(found, key=lambda one: one[0])
+        for others in range(k):
+            weights = _weights_before_last(problem, stage, others)
+            last = max(0.0, r - f - (others + 1) * b)
+            options.append((weights * w + last, {"weights": float(weights), "last": last}))
+        least, terms = min(options, key=lambda option: option[0])
+        times.append((m * (f + b) + first + least, {"first": first, **terms}))
+    return max(times, key=lambda time: time[0])
 
 
 def _rounds(problem: Problem, stage: int) -> Iterator[tuple[int, float]]:
-    """How many micro-batches later a forward has to wait for a trip, and for how long after it.
+    """Yield (n, more): a forward waits for the input gradient of the n-th micro-batch before it,
+    and for ``more`` after that.
 
-    The forward k later waits for the input gradient, as k are all that find room. Where what that
-    leaves does not find room beside them, it waits for the weight gradient or the next input
-    gradient, too. And some forward waits for the weight gradient, as each micro-batch between the
-    two keeps at least the less of what a forward saves and what an input gradient leaves.
+    At most k micro-batches fit between forward and input gradient, so a forward waits for the input
+    gradient of the k-th before it. If what that leaves does not fit beside the k, a weight gradient
+    or the next input gradient must come first, too. A forward also waits for a weight gradient, as
+    each micro-batch in between keeps at least the less of ``saved`` and ``deferred``.
     """
     saved, deferred = _saved(problem, stage), problem.deferred[stage]
     b, w = problem.backward[stage], problem.weight[stage]
@@ -267,7 +265,7 @@ def _rounds(problem: Problem, stage: int) -> Iterator[tuple[int, float]]:
 
 
 def room(problem: Problem, stage: int) -> int:
-    """How many micro-batches a stage may have between forward and input gradient, at most."""
+    """The most micro-batches that fit between a stage's forward and its input gradient."""
     saved, most = _saved(problem, stage), problem.memory[problem.placement[stage]]
     if saved * problem.microbatches <= most:
         return problem.microbatches
@@ -275,10 +273,10 @@ def room(problem: Problem, stage: int) -> int:
 
 
 def _saved(problem: Problem, stage: int) -> float:
-    """What a micro-batch keeps between a stage's forward and input gradient: also on the earlier
-    stages of its device, to which it has not come back."""
-    own = problem.held[problem.placement[stage]]
-    return sum(problem.saved[s] for s in own if s <= stage)
+    """What a micro-batch keeps on a stage's device until its input gradient there: for the stage,
+    and for the earlier stages of the device, to which it has not come back."""
+    held = problem.held[problem.placement[stage]]
+    return sum(problem.saved[s] for s in held if s <= stage)
 
 
 def lag(problem: Problem, stage: int) -> float:
@@ -289,34 +287,37 @@ def lag(problem: Problem, stage: int) -> float:
 
 
 def way_down(problem: Problem, first: int, last: int) -> float:
-    """From the start of a forward on one stage to its start on a later one."""
+    """The least time from a forward's start on one stage to its start on a later one."""
     return sum(problem.forward[first:last]) + sum(problem.down[first:last])
 
 
 def _way_up(problem: Problem, first: int, last: int) -> float:
-    """From the end of an input gradient on one stage to its end on an earlier one."""
+    """The least time from an input gradient's end on one stage to its end on an earlier one."""
     return sum(problem.backward[last:first]) + sum(problem.up[last:first])
 
 
 def _forwards(problem: Problem, device: int) -> float:
-    """The longest that a device can compute forwards alone: what takes the longest for its room
-    goes first, whole micro-batches where it has one stage."""
-    own, left, time = problem.held[device], problem.memory[device], 0.0
-    if len(own) == 1:
-        return room(problem, own[0]) * problem.forward[own[0]]
+    """The longest time for which a device can compute nothing but forwards.
+
+    With several stages, the memory is filled with parts of forwards, those first that take the
+    longest for their memory.
+    """
+    held, left, time = problem.held[device], problem.memory[device], 0.0
+    if len(held) == 1:
+        return room(problem, held[0]) * problem.forward[held[0]]
     m, saved = problem.microbatches, problem.saved
-    for s in sorted(own, key=lambda s: -problem.forward[s] / max(saved[s], 1e-300)):
+    for s in sorted(held, key=lambda s: -problem.forward[s] / max(saved[s], 1e-300)):
         count = m if m * saved[s] <= left else left / saved[s]
         time, left = time + count * problem.forward[s], left - count * saved[s]
     return time
 
 
-def _must_make(problem: Problem, stage: int, more: int) -> int:
-    """Weight gradients that come before a stage's last forward, at which so many other
-    micro-batches are between forward and input gradient."""
+def _weights_before_last(problem: Problem, stage: int, others: int) -> int:
+    """The least number of weight gradients before a stage's last forward, if that many other
+    micro-batches are between forward and input gradient then."""
     m, saved, deferred = problem.microbatches, _saved(problem, stage), problem.deferred[stage]
-    left = problem.memory[problem.placement[stage]] - (more + 1) * saved
-    waiting = m - 1 - more  # have had their input gradients
+    left = problem.memory[problem.placement[stage]] - (others + 1) * saved
+    waiting = m - 1 - others  # have had their input gradients
     if problem.whole or not deferred or waiting * deferred <= left * (1 + _CLOSE):
         return 0
     return waiting - max(0, floor(left / deferred + _CLOSE))

@@ -1,4 +1,4 @@
-"""A certificate: a schedule, what it takes, what none can be below, and a check of all of it."""
+"""A certificate: a schedule, its time, a bound that no schedule can beat, and a check of these."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Certificate:
     Attributes:
         problem: the times, the placement and the memory.
         schedule: the best schedule that was found.
-        value: its time: of one step, or, where steps follow one another, of each of them.
-        bound: the time that no schedule of the problem can be below, and why.
-        wide: where the placement was searched, too: the same with each stage on a device of its
-            own, with the most memory and the shortest ways that there are. The bound is then one
-            for every placement that leaves no device empty.
+        value: its time: of one step or, without flush, of each of many steps.
+        bound: the time below which no schedule of the problem can be, and why.
+        wide: only if the placement was searched, too: the same problem with each stage on a device
+            of its own, with the most memory and the fastest links of all devices. The bound then
+            holds for every placement that leaves no device empty.
     """
 
     problem: Problem
@@ -32,7 +32,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """By which share of the bound the schedule is above it at most; 0 where it is optimal."""
+        """How far the schedule is above the bound, as a share of the bound; 0 if it is optimal."""
         return gap_of(self.value, self.bound.time)
 
     @property
@@ -41,7 +41,7 @@ class Certificate:
 
     @property
     def reason(self) -> str:
-        """Why no schedule can be below the bound, with its numbers."""
+        """Why no schedule can be below the bound, in words and numbers."""
         bound, problem = self.bound, self.wide or self.problem
         device = f"device {problem.placement[bound.stage]}"
         if self.wide is not None:
@@ -102,13 +102,13 @@ class Certificate:
         )
 
     def check(self) -> tuple[str, ...]:
-        """Check everything anew, from the problem and the schedule alone.
+        """Check the schedule, its time and the bound anew, from the problem alone.
 
         Returns:
-            What has to be believed, as no arithmetic of this kind shows it: the word of a solver.
+            What has to be taken on trust, as the check cannot show it: a bound from the solver.
 
         Raises:
-            VerificationError: with everything that is not so.
+            VerificationError: something is not as the certificate says; it lists all of that.
         """
         from fxpipe.search.check import check_certificate
 
@@ -116,7 +116,7 @@ class Certificate:
 
 
 def gap_of(value: float, bound: float) -> float:
-    """By which share of the bound a time is above it; infinite where it is above a bound of 0."""
+    """How far a time is above a bound, as a share of the bound; infinite above a bound of 0."""
     if value - bound <= 1e-9 * value:
         return 0.0
     return (value - bound) / bound if bound else inf

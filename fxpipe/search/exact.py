@@ -1,7 +1,7 @@
 """The exact search: a model for CP-SAT of ortools, which ``fxpipe[search]`` installs.
 
-It is of all tasks of an order, or of a window: then the tasks of a short time are put into a better
-order, and all others stay in theirs.
+The model orders all tasks, or only those of a window: a short time, outside of which the order
+stays as it is.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from typing import Any
 from fxpipe.search.bounds import lag, way_down
 from fxpipe.search.local import Local
 from fxpipe.search.problem import Order, Problem
-from fxpipe.search.timing import Node, Timeline, value_of
+from fxpipe.search.timing import Node, Timeline, changes_of, value_of
 
 LITERALS = 30_000
-"""Problems with more than so many pairs of tasks to order are left to the local search."""
+"""Problems with more pairs of tasks to order are left to the local search."""
 
 _FINE = 5_000_000
-"""Ticks of a device's work for a micro-batch, where times are no whole multiples of one."""
+"""Ticks in a device's work for a micro-batch, if times are rounded to ticks."""
 
 _MOST = 20_000_000
-"""Ticks of a step, where times are."""
+"""The most ticks in a step, if all times are whole multiples of one."""
 
 PASSES = 25
 """List schedules that count as much as one window."""
 
 _WINDOW = 120
-"""Tasks of a window, about, and the least for each device."""
+"""Tasks in a window, about."""
 
 _LEAST = 6
+"""Tasks of each device in a window, at least."""
 
 _EFFORT = 0.25
-"""What the solver may spend on a window, by its own measure."""
+"""The solver's limit for a window, in its deterministic time."""
 
 
 def available() -> bool:
@@ -49,17 +50,17 @@ def available() -> bool:
 def literals(problem: Problem) -> int:
     """How many pairs of tasks there are to order."""
     kinds = 2 if problem.whole else 3
-    pairs = [kinds * len(own) * (kinds * len(own) - 1) // 2 for own in problem.held]
+    pairs = [kinds * len(held) * (kinds * len(held) - 1) // 2 for held in problem.held]
     return sum(pairs) * problem.microbatches**2
 
 
 class Exact:
-    """The model: starts of tasks as numbers, and which of two tasks comes first as literals.
+    """The model: a variable for each task's start, and a literal for which of two tasks is first.
 
-    It is of the tasks that start in a window of time; those before keep their times, and those
-    behind their order. Memory is linear in the literals: what a task finds in use is a sum over
-    those before it. Times are whole numbers of ticks, rounded down, so that the bound of a model of
-    all tasks is one of the problem.
+    It has the tasks that start in a window of time; earlier tasks keep their times, and later ones
+    their order. The memory in use at a task is a sum over the tasks before it, so it is linear in
+    the literals. Times are whole numbers of ticks, rounded down, so the bound of a model with all
+    tasks also holds for the problem.
     """
 
     def __init__(
@@ -71,14 +72,14 @@ class Exact:
         below: float | None = None,
         bound: float = 0.0,
     ) -> None:
-        """For orders that take less than ``below``, or by default no longer than the timeline,
-        where ``bound`` is known to hold."""
+        """Model the tasks that start from ``begin`` on and before ``end``. Orders must take less
+        than ``below``, by default no longer than the timeline; ``bound`` is a known lower bound."""
         from ortools.sat.python import cp_model
 
         self.timeline, self.problem = timeline, timeline.problem
         self.model = model = cp_model.CpModel()
         inside = [node for node, start in timeline.starts.items() if begin <= start < end]
-        # where steps follow one another, devices then begin when they like
+        # without flush, a model of all tasks lets each device begin when it likes
         self.moving = not self.problem.flush and len(inside) == len(timeline.starts)
         self.tick, exact = tick_of(replace(self.problem, flush=not self.moving))
         self.value = timeline.value if below is None else below
@@ -88,24 +89,27 @@ class Exact:
         horizon = 2 * most + 2 + self._ticks(max(timeline.begun))
         self.starts = {node: model.new_int_var(0, horizon, "") for node in inside}
         if self.moving:
-            model.add(self.starts[0, 0] == 0)  # all others come behind it
+            model.add(self.starts[0, 0] == 0)  # all others come after it
         self.before: dict[tuple[Node, Node], Any] = {}
         self.parts: list[tuple[int, list[Node]]] = []
         self._link()
         for device, row in enumerate(timeline.rows):
-            own = [node for node in row if node in self.starts]
-            at = row.index(own[0]) if own else 0
-            self.parts.append((at, own))
-            if own:
-                self._order(own)
-                self._count(device, at, own)
-                self._keep(device, at, own)
+            nodes = [node for node in row if node in self.starts]
+            at = row.index(nodes[0]) if nodes else 0
+            self.parts.append((at, nodes))
+            if nodes:
+                self._order(nodes)
+                self._count(device, at, nodes)
+                self._keep(device, at, nodes)
         model.minimize(self.longest)
 
     def solve(
         self, seconds: float, work: float, seed: int, workers: int = 2
     ) -> tuple[Order | None, float]:
-        """The whole order with the best that was found, if anything was, and the bound."""
+        """Return the whole order with the best window, or None if none was found, and the bound.
+
+        ``work`` limits the solver's deterministic time.
+        """
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
@@ -121,14 +125,14 @@ class Exact:
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None, bound
         rows = []
-        for row, (at, own) in zip(self.timeline.order, self.parts, strict=True):
-            rank = dict.fromkeys(own, 0)
-            for one, other in combinations(own, 2):
+        for row, (at, nodes) in zip(self.timeline.order, self.parts, strict=True):
+            rank = dict.fromkeys(nodes, 0)
+            for one, other in combinations(nodes, 2):
                 literal = self.before[one, other]
                 first = literal if isinstance(literal, int) else solver.boolean_value(literal)
                 rank[other if first else one] += 1
-            codes = tuple(code for code, _ in sorted(own, key=rank.__getitem__))
-            rows.append(row[:at] + codes + row[at + len(own) :])
+            codes = tuple(code for code, _ in sorted(nodes, key=rank.__getitem__))
+            rows.append(row[:at] + codes + row[at + len(nodes) :])
         return tuple(rows), bound
 
     def _ticks(self, time: float) -> int:
@@ -138,7 +142,7 @@ class Exact:
         return self._ticks(self.timeline.took[node[0]])
 
     def _link(self) -> None:
-        """Tasks of a stage and kind come in order; and a micro-batch goes down and up."""
+        """Order the tasks of each stage and kind, and send each micro-batch down and up."""
         timeline, add, starts = self.timeline, self.model.add, self.starts
         for node, start in starts.items():
             code, i = node
@@ -161,11 +165,10 @@ class Exact:
                 follows = more + timeline.took[node[0]] + timeline.behind[node]
                 add(self.longest >= starts[other] + self._took(other) + self._ticks(follows))
 
-    def _order(self, own: list[Node]) -> None:
-        """Of each two tasks of a device one comes first; whoever comes before a task comes before
-        those behind it, too."""
+    def _order(self, nodes: list[Node]) -> None:
+        """Add a literal for each two tasks of a device, and keep them from overlapping."""
         model, starts, before = self.model, self.starts, self.before
-        for one, other in combinations(own, 2):
+        for one, other in combinations(nodes, 2):
             literal: Any = int(precedes(*one, *other))
             if not literal:
                 literal = model.new_bool_var("")
@@ -176,64 +179,62 @@ class Exact:
                 model.add(late).only_enforce_if(~literal)
             before[one, other] = literal
             before[other, one] = 0 if isinstance(literal, int) else ~literal
-        for code, i in own:
+        for code, i in nodes:
             if (code, i + 1) in starts:
-                for third in own:
+                # a task that comes after the next micro-batch's comes after this one's, too
+                for third in nodes:
                     then, first = before.get(((code, i + 1), third)), before.get(((code, i), third))
                     if not isinstance(then, int | None) and not isinstance(first, int | None):
                         model.add_implication(then, first)
         model.add_no_overlap(
-            [model.new_fixed_size_interval_var(starts[n], self._took(n), "") for n in own]
+            [model.new_fixed_size_interval_var(starts[n], self._took(n), "") for n in nodes]
         )
 
-    def _count(self, device: int, at: int, own: list[Node]) -> None:
-        """Before a task there is time for all that comes before it on its device, and behind it,
-        until the end, for the rest."""
+    def _count(self, device: int, at: int, nodes: list[Node]) -> None:
+        """Leave time before each task for all that comes before it on its device, and after it for
+        the rest."""
         problem, timeline, row = self.problem, self.timeline, self.timeline.rows[device]
         begin: Any = 0
         free: Any = self._ticks(timeline.end(row[at - 1]) if at else timeline.begun[device])
-        behind = timeline.after(device, at + len(own))
+        behind = timeline.after(device, at + len(nodes))
         if self.moving:
             begin = free = self.starts[row[0]]
             behind = problem.last[device]
         elif problem.flush and not at:
             free = self._ticks(way_down(problem, 0, problem.held[device][0]))
-        whole = sum(map(self._took, own)) + self._ticks(behind)
-        for node in own:
-            others = (one for one in own if one != node)
-            earlier = sum(self._took(one) * self.before[one, node] for one in others)
+        whole = sum(map(self._took, nodes)) + self._ticks(behind)
+        for node in nodes:
+            others = (other for other in nodes if other != node)
+            earlier = sum(self._took(other) * self.before[other, node] for other in others)
             start = self.starts[node]
             self.model.add(start >= free + earlier)
             self.model.add(self.longest + begin >= start + whole - earlier)
 
-    def _keep(self, device: int, at: int, own: list[Node]) -> None:
-        """Wherever a task takes memory, what is in use fits."""
+    def _keep(self, device: int, at: int, nodes: list[Node]) -> None:
+        """Keep to the memory at each task that takes some."""
         problem, most = self.problem, self.problem.memory[device]
         if problem.microbatches * problem.least_memory[device] <= most:
             return
-        takes: dict[int, float] = {}
-        for s in problem.held[device]:
-            saved, deferred = problem.saved[s], problem.deferred[s]
-            takes |= {3 * s: saved, 3 * s + 1: deferred - saved, 3 * s + 2: -deferred}
+        codes = [code for s in problem.held[device] for code in range(3 * s, 3 * s + 3)]
+        takes = {code: changes_of(problem)[code] for code in codes}
         whole = all(float(value).is_integer() for value in (most, *takes.values()))
         scale = 1.0 if whole else 1e6 / most
         units = {code: floor(more * scale + 1e-6) for code, more in takes.items()}
         level = sum(units[code] for code, _ in self.timeline.rows[device][:at])
-        for node in own:
+        for node in nodes:
             if units[node[0]] > 0:
-                others = (one for one in own if one != node and units[one[0]])
-                used = sum(units[one[0]] * self.before[one, node] for one in others)
+                others = (other for other in nodes if other != node and units[other[0]])
+                used = sum(units[other[0]] * self.before[other, node] for other in others)
                 used += level + units[node[0]]
                 if not isinstance(used, int):
                     self.model.add(used <= ceil(most * scale - 1e-6))
 
 
 def tick_of(problem: Problem) -> tuple[float, bool]:
-    """A time of which all others are whole multiples, and whether that is so or they are rounded
-    down."""
-    given = [*problem.forward, *problem.backward, *problem.weight, *problem.last]
-    given += [*problem.down, *problem.up]
-    times = [Fraction(str(time)) for time in given]
+    """The tick, and whether all times are whole multiples of it; else they are rounded down."""
+    every = [*problem.forward, *problem.backward, *problem.weight, *problem.last]
+    every += [*problem.down, *problem.up]
+    times = [Fraction(str(time)) for time in every]
     parts = lcm(*(time.denominator for time in times))
     tick = Fraction(gcd(*(int(time * parts) for time in times)) or 1, parts)
     if not problem.flush:
@@ -245,7 +246,7 @@ def tick_of(problem: Problem) -> tuple[float, bool]:
 
 
 def precedes(one: int, i: int, other: int, j: int) -> bool:
-    """Whether a task comes before another in every order."""
+    """Whether task (``one``, micro-batch i) comes before (``other``, j) in every order."""
     (s, kind), (u, behind) = divmod(one, 3), divmod(other, 3)
     if i > j or (kind == 2 and one != other):
         return False
@@ -255,10 +256,10 @@ def precedes(one: int, i: int, other: int, j: int) -> bool:
 
 
 def improve(local: Local, enough: float, go_on: Callable[[], bool]) -> None:
-    """Put one window of the best order after another into a better order, until the time is down
-    to ``enough`` or ``go_on()`` says no.
+    """Improve the best order window by window, until it takes at most ``enough`` or ``go_on()`` is
+    false.
 
-    An order that takes as long as the best is gone on from, too: the next window may gain by it.
+    Orders that take as long as the best are kept, too: the next window may gain by it.
     """
     assert local.best is not None
     timeline = Timeline(local.problem, local.best)
@@ -271,7 +272,7 @@ def improve(local: Local, enough: float, go_on: Callable[[], bool]) -> None:
 
 
 def reordered(timeline: Timeline, random: Random) -> Order | None:
-    """The order that is best, of those that only differ in a window that is drawn."""
+    """The best order that differs from the timeline's in a random window only, or None."""
     devices = timeline.problem.devices
     end = max(timeline.starts.values())
     width = end * max(_LEAST, _WINDOW / devices) * devices / len(timeline.starts)

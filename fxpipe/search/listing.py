@@ -1,4 +1,4 @@
-"""List scheduling: devices take what is there, by priorities, from the first task to the last."""
+"""List scheduling: whenever a device is free, it takes a task that has arrived, by priorities."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ NEVER = 1e30
 class Habit(NamedTuple):
     """How a device treats one of its stages.
 
-    Of the forwards and input gradients that have arrived, the one goes first whose micro-batch's
-    number is the least, after ``turn`` or ``back`` was added to it.
+    Of the forwards and input gradients that have arrived, the device takes the one whose
+    micro-batch has the least number, plus ``turn`` for a forward or ``back`` for an input gradient.
 
     Attributes:
         limit: the most micro-batches between forward and input gradient.
         turn: by how many micro-batches forwards are put off.
-        back: by how many input gradients are.
-        gap: a weight gradient fills a time without work that is at least so many times as long as
-            the weight gradient itself.
-        room: the same where a forward waits for memory.
-        most: so many weight gradients wait at most, before one goes first.
-        hold: a forward waits for an input gradient that comes before this part of it were done;
-            and on a device's first stage for a forward on its later ones.
+        back: by how many micro-batches input gradients are put off.
+        gap: a weight gradient fills an idle time that is at least this many times as long as the
+            weight gradient itself.
+        room: the same as ``gap``, for when a forward waits for memory.
+        most: how many weight gradients may wait; with more of them, one goes first.
+        hold: a forward waits if an input gradient is to arrive before this share of the forward
+            would be done; on a device's first stage also for a forward of its later stages.
     """
 
     limit: int
@@ -42,8 +42,8 @@ class Habit(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """The habit for each stage, and whether a weight gradient also fills a shorter time where the
-    device would else have idled longer than any other."""
+    """The habit for each stage, and whether a weight gradient also fills a shorter idle time on the
+    device that would otherwise have idled longest."""
 
     habits: tuple[Habit, ...]
     even: bool = False
@@ -56,13 +56,15 @@ def list_schedule(
     cutoff: float,
     mixes: tuple[int, int, float] | None = None,
 ) -> tuple[float, list[list[int]], list[float]]:
-    """The time that is to be least, the order, and when each device is done.
+    """Return the time that the problem minimizes, the order, and when each device is done.
 
-    Given up, with an infinite time, as soon as it must take longer than ``cutoff``. A forward
-    starts only where one micro-batch still has room on all the device's later stages, so that no
-    order gets stuck. Where the micro-batches are of several batches, ``mixes`` has how many one
-    has, the delay, and the time after which one comes behind the one before: a forward then also
-    waits for the update whose weights it reads, and on its device for those of earlier batches.
+    Devices may begin at ``release``. A forward starts only if one micro-batch still fits on each
+    later stage of its device, so no order gets stuck. A list schedule that must take longer than
+    ``cutoff`` is given up, with an infinite time.
+
+    If the micro-batches belong to several batches, ``mixes`` has how many belong to one, the delay,
+    and the time between two arrivals. A forward then also waits for the update that makes its
+    weights, and for earlier batches' forwards on its device.
     """
     m, last, flush, even = problem.microbatches, problem.stages - 1, problem.flush, policy.even
     placement, held = problem.placement, problem.held
@@ -72,15 +74,15 @@ def list_schedule(
     down, up = problem.down, problem.up
     habits = policy.habits
     need = _needs(problem)
-    first = [own[0] if own else -1 for own in held]
+    first = [stages[0] if stages else -1 for stages in held]
     caps = [most * (1 + 1e-12) for most in problem.memory]
     nf, ni, nw = [0] * (last + 1), [0] * (last + 1), [0] * (last + 1)
     through = nw if splits else ni
 
     def early(stage: int, i: int) -> bool:
         begin = i - i % batch
-        own = held[placement[stage]]
-        return through[stage] < begin - delay * batch or any(nf[s] < begin for s in own)
+        stages = held[placement[stage]]
+        return through[stage] < begin - delay * batch or any(nf[s] < begin for s in stages)
 
     at_f = [[inf] * m for _ in range(last + 1)]
     batch, delay, pace = mixes or (m, 0, 0.0)
@@ -88,7 +90,7 @@ def list_schedule(
     at_i = [[inf] * m for _ in range(last + 1)]
     level = [0.0] * problem.devices
     left = [work + more for work, more in zip(problem.work, problem.last, strict=True)]
-    tasks = [(2 if problem.whole else 3) * m * len(own) for own in held]
+    tasks = [(2 if problem.whole else 3) * m * len(stages) for stages in held]
     begun = [0.0 if flush else inf] * problem.devices
     idled = [0.0] * problem.devices
     since = [-1.0] * problem.devices
@@ -205,12 +207,12 @@ def list_schedule(
 
 
 def _needs(problem: Problem) -> list[float]:
-    """Stage → the room that its forward must find: its own, and that of one micro-batch on each
+    """Stage → the free memory that its forward needs: its own, and that of one micro-batch on each
     later stage of its device."""
     need = [0.0] * problem.stages
-    for own in problem.held:
+    for stages in problem.held:
         more = 0.0
-        for stage in reversed(own):
+        for stage in reversed(stages):
             more += problem.keeps[stage]
             need[stage] = more
     return need

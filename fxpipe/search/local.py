@@ -1,6 +1,6 @@
-"""Local search: list schedules by many habits, and changes to the habits of the best of them.
+"""Local search: list schedules by many policies, and changes to the best of these policies.
 
-Where batches mix on devices, it is for the order that all steps repeat.
+Where batches mix on devices, it looks for an order that all steps repeat.
 """
 
 from __future__ import annotations
@@ -24,18 +24,13 @@ _SHARES = (0.5, 0.7, 0.85, 1.0, 1.1, 1.25)
 _REPEATS = 3
 
 _SETTLES = 2
-"""Trips to the last stage and back, after which a list schedule is in its stride."""
+"""Trips to the last stage and back after which a list schedule counts as steady."""
 
 
 @dataclass
 class Local:
-    """The search for the best order of a problem; ``best`` and ``value`` are its findings.
-
-    Attributes:
-        value: the least time so far.
-        best: its order.
-        passes: list schedules that were made.
-    """
+    """The search for the best order of a problem: ``best`` takes ``value``, the least time so far,
+    and ``passes`` list schedules were made."""
 
     problem: Problem
     random: Random
@@ -48,16 +43,17 @@ class Local:
         self._seen: set[Policy] = set()
 
     def offer(self, value: float, order: Order) -> bool:
-        """Take an order from elsewhere, if it is better."""
+        """Take an order if it is better than the best so far, and return whether it is."""
         if value < self.value:
             self.value, self.best = value, tuple(map(tuple, order))
             return True
         return False
 
     def run(self, enough: float, go_on: Callable[[], bool]) -> None:
-        """Search until a time is down to ``enough``, or for as long as ``go_on()``, but for one.
+        """Search until a time is at most ``enough`` or ``go_on()`` is false, but try one policy at
+        least.
 
-        First the given habits beside random ones, then changes of the best.
+        The given policies come first, and then random ones and changes of the best.
         """
         problem = self.problem
         seeds = given_policies(problem)
@@ -71,7 +67,7 @@ class Local:
             if tries % 8 == 0 or not self._elite:
                 policy = random_policy(problem, self.random)
             else:
-                # the better, the more often
+                # better policies more often
                 at = min(int(self.random.expovariate(0.6)), len(self._elite) - 1)
                 policy = changed(problem, self._elite[at][2], self.random)
             self._try(policy)
@@ -84,15 +80,16 @@ class Local:
         least = self._outcome(policy, cutoff)
         if least < inf:
             self._elite.append((least, -self.passes, policy))
-            self._elite.sort(key=lambda one: one[:2])
+            self._elite.sort(key=lambda entry: entry[:2])
             del self._elite[_ELITE:]
 
     def _outcome(self, policy: Policy, cutoff: float) -> float:
-        """The least time of its list schedules, which are offered; infinite if above the cutoff."""
+        """Offer a policy's list schedules, and return the least of their times; infinite if these
+        are above the cutoff."""
         problem, least = self.problem, inf
         release = [0.0] * problem.devices
         for again in range(1 if problem.flush else _REPEATS):
-            # the first step is like no other: do not give up on it
+            # the first step starts from empty devices: never cut it off
             value, order, done = list_schedule(
                 problem, policy, release, cutoff if problem.flush or again else inf
             )
@@ -107,31 +104,35 @@ class Local:
 
 @dataclass
 class Steady(Local):
-    """The local search for such an order: list schedules of many micro-batches in a row, of which
-    each device repeats the tasks of one batch; and of one batch, each behind the one before."""
+    """The local search where batches mix, for the order that each device repeats.
+
+    It comes from list schedules of one batch, which follow one another, or of many batches in a
+    row, once these are steady: after ``settled`` micro-batches. ``real`` is the problem itself, and
+    ``problem`` has many batches as one.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.real, own = self.problem, self.problem
-        m, trip = own.microbatches, lag(own, 0)
-        pace = max(own.work) / m or 1.0
+        self.real = real = self.problem
+        m, trip = real.microbatches, lag(real, 0)
+        pace = max(real.work) / m or 1.0
         self.settled = ceil(_SETTLES * trip / pace / m) * m
-        # the updates are parts of the last task of each micro-batch
-        extra = [time / m for time in own.update]
-        last = own.backward if own.whole else own.weight
-        last = tuple(time + more for time, more in zip(last, extra, strict=True))
-        own = replace(own, backward=last) if own.whole else replace(own, weight=last)
+        # the updates are spread over the last tasks of the micro-batches
+        last = real.backward if real.whole else real.weight
+        last = tuple(time + update / m for time, update in zip(last, real.update, strict=True))
         self.problem = replace(
-            own,
+            real,
             microbatches=self.settled + 3 * m,
-            update=(0.0,) * own.stages,
+            backward=last if real.whole else real.backward,
+            weight=real.weight if real.whole else last,
+            update=(0.0,) * real.stages,
             flush=True,
             delay=0,
         )
-        self.bound = best_bound(self.real).time
+        self.bound = best_bound(real).time
 
     def offer(self, value: float, order: Order) -> bool:
-        """Take an order, if it is better, and if the schedule is valid with no greater delay."""
+        """Take an order if it is better and its schedule is valid with no greater delay."""
         if value >= self.value:
             return False
         try:
@@ -148,7 +149,7 @@ class Steady(Local):
         least = period_of(self.real, order)
         self.offer(least, order)
         for share in (0.0, self.random.random()):
-            # without a pace, or at one that is too fast, batches come in crowds, and not alike
+            # without a pace, or at too fast a pace, batches crowd, and differ from one another
             pace = (self.bound + share * (self.value - self.bound)) / m
             mixes = m, self.real.delay, pace
             rows = list_schedule(self.problem, policy, release, inf, mixes)[1]
@@ -160,14 +161,14 @@ class Steady(Local):
         return least
 
     def _repeated(self, rows: list[list[int]]) -> Order | None:
-        """What all devices do from some time on, for one batch; None where some do more of one
-        kind of task than of another."""
+        """The order in which all devices do one batch's number of tasks from some time on; None if
+        one of them does more tasks of one kind than of another."""
         problem = self.real
         m = problem.microbatches
         starts = starts_of(problem, rows)
         first = [at for at, code in enumerate(rows[problem.placement[0]]) if code == 0]
         time = starts[problem.placement[0]][first[self.settled + m]]
-        found: list[list[tuple[int, int]]] = []
+        repeated: list[list[tuple[int, int]]] = []
         for row, when in zip(rows, starts, strict=True):
             begin = sum(start < time for start in when)
             done = {code: row[:begin].count(code) for code in set(row)}
@@ -177,20 +178,22 @@ class Steady(Local):
                 done[code] += 1
             if set(Counter(code for code, _ in tasks).values()) != {m} or len(tasks) % m:
                 return None
-            found.append(tasks)
-        return _newest(problem, found)
+            repeated.append(tasks)
+        return _newest(problem, repeated)
 
 
 def _newest(problem: Problem, tasks: list[list[tuple[int, int]]]) -> Order | None:
-    """The order of such tasks, each a kind and a micro-batch. All are of the latest batches that
-    they can be of, so that a device begins each step as late as it can: a task at the begin of a
-    step becomes one at the end of the step before, if what it needs of other devices is no later.
-    None where a forward stays one of an earlier batch, whose step would return its loss too early.
+    """The order of device → (kind of task, micro-batch), with tasks of the latest batches possible.
+
+    A task of an earlier batch at the beginning of a step moves to the end of the step before, as a
+    task of the next batch, if what it needs from other devices is done by then. So each device
+    begins a step as late as it can. None if a forward stays in an earlier batch: its step would
+    return the loss too early.
     """
     m, last = problem.microbatches, problem.stages - 1
-    latest = max(i // m for own in tasks for _, i in own)
-    back = {(code, i % m): latest - i // m for own in tasks for code, i in own}
-    rows = [deque((code, i % m) for code, i in own) for own in tasks]
+    latest = max(i // m for row in tasks for _, i in row)
+    back = {(code, i % m): latest - i // m for row in tasks for code, i in row}
+    rows = [deque((code, i % m) for code, i in row) for row in tasks]
     moved = True
     while moved:
         moved = False
@@ -217,8 +220,8 @@ def search_of(problem: Problem, random: Random) -> Local:
 
 
 def given_policies(problem: Problem) -> Iterator[Policy]:
-    """Fixed habits, the likeliest first; among them those of zero-bubble's heuristic."""
-    single = all(len(own) <= 1 for own in problem.held)
+    """Yield fixed policies, the most promising first, zero-bubble's heuristic among them."""
+    single = all(len(stages) <= 1 for stages in problem.held)
     yield from greedy_policies(problem)
     styles = ("input", "turns", "forward") if single else ("ideal", "deep", "input", "forward")
     others = ((0.0, 0.0), (1.0, 0.0)) if single else ((0.0, 1.0), (0.0, 0.0))
@@ -238,14 +241,13 @@ def given_policies(problem: Problem) -> Iterator[Policy]:
 
 
 def greedy_policies(problem: Problem) -> Iterator[Policy]:
-    """Zero-bubble's heuristic (Qi et al., arXiv 2401.10241), of which the best of eight is taken.
+    """Yield the eight policies of zero-bubble's heuristic (Qi et al., arXiv 2401.10241).
 
-    A device warms up with as many forwards as memory takes; then a forward and an input gradient
-    take turns. A weight gradient comes where nothing else is there for as long as it takes; in
-    half of the runs also for shorter, where this device would idle more than any other; and where a
-    forward waits for memory. In half of the runs a forward that would delay an input gradient
-    waits; in half, a stage goes into its turns with one forward more than the next, and not with
-    all that memory takes.
+    After warm-up, forwards and input gradients take turns. A weight gradient fills any idle time
+    that is long enough, and comes when a forward waits for memory. The eight differ in three
+    choices: whether a weight gradient also fills shorter times on the device that would idle most;
+    whether a forward waits if it would delay an input gradient; and whether a stage warms up with
+    all forwards that fit into its memory, or with one more than the next stage.
     """
     for even in (True, False):
         for hold in (0.0, 1.0):
@@ -254,27 +256,27 @@ def greedy_policies(problem: Problem) -> Iterator[Policy]:
                 for s in range(problem.stages):
                     most = min(problem.microbatches, room(problem, s))
                     limit = most if share else max(1, min(most, problem.stages - s))
-                    own = turns(problem, "turns", s, limit)
-                    habits.append(Habit(limit, *own, 1.0, 0.0, 10**6, hold))
+                    put_off = turns(problem, "turns", s, limit)
+                    habits.append(Habit(limit, *put_off, 1.0, 0.0, 10**6, hold))
                 yield Policy(tuple(habits), even)
 
 
 def limits_of(problem: Problem, share: float) -> list[int]:
-    """Stage → so much of the micro-batches in flight that keep it busy with forwards while one goes
-    to the last stage and back."""
-    found = []
+    """Stage → a limit of micro-batches in flight: this share of as many as keep the stage busy with
+    forwards while one goes to the last stage and back."""
+    limits = []
     for s in range(problem.stages):
         most = room(problem, s)
         if share < inf:
             pace = max(problem.forward[s], 1e-9 * lag(problem, s), 1e-300)
             wanted = share * (lag(problem, s) - problem.backward[s]) / pace
             most = min(most, max(1, ceil(min(wanted, 1e9) - 1e-9)))
-        found.append(most)
-    return found
+        limits.append(most)
+    return limits
 
 
 def turns(problem: Problem, style: str, stage: int, limit: int) -> tuple[float, float]:
-    """By how many micro-batches a stage's forwards and its input gradients are put off."""
+    """By how many micro-batches a style puts off a stage's forwards, and its input gradients."""
     if style == "input":
         return 0.0 if stage == 0 else -float(stage), FIRST
     if style == "forward":
@@ -290,8 +292,8 @@ def turns(problem: Problem, style: str, stage: int, limit: int) -> tuple[float, 
 
 
 def random_policy(problem: Problem, random: Random) -> Policy:
-    """Habits of a random style, the same for all stages or each its own."""
-    single = all(len(own) <= 1 for own in problem.held)
+    """A policy of a random style, with the same gaps for all stages or different ones."""
+    single = all(len(stages) <= 1 for stages in problem.held)
     share = random.choice((*_SHARES, inf))
     if random.random() < 0.4:
         more = random.choice((0, 1, 1, 2))
@@ -324,7 +326,7 @@ def one_habit(random: Random) -> tuple[float, float, int, float]:
 
 
 def changed(problem: Problem, policy: Policy, random: Random) -> Policy:
-    """The same with other habits for one to three stages, or for all up to one, or from one on."""
+    """A policy with one thing changed for one to three stages, for all up to one or from one on."""
     stages = problem.stages
     habits = list(policy.habits)
     at = random.randrange(stages)

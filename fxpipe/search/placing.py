@@ -1,4 +1,4 @@
-"""Searches placements: which device holds which stages."""
+"""The search for a placement: which device holds which stages."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ _PASSES = 24
 
 _ELITE = 4
 _STALE = 500
-"""Changes in a row that lead to nothing new, after which the search ends."""
+"""The search ends after this many changes in a row that lead to no new placement."""
 
 _NODES = 50_000
-"""Ways to put the first stages on devices that ``spread_bound`` looks at, at most."""
+"""The most ways to put the first stages on devices that ``spread_bound`` looks at."""
 
 _DEEP = 100
-"""Stages above which it looks at none."""
+"""With more stages it only takes the mean over the devices."""
 
 
 def best_placements(
     given: Given, random: Random, go_on: Callable[[int], bool], least: float
 ) -> list[Places]:
-    """The best placements that a local search finds, as long as ``go_on(list schedules)``, or until
-    one takes ``least``. From the usual ones on, stages are moved and swapped."""
+    """Search placements, from the usual ones on, by moving and swapping stages; return the best.
+
+    It ends when one takes only ``least``, or when ``go_on(list schedules so far)`` is false.
+    """
     limits = given.limits(given.counts[1])
     alike = len(set(limits)) == 1 and (given.links is None or isinstance(given.links, Link))
     elite: list[tuple[float, Places]] = []
@@ -45,7 +47,7 @@ def best_placements(
         if elite:
             places = random.choice(elite)[1]
         places = waiting.pop(0) if waiting else changed(places, random)
-        if alike:  # devices in the order in which they come
+        if alike:  # number the devices in the order of their first stages
             places = tuple(map(list(dict.fromkeys(places)).index, places))
         stale += 1
         if places in seen:
@@ -60,8 +62,10 @@ def best_placements(
 
 
 def judged(given: Given, best: float) -> tuple[float, int]:
-    """The time of some list schedules of a placement, and how many they were; infinite where it has
-    no room, or a bound tells that it is not below the best."""
+    """Try list schedules of a placement; return the least time, and how many they were.
+
+    The time is infinite if a micro-batch does not fit, or if a bound is not below ``best``.
+    """
     value, passes = inf, 0
     try:
         problems = problems_of(given)
@@ -82,7 +86,7 @@ def _tried(problem: Problem, enough: float) -> Local:
 
 
 def changed(places: Places, random: Random) -> Places:
-    """The same with a stage elsewhere, or with two stages or two devices swapped."""
+    """The placement with a random stage moved, or with two stages or two devices swapped."""
     one, other = random.randrange(len(places)), random.randrange(len(places))
     home, there = places[one], places[other]
     kind = random.randrange(3)
@@ -95,9 +99,9 @@ def changed(places: Places, random: Random) -> Places:
 
 
 def spread_bound(wide: Problem, devices: int) -> Bound:
-    """Some device waits for its first micro-batch, and then works for all of its stages, for so
-    long, however the stages are put on the devices: the least, over all ways to put them, of the
-    longest of a device. Where there are too many ways, the mean over the devices."""
+    """A bound for all placements, from how long the devices wait for their first micro-batch and
+    then work: the longest time of a device, in the placement where that is least. If there are too
+    many placements, the mean over the devices."""
     heads = [way_down(wide, 0, s) if wide.flush else 0.0 for s in range(wide.stages)]
     work = list(wide.work)
     update = 0.0
@@ -111,7 +115,7 @@ def spread_bound(wide: Problem, devices: int) -> Bound:
 
 
 def _least_of_all(heads: Sequence[float], work: Sequence[float], devices: int) -> float:
-    """The least that the longest device can take; 0 where there are too many ways."""
+    """The longest time of a device where that is least; 0 if there are too many placements."""
     best = inf
     seen: set[tuple[int, tuple[float, ...]]] = set()
 

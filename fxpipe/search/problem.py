@@ -1,4 +1,4 @@
-"""The problem that a search solves: times, placement, memory, and what is to be least."""
+"""The problem that a search solves: times, placement, memory, and which time to minimize."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 
 Order = tuple[tuple[int, ...], ...]
-"""Device → its tasks, each as 3 × stage + 0 for a forward, 1 for an input gradient, 2 for a weight
-gradient. The micro-batches of each stage and kind come in order, so their numbers are left out.
-Where batches mix, a task of k batches before has 3 × k × stages added."""
+"""Device → its tasks in order, each as 3 × stage + kind: 0 for a forward, 1 for an input gradient,
+2 for a weight gradient. The micro-batches of each stage and kind come in order, so their numbers
+are left out. Where batches mix, a task of the k-th batch before has 3 × k × stages added."""
 
 LETTERS = "FIW"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a schedule is searched for: a chain of stages, and one step of it.
+    """A chain of stages, and what a schedule for one step of it must keep to.
 
-    A device may hold several stages. A forward on a stage begins when the same micro-batch has come
-    from the stage before, an input gradient when it has come from the stage behind, and a weight
-    gradient after its input gradient. A whole backward counts as an input gradient, with nothing
-    left for a weight gradient. A device's updates come last; with a flush, all devices wait for
-    one another before them. Transfers do not wait for one another.
+    A device may hold several stages. A forward starts when the micro-batch has arrived from the
+    stage before, an input gradient when it has arrived from the stage after, and a weight gradient
+    after its input gradient. A whole backward counts as an input gradient without a weight
+    gradient. A device's updates come last; with a flush, all devices wait for one another before
+    them. Transfers do not wait for one another.
 
-    A forward holds its stage's ``saved`` from its start; at the end of the input gradient
-    ``deferred`` is left of it, and nothing at the end of the weight gradient.
+    A forward takes ``saved`` of memory at its start; ``deferred`` is left at the end of the input
+    gradient, and nothing at the end of the weight gradient.
 
     Attributes:
-        microbatches: of the step.
+        microbatches: how many a step has.
         placement: stage → device.
         forward: stage → time of a micro-batch's forward.
         backward: stage → time of its input gradient, or, where ``whole``, of its backward.
         weight: stage → time of its weight gradient; 0 where ``whole``.
         update: stage → time of its update.
-        down: stage → time until what its forward makes is at the stage behind it.
-        up: stage → time until what the stage behind it hands back is there.
-        saved: stage → memory that a forward keeps.
+        down: stage → time of the transfer of a forward's output to the next stage.
+        up: stage → time of the transfer of a gradient from the next stage to this one.
+        saved: stage → memory that a forward keeps for a micro-batch.
         deferred: stage → memory that is left for the weight gradient; 0 where ``whole``.
         memory: device → the most that it may keep for its micro-batches.
         whole: whether backwards are in one piece.
-        flush: whether the time of one step is to be least, from its first task to its last. Else
+        flush: whether to minimize the time of one step, from its first task to its last. Otherwise
             batches overlap, with weights that are one version old, and the time of each of many
-            steps is to be least: the longest that a device takes from its first task to its last.
-        delay: where batches may also mix on a device, by how many versions the weights that they
-            read may be behind at most; else 0. A stage then updates right after the last weight
-            gradient of a batch.
+            steps is minimized: the longest that a device takes from its first task to its last.
+        delay: 0, or, if batches may also mix on a device, how many versions old the weights that
+            they read may be at most. A stage then updates right after the last weight gradient of
+            a batch.
     """
 
     microbatches: int
@@ -93,18 +93,18 @@ class Problem:
 
     @cached_property
     def took(self) -> tuple[float, ...]:
-        """Kind of task, as in an ``Order`` → its time."""
-        each = zip(self.forward, self.backward, self.weight, strict=True)
-        return tuple(time for times in each for time in times)
+        """Kind of task, numbered as in an ``Order`` → its time."""
+        times = zip(self.forward, self.backward, self.weight, strict=True)
+        return tuple(time for stage in times for time in stage)
 
     @cached_property
     def keeps(self) -> tuple[float, ...]:
-        """Stage → the most that a micro-batch takes between its forward and its last task."""
+        """Stage → the most memory that a micro-batch takes there at any time."""
         return tuple(map(max, self.saved, self.deferred))
 
     @cached_property
     def least_memory(self) -> tuple[float, ...]:
-        """Device → what one micro-batch takes that is on all of its stages."""
+        """Device → the memory that one micro-batch takes on all of its stages together."""
         least = [0.0] * len(self.memory)
         for keep, home in zip(self.keeps, self.placement, strict=True):
             least[home] += keep
@@ -112,24 +112,23 @@ class Problem:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Device → the time that it computes in a step, updates left out."""
+        """Device → the time that it computes in a step, without updates."""
         times = [self.microbatches * sum(self.took[3 * s : 3 * s + 3]) for s in range(self.stages)]
-        return tuple(sum(times[s] for s in own) for own in self.held)
+        return tuple(sum(times[s] for s in stages) for stages in self.held)
 
     @cached_property
     def last(self) -> tuple[float, ...]:
-        """Device → the time from its last weight gradient until updates are done: of all devices
-        with a flush, else of its own."""
-        own = tuple(sum(self.update[s] for s in stages) for stages in self.held)
-        return (max(own),) * len(own) if self.flush else own
+        """Device → the time of its updates; with a flush, the longest of all devices."""
+        times = tuple(sum(self.update[s] for s in stages) for stages in self.held)
+        return (max(times),) * len(times) if self.flush else times
 
     def schedule_of(self, order: Order) -> Schedule:
         """The Schedule that computes in this order."""
         rows = []
-        for own, stages in zip(order, self.held, strict=True):
+        for codes, stages in zip(order, self.held, strict=True):
             row: list[Task] = []
-            begun = self.begun(own)
-            for entry in own:
+            begun = self.begun(codes)
+            for entry in codes:
                 back, code = divmod(entry, 3 * self.stages)
                 stage, kind = divmod(code, 3)
                 letter = "B" if self.whole and kind == 1 else LETTERS[kind]
@@ -141,36 +140,39 @@ class Problem:
                 row += [Task("U", None, stage) for stage in stages]
             rows.append(tuple(row))
         delay = 0 if self.flush else 1
-        made = Schedule("search", self.microbatches, self.placement, tuple(rows), delay)
-        return replace(made, delay=max(1, made.versions().delay)) if self.delay else made
+        schedule = Schedule("search", self.microbatches, self.placement, tuple(rows), delay)
+        return (
+            replace(schedule, delay=max(1, schedule.versions().delay)) if self.delay else schedule
+        )
 
-    def begun(self, own: Sequence[int]) -> dict[int, int]:
-        """Kind of task → the first micro-batch in a device's tasks, counted from this batch on: if
-        it is of an earlier one, below 0."""
+    def begun(self, codes: Sequence[int]) -> dict[int, int]:
+        """Kind of task → the number of its first micro-batch in a device's tasks. Those of this
+        batch count from 0, those of earlier batches are negative."""
         begun: dict[int, int] = {}
-        for entry in own:
+        for entry in codes:
             back, code = divmod(entry, 3 * self.stages)
             begun[code] = begun.get(code, 0) - back
         return begun
 
     def order_of(self, schedule: Schedule) -> Order | None:
-        """The order in which a schedule's forwards and backwards come, if it is of this problem.
+        """The order of a schedule's forwards and backwards, or None if it has others than this
+        problem.
 
-        A backward stands for its two halves, or the first half for a backward.
+        Backwards are split into halves, or halves put together, as the problem asks.
         """
         order = []
-        for row, own in zip(schedule.rows, self.held, strict=True):
+        for row, stages in zip(schedule.rows, self.held, strict=True):
             kinds = (0, 1) if self.whole else (0, 1, 2)
-            found: dict[int, list[int]] = {3 * s + kind: [] for s in own for kind in kinds}
+            numbers_of: dict[int, list[int]] = {3 * s + kind: [] for s in stages for kind in kinds}
             entries = []
             for task in row:
                 for kind in self._kinds(task.kind):
                     code = 3 * (task.stage or 0) + kind
                     number = self.microbatches * task.batch + (task.microbatch or 0)
-                    found.setdefault(code, []).append(number)
+                    numbers_of.setdefault(code, []).append(number)
                     entries.append(code - 3 * self.stages * task.batch)
             begun = self.begun(entries)
-            for code, numbers in found.items():
+            for code, numbers in numbers_of.items():
                 first = begun.get(code, 0)
                 if numbers != list(range(first, first + self.microbatches)):
                     return None

@@ -1,4 +1,4 @@
-"""Reads what a search is given: times, links, bytes and placements, as problems to solve."""
+"""Make problems from the arguments of a search: times, links, bytes and placements."""
 
 from __future__ import annotations
 
@@ -11,11 +11,20 @@ from operator import index
 from fxpipe.errors import InputError
 from fxpipe.ir.recipe import Placement, Recipe, one_each, vee
 from fxpipe.search.problem import Problem
-from fxpipe.simulator.costs import Costs, Link, Links, check_keys, times_of
+from fxpipe.simulator.costs import (
+    Costs,
+    Link,
+    Links,
+    check_keys,
+    check_links,
+    link_between,
+    times_of,
+)
 from fxpipe.simulator.sizes import Sizes
 
 _LETTERS = "FBIWU"
 MOST = 50_000
+"""The most forwards, of all stages and micro-batches, that are searched."""
 
 Places = tuple[int, ...]
 """Stage → its device."""
@@ -40,20 +49,12 @@ class Given:
         if self.costs is None:
             raise InputError("costs is None; map letters of tasks to times, such as {'F': 1.0}")
         check_keys(self.costs)
-        links, sizes = self.links, self.sizes
-        if links is not None and not isinstance(links, Link):
-            if not isinstance(links, Mapping):
-                raise InputError(
-                    f"links is {links!r}; give Link(latency, bandwidth), or one a pair"
-                )
-            for pair, link in links.items():
-                if not isinstance(link, Link):
-                    raise InputError(f"links[{pair!r}] is {link!r}; give Link(latency, bandwidth)")
-        if sizes is not None and not isinstance(sizes, Sizes):
-            raise InputError(f"sizes is {sizes!r}; give Sizes(...)")
+        check_links(self.links)
+        if self.sizes is not None and not isinstance(self.sizes, Sizes):
+            raise InputError(f"sizes is {self.sizes!r}; give Sizes(...)")
         memory = self.memory
         limits = memory if isinstance(memory, Sequence) else () if memory is None else (memory,)
-        if isinstance(memory, str) or not all(isinstance(each, Real) for each in limits):
+        if isinstance(memory, str) or not all(isinstance(limit, Real) for limit in limits):
             raise InputError(f"memory is {memory!r}; give a number, or one for each device")
         for word, least in (("microbatches", 1), ("devices", 1), ("delay", 0)):
             count = getattr(self, word)
@@ -64,7 +65,7 @@ class Given:
             object.__setattr__(self, word, int(count))
 
     def limits(self, devices: int) -> tuple[float, ...]:
-        """Device → the most that it may hold."""
+        """Device → the memory that it may use."""
         memory = inf if self.memory is None else self.memory
         if not isinstance(memory, Sequence):
             return (memory,) * devices
@@ -76,12 +77,12 @@ class Given:
         return tuple(memory)
 
     def on(self, places: Places) -> Given:
-        """The same with this placement."""
+        """The same arguments with this placement."""
         return replace(self, placement=places)
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many stages and devices there are, where no placement is given."""
+        """How many stages and devices there are if no placement is given."""
         named = [key[1] for key in self.costs if not isinstance(key, str)]
         if self.devices is None and not named:
             raise InputError("nothing tells how many stages there are; give devices=, such as 4")
@@ -92,7 +93,7 @@ class Given:
         return stages, devices
 
     def check_size(self, stages: int) -> None:
-        """Raises InputError where not even list schedules would be made in time."""
+        """Check that list schedules can be made in reasonable time; raises InputError."""
         if stages * self.microbatches > MOST:
             raise InputError(
                 f"there are {stages} stages and microbatches is {self.microbatches}; at most "
@@ -102,10 +103,10 @@ class Given:
 
 
 def problems_of(given: Given) -> list[Problem]:
-    """A problem for each placement and kind of backward that is to be searched.
+    """Return a problem for each placement to search, with whole backwards, halves, or each of both.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is not valid.
     """
     letters = {key if isinstance(key, str) else key[0] for key in given.costs}
     whole = given.whole
@@ -124,8 +125,8 @@ def problems_of(given: Given) -> list[Problem]:
 
 
 def apart(given: Given) -> list[Problem]:
-    """Each stage on a device of its own, with the most memory of all devices and the shortest ways:
-    where no placement can be faster than the best schedule."""
+    """Problems with each stage on a device of its own, the most memory of all devices and the
+    fastest links: their bounds hold for every placement."""
     stages, devices = given.counts
     links = given.links
     if stages > devices:
@@ -140,7 +141,7 @@ def apart(given: Given) -> list[Problem]:
 
 
 def placements_of(given: Given) -> list[Places]:
-    """The placements to search; without any, each usual way to put the stages on the devices."""
+    """The placements to search: the given one, or else the usual ones."""
     placement = given.placement
     if isinstance(placement, str):
         if placement != "search":
@@ -150,28 +151,27 @@ def placements_of(given: Given) -> list[Places]:
             )
         placement = None
     if placement is not None:
-        held = _placed(placement, given)
-        if not held or set(held) != set(range(max(held) + 1)):
-            raise InputError(f"placement is {held}; give each stage a device, from 0 on")
-        if given.devices not in (None, max(held) + 1):
+        places = _placed(placement, given)
+        if not places or set(places) != set(range(max(places) + 1)):
+            raise InputError(f"placement is {places}; give each stage a device, from 0 on")
+        if given.devices not in (None, max(places) + 1):
             raise InputError(
-                f"placement has {max(held) + 1} devices and devices is {given.devices}; leave "
+                f"placement has {max(places) + 1} devices and devices is {given.devices}; leave "
                 "devices out"
             )
-        return [held]
+        return [places]
     stages, devices = given.counts
     if stages <= devices:
         return [one_each(devices)]
-    found = [tuple(s * devices // stages for s in range(stages))]
+    usual = [tuple(s * devices // stages for s in range(stages))]
     if not stages % devices:
-        found.append(one_each(devices) * (stages // devices))
+        usual.append(one_each(devices) * (stages // devices))
     if stages == 2 * devices:
-        found.append(vee(devices))
-    return list(dict.fromkeys(found))
+        usual.append(vee(devices))
+    return list(dict.fromkeys(usual))
 
 
 def _placed(placement: Sequence[int] | Placement, given: Given) -> Places:
-    """The device of each stage."""
     if not callable(placement):
         try:
             return tuple(map(index, placement))
@@ -230,20 +230,13 @@ def _problem(
 
 
 def _ways(given: Given, pairs: list[tuple[int, int, int]]) -> Iterator[float]:
-    """How long the value that a stage makes is on its way from one device to another."""
+    """Yield, for each (source device, target device, stage), how long the transfer of the value
+    that the stage makes takes."""
     for source, target, stage in pairs:
         if given.links is None or source == target:
             yield 0.0
             continue
-        if isinstance(given.links, Link):
-            link = given.links
-        elif (source, target) in given.links:
-            link = given.links[source, target]
-        else:
-            raise InputError(
-                f"device {source} sends to device {target} and links has no such pair; add "
-                f"links[{source}, {target}] = Link(latency, bandwidth)"
-            )
+        link = link_between(given.links, source, target)
         size = 0.0
         if link.bandwidth < inf:
             known = given.sizes.values if given.sizes is not None else {}

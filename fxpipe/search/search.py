@@ -1,4 +1,4 @@
-"""``search_schedule``: the best schedule for given times, in given memory, and how good it is."""
+"""``search_schedule``: find a fast schedule for given times and memory, and bound its time."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ from fxpipe.simulator.costs import Costs, Links, measured_costs
 from fxpipe.simulator.sizes import Sizes
 
 _FIRST = 0.2, 0.1
-"""Of the time, for list schedules, where swaps follow, and where the solver does, too."""
+"""Share of the time for list schedules, if only swaps follow, and if the solver does, too."""
 
 _SWAPPED = 1_000_000
-"""Pairs of tasks to order above which none follow: there are too few in the time."""
+"""No swaps follow with more pairs of tasks to order: there is no time for enough of them."""
 
 _THEN = 0.3, 0.7
-"""Of the time, until when tasks are swapped where the solver follows, and until when windows are
-done anew, for more pairs of tasks than ``_QUICK``, where the solver needs long."""
+"""If the solver follows: the share of the time after which swaps end, and after which windows
+end."""
 
 _QUICK = 10_000
+"""Windows are used only with more pairs of tasks to order, which take the solver long."""
 
 _WORTH = 100
-"""List schedules that count as much as a second of the solver's own measure."""
+"""List schedules that count as much as a second of the solver's deterministic time."""
 
 _FINALISTS = 2
-"""Placements whose schedules are searched, where the placement is, too."""
+"""If the placement is searched: placements whose schedules are searched in the end."""
 
 _TIGHTENED = 6
-"""How often memory is held back, at most, until a simulation fits."""
+"""How often the memory is reduced, at most, until a simulation fits."""
 
 
 Library = dict[str, tuple[float, Order] | str]
-"""Name → its time and its order, or why it has none."""
+"""Name of a library schedule → its time and order, or why it has none."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,12 @@ class Found:
 
     Attributes:
         schedule: the best schedule.
-        certificate: what it takes, and what no schedule of its placement can be below.
-        others: the certificates of the other placements, and of whole backwards beside halves,
-            where these were searched, too. With ``placement="search"`` that of the schedule with
-            the bound for its own placement, while ``certificate`` has the one for all of them.
-        library: name of each library schedule → its time under the same costs, or why it is none to
-            compare with.
+        certificate: its time, and a bound for its placement.
+        others: the certificates of the other placements, and of whole backwards beside halves, if
+            these were searched, too. With ``placement="search"``, ``certificate`` has a bound for
+            all placements, and the one for the schedule's own placement is here.
+        library: name of each library schedule → its time under the same costs, or why it cannot be
+            compared.
     """
 
     schedule: Schedule
@@ -73,19 +74,19 @@ class Found:
 
     @property
     def value(self) -> float:
-        """The time that the schedule takes: of one step, or of each where many follow."""
+        """The time of one step or, without flush, of each of many steps."""
         return self.certificate.value
 
     @property
     def bound(self) -> float:
-        """The time that no schedule of all that were searched can be below."""
+        """The time below which no schedule of any searched problem can be."""
         every = (self.certificate, *self.others)
-        wide = [each for each in every if each.wide is not None]
-        return min(each.bound.time for each in wide or every)
+        wide = [certificate for certificate in every if certificate.wide is not None]
+        return min(certificate.bound.time for certificate in wide or every)
 
     @property
     def gap(self) -> float:
-        """By which share of the bound the schedule is above it at most."""
+        """How far the schedule is above the bound, as a share of the bound."""
         return gap_of(self.value, self.bound)
 
     def __str__(self) -> str:
@@ -109,46 +110,45 @@ def search_schedule(
     seed: int = 0,
     exact: bool | None = None,
 ) -> Found:
-    """Search for the schedule that takes the least time, and a bound that tells how good it is.
+    """Search for the schedule that takes the least time, and for a bound that tells how good it is.
 
-    Library schedules that fit are among the candidates, so that none of them is faster.
+    Library schedules that fit are among the candidates, so none of them is faster than the result.
 
     Args:
-        costs: letter of a kind of task, or (letter, stage) → time, as for ``simulate``. A "B" that
-            is left out takes as long as its halves. Or the plan of a pipe, whose stages were
+        costs: letter of a kind of task, or (letter, stage) → time, as for ``simulate``. If there is
+            no "B", it takes as long as its halves. Or the plan of a pipe whose stages were
             measured.
-        microbatches: of a step.
-        devices: how many; by default one for each stage that ``costs`` names.
-        placement: the device of each stage, or a function such as ``fxpipe.vee``. By default one
-            stage a device; where there are more stages than devices, round robin, the V and
-            neighbours together are searched. "search" for all ways to put the stages on the
-            devices that leave none empty, and a bound that holds for all of them.
+        microbatches: how many a step has.
+        devices: how many there are; by default one for each stage that ``costs`` names.
+        placement: the device of each stage, or a function such as ``fxpipe.vee``. By default each
+            device has one stage; if there are more stages than devices, round robin, the V and
+            neighbours together are tried. "search" tries all ways to put the stages on the devices
+            that leave none empty, and gives a bound that holds for all of them.
         whole: True for backwards in one piece, False for their halves, None for whichever of the
             two ``costs`` names, or for both.
-        memory: the most that each device may hold, one number or one for each device: in bytes of
-            ``sizes``, or, without ``sizes``, in micro-batches from their forward to their last
-            task, as ``Schedule.stash`` counts.
+        memory: the most that each device may hold, one number or one for each device: in bytes if
+            there are ``sizes``, otherwise in micro-batches from their forward to their last task,
+            as ``Schedule.stash`` counts.
         sizes: bytes of what devices hold. The schedule keeps to the limits in a simulation with
-            these sizes; the bound counts what forwards and input gradients leave behind.
-        links: the latency and bandwidth of the ways between devices, as for ``simulate``. Transfers
-            do not wait for one another.
-        flush: whether one step is to take the least time, from its first task to its last. If not,
-            batches overlap: each of many steps is to take the least time, a device begins the next
-            as soon as it is done with one, and reads weights that are one version old (delay 1).
-            Schedules that mix batches on a device, such as 2bw, are not among those: see ``delay``.
-        delay: at least 1 for schedules without flush whose batches may mix on a device: by how many
-            versions the weights that a batch reads may be behind at most. Each batch is then to
-            take the least time, once many have run. The schedule has the smallest delay that it
-            can do with.
-        seconds: how long it may take. It ends earlier where the schedule is proven optimal.
+            these sizes; the bound counts only what forwards and input gradients leave behind.
+        links: the latency and bandwidth of the links between devices, as for ``simulate``.
+            Transfers do not wait for one another.
+        flush: whether to minimize the time of one step, from its first task to its last. If False,
+            batches overlap, and the time of each of many steps is minimized: a device begins the
+            next step as soon as it is done with one, and reads weights that are one version old
+            (delay 1). Batches do not mix on a device, as they do in 2bw: see ``delay``.
+        delay: at least 1 for schedules without flush whose batches may mix on a device: how many
+            versions old the weights that a batch reads may be at most. The time of a batch, once
+            many have run, is minimized. The schedule has the smallest delay that it needs.
+        seconds: the time limit. The search ends earlier if the schedule is proven optimal.
         work: instead of ``seconds``, how many list schedules to try (and swaps and the solver's
             effort in proportion), so that the result is the same on every machine.
         seed: of the random choices.
         exact: whether to use CP-SAT, which ``pip install fxpipe[search]`` installs; by default
-            where it is installed.
+            it is used if it is installed.
 
     Raises:
-        InputError: an argument makes no sense, or a micro-batch does not fit into the memory.
+        InputError: an argument is not valid, or a micro-batch does not fit into the memory.
     """
     for word, flag in (("flush", flush), ("whole", whole or False), ("exact", exact or False)):
         if not isinstance(flag, bool):
@@ -169,20 +169,20 @@ def search_schedule(
     )
     budget = _Budget(seconds, work, seed, solver.available() if exact is None else exact)
     if isinstance(placement, str) and placement == "search":
-        found = _search_placements(given, budget)
+        results = _search_placements(given, budget)
     else:
         problems = problems_of(given)
         share = replace(budget, seconds=seconds / len(problems))
-        found = [_search(problem, given, share) for problem in problems]
-    best, library = min(found, key=lambda one: one[0].value)
-    times = {name: each if isinstance(each, str) else each[0] for name, each in library.items()}
-    others = tuple(one for one, _ in found if one is not best)
+        results = [_search(problem, given, share) for problem in problems]
+    best, library = min(results, key=lambda result: result[0].value)
+    times = {name: entry if isinstance(entry, str) else entry[0] for name, entry in library.items()}
+    others = tuple(certificate for certificate, _ in results if certificate is not best)
     return Found(best.schedule, best, others, times)
 
 
 @dataclass(frozen=True)
 class _Budget:
-    """What a search may take: seconds, or list schedules."""
+    """The limits of a search: seconds, or list schedules."""
 
     seconds: float
     work: int | None
@@ -191,12 +191,12 @@ class _Budget:
 
 
 def _search_placements(given: Given, budget: _Budget) -> list[tuple[Certificate, Library]]:
-    """Placements in half of the time, and in the rest the schedules of the best ones."""
+    """Search placements for half of the time, and schedules for the best ones in the rest."""
     started, (_, devices) = perf_counter(), given.counts
     bounds = {}
     for wide in apart(given):
-        each = best_bound(wide), spread_bound(wide, devices)
-        bounds[wide] = max(each, key=lambda bound: bound.time)
+        pair = best_bound(wide), spread_bound(wide, devices)
+        bounds[wide] = max(pair, key=lambda bound: bound.time)
 
     def go_on(passes: int) -> bool:
         if budget.work is not None:
@@ -205,78 +205,78 @@ def _search_placements(given: Given, budget: _Budget) -> list[tuple[Certificate,
 
     least = min(bound.time for bound in bounds.values()) * (1 + 1e-12)
     places = best_placements(given, Random(budget.seed), go_on, least)
-    problems = [p for each in places[:_FINALISTS] for p in problems_of(given.on(each))]
-    problems = problems or problems_of(given)  # which says what does not fit
+    problems = [p for placement in places[:_FINALISTS] for p in problems_of(given.on(placement))]
+    problems = problems or problems_of(given)  # raises an error that says what does not fit
     left = max(0.1, budget.seconds - (perf_counter() - started))
     share = replace(budget, seconds=left / len(problems))
     if budget.work is not None:
         share = replace(share, work=max(1, budget.work // 2 // len(problems)))
-    found, refused = [], []
+    results, refused = [], []
     for problem in problems:
         try:
-            found.append(_search(problem, given, share))
+            results.append(_search(problem, given, share))
         except InputError as error:  # it needs more memory in a simulation
             refused.append(error)
-    if not found:
+    if not results:
         raise refused[0]
     for wide, bound in bounds.items():
-        own = [one for one in found if one[0].problem.whole == wide.whole]
-        if own:
-            best, library = min(own, key=lambda one: one[0].value)
-            found.insert(0, (replace(best, bound=bound, wide=wide), library))
-    return found
+        alike = [result for result in results if result[0].problem.whole == wide.whole]
+        if alike:
+            best, library = min(alike, key=lambda result: result[0].value)
+            results.insert(0, (replace(best, bound=bound, wide=wide), library))
+    return results
 
 
 def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificate, Library]:
-    """The best of one problem, with memory that is held back until a simulation fits."""
+    """Search one problem, with less and less memory until the schedule fits in a simulation."""
     started, bound = perf_counter(), best_bound(problem)
     sizes = given.sizes if given.memory is not None else None
     limits = given.limits(problem.devices)
 
     def exceeds(schedule: Schedule) -> list[float]:
-        """Device → by how much a simulation is above what it may hold."""
+        """Device → by how many bytes it is above its limit in a simulation."""
         if sizes is None:
             return [0.0]
         steps = 1 if problem.flush else None
         ran = schedule.simulate(given.costs, links=given.links, sizes=sizes, steps=steps)
-        return [max(0.0, has.peak - most) for has, most in zip(ran.memory, limits, strict=True)]
+        return [max(0.0, held.peak - most) for held, most in zip(ran.memory, limits, strict=True)]
 
-    library, orders, known = library_orders(problem), [], []
-    for name, each in library.items():
-        if isinstance(each, str):
+    library, orders, fitting = library_orders(problem), [], []
+    for name, entry in library.items():
+        if isinstance(entry, str):
             continue
-        orders.append(each)
-        certificate = Certificate(problem, problem.schedule_of(each[1]), each[0], bound)
+        orders.append(entry)
+        certificate = Certificate(problem, problem.schedule_of(entry[1]), entry[0], bound)
         if any(exceeds(certificate.schedule)):
             library[name] = "keeps more than fits"
         else:
-            known.append(certificate)
+            fitting.append(certificate)
     left = budget.seconds - (perf_counter() - started)
     budget = replace(budget, seconds=max(0.1, left))
     tight = problem
     rounds = 1 if sizes is None else _TIGHTENED
-    for others in range(rounds - 1, -1, -1):
-        # half of what is left, as the first round mostly fits
-        part = 2 ** min(rounds - others, rounds - 1)
+    for left_rounds in range(rounds - 1, -1, -1):
+        # half of the time that is left, as the first schedule mostly fits
+        part = 2 ** min(rounds - left_rounds, rounds - 1)
         share = replace(budget, seconds=budget.seconds / part)
-        own = bound if tight is problem else best_bound(tight)
-        certificate = _solve(tight, own, share, orders)
+        tight_bound = bound if tight is problem else best_bound(tight)
+        certificate = _solve(tight, tight_bound, share, orders)
         over = exceeds(certificate.schedule)
         if not any(over):
             if tight is not problem:
                 certificate = replace(certificate, problem=problem, bound=bound)
-            return min((certificate, *known), key=lambda one: one.value), library
+            return min((certificate, *fitting), key=lambda c: c.value), library
         order = problem.order_of(certificate.schedule)
         assert order is not None
         kept = zip(tight.memory, peaks(problem, order), over, tight.least_memory, strict=True)
         memory = tuple(
             max(least, min(most, peak - more)) if more else most for most, peak, more, least in kept
         )
-        if not others or memory == tight.memory:
+        if not left_rounds or memory == tight.memory:
             break
         tight = replace(tight, memory=memory)
-    if known:
-        return min(known, key=lambda one: one.value), library
+    if fitting:
+        return min(fitting, key=lambda c: c.value), library
     device = max(range(problem.devices), key=over.__getitem__)
     raise InputError(
         f"device {device} holds {over[device]:g} bytes more than it may with every schedule that "
@@ -287,13 +287,13 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificat
 def _solve(
     problem: Problem, bound: Bound, budget: _Budget, known: Sequence[tuple[float, Order]]
 ) -> Certificate:
-    """List schedules, then swaps, and then, where the solver is there and all is small, windows and
-    it; some orders with their times are known."""
+    """Search with list schedules, then with swaps, and then, if the problem is small and CP-SAT is
+    allowed, with windows and a model of all tasks. ``known`` are times and orders to start from."""
     started = perf_counter()
     local = search_of(problem, Random(budget.seed))
-    for value, own in known:
-        if fits(problem, own):
-            local.offer(value, own)
+    for value, candidate in known:
+        if fits(problem, candidate):
+            local.offer(value, candidate)
     pairs = solver.literals(problem)
     swapped = not problem.delay and pairs <= _SWAPPED
     small = budget.exact and not problem.delay and pairs <= solver.LITERALS
@@ -328,23 +328,23 @@ def _solve(
 
 
 def library_orders(problem: Problem) -> Library:
-    """Name → its time, as the problem counts it, and its order; or why it has none here.
+    """Name of a library schedule → its time in this problem and its order, or why it has none.
 
-    Backwards are taken apart, or put together, as the problem asks.
+    Backwards are split into halves, or halves put together, as the problem asks.
     """
     recipes: list[Recipe] = [getattr(fxpipe.schedules, name) for name in fxpipe.schedules.__all__]
-    found: Library = {}
-    for name, recipe in sorted({each.name: each for each in recipes}.items()):
+    library: Library = {}
+    for name, recipe in sorted({recipe.name: recipe for recipe in recipes}.items()):
         order = _order(problem, recipe)
         if isinstance(order, str):
-            found[name] = order
+            library[name] = order
         elif not fits(problem, order):
-            found[name] = "keeps more than fits"
+            library[name] = "keeps more than fits"
         elif (value := value_of(problem, order)) < inf:
-            found[name] = value, order
+            library[name] = value, order
         else:
-            found[name] = "gets stuck"
-    return found
+            library[name] = "gets stuck"
+    return library
 
 
 def _order(problem: Problem, recipe: Recipe) -> Order | str:

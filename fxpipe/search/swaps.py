@@ -1,4 +1,4 @@
-"""Swaps: a tabu search in which neighbours in a device's order change places."""
+"""Swaps: a tabu search that swaps neighbours in a device's order."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from random import Random
 
 from fxpipe.search.local import Local
 from fxpipe.search.problem import Order
-from fxpipe.search.timing import Timeline, value_of
+from fxpipe.search.timing import Timeline, changes_of, value_of
 
 _SWAPS = 5
 """Swaps that count as much as a list schedule."""
 
 _TABU = 10, 30
-"""For how many swaps two tasks are not swapped back, at least and at most."""
+"""For at least and at most how many further swaps two tasks are not swapped back."""
 
 
 class Rows:
-    """The tasks of a timeline, numbered; when each ends, and how long it takes from its start to
-    the end of all. Behind them come the begin or end of each device, and one more that stands for
-    none.
+    """The tasks of a timeline as numbers, with the end of each and the time from its start to the
+    end of all tasks. The next numbers are one for each device, which stands for both its begin and
+    its end, and ``none``, for no task.
 
-    Swapping the first two tasks of a block, the tasks of a longest way that follow one another on a
-    device, or its last two, is all that can shorten that way (Nowicki and Smutnicki 1996). Where
-    these may not be swapped, because their order is given, the next two are.
+    A block is a run of tasks on a longest path that follow one another on one device. Only swapping
+    the first two or the last two tasks of a block can shorten that path (Nowicki and Smutnicki
+    1996). If these must stay in their order, the next two are swapped.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -44,12 +44,8 @@ class Rows:
                 self.needs[task], self.wait[task] = other, way = number[need[0]], need[1]
                 if node[0] % 3 < 2:  # a weight gradient is on its device anyway
                     self.feeds[other], self.pause[other] = task, way
-        sizes = [
-            each
-            for saved, deferred in zip(problem.saved, problem.deferred, strict=True)
-            for each in (saved, deferred - saved, -deferred)
-        ]
-        self.size = [sizes[code] for code in self.codes]
+        changes = changes_of(problem)
+        self.size = [changes[code] for code in self.codes]
         self.level = [0.0] * (none + 1)
         self.before, self.behind = [none] * (none + 1), [none] * (none + 1)
         for end, row in zip(ends, timeline.rows, strict=True):
@@ -61,13 +57,14 @@ class Rows:
         lasts = [timeline.after(d, len(row)) for d, row in enumerate(timeline.rows)]
         self.left = [0.0] * count + lasts + [-inf]
         self.sorted = list(range(count))
-        """Each task behind what it waits for."""
+        """The tasks, each after what it waits for."""
         self.places = list(range(count))
         self._time(0, count)
 
     @property
     def value(self) -> float:
-        return max(self._through(end) for end in range(self.count, self.none))
+        ends = range(self.count, self.none)
+        return max(self.end[self.before[end]] + self.left[end] for end in ends)
 
     def order(self) -> Order:
         rows = []
@@ -80,7 +77,7 @@ class Rows:
         return tuple(rows)
 
     def moves(self, random: Random) -> Iterator[tuple[int, int]]:
-        """Neighbours of a longest way, drawn, that may be swapped."""
+        """Yield the neighbours on a random longest path that may be swapped."""
         way = self._way(random)
         for block, tasks in enumerate(way):
             pairs = [pair for pair in pairwise(tasks) if self._free(*pair)]
@@ -90,7 +87,7 @@ class Rows:
                 yield pairs[-1]
 
     def estimate(self, one: int, other: int) -> float:
-        """The longest way through two neighbours if they were swapped."""
+        """The longest path through two neighbours if they were swapped."""
         end, left, needs, feeds = self.end, self.left, self.needs, self.feeds
         first = max(end[self.before[one]], end[needs[other]] + self.wait[other]) + self.took[other]
         then = max(first, end[needs[one]] + self.wait[one])
@@ -98,7 +95,7 @@ class Rows:
         return max(then + last, first + max(last, left[feeds[other]] + self.pause[other]))
 
     def swap(self, one: int, other: int) -> bool:
-        """Swap two neighbours; False where the second waits for the first by way of others."""
+        """Swap two neighbours; return False if the second waits for the first by way of others."""
         before, behind, places = self.before, self.behind, self.places
         low, high = places[one], places[other]
         early, late, waits = [], [one], {one}
@@ -120,18 +117,16 @@ class Rows:
         self._time(low, high + 1)
         return True
 
-    def _through(self, end: int) -> float:
-        return self.end[self.before[end]] + self.left[end]
-
     def _free(self, one: int, other: int) -> bool:
-        """Whether the second of two neighbours may come first, as far as they and memory go."""
+        """Whether the second of two neighbours may come first: no fixed order and no lack of memory
+        forbids it."""
         if self.codes[one] == self.codes[other] or self.needs[other] == one:
             return False
         most = self.problem.memory[self.homes[one]] * (1 + 1e-12)
         return self.level[self.before[one]] + self.size[other] <= most
 
     def _way(self, random: Random) -> list[list[int]]:
-        """A longest way, drawn, as its blocks."""
+        """A random longest path, as its blocks."""
         end, value, lasts = self.end, self.value, self.before[self.count : self.none]
         ways = zip(lasts, self.left[self.count : self.none], strict=True)
         task = random.choice([last for last, left in ways if end[last] + left == value])
@@ -149,7 +144,8 @@ class Rows:
                 return [block[::-1] for block in reversed(blocks)]
 
     def _time(self, first: int, last: int) -> None:
-        """Anew: the ends of tasks from a place on, and what is left from those before another."""
+        """Update the ends of the tasks from place ``first`` on, and the times from the start to the
+        end of all for the tasks before place ``last``."""
         end, left, took = self.end, self.left, self.took
         before, needs, wait = self.before, self.needs, self.wait
         for task in self.sorted[first:]:
@@ -162,8 +158,8 @@ class Rows:
 
 
 def improve(local: Local, enough: float, go_on: Callable[[], bool]) -> None:
-    """Swap tasks of the best order, and go on from there, until its time is down to ``enough`` or
-    ``go_on()`` says no. What was swapped is not swapped back for a while, but for a new best."""
+    """Swap tasks, from the best order on, until its time is at most ``enough`` or ``go_on()`` is
+    false. Two tasks are not swapped back for a while, unless that gives a new best order."""
     assert local.best is not None
     problem, random = local.problem, local.random
     rows = Rows(Timeline(problem, local.best))
@@ -178,7 +174,7 @@ def improve(local: Local, enough: float, go_on: Callable[[], bool]) -> None:
             least = min((times[pair] for pair in allowed), default=inf)
             chosen = [pair for pair in allowed if times[pair] == least] or list(times)
             if not chosen:
-                continue  # another longest way may have some
+                continue  # another longest path may have some
             one, other = random.choice(chosen)
             if rows.swap(one, other):
                 until[other, one] = step + random.randint(*_TABU)

@@ -1,4 +1,4 @@
-"""When the tasks of a given order run, what that is worth, and what comes behind each."""
+"""When the tasks of an order run, how long that takes, and how long it takes from each task on."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from math import inf
 from fxpipe.search.problem import Order, Problem
 
 _STILL = 4
+"""``value_of`` ends after this many steps in a row without a shorter time."""
 
 _STEPS = 9
-"""Steps of which the period is taken, where batches mix."""
+"""Steps from which the period is computed, where batches mix."""
 
 
 def value_of(problem: Problem, order: Order) -> float:
-    """The time that is to be least, of this order; infinite where it is stuck or keeps too much.
+    """The time of an order that the problem minimizes; infinite if it gets stuck or keeps too much.
 
-    Where steps follow one another, a device begins the next step as soon as it is done with one.
-    The longest time that a device then takes is one that all steps can keep to; it comes down to
-    the least from step to step.
+    Without flush, a device begins the next step as soon as it is done with one. All steps can keep
+    to the longest time that a device takes for any of these steps, so the least of these counts.
     """
     if not fits(problem, order):
         return inf
@@ -41,35 +41,38 @@ def value_of(problem: Problem, order: Order) -> float:
 def extents_of(
     problem: Problem, order: Order, release: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """Device → the start of its first task and the end of its last update, if devices begin when
-    they are released and each task comes as soon as it can. Infinite ends where it gets stuck."""
+    """The start of each device's first task and the end of its last update, if devices begin at
+    ``release`` and tasks start as early as they can. The ends are infinite if that gets stuck."""
     rows = starts_of(problem, order, release)
     firsts = [row[0] if row else inf for row in rows]
     if list(map(len, rows)) != list(map(len, order)):
         return firsts, [inf] * problem.devices
     done = (
-        row[-1] + problem.took[own[-1]] if own else begin
-        for row, own, begin in zip(rows, order, release, strict=True)
+        row[-1] + problem.took[codes[-1]] if codes else begin
+        for row, codes, begin in zip(rows, order, release, strict=True)
     )
     return firsts, [time + last for time, last in zip(done, problem.last, strict=True)]
 
 
 def period_of(problem: Problem, order: Order) -> float:
-    """The time a batch where batches mix: the greatest that a task comes later, a step, than some
-    steps before, which all steps can keep to; infinite where the order is stuck."""
+    """The time of a batch where batches mix; infinite if the order gets stuck.
+
+    It compares the start of each task with its start some steps before. All steps can keep to the
+    greatest difference, divided by the number of these steps.
+    """
     codes = 3 * problem.stages
-    furthest = max(entry // codes for own in order for entry in own)
+    furthest = max(entry // codes for row in order for entry in row)
     steps = furthest + _STEPS
-    rows = [[e % codes for n in range(steps) for e in own if e // codes <= n] for own in order]
+    rows = [[e % codes for n in range(steps) for e in row if e // codes <= n] for row in order]
     starts = starts_of(problem, rows)
     if list(map(len, starts)) != list(map(len, rows)):
         return inf
     periods = []
     for many in range(1, _STEPS):
         later = [
-            row[-at] - row[-at - many * len(own)]
-            for row, own in zip(starts, order, strict=True)
-            for at in range(1, len(own) + 1)
+            row[-at] - row[-at - many * len(step)]
+            for row, step in zip(starts, order, strict=True)
+            for at in range(1, len(step) + 1)
         ]
         periods.append(max(later) / many)
     return min(periods)
@@ -78,8 +81,8 @@ def period_of(problem: Problem, order: Order) -> float:
 def starts_of(
     problem: Problem, rows: Sequence[Sequence[int]], release: Sequence[float] | None = None
 ) -> list[list[float]]:
-    """Device → the starts of its tasks, each as soon as it can be; as far as nothing gets stuck.
-    Where batches mix, updates come right behind the last weight gradient of a batch."""
+    """Device → the starts of its tasks, each as early as possible, up to where a device gets stuck.
+    Where batches mix, updates come right after the last weight gradient of a batch."""
     m, stages, placement = problem.microbatches, problem.stages, problem.placement
     took = problem.took
     comes: list[list[float]] = [[] for _ in range(3 * stages)]
@@ -89,9 +92,9 @@ def starts_of(
     waiting = set(range(len(rows)))
     while waiting:
         device = waiting.pop()
-        own, t = rows[device], now[device]
-        while len(starts[device]) < len(own):
-            code = own[len(starts[device])]
+        row, t = rows[device], now[device]
+        while len(starts[device]) < len(row):
+            code = row[len(starts[device])]
             i = counts[code]
             if code and i >= len(comes[code]):
                 break
@@ -117,21 +120,26 @@ def starts_of(
 
 
 def fits(problem: Problem, order: Order) -> bool:
-    """Whether no device ever keeps more than it may."""
+    """Whether each device keeps to its memory."""
     most = zip(peaks(problem, order), problem.memory, strict=True)
     return all(peak <= memory * (1 + 1e-12) for peak, memory in most)
 
 
 def peaks(problem: Problem, order: Order) -> list[float]:
-    """Device → the most that it keeps."""
+    """Device → the most memory that it keeps at any time."""
+    more = changes_of(problem)
+    kept = []
+    for row in order:
+        # what earlier batches have not freed yet
+        level = -sum(entry // len(more) * more[entry % len(more)] for entry in row)
+        kept.append(max(accumulate((more[e % len(more)] for e in row), initial=level)))
+    return kept
+
+
+def changes_of(problem: Problem) -> list[float]:
+    """Kind of task → the memory that it takes, negative for what it frees."""
     sizes = zip(problem.saved, problem.deferred, strict=True)
-    more = [each for a, b in sizes for each in (a, b - a, -b)]
-    found = []
-    for own in order:
-        # what earlier batches have not let go of yet
-        level = -sum(entry // len(more) * more[entry % len(more)] for entry in own)
-        found.append(max(accumulate((more[e % len(more)] for e in own), initial=level)))
-    return found
+    return [change for saved, left in sizes for change in (saved, left - saved, -left)]
 
 
 Node = tuple[int, int]
@@ -139,9 +147,9 @@ Node = tuple[int, int]
 
 
 class Timeline:
-    """When the tasks of an order start, and how long it takes from the end of each to the last.
+    """When the tasks of an order start, and how long it takes from the end of each to the end.
 
-    Where steps follow one another, the time to the end of a device counts from the device's start.
+    Without flush, the time to the end of a device counts from the device's start.
     """
 
     def __init__(self, problem: Problem, order: Order) -> None:
@@ -151,14 +159,14 @@ class Timeline:
         for _ in range(0 if problem.flush else problem.devices):
             _, ends = extents_of(problem, order, self.begun)
             self.begun = [end - min(ends) for end in ends]
-        self.rows = [list(_numbered(own)) for own in order]
+        self.rows = [list(_numbered(row)) for row in order]
         self.starts: dict[Node, float] = {}
         self._start()
         self.behind: dict[Node, float] = {}
         self._look_behind()
 
     def needs(self, node: Node) -> tuple[Node, float] | None:
-        """What a task waits for, besides the task before it, and for how long after its end."""
+        """What a task waits for, besides the task before it, and how long after the end of that."""
         code, i = node
         stage, kind = divmod(code, 3)
         if kind == 0:
@@ -169,14 +177,14 @@ class Timeline:
 
     @property
     def value(self) -> float:
-        """What the order takes, from these begins on."""
+        """The time of the order, with devices that begin at ``begun``."""
         return max(self.end(node) + self.behind[node] for node in self.starts)
 
     def end(self, node: Node) -> float:
         return self.starts[node] + self.took[node[0]]
 
     def after(self, device: int, at: int) -> float:
-        """How long it takes, at least, from the place in a device's row on."""
+        """The least time from the start of the task at a place in a device's row to the end."""
         row = self.rows[device]
         if at < len(row):
             return self.took[row[at][0]] + self.behind[row[at]]
@@ -211,8 +219,8 @@ class Timeline:
                 awaited[other] = max(awaited[other], least)
 
 
-def _numbered(own: tuple[int, ...]) -> Iterator[Node]:
+def _numbered(row: tuple[int, ...]) -> Iterator[Node]:
     counts: dict[int, int] = {}
-    for code in own:
+    for code in row:
         counts[code] = counts.get(code, -1) + 1
         yield code, counts[code]

@@ -1,4 +1,4 @@
-"""What a simulation tells: why devices wait, what decides its end, its long run, what is kept."""
+"""Analyses of a simulation: idle time by cause, critical path, steady state, and what is kept."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from fxpipe.simulator.sums import Sum, awaited_by, beside
 _READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
 
 _FIRST, _LAST = 16, 256
-"""Steps that are tried, doubled until the times repeat."""
+"""How many steps ``steady_state`` simulates first, and from how many on it gives up."""
 
 
 @dataclass(frozen=True)
 class Idle:
-    """The time in which a device computes nothing until the last micro-batch is through, by cause.
+    """A device's idle time by cause, from the start until the last micro-batch is through.
 
-    The updates that come after it do not count, as for ``Simulation.bubble``, which is the mean
-    over the devices of ``total`` as a share of that time.
+    What comes after that, such as updates, does not count. ``Simulation.bubble`` is the mean of
+    ``total`` over the devices, as a share of the time until then.
 
     Attributes:
         warm_up: before its first task.
         drain: after its last task of a micro-batch; its updates are not idle.
-        waiting: another device → waiting in between until that one has made what comes next.
-        copying: another device → waiting in between for transfers from it, or to it where they
-            do not overlap; the device itself → for what it offloads or fetches.
+        waiting: another device → waiting in between until that device has made what comes next.
+        copying: another device → waiting in between for transfers from it, or to it if they do not
+            overlap; the device itself → for what it offloads or fetches.
         meeting: waiting in between until all devices have come to a barrier or a pause.
         summing: waiting in between until gradients are summed over the replicas, or weights
             gathered.
-        other: what is left: instructions that compute nothing, and, where it was measured, all
-            that lies between two instructions.
+        other: the rest: instructions that compute nothing and, in a measured run, the time between
+            instructions.
     """
 
     warm_up: float
@@ -56,16 +56,16 @@ class Idle:
 
 
 def idle_time(simulation: Simulation, device: int) -> Idle:
-    """A device's idle time, from the start until the last micro-batch is through."""
-    events, own = simulation.events, simulation.program.lists[device]
+    """Return a device's idle time, from the start until the last micro-batch is through."""
+    events, list_ = simulation.events, simulation.program.lists[device]
     through = simulation.through
     starts = [min(start, through) for start in events.starts[device]]
     ends = [min(end, through) for end in events.ends[device]]
-    tasks = [position for position in range(len(ends)) if ins.letter_of(own[position])]
+    tasks = [position for position in range(len(ends)) if ins.letter_of(list_[position])]
     total = through - sum(ends[at] - starts[at] for at in tasks)
     if not tasks:
         return Idle(total, 0, {}, {}, 0, 0, 0)
-    of_microbatch = [at for at in tasks if getattr(own[at], "microbatch", None) is not None]
+    of_microbatch = [at for at in tasks if getattr(list_[at], "microbatch", None) is not None]
     first, last = tasks[0], (of_microbatch or tasks)[-1]
     after = sum(ends[at] - starts[at] for at in tasks if at > last)
     warm_up = starts[first]
@@ -78,7 +78,7 @@ def idle_time(simulation: Simulation, device: int) -> Idle:
         start, end = starts[position], ends[position]
         if end == start:
             continue
-        match own[position]:
+        match list_[position]:
             case ins.Receive(buffer) | ins.Pop(buffer):
                 transfer = events.transfers[buffer]
                 source = transfer.source
@@ -105,9 +105,9 @@ def _add(times: dict[int, float], device: int, time: float) -> None:
 
 
 def critical_path(simulation: Simulation) -> tuple[Span | Transfer, ...]:
-    """Walk back from the instruction that ends last, each time to what was waited for.
+    """What decides the makespan: walk back from the last end, each time to what was waited for.
 
-    Of one thread that has the lists of all devices, all that it does.
+    If one thread runs the lists of all devices, everything that takes time is on the path.
     """
     if simulation.serial:
         spans = [span for span in simulation.instructions() if span.time]
@@ -138,7 +138,7 @@ def _backwards(simulation: Simulation) -> Iterator[Span | Transfer]:
                 sent, sender = events.starts[device][position], lists[device][position]
                 yield Span(device, sent, transfer.ready, sender, position)
             case ins.Barrier() | ins.Pause():
-                # who comes last decides: the device itself, where it is not earlier than the others
+                # the last to come decides; in a tie, the device itself
                 device, position = max(
                     meetings[Place(device, position)],
                     key=lambda at: (events.starts[at.device][at.position], at.device == device),
@@ -150,7 +150,7 @@ def _backwards(simulation: Simulation) -> Iterator[Span | Transfer]:
 
 
 def _awaited(simulation: Simulation, instruction: ins.Instruction) -> Transfer | None:
-    """What an instruction waits for, if it is a transfer."""
+    """The transfer that an instruction waits for, if any."""
     transfers = simulation.events.transfers
     if isinstance(instruction, ins.Gathering):
         return transfers[awaited_by(instruction)]
@@ -161,7 +161,7 @@ def _awaited(simulation: Simulation, instruction: ins.Instruction) -> Transfer |
 
 
 def _before_on_link(simulation: Simulation) -> dict[Buffer | Sum, Buffer | Sum]:
-    """Value → the one that took its link before it."""
+    """Value → the value that took its link just before it."""
     latest: dict[tuple[int, int, str], Buffer | Sum] = {}
     before: dict[Buffer | Sum, Buffer | Sum] = {}
     for buffer, transfer in simulation.events.transfers.items():
@@ -173,28 +173,29 @@ def _before_on_link(simulation: Simulation) -> dict[Buffer | Sum, Buffer | Sum]:
 
 
 def _meetings(simulation: Simulation) -> dict[Place, list[Place]]:
-    """Each barrier and pause → all that meet there."""
-    found: dict[tuple[type[ins.Instruction], int], list[Place]] = {}
-    for device, own in enumerate(simulation.program.lists):
+    """Place of a barrier or pause → the places of all barriers or pauses that meet there."""
+    meetings: dict[tuple[type[ins.Instruction], int], list[Place]] = {}
+    for device, list_ in enumerate(simulation.program.lists):
         count = {ins.Barrier: 0, ins.Pause: 0}
-        for position, instruction in enumerate(own):
+        for position, instruction in enumerate(list_):
             kind = type(instruction)
             if kind in count:
-                found.setdefault((kind, count[kind]), []).append(Place(device, position))
+                meetings.setdefault((kind, count[kind]), []).append(Place(device, position))
                 count[kind] += 1
-    return {place: meeting for meeting in found.values() for place in meeting}
+    return {place: meeting for meeting in meetings.values() for place in meeting}
 
 
 @dataclass(frozen=True)
 class Steady:
-    """The long run.
+    """What steps take in the long run.
 
     Attributes:
         period: the time of a step.
         bubble: the share of the devices' time that is idle.
-        steps: after so many steps everything repeats, later by a fixed time; None where it did
-            not within the steps that were tried, and the period is the mean of their later half.
-        cycle: how many steps later it repeats.
+        steps: the number of steps after which everything repeats, later by a fixed time. None if it
+            did not within the steps that were tried; the period is then the mean of their later
+            half.
+        cycle: how many steps later it repeats; 0 if it did not.
     """
 
     period: float
@@ -206,10 +207,9 @@ class Steady:
 def steady_state(simulation: Simulation) -> Steady:
     """Simulate more and more steps until every instruction repeats.
 
-    The times are those of a system of maxima and sums, which comes to repeat itself after finitely
-    many steps (Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992). What
-    happens in a step depends on the ``depth + 1`` steps before it alone, so that as many which
-    repeat go on to do so.
+    The times follow from maxima and sums, and such a system repeats itself after finitely many
+    steps (Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992). A step depends
+    only on the ``depth + 1`` steps before it, so once that many repeat, all later ones do.
 
     Raises:
         InputError: the run was measured.
@@ -238,7 +238,7 @@ def steady_state(simulation: Simulation) -> Steady:
 
 
 def _ends(simulation: Simulation, step: int) -> list[float]:
-    """When the instructions of one whole window end, on all devices."""
+    """The ends of the instructions of one whole step, on all devices."""
     ends: list[float] = []
     for device in range(simulation.devices):
         first, stop = _window(simulation, device, step)
@@ -247,15 +247,16 @@ def _ends(simulation: Simulation, step: int) -> list[float]:
 
 
 def _window(simulation: Simulation, device: int, step: int) -> tuple[int, int]:
-    """The positions of a whole window; the first ones lack what is of batches before them."""
-    own, depth = simulation.window.lists[device], simulation.window.depth
-    lead = sum(depth + ins.batch_of(instruction) for instruction in own)
-    first = lead + (step - depth) * len(own)
-    return first, first + len(own)
+    """The first position of a step, and the position after its last. The first ``depth`` steps lack
+    the tasks of earlier batches."""
+    list_, depth = simulation.window.lists[device], simulation.window.depth
+    lead = sum(depth + ins.batch_of(instruction) for instruction in list_)
+    first = lead + (step - depth) * len(list_)
+    return first, first + len(list_)
 
 
 def _cycle(windows: Sequence[Sequence[float]], reach: int) -> int | None:
-    """How many windows later the last ones repeat."""
+    """How many steps apart the last ``reach`` steps repeat; None if they do not."""
     for cycle in range(1, (len(windows) - reach) // 2 + 1):
         last = range(len(windows) - reach, len(windows))
         if all(_repeats(windows[k - cycle], windows[k]) for k in last):
@@ -264,7 +265,7 @@ def _cycle(windows: Sequence[Sequence[float]], reach: int) -> int | None:
 
 
 def _repeats(earlier: Sequence[float], later: Sequence[float]) -> bool:
-    """Whether everything happens again after one and the same time."""
+    """Whether everything happens again, later by one fixed time."""
     if not earlier:
         return True
     shift = later[0] - earlier[0]
@@ -276,31 +277,28 @@ def _repeats(earlier: Sequence[float], later: Sequence[float]) -> bool:
 
 def _bubble(simulation: Simulation, period: float) -> float:
     busy: float = 0
-    for device, own in enumerate(simulation.program.lists):
+    for device, list_ in enumerate(simulation.program.lists):
         starts, ends = simulation.events.starts[device], simulation.events.ends[device]
         for position in range(*_window(simulation, device, simulation.window.depth)):
-            if ins.letter_of(own[position]):
+            if ins.letter_of(list_[position]):
                 busy += ends[position] - starts[position]
     return 1 - busy / (simulation.devices * period) if period else 0.0
 
 
 def peak_stash(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The most micro-batches that are kept at once: stage → its own, device → all together."""
+    """The most micro-batches kept for backward at once: by each stage, and by each device."""
     stages, devices = [0] * program.stages, [0] * program.devices
     for device, list_ in enumerate(program.lists):
-        for stage, own, together in stash_levels(list_):
-            stages[stage] = max(stages[stage], own)
+        for stage, kept, together in stash_levels(list_):
+            stages[stage] = max(stages[stage], kept)
             devices[device] = max(devices[device], together)
     return tuple(stages), tuple(devices)
 
 
 def stash_levels(list_: Sequence[ins.Instruction]) -> Iterator[tuple[int, int, int]]:
-    """For each instruction of a device a stage, and how many micro-batches that stage, and all
-    stages, keep for what is left of backward while it runs.
-
-    One is kept from its forward, or its recompute, to the end of its backward, of both halves
-    where that is parted.
-    """
+    """Yield, for each instruction of a device, a stage and how many micro-batches that stage, and
+    all stages of the device together, keep for backward while it runs: from the forward, or the
+    recompute, to the end of the backward, or of its second half."""
     kept: Counter[int] = Counter()
     together = 0
     for instruction in list_:
@@ -317,7 +315,7 @@ def stash_levels(list_: Sequence[ins.Instruction]) -> Iterator[tuple[int, int, i
 
 
 def peak_versions(program: Program) -> tuple[int, ...]:
-    """Stage → the most versions of its weights that are needed at once, from its updates on."""
+    """Stage → the most versions of its weights that are needed at once."""
     most = [1] * program.stages
     for list_ in program.lists:
         for _, stage, live in live_versions(list_):
@@ -326,22 +324,23 @@ def peak_versions(program: Program) -> tuple[int, ...]:
 
 
 def live_versions(list_: tuple[ins.Instruction, ...]) -> list[tuple[int, int, int]]:
-    """After each update of a device: its position, its stage, and the versions that are needed.
+    """For each update of a device: its position, its stage, and how many versions of the stage's
+    weights are needed after it.
 
-    These are the newest one, and the older ones that something reads later. Versions count from
-    the first step; one before it is the first.
+    These are the newest version and the older ones that something reads later. Version 0 is that of
+    the first step, and also stands for any before it.
     """
     last_read: dict[tuple[int, int], int] = {}
     for position, instruction in enumerate(list_):
         if isinstance(instruction, _READERS):
             last_read[instruction.stage, max(instruction.version, 0)] = position
-    found = []
+    versions = []
     existing: dict[int, list[int]] = {}
     for position, instruction in enumerate(list_):
         if isinstance(instruction, ins.Update):
             stage = instruction.stage
             older = existing.setdefault(stage, [0])
             older[:] = [v for v in older if last_read.get((stage, v), -1) > position]
-            found.append((position, stage, len(older) + 1))
+            versions.append((position, stage, len(older) + 1))
             older.append(max(instruction.writes, 0))
-    return found
+    return versions

@@ -1,4 +1,4 @@
-"""What a simulation is given: the times of tasks and the links between devices."""
+"""The inputs of a simulation: the times of tasks and the links between devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fxpipe.ir.task import KINDS
 
 Key = str | tuple[str, int]
 Costs = Mapping[str, float] | Mapping[tuple[str, int], float] | Mapping[Key, float]
-"""Letter of a kind of task, or letter and stage → its time. A stage's own time goes first."""
+"""Letter of a kind of task, or letter and stage → its time. The time for one stage takes
+precedence."""
 
 Times = Mapping[tuple[str, int], float]
 """Letter and stage → time, for every stage."""
@@ -25,14 +26,14 @@ _UNKNOWN_TIME = 1.0
 
 @dataclass(frozen=True)
 class Link:
-    """The way from one device to another.
+    """The link from one device to another.
 
-    Values take it one after another: each occupies it for its bytes / bandwidth, and arrives
+    Values take it one after another: each occupies it for bytes / bandwidth, and arrives
     ``latency`` after that.
 
     Attributes:
         latency: in the unit of the tasks' times.
-        bandwidth: bytes in that unit.
+        bandwidth: bytes per unit of time.
     """
 
     latency: float = 0
@@ -48,21 +49,21 @@ class Link:
 
 
 def _number(given: Real | float) -> float:
-    """A whole number as it is, any other as a float, whatever library it is of."""
+    """A number of any library as an int or a float of Python."""
     return int(given) if isinstance(given, Integral) else float(given)
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a machine takes besides the work of tasks, in seconds.
+    """The time that a machine takes besides the work of tasks, in seconds.
 
     Attributes:
-        instruction: of an instruction that computes nothing, and does not wait.
-        task: of a task besides its kernel.
-        hand_over: from when a value is sent until a device that waits for it goes on.
-        step: of a step besides its instructions: before the first, after the last, and what waits
-            in between take that no simulation has.
-        error: the share by which nine of ten steps differ from what was predicted of earlier ones.
+        instruction: the time of an instruction that neither computes nor waits.
+        task: the time of a task besides its kernels.
+        hand_over: from the send of a value until a device that waits for it goes on.
+        step: the time of a step besides its instructions: before the first, after the last, and
+            waits in between that a simulation does not know.
+        error: the share by which at most nine of ten steps differ from what earlier steps predict.
     """
 
     instruction: float = 0.0
@@ -74,11 +75,11 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """How long a program's tasks take as they run.
+    """How long a program's tasks took in a rehearsal.
 
     Attributes:
-        costs: letter and stage → seconds.
-        overheads: what comes to that, but for ``task``, which the costs contain.
+        costs: letter and stage → seconds, with the overhead of each task.
+        overheads: all other overheads.
         serial: whether one thread runs the lists of all devices.
         off: the share by which nine of ten steps differ from the prediction at most.
     """
@@ -90,22 +91,59 @@ class Rehearsal:
 
     @property
     def links(self) -> Link | None:
-        """The way between two devices: what a hand-over takes, where another thread waits."""
+        """The link between two devices, with the time of a hand-over; None with only one thread."""
         return None if self.serial else Link(self.overheads.hand_over)
 
     @property
     def known(self) -> dict[tuple[str, int], float]:
-        """The costs, and for a recompute that did not run that of its forward."""
+        """The costs; a recompute that did not run takes as long as its forward."""
         again = {("R", s): time for (letter, s), time in self.costs.items() if letter == "F"}
         return again | {**self.costs}
 
 
 _LONGEST = 1e100
-"""The longest time of a task: sums of as many as there can be are numbers still."""
+"""The longest time of a task, so that no sum of times overflows."""
 
 Links = Link | Mapping[tuple[int, int], Link]
-"""One link for every pair of devices, or (from, to) → link. That from a device to itself leads to
+"""One link for every pair of devices, or (from, to) → link. A link from a device to itself leads to
 the same device of the other replicas."""
+
+
+def check_links(links: object, devices: int | None = None) -> None:
+    """Check that links are None, a Link, or a Link for each of some pairs of devices.
+
+    Raises:
+        InputError: they are something else, or a pair is not of ``devices``, if that is given.
+    """
+    if links is None or isinstance(links, Link):
+        return
+    if not isinstance(links, Mapping):
+        raise InputError(
+            f"links is {links!r}; give one Link(latency, bandwidth), or one for each pair of "
+            "devices"
+        )
+    for pair, link in links.items():
+        if not isinstance(link, Link):
+            raise InputError(f"links[{pair!r}] is {link!r}; give Link(latency, bandwidth)")
+        ends = pair if isinstance(pair, tuple) and len(pair) == 2 else (-1,)
+        if devices is not None and not all(end in range(devices) for end in ends):
+            raise InputError(
+                f"links has the key {pair!r}; map pairs of the devices 0 to {devices - 1} to "
+                "Link(latency, bandwidth)"
+            )
+
+
+def link_between(links: Links, source: int, target: int) -> Link:
+    """The link from one device to another. Raises InputError if there is none."""
+    if isinstance(links, Link):
+        return links
+    if (source, target) not in links:
+        to = "its like in other replicas" if source == target else f"device {target}"
+        raise InputError(
+            f"device {source} sends to {to} and links has no such pair; add "
+            f"links[{source}, {target}] = Link(latency, bandwidth)"
+        )
+    return links[source, target]
 
 
 def task_times(program: Program, costs: Costs | None = None) -> dict[tuple[str, int], float]:
@@ -121,11 +159,11 @@ def task_times(program: Program, costs: Costs | None = None) -> dict[tuple[str, 
 def times_of(
     stages: int, letters: Iterable[str], costs: Costs | None = None
 ) -> dict[tuple[str, int], float]:
-    """The time of every kind of task on every stage: ``costs``, else the kind's own.
+    """The time of every kind of task on every stage: from ``costs``, or else the kind's own cost.
 
     Args:
         stages: how many stages there are.
-        letters: kinds that may not be defined here, as they were read from a text.
+        letters: further kinds of tasks, which need not be in ``KINDS``.
         costs: letter, or letter and stage → time.
 
     Raises:
@@ -145,20 +183,20 @@ def times_of(
                 f"{_LONGEST:g}"
             )
         known[key] = _number(time)
-    own = dict.fromkeys(letters, _UNKNOWN_TIME)
-    own |= {letter: kind.cost for letter, kind in KINDS.items()}
+    usual = dict.fromkeys(letters, _UNKNOWN_TIME)
+    usual |= {letter: kind.cost for letter, kind in KINDS.items()}
     return {
         (letter, stage): known.get((letter, stage), known.get(letter, time))
-        for letter, time in own.items()
+        for letter, time in usual.items()
         for stage in range(stages)
     }
 
 
 def check_keys(costs: object) -> None:
-    """Check that costs map kinds of tasks, of all stages or of one, whichever stages there are.
+    """Check that the keys of costs are letters of tasks, or letters and stages.
 
     Raises:
-        InputError: it is no mapping, or a key is neither a letter nor a letter and a stage.
+        InputError: it is no mapping, or a key is something else.
     """
     if costs is not None and not isinstance(costs, Mapping):
         raise InputError(f"costs is {costs!r}; map letters of tasks to times, such as {{'F': 1.0}}")
@@ -177,8 +215,8 @@ def check_keys(costs: object) -> None:
 def measured_costs(plan: Plan) -> dict[tuple[str, int], float]:
     """Letter and stage → seconds of one micro-batch of the example.
 
-    What was not measured takes its kind's own cost, in which the stage's forward takes 1. Empty
-    where nothing was measured.
+    Tasks that were not measured take their kind's cost times the stage's forward. Empty if nothing
+    was measured.
     """
     costs: dict[tuple[str, int], float] = {}
     for stage in plan.stages:
@@ -193,6 +231,6 @@ def measured_costs(plan: Plan) -> dict[tuple[str, int], float]:
         }
         for letter, kind in KINDS.items():
             seconds = known.get(letter)
-            own = kind.cost * stage.costs.forward
-            costs[letter, stage.index] = own if seconds is None else seconds
+            usual = kind.cost * stage.costs.forward
+            costs[letter, stage.index] = usual if seconds is None else seconds
     return costs

@@ -1,4 +1,4 @@
-"""What a device holds from instruction to instruction, and what it is made of."""
+"""The memory that a device holds from instruction to instruction, and its parts."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ from fxpipe.simulator.sizes import Crossing, GraphInput, Piece, Sizes, Storage, 
 from fxpipe.simulator.sums import Gradients, Key, graph_of
 
 PARTS = ("parameters", "optimizer", "versions", "undo", "gradients", "stash", "values", "workspace")
-"""What memory is made of: one version of the parameters; optimizer state and buffers; further
-versions; what an update can be undone with; sums of gradients; what is kept for backward; values
-and gradients between stages; and what the running instruction makes and has not used up."""
+"""The parts of a device's memory: one version of the parameters; optimizer state and buffers;
+further versions; what is kept to undo an update; sums of gradients; what is kept for backward;
+values and gradients between stages; and what the running instruction adds."""
 
 _ADDING = (ins.PartialBackward, ins.Backward, ins.WeightGrad)
-"""What adds to sums of gradients."""
+"""Instructions that add to sums of gradients."""
 
 
 class Holding:
-    """What a device holds.
+    """The memory that a device holds, updated instruction by instruction.
 
     Attributes:
-        bytes: now, between two instructions.
-        parts: now, part → bytes.
+        program: all steps in a row.
+        sizes: the bytes of everything.
+        device: the device.
+        bytes: what it holds now, between two instructions.
+        parts: part of memory → its bytes now.
     """
 
     def __init__(
         self, program: Program, sizes: Sizes, device: int, *, apart: bool, overlaps: bool
     ) -> None:
-        """Before the first instruction: parameters and what else is always there.
+        """Start before the first instruction, with parameters and what else is always there.
 
         Args:
             program: all steps in a row.
             sizes: the bytes of everything.
-            device: which one.
-            apart: whether stages read differently late, so that one may be ahead of the slowest by
+            device: the device.
+            apart: whether the stages' delays differ, so that a stage may be ahead of the slowest by
                 more versions than its batches read.
-            overlaps: whether its batches overlap.
+            overlaps: whether batches overlap.
         """
         self.program, self.sizes, self.device = program, sizes, device
         self._apart, self._overlaps = apart, overlaps
@@ -82,8 +85,13 @@ class Holding:
     def reach(
         self, time: float, everywhere: Mapping[int, float], summed: Mapping[Key, float]
     ) -> None:
-        """Let go of what nobody can go back to any more, the versions that all stages have now, and
-        of the sums of gradients of which the replicas have each other's parts."""
+        """Free what is no longer needed at a time.
+
+        Args:
+            time: the time.
+            everywhere: version → when all stages have made it; then its update is never undone.
+            summed: key of gradients → when the replicas have exchanged them.
+        """
         self._landing = 0
         for key in [key for key in self._away if summed.get(key, 0) <= time]:
             self._land(*key)
@@ -92,11 +100,11 @@ class Holding:
             self._release(*self._undo.pop(version))
 
     def _own(self, stage: int) -> int:
-        """Bytes of the part of a stage's gradients that is summed here over the replicas."""
+        """Bytes of the part of a stage's gradients that this replica sums."""
         return self._gradients.bytes(stage, None, self.program.replicas)
 
     def _land(self, stage: int, batch: int, bucket: int) -> None:
-        """Add up what the replicas, which are in step, have of a bucket, and keep the own part."""
+        """Replace a bucket of gradients by this replica's part; for a moment both are held."""
         self._away.remove((stage, batch, bucket))
         whole = self._gradients.sum_of(stage, batch, bucket)
         self._landing = max(self._landing, self.bytes + whole.bytes)
@@ -104,7 +112,7 @@ class Holding:
         self._take(self._gradients.part_of(stage, batch, bucket))
 
     def run(self, position: int) -> int:
-        """Begin an instruction. Returns the most bytes while it runs."""
+        """Begin an instruction, and return the most bytes while it runs."""
         instruction = self._list[position]
         before = self.bytes
         workspace = self._workspace(instruction)
@@ -127,8 +135,8 @@ class Holding:
             case ins.Update():
                 more = self._update(instruction, position)
             case ins.AllGather(stage) | ins.GatherWeights(stage):
-                # the parts of the others come, and all are joined: where batches overlap, new
-                # weights in the memory of an older version
+                # the parts of the other replicas arrive, and all are joined in new memory; if
+                # batches overlap, new weights are joined in the memory of an older version
                 again = not (self._overlaps and isinstance(instruction, ins.GatherWeights))
                 more = (1 + again) * self.sizes.gradients.get(stage, 0) - self._own(stage)
         level = self.bytes + more
@@ -137,7 +145,7 @@ class Holding:
         return max(level, self._landing)
 
     def parts_of(self, level: int) -> dict[str, int]:
-        """What the bytes while an instruction runs are made of, after ``run`` has told them."""
+        """The parts of the bytes that ``run`` has just returned."""
         parts = dict(self.parts)
         for piece in self._made if self._inside else ():
             parts[piece.part] -= piece.bytes
@@ -170,49 +178,49 @@ class Holding:
             self._release(*self._gradients.sums(instruction.stage, instruction.batch))
 
     def _begin(self, forward: ins.Forward) -> None:
-        """A forward reads the newest values of the buffers that its stage writes, and makes new
-        ones; the first values are the model's."""
+        """Hold the buffers that a forward writes anew, and note that it reads the newest before
+        these; the first are the model's."""
         stage = forward.stage
         self._read[stage, forward.microbatch, forward.batch] = self._forwards[stage]
         self._forwards[stage] += 1
         self._take(*self._written(stage, self._forwards[stage]))
 
     def _end(self, forward: ins.Forward) -> None:
-        """The values that it read are no longer the newest."""
+        """Release the values that a forward has read: they are no longer the newest."""
         if number := self._read[forward.stage, forward.microbatch, forward.batch]:
             self._release(*self._written(forward.stage, number))
 
     def _accumulate(self, stage: int, batch: int) -> int:
-        """Hold a stage's sums of gradients. Returns what they start from: copies."""
+        """Hold a stage's sums of gradients; return the bytes that are copied to start new ones."""
         if self._gradients.sum_of(stage, batch, -1).key in self._count:
             return 0
         self._take(*self._gradients.sums(stage, batch))
         return self._started(stage)
 
     def _started(self, stage: int) -> int:
-        """Bytes of gradients that a stage's first ones of a step are added to; none on a copy."""
+        """Bytes of earlier gradients to which a step's first ones are added; none on a copy."""
         return self.sizes.started.get(stage, 0) if self._owns(stage) else 0
 
     def _leave(self, part: ins.PartialBackward) -> None:
-        """Hold what a part of a backward leaves, in place of what was kept for it."""
+        """Hold what a part of a backward leaves, and mark what was kept for it as used up."""
         left = self.sizes.left.get(graph_of(part))  # type: ignore[arg-type]
         if left is None:
             return
         stage, i, batch = part.stage, part.microbatch, part.batch
         kept = self.program.kept(stage, i, batch)
         buffer = kept if part.kind == "B" else own_buffer("deferred", stage, i, batch)
-        found = [p for p in self._kept[buffer] if p.key[0] == "written"]
-        found.append(Piece("stash", ("left", buffer, part.bucket), left.bytes))
+        pieces = [p for p in self._kept[buffer] if p.key[0] == "written"]
+        pieces.append(Piece("stash", ("left", buffer, part.bucket), left.bytes))
         held = [*((v, False) for v in left.values), *((v, True) for v in left.gradients)]
-        found += filter(None, (self._near(each, stage, i, batch) for each in held))
-        self._used_up, self._kept[buffer] = self._kept[buffer], tuple(found)
-        self._take(*found)
+        pieces += filter(None, (self._near(crossing, stage, i, batch) for crossing in held))
+        self._used_up, self._kept[buffer] = self._kept[buffer], tuple(pieces)
+        self._take(*pieces)
 
     def _update(self, update: ins.Update, position: int) -> int:
-        """Hold a new version, and what undoes it. Returns what the update needs besides."""
+        """Hold a new version and what undoes it; return what the update needs while it runs."""
         stage = update.stage
         self._add("versions", -self._older.pop(stage, 0))
-        # there are as many as the delay asks for, though an update that comes late needs fewer
+        # the runtime keeps as many as the delay allows, even if a late update needs fewer
         older = max(self._versions[position] - 1, min(self._delays[stage], update.writes))
         if self._apart:
             older = max(older, update.writes - self._slowest)
@@ -221,7 +229,7 @@ class Holding:
         self._add("versions", more)
         size = self.sizes.undo.get(stage, 0)
         gathers = stage in self.program.sharded and not self._overlaps
-        if gathers:  # the step can go back until its weights are gathered: so far it has a part
+        if gathers:  # until the weights are gathered, only this replica's part can be undone
             whole = self.sizes.gradients.get(stage, 0)
             size = max(size - whole, 0)
             size += self._own(stage)
@@ -244,7 +252,7 @@ class Holding:
         return self.sizes.runs.get(key)
 
     def _peak(self, instruction: Any, workspace: Workspace) -> int:
-        """The most that a graph adds: it frees what nobody else holds."""
+        """The most that a graph adds, while it frees what nothing else holds."""
         freed = tuple(self._freed(instruction, workspace)) if workspace.freed else ()
         at = instruction.stage, getattr(instruction, "microbatch", 0)
         copied = tuple([x for x in workspace.laid_out if self._arrives(x.crossing, *at)])
@@ -254,7 +262,7 @@ class Holding:
         return self._peaks[key]
 
     def _freed(self, instruction: Any, workspace: Workspace) -> Iterable[GraphInput]:
-        """What an instruction alone still holds of what it was given."""
+        """The arguments of a graph that nothing else holds any more."""
         gone = [p for b in self.program.ends(instruction) for p in self._kept[b]]
         ended = Counter(p.key for p in (*gone, *self._used_up))
         alone: dict[Hashable, GraphInput] = {}
@@ -308,7 +316,7 @@ class Holding:
                     yield self._near((held, False), source, i, batch)
             case "offloaded":
                 stored = self.program.stored(source, i, batch)
-                pieces = [piece for each in stored for piece in self._kept[each]]
+                pieces = [piece for b in stored for piece in self._kept[b]]
                 ours = Counter(p.key for b in stored if b.kind != "in" for p in self._kept[b])
                 alone = [piece for piece in pieces if self._count[piece.key] == ours[piece.key]]
                 self._stored[source, i, batch] = alone
@@ -328,15 +336,15 @@ class Holding:
                 yield self._value(Edge(source, target, value), i, batch)
 
     def _written(self, stage: int, number: int) -> Iterator[Piece]:
-        """The buffers that the ``number``-th forward of a stage has written: those that the next
-        one saves, and the others."""
+        """Two pieces that the ``number``-th forward of a stage has written: the buffers that the
+        next forward saves, and the others."""
         saved = self.sizes.saved_state.get(stage, 0)
         rest = self.sizes.state.get(stage, 0) - saved
         yield Piece("stash", ("written", stage, number, "saved"), saved)
         yield Piece("stash", ("written", stage, number), rest)
 
     def _value(self, edge: Edge, i: int, batch: int) -> Piece | None:
-        """A value that was made here is one piece for all its edges; what arrives is a copy."""
+        """The memory of a value: one piece for all edges where it was made, else a copy."""
         stage, size = edge.source, self.sizes.values.get(edge.value, 0)
         if not self._is_here(stage, i):
             return Piece("values", forward_buffer(edge, i, batch), size)
@@ -348,7 +356,7 @@ class Holding:
         return Piece("values", ("made", place.value, i, batch), place.bytes)
 
     def _gradient(self, edge: Edge, i: int, batch: int) -> Piece | None:
-        """The gradient of a value along an edge, likewise: its target makes it."""
+        """The memory of a value's gradient along an edge, likewise; the edge's target makes it."""
         stage, size = edge.target, self.sizes.values.get(edge.value, 0)
         if not self._is_here(stage, i):
             return Piece("values", gradient_buffer(edge, i, batch), size)
@@ -362,7 +370,7 @@ class Holding:
         return Piece("values", ("returned", stage, place.value, i, batch), place.bytes)
 
     def _near(self, crossing: Crossing, stage: int, i: int, batch: int) -> Piece | None:
-        """A value that goes into a stage or comes from it, or its gradient, as the stage has it."""
+        """The memory in which a stage has one of its inputs or outputs, or the gradient of one."""
         value, gradient = crossing
         into, away = self._into[stage], self._from[stage]
         size = self.sizes.laid_out.get((stage, value, gradient))
@@ -374,7 +382,7 @@ class Holding:
         return self._gradient(away[value] if value in away else into[value], i, batch)
 
     def _arrives(self, crossing: Crossing, stage: int, i: int) -> bool:
-        """Whether another device hands a micro-batch's value, or a gradient, to a stage."""
+        """Whether a micro-batch's value or gradient comes to a stage from another device."""
         value, gradient = crossing
         if gradient:
             away = self._from[stage]
@@ -385,5 +393,5 @@ class Holding:
         return self.program.device_of(stage, i) == self.device
 
     def _owns(self, stage: int) -> bool:
-        """Whether the device has a stage's weights, and not a copy of them."""
+        """Whether the device has a stage's weights themselves, not a copy of them."""
         return self.program.placement[stage] == self.device

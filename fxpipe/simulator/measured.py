@@ -1,4 +1,4 @@
-"""A real run told like a simulation."""
+"""A measured run in the form of a simulation."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _SECOND = 1e9
 def measured_run(
     program: Program, steps: int, times: Sequence[Sequence[int]], sizes: Sizes | None = None
 ) -> Simulation:
-    """What a run was, from the times of its instructions.
+    """Return a run as a simulation, from the times of its instructions.
 
-    A value leaves when its send is done; that it arrives is part of its receive. What replicas
-    exchange, and what they offload, is on its way until it is waited for. Where devices
-    have streams, a copy goes on beside computations: then a receive stands where its value is
+    A value leaves when its send is done, and its arrival is part of its receive. What replicas
+    exchange, and what devices offload, is taken to be in transfer until it is waited for. If
+    devices have streams, copies go on beside computations: a receive is then put where its value is
     first used, as in a simulation, and takes what is left of its copy.
 
     Args:
-        program: one step of it.
-        steps: how many steps ran, and the flush after the last.
-        times: device → start and end of each instruction that it ran, in nanoseconds.
+        program: one step of what ran.
+        steps: how many steps ran, with the flush after the last.
+        times: device → the start and end of each instruction that it ran, in nanoseconds.
         sizes: bytes of what devices hold.
 
     Raises:
-        InputError: more or fewer instructions ran than the steps have.
+        InputError: the steps have more or fewer instructions than ran.
     """
     flat = unroll(program, steps)
-    if [len(own) for own in times] != [2 * len(list_) for list_ in flat.lists]:
+    if [len(row) for row in times] != [2 * len(list_) for list_ in flat.lists]:
         raise InputError(
             f"what ran is not {steps} steps of program {program.name!r}: give batches that are "
             "cut into as many micro-batches each"
@@ -45,12 +45,12 @@ def measured_run(
     if program.launches:
         program = blocking(program)
         late = unroll(program, steps)
-        times = [_rearranged(*own) for own in zip(flat.lists, times, late.lists, strict=True)]
+        times = [_rearranged(*device) for device in zip(flat.lists, times, late.lists, strict=True)]
         flat = late
-    begin = min((own[0] for own in times if own), default=0)
+    begin = min((row[0] for row in times if row), default=0)
     events = Events(
-        tuple([(t - begin) / _SECOND for t in own[::2]] for own in times),
-        tuple([(t - begin) / _SECOND for t in own[1::2]] for own in times),
+        tuple([(t - begin) / _SECOND for t in row[::2]] for row in times),
+        tuple([(t - begin) / _SECOND for t in row[1::2]] for row in times),
     )
     left: dict[Sum, int] = {}
     begun_at: dict[Buffer, int] = {}
@@ -81,16 +81,18 @@ def measured_run(
 def _rearranged(
     launched: Sequence[ins.Instruction], times: Sequence[int], list_: Sequence[ins.Instruction]
 ) -> list[int]:
-    """The starts and ends of a device's instructions where it does one after another: ``launched``
-    is the order in which they ran, and ``list_`` has arrivals where their values are used."""
-    found: defaultdict[ins.Instruction, deque[tuple[int, int]]] = defaultdict(deque)
+    """The starts and ends of a device's instructions in the order of ``list_``, one after another.
+
+    ``launched`` is the order in which they ran; ``list_`` has arrivals where their values are used.
+    """
+    ran: defaultdict[ins.Instruction, deque[tuple[int, int]]] = defaultdict(deque)
     for instruction, start, end in zip(launched, times[::2], times[1::2], strict=True):
-        found[instruction].append((start, end))
-    made: list[int] = []
+        ran[instruction].append((start, end))
+    rearranged: list[int] = []
     before = min(times, default=0)
     for instruction in list_:
-        start, end = found[instruction].popleft()
+        start, end = ran[instruction].popleft()
         start = before if isinstance(instruction, ins.Arrival) else max(start, before)
         before = max(start, end)
-        made += start, before
-    return made
+        rearranged += start, before
+    return rearranged

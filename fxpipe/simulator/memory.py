@@ -21,10 +21,10 @@ class Memory:
     Attributes:
         peak: the most bytes at once.
         time: when it holds that many for the first time.
-        position: the instruction that runs then.
+        position: the position of the instruction that runs then.
         levels: for each instruction, in order, the bytes while it runs.
         resting: the bytes of parameters and optimizer state before the first instruction.
-        parts: what the peak is made of → its bytes; see ``fxpipe.simulator.holding.PARTS``.
+        parts: part of the peak, as in ``fxpipe.simulator.holding.PARTS`` → its bytes.
     """
 
     peak: int
@@ -38,42 +38,42 @@ class Memory:
 def memory_over_time(simulation: Simulation, sizes: Sizes) -> tuple[Memory, ...]:
     """Device → its memory.
 
-    While a graph runs whose workspace is known, memory is what its nodes hold at their worst. What
-    another instruction makes counts from its start, and what it uses up until its end; a value
-    that arrives counts from its receive, or, with ``sizes.early``, from its arrival or from where
-    its receive is posted. One piece of memory that several buffers hold counts once, until the last
+    While a graph runs whose workspace is known, its memory is the most that its nodes hold. For
+    other instructions, outputs count from the start, and inputs that are used up count until the
+    end. A value that arrives counts from its receive, or, with ``sizes.early``, from its arrival or
+    from when its receive is posted. Memory that several buffers share counts once, until the last
     of them is gone.
     """
     everywhere, window = _updated(simulation), simulation.window
-    computed = (x for own in window.lists for x in own if isinstance(x, ins.Compute))
-    made = {
+    computed = (x for list_ in window.lists for x in list_ if isinstance(x, ins.Compute))
+    kind = {
         "apart": len({x.batch - x.version for x in computed}) > 1,
         "overlaps": window.depth > 0,
     }
     return tuple(
-        _memory(simulation, Holding(simulation.program, sizes, device, **made), everywhere)
+        _memory(simulation, Holding(simulation.program, sizes, device, **kind), everywhere)
         for device in range(simulation.devices)
     )
 
 
 def _updated(simulation: Simulation) -> dict[int, float]:
-    """Version → when all stages have made it, and gathered it where replicas have parts of it."""
-    found: dict[int, float] = {}
+    """Version → when all stages have made it, and gathered it if replicas have parts of it."""
+    times: dict[int, float] = {}
     for span in simulation.instructions():
         if isinstance(span.instruction, ins.Update | ins.GatherWeights):
             version = span.instruction.batch + 1
-            found[version] = max(found.get(version, 0), span.end)
-    return found
+            times[version] = max(times.get(version, 0), span.end)
+    return times
 
 
 def _early(simulation: Simulation, holding: Holding) -> list[tuple[float, int, int]]:
-    """For each value that is in memory before its receive: from when on, at which position the
-    device receives it, and its bytes."""
+    """For each value that is in memory before its receive: since when, the position of its receive
+    and its bytes."""
     most = holding.sizes.early
     if not most:
         return []
-    own, sizes = simulation.program.lists[holding.device], holding.sizes
-    received = {x.buffer: at for at, x in enumerate(own) if isinstance(x, ins.Receiving)}
+    list_, sizes = simulation.program.lists[holding.device], holding.sizes
+    received = {x.buffer: at for at, x in enumerate(list_) if isinstance(x, ins.Receiving)}
     if most < inf:  # its memory is taken when its receive is posted, at an earlier receive
         starts, ahead = simulation.events.starts[holding.device], int(most)
         places: defaultdict[int, list[int]] = defaultdict(list)

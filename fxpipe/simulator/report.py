@@ -1,8 +1,8 @@
-"""Simulations and profiles as a table, and as a trace for Perfetto and chrome://tracing.
+"""Simulations and measured runs as a table, and as a trace for Perfetto and chrome://tracing.
 
-The trace has Chrome's "Trace Event Format" (Google, 2016). Each simulation is a process, each
-device a thread in it, and so is each way between two devices on which a transfer takes time.
-Arrows lead from the task that makes a value to the one that needs it.
+The trace has Chrome's "Trace Event Format" (Google, 2016). Each simulation is a process. Each
+device is a thread in it, and so is each link on which transfers take time. Arrows lead from the
+task that makes a value to the task that needs it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ bubble: the share of the devices' time that is idle until the last micro-batch i
 before the first task (warm-up), for another device's task (waits for), for transfers (copies), for
 all devices (together), for other replicas (sums), the rest in between (other), after the last task
 (drain). stash: the most micro-batches kept for backward; versions: of the weights"""
-"""What the columns of the table mean, of which those with nothing in them are left out."""
+"""What the columns of the table mean. Empty columns are left out."""
 
 Event = dict[str, Any]
 
 _WIDTH = 140
 
 _INSIDE = 1e-3
-"""An arrow begins this share of its task before the task's end: at the end it would be behind."""
+"""An arrow begins this share of a task before the task's end; at the end itself, the viewer would
+not bind it to the task."""
 
 
 def simulation_table(simulation: Simulation) -> str:
-    """A row a device: busy, idle by cause, and what it keeps, as text."""
+    """The table as text: each device's busy time, its idle time by cause, and what it keeps."""
     program = simulation.program
     several = program.replicas > 1
     headings = ["device", "stages", "busy", "warm-up", "waits for", "copies", "together", "sums"]
@@ -66,11 +67,11 @@ def simulation_table(simulation: Simulation) -> str:
         ]
         rows.append(row)
     table = Table(title=_title(simulation), title_justify="left")
-    told = [at for at in range(len(headings)) if any(row[at] for row in rows)]
-    for at in told:
+    shown = [at for at in range(len(headings)) if any(row[at] for row in rows)]
+    for at in shown:
         table.add_column(headings[at], justify="left" if at < 2 else "right")
     for row in rows:
-        table.add_row(*(row[at] for at in told))
+        table.add_row(*(row[at] for at in shown))
     lines = [table_text(table, _WIDTH)]
     if simulation.sizes is not None:
         lines.append(_memory(simulation))
@@ -91,8 +92,8 @@ def simulation_table(simulation: Simulation) -> str:
 
 
 def peak_texts(simulation: Simulation) -> list[str]:
-    """Device → the most bytes that it is predicted to hold, as text; what stages with leaf modules
-    save is not known."""
+    """Device → the most bytes that it is predicted to hold, as text; "at least" if it is not known
+    what one of its stages saves."""
     assert simulation.sizes is not None
     held, unknown = simulation.program.held_by, simulation.sizes.unknown
     return [
@@ -103,7 +104,7 @@ def peak_texts(simulation: Simulation) -> list[str]:
 
 def _memory(simulation: Simulation) -> str:
     """What the memory of each device is made of when it holds the most."""
-    parts = [part for part in PARTS if any(each.parts[part] for each in simulation.memory)]
+    parts = [part for part in PARTS if any(memory.parts[part] for memory in simulation.memory)]
     table = Table(title="memory at its peak, predicted", title_justify="left")
     table.add_column("device")
     for heading in ("peak", "at", *parts):
@@ -111,13 +112,13 @@ def _memory(simulation: Simulation) -> str:
     table.add_column("while")
     peaks = peak_texts(simulation)
     for device, memory in enumerate(simulation.memory):
-        own = simulation.program.lists[device]
+        list_ = simulation.program.lists[device]
         table.add_row(
             str(device),
             peaks[device],
             _time(simulation, memory.time),
             *(bytes_text(memory.parts[part]) for part in parts),
-            print_instruction(own[memory.position]) if own else "",
+            print_instruction(list_[memory.position]) if list_ else "",
         )
     return table_text(table, _WIDTH)
 
@@ -132,14 +133,14 @@ def _title(simulation: Simulation) -> str:
 
 
 def _sums(simulation: Simulation) -> str:
-    """What it takes to sum the gradients over the replicas."""
+    """How much of the sums over the replicas hides, and the bytes that they take."""
     replicas = simulation.program.replicas
     what = "sum gradients" + " and gather weights" * bool(simulation.program.sharded)
-    told = f"{simulation.hidden:.1%} of the time in which {replicas} replicas {what} hides"
+    text = f"{simulation.hidden:.1%} of the time in which {replicas} replicas {what} hides"
     if simulation.sizes is None:
-        return told
+        return text
     most = max(simulation.summed(replicas - 1)) // simulation.steps
-    return f"{told}; a device sends at most {bytes_text(most)} for them a step"
+    return f"{text}; a device sends at most {bytes_text(most)} for them a step"
 
 
 def _long_run(simulation: Simulation) -> str:
@@ -165,10 +166,9 @@ def _time(simulation: Simulation, time: float) -> str:
 
 
 def chrome_trace(*simulations: Simulation) -> dict[str, Any]:
-    """The trace of simulations side by side, as what JSON can hold.
+    """The trace of simulations side by side, as a JSON object.
 
-    Their times are in seconds if one of them is in seconds, else in milliseconds: a forward that
-    takes 1 is a millisecond long.
+    Their times count as seconds if one of them is in seconds, otherwise as milliseconds.
     """
     seconds = any(simulation.seconds for simulation in simulations)
     events: list[Event] = []
@@ -238,7 +238,8 @@ class _Process:
         return self._slice(span.device, name, kind, span.start, span.end, args)
 
     def _arrows(self) -> Iterator[Event]:
-        """From the task that makes a value over its transfer to the task that first needs it."""
+        """Arrows from the task that makes a value, over its transfer, to the task that first needs
+        it."""
         program = self._simulation.program
         makers: dict[Buffer, Span] = {}
         users: dict[Buffer, Span] = {}
@@ -264,11 +265,11 @@ class _Process:
                 )
                 event["id"] = f"{self._process}.{number}"
                 if phase == "f":
-                    event["bp"] = "e"  # binds to the task that is there, not to the next
+                    event["bp"] = "e"  # binds to the task around it, not to the next one
                 yield event
 
     def _memory(self) -> Iterator[Event]:
-        """What each device holds, where sizes are known: a point wherever it changes."""
+        """What each device holds, if sizes are known: an event wherever it changes."""
         simulation = self._simulation
         if simulation.sizes is None:
             return

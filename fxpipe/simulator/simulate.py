@@ -1,4 +1,4 @@
-"""Simulate a program, or a schedule without a model, whose stages each hand on one value."""
+"""Simulate a program, or a schedule without a model as a chain of stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.ir.value import COPIED, FURTHEST, HOST, Buffer, Edge
 from fxpipe.ir.walk import waits_of, walk
-from fxpipe.simulator.costs import Costs, Link, Links, Times, task_times
+from fxpipe.simulator.costs import Costs, Links, Times, check_links, link_between, task_times
 from fxpipe.simulator.simulation import Events, Simulation, Transfer
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.simulator.sums import Sum, awaited_by, begun_by
@@ -39,32 +39,32 @@ def simulate(
     steps: int | None = None,
     beside: bool = True,
 ) -> Simulation:
-    """Run a program on paper.
+    """Compute when each instruction of a program would run.
 
     Every device runs its list in order, each instruction as soon as the one before it is done and
     what it waits for is there. Instructions that compute nothing take no time of their own.
 
-    Where devices have streams, an arrival holds up only what uses it.
+    If devices have streams, an arrival holds up only the tasks that use it.
 
     Args:
         program: a program with its communication in place.
-        costs: letter of a kind of task, or (letter, stage) → time; by default the kind's own, in
-            which a forward takes 1. Integers stay exact.
-        links: the latency and bandwidth of the way from one device to another, one for all or
-            (from, to) → Link, in the unit of the costs; None for transfers that take no time. The
-            way of gradients to the other replicas is that from a device to itself.
-        overlap: whether a device computes while it sends. Without, it waits until the value has
+        costs: letter of a kind of task, or (letter, stage) → time; by default the kind's own cost,
+            in which a forward takes 1. Integers stay exact.
+        links: the latency and bandwidth of the link from one device to another, one for all or
+            (from, to) → Link, in the unit of the costs; None for transfers that take no time.
+            Gradients go to the other replicas by the link from a device to itself.
+        overlap: whether a device computes while it sends. If not, it waits until the value has
             arrived.
         overhead: the time of an instruction that computes nothing, after it has waited.
-        serial: whether one thread runs the lists of all devices, by turns.
+        serial: whether one thread runs the lists of all devices in turns.
         sizes: bytes, for memory and for links of limited bandwidth.
-        steps: how many steps in a row, and the flush after the last; by default one, or, where
-            batches overlap, enough for everything to have come into its stride.
+        steps: how many steps in a row, with a flush after the last; by default one, or, if batches
+            overlap, enough to show what goes on between them.
         beside: whether a device computes while it stores and fetches what it offloads.
 
     Raises:
-        InputError: costs, links, sizes or steps do not fit, the program's communication is not in
-            place, or it gets stuck.
+        InputError: costs, links, sizes or steps are not valid, the program's communication is not
+            in place, or the program gets stuck.
     """
     if "communicate" not in program.passes:
         raise InputError(
@@ -80,7 +80,7 @@ def simulate(
     if not isinstance(count, Integral):
         raise InputError(f"steps is {count!r}; give a whole number of at least 1")
     flat = program if count == usual == 1 else unroll(program, count)
-    walked = walk([len(own) for own in flat.lists], waits_of(flat))
+    walked = walk([len(list_) for list_ in flat.lists], waits_of(flat))
     settings: dict[str, Any] = {
         "links": links,
         "overlap": overlap,
@@ -113,15 +113,15 @@ def simulate_schedule(
     replicas: int = 1,
     shards: bool = False,
 ) -> Simulation:
-    """Run a schedule on paper, of stages that each hand one value to the next.
+    """Simulate a schedule for stages that each hand one value to the next.
 
-    The value that stage s makes is ``y<s>``, for ``sizes``; the arguments are those of
-    ``simulate``. Where there are ``replicas`` and the schedule has no A, each stage gets one.
-    With ``shards`` each replica updates a part of the weights.
+    The arguments are those of ``simulate``; in ``sizes``, stage s makes the value ``y<s>``. With
+    several ``replicas``, each stage gets an A if the schedule has none. With ``shards``, each
+    replica updates a part of the weights.
 
     Raises:
         VerificationError: the schedule is not valid.
-        InputError: as ``simulate``, or there is not one replica at least.
+        InputError: as for ``simulate``, or ``replicas`` is no number of at least 1.
     """
     if not isinstance(replicas, Integral) or replicas < 1:
         raise InputError(f"replicas is {replicas!r}; give a whole number of at least 1")
@@ -134,9 +134,14 @@ def simulate_schedule(
 
 
 def default_steps(program: Program) -> int:
-    """One step where it ends with a flush, else as many as show what goes on between batches."""
+    """One step if it ends with a flush, else enough to show what goes on between batches."""
     delay = max(
-        (x.batch - x.version for own in program.lists for x in own if isinstance(x, ins.Compute)),
+        (
+            x.batch - x.version
+            for list_ in program.lists
+            for x in list_
+            if isinstance(x, ins.Compute)
+        ),
         default=0,
     )
     reach = max(program.depth, delay)
@@ -149,20 +154,19 @@ def default_steps(program: Program) -> int:
 
 
 def chain(stages: int, buckets: Mapping[int, Sequence[Bucket]] | None = None) -> Plan:
-    """Input ``x`` → ``y0`` → ``y1`` → … → ``loss``; the stages have no work in them."""
+    """A plan of empty stages in a row: ``x`` → ``y0`` → ``y1`` → … → ``loss``."""
     values = ["x", *(f"y{stage}" for stage in range(stages - 1)), "loss"]
     ends = [HOST, *range(stages), HOST]
     edges = tuple(
         Edge(ends[k], ends[k + 1], value, gradient=k > 0) for k, value in enumerate(values)
     )
-    parted = buckets or {}
-    graph = _empty()
-    made = [Stage(s, (), (), (), graph, buckets=tuple(parted.get(s, ()))) for s in range(stages)]
-    return Plan(tuple(made), edges)
+    buckets, graph = buckets or {}, _empty()
+    empty = [Stage(s, (), (), (), graph, buckets=tuple(buckets.get(s, ()))) for s in range(stages)]
+    return Plan(tuple(empty), edges)
 
 
 def with_sums(schedule: Schedule, replicas: int = 1, shards: bool = False) -> Schedule:
-    """A schedule with an A for each stage and copy, where it has none and sums gradients."""
+    """The schedule with an A for each stage and copy, if it sums gradients."""
     from fxpipe.passes.schedule import add_reduce
 
     summed = schedule.trains and (replicas > 1 or any(schedule.working))
@@ -177,9 +181,11 @@ def chain_program(
     shards: bool = False,
     buckets: Mapping[int, Sequence[Bucket]] | None = None,
 ) -> Program:
-    """Lower a verified schedule over a chain, with or without the frees; where it sums gradients
-    for two replicas, unless their number is given, those of some stages in ``buckets``. See
-    ``Lower`` for ``shards``."""
+    """Lower a verified schedule over a chain of stages; see ``Lower`` for ``shards``.
+
+    By default there are two ``replicas`` if it sums gradients, else one. ``buckets`` has those of
+    the stages' gradients.
+    """
     from fxpipe.passes.lowering.communicate import communicate
     from fxpipe.passes.lowering.free import free
     from fxpipe.passes.lowering.lower import Lower
@@ -212,7 +218,10 @@ def run(
     sizes: Sizes | None = None,
     beside: bool = True,
 ) -> Events:
-    """Give every instruction its time, in an order in which they can run; see ``simulate``."""
+    """Compute the start and end of every instruction, in an order in which they can run.
+
+    ``turns`` has that order; all else is as for ``simulate``.
+    """
     lists = program.lists
     events = Events(tuple([] for _ in lists), tuple([] for _ in lists))
     transfers = events.transfers
@@ -231,6 +240,11 @@ def run(
             )
         return transfers[awaited].end
 
+    def move(what: Buffer | Sum, target: int, ready: float, start: float, end: float) -> float:
+        """Note a transfer, and return when it is over."""
+        transfers[what] = Transfer(what, device, target, position, ready, start, end)
+        return end
+
     for device, stop in turns:
         starts, ends = events.starts[device], events.ends[device]
         now = now if serial else events.free(device)
@@ -245,21 +259,15 @@ def run(
                 now += time * share_of(instruction, program, sizes) if parts else time
                 sums = begun_by(instruction, program) if parts or letter in "AU" else None
                 if sums is not None:
-                    start, end = ways.carry(sums, device, device, now)
-                    transfers[sums] = Transfer(sums, device, device, position, now, start, end)
-                    if not overlap:
-                        now = end
+                    end = move(sums, device, now, *ways.carry(sums, device, device, now))
+                    now = now if overlap else end
             else:
                 match instruction:
                     case ins.Send(buffer) | ins.Stash(buffer):
                         now += overhead
                         target = program.destination(instruction)
-                        start, end = ways.carry(buffer, device, target, now)
-                        transfers[buffer] = Transfer(
-                            buffer, device, target, position, now, start, end
-                        )
-                        if not overlap:
-                            now = end
+                        end = move(buffer, target, now, *ways.carry(buffer, device, target, now))
+                        now = now if overlap else end
                     case ins.Receive(buffer) | ins.Pop(buffer):
                         now = max(now, transfers[buffer].end) + overhead
                     case ins.AllGather() | ins.TakePart() | ins.GatherWeights():
@@ -273,11 +281,8 @@ def run(
                             ready = max(now, end_of(instruction.stored))
                         start = max(ready, lanes.get(lane, ready))
                         end = lanes[lane] = start + times[letter, buffer.source]
-                        transfers[buffer] = Transfer(
-                            buffer, device, device, position, ready, start, end
-                        )
-                        if not (overlap and beside):
-                            now = end
+                        move(buffer, device, ready, start, end)
+                        now = now if overlap and beside else end
                     case _ if (moved := awaits(instruction)) is not None:
                         now = max(now, end_of(moved)) + overhead
                     case ins.Barrier() | ins.Pause():
@@ -285,7 +290,7 @@ def run(
                         meeting = kind, met[device][kind]
                         met[device][kind] += 1
                         if meeting not in meetings:
-                            # nobody is past it yet
+                            # no device is past it yet
                             meetings[meeting] = max(map(events.free, range(len(lists))))
                         now = max(now, meetings[meeting]) + overhead
                     case _:
@@ -295,7 +300,7 @@ def run(
 
 
 def share_of(instruction: ins.Instruction, program: Program, sizes: Sizes | None = None) -> float:
-    """The share of its task's time that an instruction takes; equal ones where none are known."""
+    """The share of its task's time that an instruction takes; equal parts if none are known."""
     match instruction:
         case ins.PartialBackward(stage, kind=kind, bucket=bucket):
             pass
@@ -311,28 +316,14 @@ def share_of(instruction: ins.Instruction, program: Program, sizes: Sizes | None
 
 
 class _Ways:
-    """The links, and until when each is taken."""
+    """The links, and until when each is occupied."""
 
     def __init__(self, program: Program, links: Links | None, sizes: Sizes | None) -> None:
         self._links = links
         self._sizes = sizes or Sizes()
         self._program = program
         self._taken: dict[tuple[int, int], float] = {}
-        if links is not None and not isinstance(links, Link | Mapping):
-            raise InputError(
-                f"links is {links!r}; give one Link(latency, bandwidth), or one for each pair of "
-                "devices"
-            )
-        if isinstance(links, Mapping):
-            for pair, link in links.items():
-                devices = pair if isinstance(pair, tuple) and len(pair) == 2 else (-1,)
-                if not isinstance(link, Link) or not all(
-                    device in range(program.devices) for device in devices
-                ):
-                    raise InputError(
-                        f"links[{pair!r}] is {link!r}; map pairs of the devices 0 to "
-                        f"{program.devices - 1} to Link(latency, bandwidth)"
-                    )
+        check_links(links, program.devices)
 
     def carry(
         self, buffer: Buffer | Sum, source: int, target: int, now: float
@@ -340,29 +331,17 @@ class _Ways:
         """When a value that is ready now has the link for itself, and when it has arrived."""
         if self._links is None:
             return now, now
-        pair = source, target
-        if isinstance(self._links, Link):
-            link = self._links
-        elif pair in self._links:
-            link = self._links[pair]
-        else:
-            to = "its like in other replicas" if source == target else f"device {target}"
-            raise InputError(
-                f"device {source} sends to {to} and links has no such pair; add "
-                f"links[{source}, {target}] = Link(latency, bandwidth)"
-            )
+        pair, link = (source, target), link_between(self._links, source, target)
         start = max(now, self._taken.get(pair, now))
-        self._taken[pair] = start + self._occupied(buffer, link)
+        occupied = 0 if link.bandwidth == inf else self._bytes(buffer) / link.bandwidth
+        self._taken[pair] = start + occupied
         back = isinstance(buffer, Sum) and buffer.what == "sum"
         ways = 2 if back else 1  # there as parts, and back as their sums
         return start, self._taken[pair] + ways * link.latency
 
-    def _occupied(self, buffer: Buffer | Sum, link: Link) -> float:
-        return 0 if link.bandwidth == inf else self._bytes(buffer) / link.bandwidth
-
     def _bytes(self, buffer: Buffer | Sum) -> int:
-        """What crosses; of sums what the replica sends which sends the most: of parts of gradients
-        the first one, whose own part is the smallest, else the last one."""
+        """The bytes that cross. For sums, what the replica sends that sends the most: for parts of
+        gradients the first, whose own part is the smallest, otherwise the last."""
         sizes, carried = self._sizes, str(buffer)
         known: Mapping[Any, object]
         key: str | int

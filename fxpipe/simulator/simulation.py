@@ -1,4 +1,4 @@
-"""What a simulation found, or a profile measured."""
+"""The result of a simulation, or of a measured run."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class Transfer(NamedTuple):
-    """A value on its way from one device to another, or to the same one of the other replicas.
+    """The transfer of a value from one device to another, or to the same device of other replicas.
 
     Attributes:
         buffer: the value, or the gradients that are summed over the replicas.
         source: the device that sends it.
         target: the device that receives it.
-        position: of the send, the stash or the reduce-scatter in its device's list.
+        position: the position, in the device's list, of the instruction that sends it.
         ready: when it could leave.
         start: when it has the link for itself.
         end: when it has arrived.
@@ -49,15 +49,15 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Events:
-    """What happened when.
+    """The times of all instructions and transfers.
 
-    An instruction that computes nothing starts when the one before it is done, and ends when it has
-    stopped waiting; one that computes starts when it has.
+    An instruction starts when the one before it is done. If it computes nothing, it ends when it
+    has stopped waiting.
 
     Attributes:
-        starts: device → the start of each instruction that ran.
-        ends: device → the end of each.
-        transfers: value → its way.
+        starts: device → the start of each instruction.
+        ends: device → the end of each instruction.
+        transfers: value → its transfer.
     """
 
     starts: tuple[list[float], ...]
@@ -65,18 +65,18 @@ class Events:
     transfers: dict[Buffer | Sum, Transfer] = field(default_factory=dict)
 
     def free(self, device: int) -> float:
-        """When a device has run all that it ran."""
+        """The end of a device's last instruction."""
         return self.ends[device][-1] if self.ends[device] else 0
 
 
 class Span(NamedTuple):
-    """An instruction on a device from its start to its end.
+    """The time in which a device runs an instruction.
 
     Attributes:
         device: the device.
         start: when the instruction before it was done.
-        end: when it is done itself; of a receive, when its value is there.
-        instruction: what it is.
+        end: when it is done; for a receive, when its value is there.
+        instruction: the instruction.
         position: its index in its device's list of ``Simulation.program``.
     """
 
@@ -96,19 +96,19 @@ class Simulation:
     """When everything in some steps of a program happens, in the unit of the costs.
 
     Attributes:
-        program: the lists of all the steps, one after another, with batches and versions that
-            count from the first.
-        window: the program as it was given: one step of it.
+        program: the lists of all steps, one after another; batches and versions count from the
+            first step.
+        window: the program of one step.
         steps: how many steps.
-        events: start and end of every instruction, and the transfers.
-        sizes: bytes of what devices hold, or None where they are not known.
-        serial: whether one thread has the lists of all devices, by turns.
-        measured: whether a real run was measured.
+        events: the times of all instructions and transfers.
+        sizes: bytes of what devices hold, or None if they are not known.
+        serial: whether one thread runs the lists of all devices in turns.
+        measured: whether it is a measured run.
         seconds: whether times are in seconds.
         outside: seconds of a step besides its instructions, most of them before and after these.
-        off: the share by which nine of ten steps differ from the prediction at most; None where
+        off: the share by which nine of ten steps differ from the prediction at most; None if
             that is not known.
-        again: simulates the same for another number of steps.
+        again: number of steps → the same simulation for so many.
     """
 
     program: Program
@@ -129,7 +129,7 @@ class Simulation:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The tasks: all that computes, device by device in its order."""
+        """The tasks, which are all instructions that compute, device by device, in order."""
         return tuple([span for span in self.instructions() if ins.letter_of(span.instruction)])
 
     @property
@@ -138,51 +138,49 @@ class Simulation:
         return tuple(self.events.transfers.values())
 
     def instructions(self) -> Iterator[Span]:
-        """Every instruction, device by device in its order."""
-        for device, own in enumerate(self.program.lists):
-            times = zip(self.events.starts[device], self.events.ends[device], own, strict=True)
+        """Every instruction, device by device, in order."""
+        for device, list_ in enumerate(self.program.lists):
+            times = zip(self.events.starts[device], self.events.ends[device], list_, strict=True)
             for position, (start, end, instruction) in enumerate(times):
                 yield Span(device, start, end, instruction, position)
 
     @cached_property
     def makespan(self) -> float:
-        """When the last instruction of all ends, updates among them."""
+        """When the last instruction ends; updates count, too."""
         return max(map(self.events.free, range(self.devices)), default=0)
 
     @property
     def step_time(self) -> float:
-        """What a step takes from its call to its return, where the steps follow each other."""
+        """The mean time of a step, from its call to its return."""
         return self.makespan / self.steps + self.outside
 
     @property
     def range(self) -> tuple[float, float]:
-        """Between which times nine of ten steps are expected to lie. It is as wide as the rehearsed
-        steps spread (Student's interval for one step more), and by as much wider as, on this
-        machine, steps of a small pipe differed from what earlier ones had predicted. Twice
-        ``step_time`` where nothing was rehearsed."""
+        """The times between which nine of ten steps are expected to lie: Student's interval from
+        the rehearsed steps, widened by how much steps of a small pipe on this machine differed from
+        what earlier ones had predicted. Twice ``step_time`` if nothing was rehearsed."""
         off = 1 + (self.off or 0.0)
         return self.step_time / off, self.step_time * off
 
     @cached_property
     def through(self) -> float:
-        """When the last micro-batch is through: the end of the last task that has one."""
+        """When the last micro-batch is through: the end of the last task of a micro-batch."""
         return max((span.end for span in self.spans if _of_microbatch(span)), default=0)
 
     @cached_property
     def bubble(self) -> float:
         """Share of the devices' time that is idle, until the last micro-batch is through.
 
-        The updates that come after it do not count, as in the papers' (p − 1) / (m + p − 1).
+        Updates after that do not count, as in the papers' (p − 1) / (m + p − 1).
         """
         return idle_share(self.devices, [(s.start, s.end) for s in self.spans], self.through)
 
     @cached_property
     def bubble_size(self) -> float:
-        """The most that a device idles between its first task and its last.
+        """The most that a device idles between its first and last task of a micro-batch.
 
-        Tasks that come once a step, such as updates, are taken for none. The zero-bubble papers
-        measure schedules by it: what a device idles before and after, it may use for the steps
-        before and after.
+        The zero-bubble papers measure schedules by this, as a device may use the idle time before
+        and after for other steps.
         """
         extents: dict[int, list[float]] = {}
         for span in filter(_of_microbatch, self.spans):
@@ -201,17 +199,15 @@ class Simulation:
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        """Device → the time in which it computes nothing until the last micro-batch is through, by
-        cause."""
+        """Device → its idle time until the last micro-batch is through, by cause."""
         from fxpipe.simulator.analysis import idle_time
 
         return tuple(idle_time(self, device) for device in range(self.devices))
 
     @cached_property
     def hidden(self) -> float:
-        """Share of the time in which gradients are summed over the replicas, and new weights are
-        gathered, that hides: their device does something else, and does not wait. 1 where it takes
-        no time."""
+        """The share of the time for sums of gradients and gathered weights in which their device
+        does not wait for them. 1 if they take no time."""
         time = sum(t.end - t.start for t in self.transfers if isinstance(t.buffer, Sum))
         waited = sum(
             span.time for span in self.instructions() if isinstance(span.instruction, ins.Gathering)
@@ -219,8 +215,8 @@ class Simulation:
         return 1 - waited / time if time else 1.0
 
     def summed(self, replica: int = 0) -> tuple[int, ...]:
-        """Device → the bytes that it sends in one replica so that gradients are summed over all,
-        and, where optimizers are sharded, so that all have the new weights.
+        """Device → the bytes that it sends in one replica to sum gradients over all replicas and,
+        if optimizers are sharded, to gather the new weights.
 
         Raises:
             InputError: no sizes were given.
@@ -237,9 +233,9 @@ class Simulation:
 
     @cached_property
     def critical_path(self) -> tuple[Span | Transfer, ...]:
-        """What decides the makespan, from the start to the end: each begins where one ends.
+        """The instructions and transfers that decide the makespan, from the start to the end.
 
-        Instructions and transfers that take no time are left out.
+        Each begins where the one before it ends. Those that take no time are left out.
         """
         from fxpipe.simulator.analysis import critical_path
 
@@ -247,21 +243,21 @@ class Simulation:
 
     @cached_property
     def stash(self) -> tuple[int, ...]:
-        """Stage → the most micro-batches that it keeps at once for what is left of backward."""
+        """Stage → the most micro-batches that it keeps for backward at once."""
         from fxpipe.simulator.analysis import peak_stash
 
         return peak_stash(self.program)[0]
 
     @cached_property
     def device_stash(self) -> tuple[int, ...]:
-        """Device → the most that its stages keep together, in micro-batches of a stage."""
+        """Device → the most micro-batches that its stages together keep for backward at once."""
         from fxpipe.simulator.analysis import peak_stash
 
         return peak_stash(self.program)[1]
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
-        """Stage → the most versions of its weights that something still reads at once."""
+        """Stage → the most versions of its weights that are needed at once."""
         from fxpipe.simulator.analysis import peak_versions
 
         return peak_versions(self.program)
@@ -281,10 +277,10 @@ class Simulation:
 
     @cached_property
     def steady(self) -> Steady:
-        """What a step takes in the long run, when many follow each other.
+        """What steps take in the long run.
 
         Raises:
-            InputError: a measured run cannot go on.
+            InputError: it is a measured run, which cannot go on.
         """
         from fxpipe.simulator.analysis import steady_state
 
@@ -292,7 +288,7 @@ class Simulation:
 
     @cached_property
     def costs(self) -> dict[tuple[str, int], float]:
-        """Letter and stage → the mean time of these tasks; ``simulate`` takes it as costs."""
+        """Letter and stage → the mean time of these tasks, for ``simulate``'s ``costs``."""
         times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
         part = 0.0
         for span in self.spans:
@@ -302,10 +298,10 @@ class Simulation:
             if not isinstance(span.instruction, ins.PartialBackward):  # else its rest comes next
                 times[task.kind, task.stage].append(part)
                 part = 0
-        return {key: sum(own) / len(own) for key, own in times.items()}
+        return {key: sum(spent) / len(spent) for key, spent in times.items()}
 
     def draw(self, *beside: Simulation) -> Picture:
-        """Its tasks in time, and under them those of others, at the same scale.
+        """Draw the tasks over time, and below them those of other simulations at the same scale.
 
         Args:
             beside: other simulations of the program, such as a measured one.
@@ -315,7 +311,7 @@ class Simulation:
         return draw_simulations(self, *beside)
 
     def trace(self, path: str | PathLike[str], *beside: Simulation) -> None:
-        """Write a trace, with others beside it, that https://ui.perfetto.dev opens.
+        """Write a trace for https://ui.perfetto.dev, with other simulations beside this one.
 
         Raises:
             InputError: the file cannot be written.
@@ -325,10 +321,10 @@ class Simulation:
         write_trace(path, self, *beside)
 
     def html(self, *beside: Simulation) -> str:
-        """A page to move in, which any browser opens without a network: it zooms, pans, searches,
-        and tells of each task what it waits for and what its device holds.
+        """Return an interactive page that a browser opens without a network.
 
-        Above a measured run that is alone stands what its mean times predict.
+        It zooms, pans, searches, and shows for each task what it waits for and what its device
+        holds. A measured run without others gets a simulation with its mean times above it.
 
         Args:
             beside: other simulations of the program, such as a measured one.
@@ -362,7 +358,8 @@ class Simulation:
 
 
 def idle_share(devices: int, times: Iterable[tuple[float, float]], through: float) -> float:
-    """The share of the devices' time until then in which no task, of start and end, runs."""
+    """The share of the devices' time until ``through`` in which none of the tasks, given as (start,
+    end), runs."""
     if not through:
         return 0.0
     busy = sum(max(min(end, through) - start, 0) for start, end in times)

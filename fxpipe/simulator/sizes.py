@@ -1,4 +1,4 @@
-"""How many bytes everything takes that a device holds, and what its graphs add while they run."""
+"""The bytes of all that a device holds, and of what its graphs add while they run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ Crossing = tuple[str, bool]
 
 
 class Piece(NamedTuple):
-    """A piece of memory: the part of ``holding.PARTS`` that it counts as, what is in it, and its
-    size."""
+    """A piece of memory: its part, as in ``holding.PARTS``, what is in it, and its size."""
 
     part: str
     key: tuple[Any, ...]
@@ -29,9 +28,9 @@ class GraphInput(NamedTuple):
     """An argument of a graph.
 
     Attributes:
-        crossing: what it is.
+        crossing: the value or gradient.
         bytes: of its memory.
-        last: the last step at which the graph needs it.
+        last: the last step at which the graph reads it.
     """
 
     crossing: Crossing
@@ -40,12 +39,12 @@ class GraphInput(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What a backward that stops at a bucket of gradients leaves for the next part of it.
+    """What a part of a backward, up to a bucket of gradients, keeps for the next part.
 
     Attributes:
         bytes: of what nothing else holds.
-        values: values between stages that it holds.
-        gradients: values whose gradients it holds.
+        values: values between stages that it also holds.
+        gradients: values whose gradients it also holds.
     """
 
     bytes: int
@@ -58,12 +57,12 @@ class Workspace:
     """The bytes that a graph of a stage adds while it runs, step by step.
 
     Attributes:
-        levels: step → bytes more than before the graph ran, at the return last: what its nodes
-            have made and somebody still reads or gets, less what was kept for it alone and is used
-            up. Where this is below zero, it has freed more than it has made.
-        freed: what is freed besides, where nobody else holds it.
-        laid_out: what is copied, as the graph wants its elements, where it came from another
-            device; with the bytes of the copy.
+        levels: step → bytes more than before the graph ran; the return is the last step. They are
+            what its nodes have made and is still read or returned, less what was kept for this
+            graph alone and is used up. Below 0, it has freed more than it has made.
+        freed: arguments that are freed after their last use if nothing else holds them.
+        laid_out: arguments that are copied to the layout that the graph needs, if they came from
+            another device; with the bytes of the copy.
     """
 
     levels: tuple[int, ...]
@@ -71,11 +70,11 @@ class Workspace:
     laid_out: tuple[GraphInput, ...] = ()
 
     def peak(self, freed: Iterable[GraphInput] = (), copied: Iterable[GraphInput] = ()) -> int:
-        """The most bytes more than before.
+        """The most bytes that the graph adds.
 
         Args:
-            freed: what was there before and goes.
-            copied: what is made before the first step.
+            freed: arguments that it frees.
+            copied: copies that are made before its first step.
         """
         level = 0
         gone = [0] * (len(self.levels) + 1)
@@ -92,12 +91,12 @@ class Workspace:
 
 
 class Storage(NamedTuple):
-    """The memory that a value, or its gradient, lies in where it is made.
+    """The memory of a value, or its gradient, in the stage that makes it.
 
     Attributes:
-        value: the value, or gradient, that this memory counts as; empty for memory that is always
+        value: the value whose memory it is, or whose gradient's; empty for memory that is always
             there, such as a parameter's.
-        gradient: whether it is a gradient.
+        gradient: whether it is a gradient's memory.
         bytes: of the whole memory.
     """
 
@@ -110,12 +109,11 @@ class Storage(NamedTuple):
 class Sizes:
     """Bytes of what a device holds, each piece of memory counted once.
 
-    What a stage saves for its backward often holds its inputs and outputs as they are; these
-    count as values, and live as long as any buffer holds them.
+    Inputs and outputs that a stage saves for its backward count as values, and live as long as any
+    buffer holds them.
 
     Attributes:
-        values: value that crosses between stages → bytes of one micro-batch; its gradient has as
-            many.
+        values: value that crosses between stages → bytes of one micro-batch, and of its gradient.
         saved: stage → bytes of one micro-batch that its forward saves, without parameters,
             buffers and the values of ``holds``.
         deferred: stage → bytes that the first half of its backward leaves for the second, counted
@@ -124,29 +122,28 @@ class Sizes:
         saved_state: stage → bytes of those among them that its forward saves as they were before.
         parameters: stage → bytes of one version of its parameters.
         buffers: stage → bytes of the buffers that it reads.
-        gradients: stage → bytes of its sums of gradients, and of a further version of what is
+        gradients: stage → bytes of its sums of gradients, and of each further version of what is
             trained.
-        elements: stage → for the gradient of each of its parameters the number of elements, and
-            the bytes of one; where it is missing, they are taken for one gradient of single bytes.
-        buckets: stage → the buckets in which its gradients go.
-        started: stage → bytes of gradients that its first ones of a step are added to.
+        elements: stage → (number of elements, bytes of one) for each parameter's gradient. If
+            missing, ``gradients`` counts as one gradient of single bytes.
+        buckets: stage → the buckets in which its gradients are summed over the replicas.
+        started: stage → bytes of earlier gradients to which the first ones of a step are added.
         optimizer: stage → bytes of its optimizer's state, and of all else that is always there.
-        updating: stage → bytes that its update needs for itself while it runs.
-        undo: stage → bytes that are kept from its update on, to go back to, until all stages have
-            made theirs.
+        updating: stage → bytes that its update needs while it runs.
+        undo: stage → bytes that its update keeps, to undo it, until all stages have updated.
         holds: stage → values that its ``saved`` holds.
         deferred_holds: stage → values that its ``deferred`` holds.
         deferred_gradients: stage → values, into it or from it, whose gradients its ``deferred``
             holds.
-        places: (stage, value, whether its gradient) → where that lies which the stage makes; by
-            default in memory of its own.
-        laid_out: (stage, value, whether its gradient) → bytes of the copy that the stage makes
-            where it comes from another device, in another layout than the stage's graphs want.
-        runs: letter of a task and stage → what its graph adds while it runs; where it is missing,
-            all that it makes counts from its start, and what it uses up until its end. The part of
-            a backward up to bucket 0 has the letter B0 or W0, and the last part B-1 or W-1.
+        places: (stage, value, whether its gradient) → the memory of what the stage makes; by
+            default its own.
+        laid_out: (stage, value, whether its gradient) → bytes of the copy that the stage makes of
+            what comes from another device in another layout than its graphs need.
+        runs: letter of a task and stage → what its graph adds while it runs. If missing, outputs
+            count from its start, and inputs that it uses up until its end. The part of a backward
+            up to bucket 0 has the letter B0 or W0, and the last part B-1 or W-1.
         adding: the same for a task that adds to sums of gradients that are there already.
-        left: the same letters of parts and stage → what such a part leaves for the next one.
+        left: letter of such a part and stage → what the part keeps for the next one.
         early: how many values from each other device may be in memory before their receives.
             Infinite on ranks, which read a value as soon as it arrives; on ranks with streams as
             many receives as they post ahead.
@@ -179,8 +176,8 @@ class Sizes:
     unknown: frozenset[int] = frozenset()
 
     def crossing(self, buffer: Buffer) -> int:
-        """Bytes that cross to another device: of a value; of what a stage gives to a copy, its
-        parameters and buffers; or of what that gives back, its sums and what its forwards wrote."""
+        """Bytes that cross to another device: a value; parameters and buffers, which a stage gives
+        to its copy; or sums and what forwards wrote, which the copy gives back."""
         stage = buffer.source
         if buffer.kind == "weights":
             return self.parameters.get(stage, 0) + self.buffers.get(stage, 0)
@@ -189,8 +186,7 @@ class Sizes:
         return self.values.get(buffer.value, 0)
 
     def part(self, stage: int, replica: int, replicas: int, bucket: int | None = None) -> int:
-        """Bytes of the part of a stage's gradients, or of a bucket of them, that a replica sums for
-        all."""
+        """Bytes of the part of a stage's gradients, or of a bucket of them, that a replica sums."""
         whole = self.elements.get(stage, [(self.gradients.get(stage, 0), 1)])
         if bucket is not None and stage in self.buckets:
             whole = [whole[index] for index in self.buckets[stage][bucket].parameters]
@@ -204,18 +200,18 @@ class Sizes:
         what: Summed = "sum",
         bucket: int | None = None,
     ) -> int:
-        """Bytes that a replica sends so that a stage's gradients are summed over all of them: to
-        each other one its part, and then the sums of its own part, or the new weights, to all.
+        """Bytes that a replica sends to sum a stage's gradients over all replicas: to each other
+        replica its part, and then the sums of its own part, or its new weights, to all.
 
         Args:
             stage: the stage.
-            replica: which one sends.
+            replica: the replica that sends.
             replicas: how many there are.
             what: "sum" for both, "part" for the first, "weights" for the second alone.
-            bucket: of which bucket of the gradients; None for all.
+            bucket: the bucket of the gradients; None for all gradients.
         """
-        own = self.part(stage, replica, replicas, bucket)
+        part = self.part(stage, replica, replicas, bucket)
         if what == "weights":
-            return (replicas - 1) * own
-        parts = sum(self.part(stage, other, replicas, bucket) for other in range(replicas)) - own
-        return parts if what == "part" else parts + (replicas - 1) * own
+            return (replicas - 1) * part
+        parts = sum(self.part(stage, other, replicas, bucket) for other in range(replicas)) - part
+        return parts if what == "part" else parts + (replicas - 1) * part

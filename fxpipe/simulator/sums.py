@@ -1,5 +1,5 @@
-"""What goes on beside the devices: replicas exchange sums of gradients and new weights; stages
-offload what they keep."""
+"""What goes on beside a device's instructions: replicas exchange sums of gradients and new weights,
+and stages offload what they keep."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from fxpipe.ir.value import Buffer
 from fxpipe.simulator.sizes import Piece, Sizes
 
 Summed = Literal["sum", "part", "weights"]
-"""What replicas exchange: gradients until all have their sums, or, where optimizers are sharded,
-until each has the sum of its part; and then the parts of the new weights."""
+"""What replicas exchange: gradients until all replicas have their sums; or, with sharded
+optimizers, until each has the sum of its part, and later the parts of the new weights."""
 
 
 class Sum(NamedTuple):
-    """The gradients of a stage, or its new weights, on their way between the replicas."""
+    """A transfer between the replicas: the gradients of a stage, or its new weights."""
 
     stage: int
     batch: int
     what: Summed = "sum"
     bucket: int = -1
-    """Which of the stage's buckets of gradients; −1 for the last, or for all where there is one."""
+    """Which of the stage's buckets of gradients; −1 for the last or only one."""
 
     @property
     def kind(self) -> Literal["sum"]:
-        """What a picture tells it by, as it does buffers."""
+        """The kind by which pictures tell buffers and sums apart."""
         return "sum"
 
     def bucket_in(self, program: Program) -> int | None:
-        """Which bucket of gradients it is; None for all that the stage has."""
+        """Which bucket of gradients it is; None for all gradients of the stage."""
         return self.bucket if self.what != "weights" and self.stage in program.buckets else None
 
     def __str__(self) -> str:
@@ -46,13 +46,13 @@ _AWAITED: dict[type[ins.Instruction], Summed] = {
 
 
 def awaited_by(gathering: ins.Gathering) -> Sum:
-    """What an instruction that waits for the other replicas waits for; of several buckets the last
-    one, as they take the same way one after another."""
+    """What an instruction that gathers waits for: of several buckets the last, as they go one after
+    another over the same link."""
     return Sum(gathering.stage, gathering.batch, _AWAITED[type(gathering)])
 
 
 def begun_by(instruction: ins.Instruction, program: Program) -> Sum | None:
-    """What an instruction begins to exchange with the other replicas."""
+    """What an instruction begins to exchange with the other replicas, if anything."""
     match instruction:
         case ins.ReduceScatter(stage, batch):
             return Sum(stage, batch, "part" if stage in program.sharded else "sum")
@@ -64,8 +64,7 @@ def begun_by(instruction: ins.Instruction, program: Program) -> Sum | None:
 
 
 def beside(instruction: ins.Instruction) -> Buffer | None:
-    """What an instruction waits for that goes on beside its own device: that something is stored,
-    or fetched."""
+    """The copy, to or from where values are offloaded, that an instruction waits for, if any."""
     match instruction:
         case ins.Await(buffer):
             return buffer._replace(kind="fetching")
@@ -82,33 +81,32 @@ class Gradients:
     """The memory of the sums of gradients on a device, bucket by bucket as in ``Sum``."""
 
     def __init__(self, program: Program, sizes: Sizes, device: int) -> None:
-        """Nothing is summed yet."""
         self._program, self._sizes, self._device = program, sizes, device
-        own = program.lists[device]
-        self._updated = {(x.stage, x.batch) for x in own if isinstance(x, ins.Update)}
+        list_ = program.lists[device]
+        self._updated = {(x.stage, x.batch) for x in list_ if isinstance(x, ins.Update)}
         self._bytes: dict[tuple[int, int | None, int], int] = {}
 
     def sums(self, stage: int, batch: int) -> list[Piece]:
-        """A stage's sums; the first one is complete last."""
+        """A stage's sums, bucket by bucket; the first one is complete last."""
         return [self.sum_of(stage, batch, bucket) for bucket in self._buckets(stage)]
 
     def parts(self, stage: int, batch: int) -> list[Piece]:
-        """The parts of these that are summed here over the replicas."""
+        """The parts of the stage's sums that this replica sums."""
         return [self.part_of(stage, batch, bucket) for bucket in self._buckets(stage)]
 
     def sum_of(self, stage: int, batch: int, bucket: int) -> Piece:
-        """A bucket of the sums; those that no update uses are the caller's, for good."""
+        """The sum of a bucket. If no update uses it, it is one sum for all batches, which stays."""
         copied = self._program.placement[stage] != self._device
         of = batch if (stage, batch) in self._updated or copied else None
         return Piece("gradients", ("sum", stage, of, bucket), self.bytes(stage, bucket, 1))
 
     def part_of(self, stage: int, batch: int, bucket: int) -> Piece:
-        """The part of a bucket that is summed here."""
+        """The part of a bucket that this replica sums."""
         size = self.bytes(stage, bucket, self._program.replicas)
         return Piece("gradients", ("part", stage, batch, bucket), size)
 
     def bytes(self, stage: int, bucket: int | None, replicas: int) -> int:
-        """What the last of so many replicas sums of a bucket, or with None of all gradients."""
+        """The bytes of a bucket, or of all gradients, that the last of ``replicas`` sums."""
         key = stage, bucket if stage in self._program.buckets else None, replicas
         if key not in self._bytes:
             self._bytes[key] = self._sizes.part(stage, replicas - 1, replicas, key[1])
@@ -119,7 +117,7 @@ class Gradients:
 
 
 def graph_of(instruction: ins.Instruction) -> tuple[str, int] | None:
-    """The letter and stage of a task's graph in ``Sizes.runs``; None for other instructions."""
+    """The key of a task's graph in ``Sizes.runs``; None for other instructions."""
     letter = ins.letter_of(instruction)
     if letter is None:
         return None

@@ -89,7 +89,7 @@ def problems(stages: tuple[int, int], microbatches: tuple[int, int]) -> st.Searc
 
 def all_bounds(problem: Problem) -> list[Bound]:
     if problem.delay:
-        return list(mixing_bounds(problem))
+        return [*work_bounds(problem), *mixing_bounds(problem)]
     return [*work_bounds(problem), *chain_bounds(problem), *device_bounds(problem)]
 
 

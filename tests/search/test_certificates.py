@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from dataclasses import replace
-from math import inf
+from math import inf, nan
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from hypothesis import strategies as st
 
 import fxpipe
 from fxpipe.errors import VerificationError
-from fxpipe.search.bounds import Bound, device_bounds
+from fxpipe.search import check
+from fxpipe.search.bounds import Bound, chain_bounds, device_bounds
 from fxpipe.search.certificate import Certificate
 from fxpipe.search.listing import list_schedule
 from fxpipe.search.local import given_policies
@@ -56,6 +60,51 @@ def test_a_certificate_that_was_changed_is_refused(proven: Certificate) -> None:
     ):
         with pytest.raises(VerificationError):
             wrong.check()
+
+
+def test_the_checker_shares_only_the_problem_with_the_search() -> None:
+    tree = ast.parse(inspect.getsource(check))
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    own = {module for module in modules if module.startswith("fxpipe.search")}
+    assert own == {"fxpipe.search.certificate", "fxpipe.search.problem"}
+
+
+def test_no_rule_for_bounds_follows_from_the_others() -> None:
+    """Each is strictly the best for some problem, so that none can be left out."""
+    random = Random(0)
+    needed: set[str] = set()
+    for number in range(200):
+        numbers = [random.randint(1, 9) for _ in range(29)]
+        room = random.choice([1, 1.5, 2, 3])
+        problem = problem_of(random.randint(2, 5), random.randint(2, 8), numbers, room, False, True)
+        if number % 2:
+            homes = tuple(s % 2 for s in range(problem.stages))
+            problem = replace(problem, placement=homes, memory=(1000.0,) * 2)
+            problem = replace(problem, memory=tuple(room * x for x in problem.least_memory))
+        best = {bound.why: bound.time for bound in sorted(all_bounds(problem), key=time_of)}
+        why = max(best, key=best.__getitem__)
+        if best.pop(why) > max(best.values()) * (1 + 1e-9):
+            needed.add(why)
+    assert needed == {"work", "chain", "device"}
+
+
+def time_of(bound: Bound) -> float:
+    return bound.time
+
+
+def test_bounds_of_stages_that_there_are_not_are_refused(proven: Certificate) -> None:
+    """After the last input gradient of a stage, later stages need not have anything to do."""
+    chain = next(b for b in chain_bounds(proven.problem) if b.stage == 0)
+    assert replace(proven, bound=chain).check() == ()
+    for wrong in (
+        replace(chain, terms={**chain.terms, "end": 1}),
+        replace(chain, terms={**chain.terms, "end": -1}),
+        replace(chain, stage=-1),
+        replace(chain, stage=3),
+        replace(chain, time=nan),
+    ):
+        with pytest.raises(VerificationError):
+            replace(proven, bound=wrong).check()
 
 
 @given(st.one_of(problems((1, 4), (1, 6)), shared(), larger(), mixing((1, 4), (1, 6))))

@@ -358,7 +358,7 @@ def test_the_measured_times_of_a_plan_are_searched_with() -> None:
         ({"flush": "no"}, "flush is 'no'; give True or False"),
         ({"whole": 2}, "whole is 2; give True or False"),
         ({"exact": "x"}, "exact is 'x'; give True or False"),
-        ({"links": 1.0}, r"links is 1\.0; give Link"),
+        ({"links": 1.0}, r"links is 1\.0; give one Link"),
         ({"links": {(0, 1): 3}}, r"links\[\(0, 1\)\] is 3; give Link"),
         ({"links": {}}, r"links\[0, 1\]"),
         ({"links": Link(0, 1.0)}, "sizes="),
