@@ -94,9 +94,9 @@ class Stages:
         self._measured = {measured or compiled.samples: self._of_operations(compiled.plan)}
 
     def _of_operations(self, plan: Plan) -> Rehearsal:
-        """The times of each stage by its operations, which were measured one by one, with the
-        machine's overheads. Without overheads on ranks, where they would have to be the same in all
-        processes, and on streams, which hide them."""
+        """The times of each stage's operations, measured one by one, with the machine's overheads;
+        without these on ranks, which would measure different ones, and on streams, which hide them.
+        """
         one_process = self._options.group.size == 1 and not self._options.places
         machine = overheads() if one_process else Overheads()
         measured = measured_costs(plan).items()
@@ -145,9 +145,8 @@ class Stages:
                 self._ran = True
 
     def _learn_from(self, other: Stages) -> None:
-        """Divide the times of other stages' rehearsals among these stages, until these are
-        rehearsed themselves: each stage gets its share by the times of its operations, and of
-        updates by the bytes of its weights."""
+        """Divide the times of other stages' rehearsals among these stages: by the times of their
+        operations, and for updates by the bytes of their weights."""
         weights = self._held(self._compiled.samples).gradients
         shares = {**self._measured[self._compiled.samples].costs}
         shares |= {("U", s): float(size) for s, size in weights.items()}
@@ -193,8 +192,8 @@ class Stages:
         return best_of([each for each in results if each.fits(self._limits)] or results[:1])
 
     def confirmed(self, best: Predicted, rehearse: Rehearse) -> Predicted:
-        """Predict the best candidate again, with times that were rehearsed over these stages; or
-        return a schedule that a search finds, if that is faster."""
+        """Predict the best candidate with times rehearsed over these stages; or return a schedule
+        that a search finds, if that is faster."""
         choice = best.candidate
         if self._taught and not self._ran:
             self.rehearse(rehearse, choice)
