@@ -222,16 +222,17 @@ class Stages:
         candidate; by default with those of the options, and within the memory limits."""
         count, memory = len(self._compiled.kernels), self._limits
         base = candidate or Candidate(find_recipe("1f1b"), count, self._modes)
-        for _ in range(_ROUNDS):
+        rounds = _ROUNDS if candidate is None else 1
+        while True:
             recipe = _as_recipe(self._search(base, memory, seconds))
             predicted = self.predict(replace(base, recipe=recipe))
             if predicted is None:
                 raise InputError("these stages cannot run in halves; name a schedule yourself")
             over = predicted.over(self._limits)
-            if not any(over) or candidate is not None:
-                break
+            rounds -= 1
+            if not any(over) or not rounds:
+                return predicted
             memory = tuple(limit - excess for limit, excess in zip(memory, over, strict=True))
-        return predicted
 
     def _search(self, base: Candidate, memory: Sequence[float], seconds: float) -> Schedule:
         """A schedule for the stages' times and bytes, each stage handing one value to the next."""

@@ -76,7 +76,8 @@ class Compiled:
     def names(self, stage: int) -> frozenset[str]:
         """The names in the model of the parameters and buffers that a stage reads or writes."""
         part = self.plan.stages[stage]
-        names = {each.target for each in (*part.parameters, *part.buffers, *part.writes)}
+        names = {argument.target for argument in (*part.parameters, *part.buffers)}
+        names |= {write.target for write in part.writes}
         for norm in self.traced.deferred:
             if norm.moments in names:
                 names |= {norm.running_mean, norm.running_var}

@@ -124,7 +124,7 @@ class Guards:
         return variant, flags, trained, (strides, counts, dtypes), cast, torch.get_default_dtype()
 
     def variant(self) -> int:
-        """Return the number of the model's present variant, which is a new one if its state is new."""
+        """The number of the model's present variant, which is a new one if its state is new."""
         if self._seen is not None and self._current is not None and self._seen.holds():
             return self._current.number
         snapshots: dict[int, StateSnapshot] = {}

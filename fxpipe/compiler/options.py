@@ -163,6 +163,6 @@ class Options:
         lines.append(
             f"scaler: {self.scaler and (self.scaler.is_enabled(), self.scaler.get_scale())}"
         )
-        names = [field.name for field in fields(self) if field.name not in apart]
+        names = [option.name for option in fields(self) if option.name not in apart]
         lines += [f"{name}: {getattr(self, name)!r}" for name in names]
         return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))
