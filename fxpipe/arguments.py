@@ -61,11 +61,8 @@ def read_schedule(
 
 
 def read_decides(schedule: Any, delay: Any, predict: Any) -> str:
-    """Return "search" or "auto" if the first step chooses the schedule, else "".
-
-    Raises:
-        InputError: a delay or predicted weights are asked for, which the choice does not offer.
-    """
+    """Return "search" or "auto" if the first step chooses the schedule, else "". Raises InputError
+    if a delay or predicted weights are asked for, which the choice does not offer."""
     if schedule not in ("search", "auto") or not isinstance(schedule, str):
         return ""
     if delay and schedule == "auto":
@@ -151,12 +148,8 @@ def check_copies(recipe: Recipe, device: torch.device) -> None:
 
 
 def read_objective(loss: Any, reduction: Any, loss_weight: Any) -> Objective:
-    """Return the objective of a step.
-
-    Raises:
-        InputError: the loss is no function or has parameters, the reduction is unknown, or the
-            weight is no function or given with "sum".
-    """
+    """Return the objective of a step. Raises InputError if the loss is no function or has
+    parameters, the reduction is unknown, or the weight is no function or given with "sum"."""
     if loss is not None and not callable(loss):
         raise InputError(f"loss is {loss!r}; give a function loss(output, *targets)")
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
@@ -179,11 +172,8 @@ def read_objective(loss: Any, reduction: Any, loss_weight: Any) -> Objective:
 
 
 def read_batch_dims(batch_dims: Any, model: nn.Module) -> BatchDims:
-    """Return a mapping: input → its batch dimension, or None.
-
-    Raises:
-        InputError: it is no such mapping, or it names something that is no input of the model.
-    """
+    """Return a mapping: input → its batch dimension, or None. Raises InputError if it is no such
+    mapping, or names something that is no input of the model."""
     if batch_dims is None:
         return {}
     cure = "give a dict from names of inputs to a dimension or None, such as {'x': 1}"
@@ -229,11 +219,8 @@ def check_stage_compiler(stage_compiler: Any, cuda_graphs: bool) -> None:
 
 
 def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Module]:
-    """Return a mapping: name in the model → leaf module.
-
-    Raises:
-        InputError: an entry is no submodule, or a class that no submodule has.
-    """
+    """Return a mapping: name in the model → leaf module. Raises InputError if an entry is no
+    submodule, or a class that no submodule has."""
     if isinstance(leaf_modules, str | type | nn.Module) or not isinstance(leaf_modules, Sequence):
         raise InputError(
             f"leaf_modules is one {type(leaf_modules).__name__}; give a list of submodules, of "
@@ -252,8 +239,8 @@ def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Modul
         if not names:
             word = getattr(wanted, "__name__", None) or f"a {type(wanted).__name__}"
             raise InputError(
-                f"leaf_modules has {word}, and no submodule is that or of that class; give "
-                "submodules of the model, below itself, or their names or classes"
+                f"leaf_modules has {word}, which is no submodule, and no class of a submodule; "
+                "give submodules of the model (not itself), or their names or classes"
             )
         leaves |= {name: known[name] for name in names}
     return leaves
@@ -288,11 +275,8 @@ def check_sharding(shard_optimizer: Any, optimizer: Any, predict: bool) -> None:
 
 
 def read_modes(option: str, given: Any, stages: int) -> RecomputeLike:
-    """Check ``recompute`` or ``offload``, and return it.
-
-    Raises:
-        InputError: a mode or a stage is unknown, or there are not as many modes as stages.
-    """
+    """Return the ``recompute`` or ``offload`` that is given. Raises InputError if a mode or a stage
+    is unknown, or there are not as many modes as stages."""
     known, modes = get_args(Recompute), [given]
     if isinstance(given, Mapping):
         wrong = [stage for stage in given if stage not in range(stages)]
@@ -332,12 +316,9 @@ def check_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> None:
 
 
 def check_model(model: Any, place: torch.device) -> None:
-    """Check that a pipe can run the model.
-
-    Raises:
-        InputError: it is no module, has tensors that are neither on the CPU nor on the pipe's type
-            of device, was made in inference mode, or has a SyncBatchNorm or a torch.jit module.
-    """
+    """Raise InputError if the model is no module, has tensors that are neither on the CPU nor on
+    the pipe's type of device, was made in inference mode, or has a SyncBatchNorm or a torch.jit
+    module."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is {model!r}; give an nn.Module")
     for name, parameter in model.named_parameters():

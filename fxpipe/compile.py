@@ -82,7 +82,7 @@ def compile(
         model: any module. Its parameters are used in place, never copied. A model on the meta
             device gets its values later, by ``load``, ``load_state_dict`` or ``reset_parameters``;
             over ranks, each rank allocates the tensors of its own stages only.
-        devices: where the stages run: one on each device, or as many as the schedule places there.
+        devices: where the stages run, one on each device or as many as the schedule places there:
 
             - a list of names or torch.devices. A device may be listed several times; each entry
               computes on a stream of its own.
@@ -94,19 +94,20 @@ def compile(
               replicas of the pipeline.
         schedule: a name ("1f1b", "gpipe"), a Schedule, its text, a path to its text, a schedule in
             a Python file ("path/to/file.py:name"; the file is executed), or a function that writes
-            a schedule. With two further names the first step chooses the schedule:
+            a schedule. Two further names let the first step choose the schedule:
 
             - "search" searches for one, for at most ten seconds, with the measured times of the
-              stages and within ``memory_limits``. With a ``delay`` it is one without a flush. See
-              ``search_schedule``.
+              stages and within ``memory_limits``. If ``delay`` is given, the schedule has no flush.
+              See ``search_schedule``.
             - "auto" takes the schedule that is predicted to be fastest within ``memory_limits``:
               one of the library's schedules with a flush, with one or two stages on each device,
               or one that it searches for. It also chooses ``microbatches``, ``recompute`` and
               ``offload`` unless you give them. See docs/planner.md.
 
             A batch that is larger than all before makes them choose again, except over replicas.
-        microbatches: how many parts a batch is split into; by default four for each device. A batch
-            with fewer samples, as the last of an epoch may be, is split into single samples.
+        microbatches: the number of parts that a batch is split into; by default four for each
+            device. A batch with fewer samples than that, as the last of an epoch may be, is split
+            into single samples.
         delay: for schedules whose batches overlap: how many versions behind the newest the weights
             that a batch reads may be. The default is the schedule's own delay. With
             ``schedule="search"`` it is the largest delay that the search may choose.
@@ -120,10 +121,11 @@ def compile(
             that recomputes keeps only its inputs, and runs its forward again before its backward.
             Or a mode for each stage: a list of modes, or a mapping from stage numbers to modes;
             stages that the mapping leaves out never recompute.
-        offload: the same modes. A stage that offloads stores what it keeps for its backward (its
-            inputs, if it recomputes) outside of its device's memory while it computes, and fetches
-            it in time. CUDA devices store in pinned host memory, and CPU devices in an unnamed file
-            in the folder of Python's ``tempfile`` (TMPDIR).
+        offload: the same modes as for ``recompute``. A stage that offloads stores what it keeps for
+            its backward (its inputs, if it recomputes) outside of its device's memory, and fetches
+            it in time; both happen beside its computations. CUDA devices store in pinned host
+            memory, and CPU devices in an unnamed file in the folder of Python's ``tempfile``
+            (TMPDIR).
         loss: ``loss(output, *targets)`` → a scalar, or one loss per sample. None if the model
             itself returns the loss, alone or as ``.loss``. A parameter of the model that the loss
             function reads directly gets no gradient from there, and if batches overlap, the loss

@@ -55,7 +55,7 @@ def read_devices(devices: int | Sequence[str | Place]) -> list[Place]:
         if devices > torch.cuda.device_count():
             raise InputError(
                 f"devices is {devices} and there are {torch.cuda.device_count()} CUDA devices; "
-                "name them one by one, where one may stand several times"
+                "name them one by one, as one device may be listed several times"
             )
         devices = [f"cuda:{index}" for index in range(devices)]
     if isinstance(devices, str):
@@ -71,8 +71,8 @@ def read_devices(devices: int | Sequence[str | Place]) -> list[Place]:
     for index, stream in enumerate(streams):
         if stream in streams[:index]:
             raise InputError(
-                f"{stream} stands twice in devices, which would compute one after the other; give "
-                f'each a stream of its own, or name "{stream.device}" twice'
+                f"{stream} stands twice in devices, and its stages would run one after the other; "
+                f'give each entry a stream of its own, or name "{stream.device}" twice'
             )
     return places
 

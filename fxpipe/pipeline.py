@@ -289,24 +289,20 @@ class Pipeline(Saved):
         RankError if a tensor of the stage has other values in another replica."""
         self._shown = self._shown or compiled
         if self._options.hollow and compiled is not self._filled:
-            self._refuse_hollow(compiled)
+            stages = filter(self._options.owns, range(len(compiled.plan.stages)))
+            names = frozenset[str]().union(*map(compiled.names, stages))
+            for name, tensor in compiled.traced.state_of(self._model).items():
+                if name in names and tensor.is_meta:
+                    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+                    raise InputError(
+                        f"{kind} {name!r} has no data, as the model was built on the meta device; "
+                        "give the values first: pipe.load(folder), pipe.load_state_dict(...), or "
+                        "pipe.reset_parameters(); tensors that are in no state dict, or that no "
+                        'step reads, can be made with data (device="cpu") where the model is built'
+                    )
+            self._filled = compiled
         if self._group.replicas > 1:
             self._changes.check(compiled)
-
-    def _refuse_hollow(self, compiled: Compiled) -> None:
-        stages = filter(self._options.owns, range(len(compiled.plan.stages)))
-        names = frozenset[str]().union(*map(compiled.names, stages))
-        state = compiled.traced.state_of(self._model)
-        for name, tensor in state.items():
-            if name in names and tensor.is_meta:
-                kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
-                raise InputError(
-                    f"{kind} {name!r} has no data, as the model was built on the meta device; give "
-                    "the values first: pipe.load(folder), pipe.load_state_dict(...), or "
-                    "pipe.reset_parameters(); tensors that are in no state dict, or that no step "
-                    'reads, can be made with data (device="cpu") where the model is built'
-                )
-        self._filled = compiled
 
     def _taken(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, *, step: bool
@@ -335,11 +331,8 @@ class Pipeline(Saved):
         return batch.in_parts(count, self._group.replica)
 
     def _ready(self, micro: MicroBatches, kind: Kind) -> tuple[Compiled, MicroBatches]:
-        """Return the compiled program for a call, and the call's batch.
-
-        The batch is split anew if the compiler decides on another number of micro-batches. All
-        ranks agree on the call first. While a call is compiled, nothing else runs.
-        """
+        """Return the compiled program for a call on which all ranks agree, and its batch, split
+        anew if the compiler decides so. While a call is compiled, nothing else runs."""
         if kind.purpose == "step" and self._compiler.decides(micro):
             with self._engine.quiet():
                 count = self._compiler.decide(

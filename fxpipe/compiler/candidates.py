@@ -82,7 +82,7 @@ class Stages:
         self._size, self._options = size, compiler.options
         self._graph = compiler.plans.graph_of(compiled.traced)
         self._limits, self._links = limits, given_links(compiler.options)
-        self._limited = any(limit < math.inf for limit in self._limits)
+        self._devices, self._limited = len(limits), any(limit < math.inf for limit in limits)
         group = compiler.options.group  # all ranks take the rates of the first: they choose alike
         rates = partial(away_rates, compiler.options.here.type)
         self._away = group.share("how fast tensors are stored", rates) if group.size > 1 else None
@@ -112,15 +112,15 @@ class Stages:
             self._learn_from(like)
             return
         counts, modes = [len(self._compiled.kernels)], self._modes
-        devices = len(self._limits)
         auto = self._options.decides == "auto"
         if auto and self._limited and self._options.recompute == "never":
             modes = modes_of("always", len(modes))
         if auto and self._options.microbatches is None:
-            counts = microbatch_counts(self._size, devices)[:3]
-        families = {find_recipe(names[0]).place(devices): names for names in reversed(FAMILIES)}
-        for count, name in product(counts, reversed(families[self._placement])):
-            self.rehearse(rehearse, Candidate(find_recipe(name), count, modes))
+            counts = microbatch_counts(self._size, self._devices)[:3]
+        families = [[find_recipe(name) for name in names] for names in FAMILIES]
+        recipes = next(f for f in families if f[0].place(self._devices) == self._placement)
+        for count, recipe in product(counts, reversed(recipes)):
+            self.rehearse(rehearse, Candidate(recipe, count, modes))
         samples = self._compiled.samples
         further = samples // 4 if samples >= 8 else min(4 * samples, self._size)
         if auto and len(counts) > 1 and not self._taught and further != samples:
@@ -170,12 +170,12 @@ class Stages:
 
     def fastest(self) -> Predicted:
         """The best of the library's schedules, numbers of micro-batches and recomputations."""
-        options, devices = self._options, len(self._limits)
+        options = self._options
         counts = [options.microbatches] if options.microbatches else None
         schedules = [
             (recipe, count)
-            for recipe in library_over(devices, lambda _: self._placement)
-            for count in counts or microbatch_counts(self._size, devices)
+            for recipe in library_over(self._devices, lambda _: self._placement)
+            for count in counts or microbatch_counts(self._size, self._devices)
         ]
         free = options.recompute == "never"
         offload_free = free and options.offload == "never" and not options.cuda_graphs
@@ -209,12 +209,12 @@ class Stages:
 
     def may_be_beaten(self, seconds: float) -> bool:
         """Whether other stages of the model could take less, if their devices were never idle."""
-        devices, given = len(self._limits), self._options.microbatches
+        given = self._options.microbatches
         bounds = []
-        for count in [given] if given else microbatch_counts(self._size, devices):
+        for count in [given] if given else microbatch_counts(self._size, self._devices):
             known = self._known(self._samples(count), "FB")
             work = count * _forward_and_backward(known)
-            bounds.append(work / (1 if known.serial else devices) + known.overheads.step)
+            bounds.append(work / (1 if known.serial else self._devices) + known.overheads.step)
         return seconds > EXACT * min(bounds)
 
     def searched(self, candidate: Candidate | None = None, seconds: float = SECONDS) -> Predicted:
@@ -227,7 +227,7 @@ class Stages:
             recipe = _as_recipe(self._search(base, memory, seconds))
             predicted = self.predict(replace(base, recipe=recipe))
             if predicted is None:
-                raise InputError("these stages cannot run in halves; name a schedule yourself")
+                raise InputError("these stages run whole backwards only; name a schedule yourself")
             over = predicted.over(self._limits)
             rounds -= 1
             if not any(over) or not rounds:
@@ -293,11 +293,10 @@ class Stages:
 
     def _least(self, recipe: Recipe, count: int) -> float:
         """A lower bound for the seconds of a step."""
-        devices = len(self._limits)
-        known = self._known(self._samples(count), recipe(devices, count).kinds)
+        known = self._known(self._samples(count), recipe(self._devices, count).kinds)
         if known.serial:  # one thread does the work of all devices
             return count * _forward_and_backward(known) + known.overheads.step
-        return least_seconds(known.costs, recipe, count, devices) + known.overheads.step
+        return least_seconds(known.costs, recipe, count, self._devices) + known.overheads.step
 
     def _at(self, samples: int) -> Compiled:
         """The same stages for micro-batches of another size."""
@@ -333,8 +332,8 @@ class Stages:
         leaves = self._compiled.traced.leaves
         if "I" in schedule.kinds and ("I" not in self._compiled.schedule.kinds or leaves):
             raise InputError(
-                f"schedule {schedule.name!r} has backwards in halves, in which these stages are "
-                'not measured; name one that has whole ones, such as "1f1b"'
+                f"schedule {schedule.name!r} has backwards in halves, and these stages have whole "
+                'ones; name a schedule with whole backwards, such as "1f1b"'
             )
         call = self._at(self._samples(candidate.microbatches)) if sized else self._compiled
         return schedule, self.compiler.lowered(call.plan, schedule, "step", self._updates)

@@ -23,13 +23,8 @@ from fxpipe.passes.tracing.loss_terms import Divisor
 
 
 class Kind(NamedTuple):
-    """The kind of a call.
-
-    Attributes:
-        purpose: what the call is for.
-        updates: whether it updates the weights.
-        outputs: whether it returns the model's outputs for the whole batch.
-    """
+    """The kind of a call: what it is for, whether it updates the weights, and whether it returns
+    the model's outputs for the whole batch."""
 
     purpose: Purpose
     updates: bool = False

@@ -54,11 +54,8 @@ class Leaves:
 
     def grow(self, error: TraceError) -> TraceError | None:
         """Make the smallest submodule around a line that cannot be traced a leaf module, and all
-        submodules of its class, which would fail at the same line; see ``shrink``.
-
-        Returns:
-            None, or the error to raise if there is no submodule around the line.
-        """
+        submodules of its class, which would fail at the same line. Returns None, or the error to
+        raise if there is no such submodule. See also ``shrink``."""
         where, around = error.where, list(error.submodules)
         if isinstance(error, UnfitLeaf) and error.name in self.unasked:
             where, around = self.unasked[error.name], called(self._options.model, error)
@@ -94,13 +91,8 @@ class Leaves:
         )
 
     def tell_rest(self, error: TraceError, calls: Sequence[str], count: int) -> None:
-        """Warn, once, that the rest of the model's own ``forward`` is called as it is, because of
-        a line that cannot be traced.
-
-        Args:
-            calls: the submodules that ``forward`` calls, in order.
-            count: how many of these calls come before the rest.
-        """
+        """Warn, once, that ``forward`` is called as it is from a line on that cannot be traced. Of
+        its ``calls`` of submodules, ``count`` come before that line."""
         if error.where in self._told:
             return
         self._told.add(error.where)

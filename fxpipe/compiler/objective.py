@@ -102,10 +102,10 @@ class Objective:
         if self.loss is None:
             arguments = ", ".join(dict.fromkeys(batch.arguments))
         return (
-            f"{where} is divided by what counts of the targets, as some are ignored, masked or "
-            "weighted, and micro-batches have other shares in that than in the samples, by which "
-            "their losses are averaged: the loss is not that of the whole batch, nor are its "
-            "gradients. Say how much of it a micro-batch has: fxpipe.compile(..., "
+            f"{where} is a mean over targets of which some are ignored, masked or weighted. The "
+            "losses of micro-batches are averaged by their samples, which are not in proportion to "
+            "these targets: the loss is not that of the whole batch, nor are its gradients. Give "
+            "the weight of a micro-batch in that mean: fxpipe.compile(..., "
             f"loss_weight=lambda {arguments}: {count})"
         )
 

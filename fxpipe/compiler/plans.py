@@ -383,7 +383,7 @@ class Plans:
         return self._graph_key(call), call.size, call.purpose, call.wants, call.parted
 
     def _graph_key(self, call: Call) -> tuple[Any, ...]:
-        """Everything that a trace depends on. The size comes last; None for a graph for any size."""
+        """Everything that a trace depends on. The size comes last, or None if any size fits."""
         kind = *self._state, call.batch.key, call.with_loss
         fixed = call.fixed
         if fixed is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -322,21 +322,15 @@ def remedies(
     ]
     counts = [count * 2**power for power in range(1, (samples // count).bit_length())]
     finer = [(f"microbatches={more}", timetable, more) for more in counts]
-    kinds = (recompute, offload, schedules, finer)
-    enough = [text for kind in kinds for text in _first(kind, fits)]
+    enough = []
+    for kind in (recompute, offload, schedules, finer):
+        for text, changed, parts in kind:
+            with suppress(FxpipeError):  # the pipe cannot run with this option
+                if fits(changed.schedule(parts, "step")):
+                    enough.append(text)
+                    break
     if not enough:
         return (
             "no recompute, offload, schedule or number of micro-batches is predicted to be enough"
         )
     return f"predicted to be enough with the same stages: {' or '.join(enough)}"
-
-
-def _first(
-    kind: Iterable[tuple[str, Timetable, int]], fits: Callable[[Schedule], bool]
-) -> Iterator[str]:
-    """The description of the first option that fits; nothing if none does."""
-    for text, timetable, microbatches in kind:
-        with suppress(FxpipeError):  # the pipe cannot run with this option
-            if fits(timetable.schedule(microbatches, "step")):
-                yield text
-                return
