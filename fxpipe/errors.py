@@ -39,7 +39,7 @@ class TraceError(FxpipeError):
     """The model (or the loss) cannot be traced, or the traced graph does not compute the same.
 
     Attributes:
-        where: the line that cannot be traced and why, or "" where no line is known.
+        where: the line that cannot be traced and why, or "" if no line is known.
         submodules: the names of the submodules that were being called there, outermost first.
     """
 

@@ -297,8 +297,8 @@ class Inspected(nn.Module):
 
         The first call measures the costs, in seconds, in rehearsed steps: real steps of random
         numbers, whose results are dropped and which update copies of the weights. ``profile``
-        replaces these times by those of real steps. Over several ranks, on devices with streams and
-        with leaf modules no step is rehearsed, and the times are those of each stage alone,
+        replaces these times by those of real steps. Over several ranks, on devices with streams or
+        with leaf modules, no step is rehearsed, and the times are those of each stage alone,
         measured when it was compiled. ``step_time`` is the predicted time of a step, and ``range``
         how sure that is.
 

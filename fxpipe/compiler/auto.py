@@ -141,7 +141,7 @@ class AutoCompiler(Compiler):
         too_large: list[Predicted],
     ) -> Predicted | None:
         """Return the best candidate over other stages if it is faster than the best so far; else
-        restore the stages of that, and return it."""
+        go back to the stages of the best so far, and return it."""
         restore = restoring(self._parts)
         self._forget()
         self._placement.forget()

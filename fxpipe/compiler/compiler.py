@@ -367,12 +367,7 @@ class Compiler:
         return program, lambda: program
 
     def take(self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]) -> None:
-        """Use the stages of this assignment in every call, instead of cutting the model.
-
-        Args:
-            traced: the assigned graph.
-            costs: node → its costs.
-        """
+        """Use this assignment of a graph, whose nodes have these costs, instead of a cut."""
         self._placement.take(traced, assignment, costs)
 
     def unchecked(self, call: Call, updates: bool) -> Compiled:

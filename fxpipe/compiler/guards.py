@@ -141,7 +141,7 @@ class Guards:
         return variant.number
 
     def settle(self) -> None:
-        """Take the present state for that of the current variant, as a first run may set state."""
+        """Let the current variant have the present state, as the first run may set attributes."""
         assert self._current is not None
         same_reads = self._current.reads is self._reads
         if same_reads and self._seen is not None and self._seen.holds():

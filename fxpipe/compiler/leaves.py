@@ -6,7 +6,7 @@ called as it is becomes one, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -144,11 +144,10 @@ def _hides(module: nn.Module) -> str:
     return "a number read from a tensor's values: its momentum" if module.momentum is None else ""
 
 
-def _alike(named: Mapping[str, nn.Module], name: str) -> Iterator[str]:
+def _alike(named: Mapping[str, nn.Module], name: str) -> list[str]:
     """The names of all submodules of the same class; only the given name if the class is one of
     PyTorch's, or if one of these submodules is inside another."""
     kind = type(named[name])
     same = [other for other, module in named.items() if type(module) is kind]
     nested = any(type(m) is kind for each in same for m in list(named[each].modules())[1:])
-    alone = nested or kind.__module__.startswith("torch.")
-    yield from [name] if alone else same
+    return [name] if nested or kind.__module__.startswith("torch.") else same

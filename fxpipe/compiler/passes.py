@@ -138,8 +138,7 @@ PARTITION = (
         judge, "traced, assignment, costs, machine, footprint, nearest", "assignment", when="judged"
     ),
 )
-"""Costs → the stage of every node of the first graph. A cut by names is judged once there are
-costs."""
+"""Costs → the stage of every node of the first graph. A cut by names is judged if costs exist."""
 
 FOLLOW = (Pass(place_like, "traced, reference, assignment", "assignment"),)
 """Give a further graph of the model the stages of the first graph."""
@@ -168,8 +167,7 @@ CHECK = (Pass(check, "traced, plan, values, state, call, differentiated, own", "
 """Check that the plan computes what the model computes."""
 
 DEVICES = (Pass(place_devices, "plan, device, stage_devices", "plan"),)
-"""A plan → the same plan, whose stages make their tensors where they run; for devices with streams.
-"""
+"""Let stages make their tensors on the devices where they run; for devices with streams."""
 
 PROGRAM = (
     Pass(Lower, "schedule, plan, updates, pause, replicas, shards", "program"),

@@ -124,8 +124,7 @@ class Placement:
         self.costs = _by_stage(traced, assignment, facts["costs"])
 
     def take(self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]) -> None:
-        """Take this assignment for the first graph's; no cut may be tried. ``costs`` are those of
-        the graph's nodes."""
+        """Use this assignment of a graph, whose nodes have these costs, instead of a cut."""
         schedule = self.timetable.for_placing(1)
         machine = self._options.partition.machine(schedule, self._options.names)
         self._budget = MemoryBudget(schedule.placement, machine)

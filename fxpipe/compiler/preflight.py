@@ -55,7 +55,7 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     except Exception as error:
         cure = "give it inputs that it takes, or correct that line"
         if "does not require grad" in told(error):
-            cure = "it runs without gradients here: compute those of a part by torch.func.grad"
+            cure = "it runs without gradients here: use torch.func.grad for gradients of a part"
         raise InputError(
             f"{type(model).__name__} fails on the first micro-batch{_told(error)}; {cure}"
         ) from error

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError, PassError, VerificationError
-from fxpipe.ir.recipe import Placement, Recipe, find_recipe
+from fxpipe.ir.recipe import Placement, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.runner import run_all
 
@@ -95,7 +95,10 @@ class Timetable:
         }
 
     def _written(self, microbatches: int, purpose: Purpose) -> Schedule:
-        recipe = self._recipe(purpose)
+        recipe = self._options.recipe
+        if purpose != "step":
+            name = "gpipe" if purpose == "call" else "inference"
+            recipe = find_recipe(name).placed(recipe.place)  # without copies
         copied = bool(recipe.copies(len(self._options.devices)))
         facts = {
             "recipe": recipe,
@@ -114,10 +117,3 @@ class Timetable:
                 raise error.__cause__ from None
             raise
         return schedule
-
-    def _recipe(self, purpose: Purpose) -> Recipe:
-        recipe = self._options.recipe
-        if purpose == "step":
-            return recipe
-        name = "gpipe" if purpose == "call" else "inference"
-        return find_recipe(name).placed(recipe.place)  # without copies
