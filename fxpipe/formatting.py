@@ -103,13 +103,10 @@ def shape_text(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 def numbers_text(numbers: Iterable[int]) -> str:
     """Ascending numbers, with runs abbreviated: ``0, 2-5 and 9``."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1][1:] = [number]
-        else:
-            spans.append([number])
-    words = ["-".join(map(str, run)) for run in spans]
+    words = []
+    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        words.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 

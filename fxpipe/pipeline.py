@@ -59,8 +59,8 @@ class Pipeline(Saved):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute that only the model has (a flag that its code reads) in the model."""
         options = vars(self).get("_options")
-        pipes = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        if options is None or pipes or not hasattr(options.model, name):
+        in_pipe = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if options is None or in_pipe or not hasattr(options.model, name):
             super().__setattr__(name, value)
         else:
             setattr(options.model, name, value)
@@ -87,8 +87,8 @@ class Pipeline(Saved):
 
         Args:
             *args: the model's positional inputs. Tensors are split along dimension 0, or the one in
-                ``batch_dims``. Every micro-batch gets the whole of a scalar tensor, or of one of
-                size 1.
+                ``batch_dims``. A scalar tensor, or one whose size is 1 there, is given whole to
+                every micro-batch.
             target: what the loss compares the output with: a tensor, or a tuple of tensors.
             return_output: also return the model's output for the whole batch.
             **kwargs: the model's keyword inputs.
