@@ -134,7 +134,7 @@ def obstacle(plan: Plan, stage: Stage) -> str | None:
     """The reason why a stage cannot be captured, as one clause; None if there is none."""
     kernel = stage.kernel
     if not isinstance(kernel, GraphKernel):
-        return "autograd drives its backward, as of all stages where there are leaf modules"
+        return "autograd drives its backward, as in every stage of a model with leaf modules"
     for edge in plan.edges_into(stage.index):
         spec = plan.specs.get(edge.value)
         if edge.value == SEED:

@@ -140,8 +140,8 @@ def _hides(module: nn.Module) -> str:
     if not isinstance(module, _NormBase) or not module.training or module.running_mean is None:
         return ""
     if isinstance(module, _InstanceNorm):
-        return "what an InstanceNorm writes to its statistics, PyTorch does not tell"
-    return "a number read from a tensor's values: its momentum" if module.momentum is None else ""
+        return "PyTorch does not show a trace what an InstanceNorm writes to its statistics"
+    return "its momentum is a number read from a tensor's values" if module.momentum is None else ""
 
 
 def _alike(named: Mapping[str, nn.Module], name: str) -> list[str]:
