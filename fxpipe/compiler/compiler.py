@@ -247,11 +247,9 @@ class Compiler:
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
         """Return the same micro-batches, each with the weight of its loss in the batch's loss.
 
-        The batch is that of all replicas in a step, and that of this replica in a call, which has a
-        loss only if the model returns one. Warns once if the loss is not that of the whole batch.
-
-        Raises:
-            InputError: as ``Objective.counts`` and ``Objective.weights``.
+        In a step the batch is that of all replicas, and in a call, which has a loss only if the
+        model returns one, that of this replica. Warns once if the loss is not that of the whole
+        batch. Raises InputError as ``Objective.counts`` and ``Objective.weights``.
         """
         if compiled.traced.loss is None:
             return micro
@@ -295,10 +293,7 @@ class Compiler:
 
     def sizes(self, compiled: Compiled, updates: bool) -> Sizes:
         """What the stages of a step compute and hold, as functions of the samples in a micro-batch.
-
-        Raises:
-            InputError: the stages run leaf modules, whose sizes are in no graph.
-        """
+        Raises InputError for stages with leaf modules, whose sizes are in no graph."""
         from fxpipe.passes.graph.extents import extents  # sympy is slow to import
 
         if compiled.traced.leaves:

@@ -25,9 +25,6 @@ def fingerprint(
     """Return two texts: what must be the same for a call on all ranks, and on those of a replica.
 
     Args:
-        micro: the micro-batches of the call.
-        kind: its kind.
-        state: the state of the model.
         batches: the number of batches that were trained on.
         compiles: whether the call is compiled anew; then the values of its inputs count, too.
         first: whether it is the first call; then shapes must be the same in all replicas.

@@ -222,11 +222,8 @@ class FrontEnd:
         return name in self._leaves.modules or (symbolic and is_torchs(module))
 
     def refuse_two_traces(self, call: Call, error: TraceError) -> None:
-        """Trace twice after a graph was found to be wrong, and compare the two traces.
-
-        Raises:
-            TraceError: the traces differ, so tracing is not deterministic; names the line.
-        """
+        """Trace twice after a graph was found to be wrong. Raises TraceError with the line in which
+        the traces differ, if they do: then tracing is not deterministic."""
         graphs = [self.trace(call, fixed=True) for _ in range(2)]
         line = differing_line(*(traced.graph for traced in graphs))
         if line:
@@ -349,11 +346,8 @@ class FrontEnd:
         return traced
 
     def refuse_hidden(self, call: Call, output: Any) -> None:
-        """Check that the model, which returned ``output``, trains nothing but its parameters.
-
-        Raises:
-            TraceError: a backward would also give a gradient to another tensor.
-        """
+        """Raise TraceError if a backward from the model's ``output`` would give a gradient to a
+        tensor that is neither a parameter nor an input."""
         args, kwargs, _ = call.batch.unflatten(call.leaves)
 
         def again() -> Any:

@@ -183,11 +183,8 @@ class Guards:
 
 
 def _read(code: CodeType, module: dict[str, Any], reads: CodeReads) -> bool:
-    """Note the names in a code object; ``module`` has its globals.
-
-    Returns:
-        Whether it is the user's own code, and computes names of attributes as it runs.
-    """
+    """Note the names in a code object, whose globals are ``module``; returns whether it is the
+    user's own code and computes names of attributes as it runs."""
     package = top(module.get("__name__"))  # "None" if PyTorch has generated the code
     if package == "fxpipe":
         return False
@@ -207,11 +204,8 @@ def _read(code: CodeType, module: dict[str, Any], reads: CodeReads) -> bool:
 
 
 def _is_named(steps: Iterable[dis.Instruction]) -> bool:
-    """Whether the name in a call of ``getattr`` is a literal, not computed as the code runs.
-
-    Args:
-        steps: the instructions after the one that loads ``getattr``.
-    """
+    """Whether the name in a call of ``getattr`` is a literal, not computed as the code runs;
+    ``steps`` are the instructions after ``getattr`` is loaded."""
     depth, name = 0, None  # arguments on the stack; the instruction that pushed the second one
     for step in steps:
         depth += dis.stack_effect(step.opcode, step.arg, jump=False)

@@ -57,21 +57,15 @@ class Objective:
         return value.mean() if self.reduction == "mean" else value.sum()
 
     def counts(self, micro: MicroBatches) -> Sequence[float]:
-        """The samples of each micro-batch, or its weight if there is a weight function.
-
-        Raises:
-            InputError: a weight is not a number of at least 0.
-        """
+        """The samples of each micro-batch, or its weight if there is a weight function. Raises
+        InputError if a weight is not a number of at least 0."""
         if self.weight is None:
             return micro.sizes
         return [self._weight(self.weight, micro.batch, leaves) for leaves in micro.leaves]
 
     def weights(self, counts: Sequence[float]) -> Sequence[float]:
-        """The factor of each micro-batch's loss, from the ``counts`` of all micro-batches.
-
-        Raises:
-            InputError: all counts are 0.
-        """
+        """The factor of each micro-batch's loss, from the ``counts`` of all micro-batches. Raises
+        InputError if all counts are 0."""
         if self.reduction == "sum":
             return [1.0] * len(counts)
         total = sum(counts)

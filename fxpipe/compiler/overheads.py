@@ -84,8 +84,6 @@ def learned(
     a stage counts.
 
     Args:
-        program: the program that ran.
-        took: its runs.
         known: the overheads of the machine, for those that the runs do not show.
         serial: whether one thread runs the lists of all devices.
         steps: how many steps each run has.

@@ -197,11 +197,7 @@ class Placement:
 
     def keeps_limits(self, peaks: Sequence[float]) -> bool:
         """Whether devices with these memory peaks keep their limits. If not, ``place`` cuts the
-        next graph anew.
-
-        Raises:
-            PartitionError: they do not, and no other cut may be tried.
-        """
+        next graph anew; raises PartitionError if no other cut may be tried."""
         assert self._budget is not None and self.verdict is not None
         kept = self._budget.keeps(self.verdict.loads, peaks)
         if not kept:
@@ -277,16 +273,9 @@ class MemoryBudget:
         self._left = _TRIES
 
     def keeps(self, loads: Sequence[Load], peaks: Sequence[float]) -> bool:
-        """Whether a cut for ``machine`` keeps the limits. If not, ``machine`` leaves more free from
-        now on.
-
-        Args:
-            loads: stage → what the partition counted for it.
-            peaks: device → its predicted peak.
-
-        Raises:
-            PartitionError: a limit is exceeded, and no other cut may be tried.
-        """
+        """Whether a cut for ``machine`` keeps the limits: ``loads`` are what the partition counted
+        for each stage, ``peaks`` the predicted peaks of devices. If it does not, ``machine`` leaves
+        more free from now on; raises PartitionError if no other cut may be tried."""
         machine = self.machine
         counted, limits = [0.0] * len(peaks), [0.0] * len(peaks)
         for device, load, share, limit in zip(

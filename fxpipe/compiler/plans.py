@@ -151,11 +151,7 @@ class Plans:
 
     def costs_at(self, graph: Graph, size: int) -> Mapping[int, StageCosts]:
         """Measure the stages for micro-batches of another size, of zeros; returns stage → its
-        costs.
-
-        Raises:
-            FxpipeError: as ``any_size``.
-        """
+        costs. Raises FxpipeError as ``any_size``."""
         with self._followed(graph, size) as (here, traced, assignment):
             return self._placement.costs_of(here.facts(traced, self.options.model), assignment)
 

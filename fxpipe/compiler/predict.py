@@ -299,15 +299,9 @@ class Sizes:
 def remedies(
     timetable: Timetable, schedule: Schedule, samples: int, fits: Callable[[Schedule], bool]
 ) -> str:
-    """The end of an error message: options each of which would be enough alone, at most one of a
-    kind.
-
-    Args:
-        schedule: the schedule whose step exceeds the limits.
-        samples: the samples of the batch.
-        fits: whether the same stages would keep the limits under a schedule; raises FxpipeError
-            if they cannot run it.
-    """
+    """The end of an error message: options each of which would be enough alone for a step of this
+    schedule, at most one of a kind. ``fits`` tells whether the same stages would keep the limits
+    under another schedule, and raises FxpipeError if they cannot run it."""
     count = schedule.microbatches
     recompute = [('recompute="always"', timetable.changed(recompute="always"), count)]
     both = timetable.changed(recompute="always", offload="always")
