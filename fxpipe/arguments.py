@@ -1,9 +1,10 @@
-"""Checks the arguments of ``compile`` one by one; each error says what to give instead."""
+"""Check the arguments of ``compile`` one by one; each error says what to give instead."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from os import PathLike, fspath
 from os.path import isfile
 from typing import Any, cast, get_args
@@ -27,11 +28,8 @@ ScheduleLike = str | PathLike[str] | Schedule | Recipe | Callable[..., Any]
 
 
 def read_dispatch(dispatch: Any, place: torch.device) -> Dispatch | None:
-    """Whether each device has a thread, or one thread runs all; None to take what is faster.
-
-    Raises:
-        InputError: there is no such dispatch.
-    """
+    """Return the dispatch; None to take the faster one. Raises InputError if there is no such
+    dispatch."""
     if dispatch == "auto":
         return None if place.type == "cpu" else "device"
     check_known("dispatch", dispatch, get_args(Dispatch), "auto")
@@ -41,7 +39,7 @@ def read_dispatch(dispatch: Any, place: torch.device) -> Dispatch | None:
 def read_schedule(
     schedule: ScheduleLike, devices: int, microbatches: int | None, delay: int | None = None
 ) -> tuple[Recipe, int | None]:
-    """The recipe of a schedule, and the number of micro-batches where one is given.
+    """Return the recipe of a schedule, and the number of micro-batches if it is known.
 
     Raises:
         InputError: it is no schedule, or it is for another number of devices or micro-batches.
@@ -63,12 +61,8 @@ def read_schedule(
 
 
 def read_decides(schedule: Any, delay: Any, predict: Any) -> str:
-    """ "search" or "auto" where the first step decides what the schedule is, else nothing.
-
-    Raises:
-        InputError: a delay is asked for where there is none among the choices, or predicted weights
-            where none may be behind.
-    """
+    """Return "search" or "auto" if the first step chooses the schedule, else "". Raises InputError
+    if a delay or predicted weights are asked for, which the choice does not offer."""
     if schedule not in ("search", "auto") or not isinstance(schedule, str):
         return ""
     if delay and schedule == "auto":
@@ -115,19 +109,19 @@ def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
-    """Raises InputError where the value is no whole number that large."""
+    """Raise InputError unless the value is a whole number of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InputError(f"{name} is {value!r}; give a whole number of at least {least}")
 
 
 def check_known(what: str, value: Any, known: Sequence[str], *more: str) -> None:
-    """Raises InputError where there is no such value of an argument."""
+    """Raise InputError unless the value of an argument is a known one."""
     if value not in known:
         raise InputError(f"there is no {what} {value!r}: {near(str(value), (*more, *known))}")
 
 
 def check_overlap(recipe: Recipe, optimizer: Any) -> None:
-    """Raises InputError without an optimizer for overlapping updates, or nothing to predict."""
+    """Raise InputError if batches overlap without an optimizer, or there is nothing to predict."""
     rules = recipe.delay if isinstance(recipe.delay, tuple) else (recipe.delay,)
     late = any(any(rule) if isinstance(rule, tuple) else rule for rule in rules)
     if recipe.predict and not late:
@@ -144,7 +138,7 @@ def check_overlap(recipe: Recipe, optimizer: Any) -> None:
 
 
 def check_copies(recipe: Recipe, device: torch.device) -> None:
-    """Raises InputError where stages cannot have copies: on CUDA devices."""
+    """Raise InputError if the schedule runs a stage on several devices, and these are no CPUs."""
     if device.type != "cpu":
         raise InputError(
             f"schedule {recipe.name!r}, which has stages on several devices, is not possible on "
@@ -154,11 +148,8 @@ def check_copies(recipe: Recipe, device: torch.device) -> None:
 
 
 def read_objective(loss: Any, reduction: Any, loss_weight: Any) -> Objective:
-    """The loss of a batch.
-
-    Raises:
-        InputError: the loss is no function or has parameters, or the reduction is unknown.
-    """
+    """Return the objective of a step. Raises InputError if the loss is no function or has
+    parameters, the reduction is unknown, or the weight is no function or given with "sum"."""
     if loss is not None and not callable(loss):
         raise InputError(f"loss is {loss!r}; give a function loss(output, *targets)")
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
@@ -181,24 +172,21 @@ def read_objective(loss: Any, reduction: Any, loss_weight: Any) -> Objective:
 
 
 def read_batch_dims(batch_dims: Any, model: nn.Module) -> BatchDims:
-    """Input → its batch dimension, or None.
-
-    Raises:
-        InputError: it is no such mapping, or it names something that is no input of the model.
-    """
+    """Return a mapping: input → its batch dimension, or None. Raises InputError if it is no such
+    mapping, or names something that is no input of the model."""
     if batch_dims is None:
         return {}
-    shape = "give a dict from names of inputs to a dimension or None, such as {'x': 1}"
+    cure = "give a dict from names of inputs to a dimension or None, such as {'x': 1}"
     if not isinstance(batch_dims, Mapping):
-        raise InputError(f"batch_dims is {batch_dims!r}; {shape}")
+        raise InputError(f"batch_dims is {batch_dims!r}; {cure}")
     parameters = inspect.signature(model.forward).parameters.values()
     known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    free = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for name, dim in batch_dims.items():
         if not isinstance(name, str) or isinstance(dim, bool) or not isinstance(dim, int | None):
-            raise InputError(f"batch_dims has {name!r}: {dim!r}; {shape}")
+            raise InputError(f"batch_dims has {name!r}: {dim!r}; {cure}")
         head = name.partition("[")[0].partition(".")[0]
-        if not free and head not in known and head != "target" and not head.startswith("argument"):
+        if not (any_name or head in known or head == "target" or head.startswith("argument")):
             raise InputError(
                 f"batch_dims names {name!r}, which is no input of {type(model).__name__}.forward: "
                 f"{near(head, [*known, 'target'])}"
@@ -207,21 +195,19 @@ def read_batch_dims(batch_dims: Any, model: nn.Module) -> BatchDims:
 
 
 def read_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs of an example.
-
-    Raises:
-        InputError: it is no tuple.
-    """
+    """The positional and keyword inputs of an example. Raises InputError if it is no tuple."""
+    if not isinstance(example, tuple):
+        raise InputError(
+            "example is no tuple; give a tuple of inputs such as (x,), or (args, kwargs)"
+        )
     match example:
-        case (tuple() as args, dict() as kwargs) if isinstance(example, tuple):
+        case (tuple() as args, dict() as kwargs):
             return args, kwargs
-        case tuple():
-            return example, {}
-    raise InputError("example is no tuple; give a tuple of inputs such as (x,), or (args, kwargs)")
+    return example, {}
 
 
 def check_stage_compiler(stage_compiler: Any, cuda_graphs: bool) -> None:
-    """Raises InputError where there is no such compiler, or it cannot go with captured graphs."""
+    """Raise InputError if there is no such compiler, or it is given with ``cuda_graphs``."""
     if stage_compiler is None:
         return
     check_known("stage_compiler", stage_compiler, get_args(StageCompiler))
@@ -233,18 +219,15 @@ def check_stage_compiler(stage_compiler: Any, cuda_graphs: bool) -> None:
 
 
 def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Module]:
-    """Name in the model → module, for each module that is called as it is.
-
-    Raises:
-        InputError: an entry is no submodule, or a class that no submodule has.
-    """
+    """Return a mapping: name in the model → leaf module. Raises InputError if an entry is no
+    submodule, or a class that no submodule has."""
     if isinstance(leaf_modules, str | type | nn.Module) or not isinstance(leaf_modules, Sequence):
         raise InputError(
             f"leaf_modules is one {type(leaf_modules).__name__}; give a list of submodules, of "
             "their names or of their classes"
         )
     known = {name: module for name, module in model.named_modules() if name}
-    found: dict[str, nn.Module] = {}
+    leaves: dict[str, nn.Module] = {}
     for wanted in leaf_modules:
         if isinstance(wanted, str) and wanted not in known:
             raise InputError(f"leaf_modules names no submodule {wanted!r}: {near(wanted, known)}")
@@ -256,17 +239,20 @@ def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Modul
         if not names:
             word = getattr(wanted, "__name__", None) or f"a {type(wanted).__name__}"
             raise InputError(
-                f"leaf_modules has {word}, and no submodule is that or of that class; give "
-                "submodules of the model, below itself, or their names or classes"
+                f"leaf_modules has {word}, which is no submodule, and no class of a submodule; "
+                "give submodules of the model (not itself), or their names or classes"
             )
-        found |= {name: known[name] for name in names}
-    return found
+        leaves |= {name: known[name] for name in names}
+    return leaves
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def check_bucket_cap(bucket_cap_mb: Any) -> float:
-    """So many MiB. Raises InputError where it is no number above 0."""
-    number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
-    if not number or not bucket_cap_mb > 0:
+    """Return the MiB of a bucket. Raises InputError if it is no number above 0."""
+    if not _is_positive(bucket_cap_mb):
         raise InputError(
             f"bucket_cap_mb is {bucket_cap_mb!r}; give a number of MiB above 0, or math.inf to sum "
             "all gradients of a stage at once"
@@ -275,7 +261,7 @@ def check_bucket_cap(bucket_cap_mb: Any) -> float:
 
 
 def check_sharding(shard_optimizer: Any, optimizer: Any, predict: bool) -> None:
-    """Raises InputError where there is no optimizer to shard, or its momentum is needed whole."""
+    """Raise InputError if there is no optimizer to shard, or ``predict`` needs all of its state."""
     if shard_optimizer and optimizer is None:
         raise InputError(
             "shard_optimizer=True, and there is no optimizer; give optimizer=, such as lambda "
@@ -289,17 +275,13 @@ def check_sharding(shard_optimizer: Any, optimizer: Any, predict: bool) -> None:
 
 
 def read_modes(option: str, given: Any, stages: int) -> RecomputeLike:
-    """Which stages recompute, or offload.
-
-    Raises:
-        InputError: a mode or a stage is unknown, or there are not as many modes as stages.
-    """
+    """Return the ``recompute`` or ``offload`` that is given. Raises InputError if a mode or a stage
+    is unknown, or there are not as many modes as stages."""
     known, modes = get_args(Recompute), [given]
     if isinstance(given, Mapping):
         wrong = [stage for stage in given if stage not in range(stages)]
         if wrong:
-            known_stages = f"the stages are 0 to {stages - 1}"
-            raise InputError(f"{option} names stage {wrong[0]!r}; {known_stages}")
+            raise InputError(f"{option} names stage {wrong[0]!r}; the stages are 0 to {stages - 1}")
         modes = list(given.values())
     elif isinstance(given, Sequence) and not isinstance(given, str):
         modes = list(given)
@@ -315,12 +297,11 @@ def read_modes(option: str, given: Any, stages: int) -> RecomputeLike:
 
 
 def check_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> None:
-    """Raises InputError where the limit is no positive number, the scaler is no GradScaler, or
-    there is no optimizer."""
+    """Raise InputError if the limit is no positive number, the scaler is no GradScaler, or there
+    is no optimizer."""
     if clip_norm is None and scaler is None:
         return
-    number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
-    if clip_norm is not None and not (number and 0 < clip_norm < float("inf")):
+    if clip_norm is not None and not (_is_positive(clip_norm) and clip_norm < inf):
         raise InputError(f"clip_norm is {clip_norm!r}; give a number above 0, such as 1.0")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InputError(
@@ -335,9 +316,9 @@ def check_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> None:
 
 
 def check_model(model: Any, place: torch.device) -> None:
-    """Raises InputError for what is no module, is neither on the CPU nor on a device like the
-    first one of the pipe, was made in inference mode, or has a SyncBatchNorm or a module of
-    torch.jit."""
+    """Raise InputError if the model is no module, has tensors that are neither on the CPU nor on
+    the pipe's type of device, was made in inference mode, or has a SyncBatchNorm or a torch.jit
+    module."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is {model!r}; give an nn.Module")
     for name, parameter in model.named_parameters():
@@ -368,7 +349,7 @@ def check_model(model: Any, place: torch.device) -> None:
 
 
 def check_flags(**flags: Any) -> None:
-    """Raises InputError where one is neither True nor False."""
+    """Raise InputError if a flag is neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise InputError(f"{name} is {value!r}; give True or False")

@@ -1,4 +1,4 @@
-"""The devices of a pipe, as a user names them: CPU or CUDA devices, streams, a mesh of ranks."""
+"""Read the devices that a user names: CPU or CUDA devices, streams, or a mesh of ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Devices = int | Sequence[str | torch.device | torch.cuda.Stream] | DeviceMesh
 
 
 def read_group(devices: Devices) -> tuple[RankGroup, list[Place]]:
-    """The ranks that run the devices' lists, and the devices: those of a mesh, one on each rank.
+    """Return the group of ranks that run the devices' lists, and the devices of one pipeline.
 
     Raises:
         InputError: a device does not exist, or the mesh has other dimensions than those of a pipe,
             or its devices cannot exchange tensors.
-        RankError: a rank does not come, or cannot be reached.
+        RankError: a rank does not come to the rendezvous, or cannot be reached.
     """
     if not isinstance(devices, DeviceMesh):
         return RankGroup(), read_devices(devices)
@@ -40,10 +40,10 @@ def read_group(devices: Devices) -> tuple[RankGroup, list[Place]]:
 
 
 def read_devices(devices: int | Sequence[str | Place]) -> list[Place]:
-    """The device or CUDA stream of each position in the pipeline; CUDA devices have their index.
+    """Return the device or CUDA stream of each position in the pipeline.
 
     Raises:
-        InputError: the list is empty, or a device does not exist.
+        InputError: the list is empty, a device does not exist, or devices do not go together.
     """
     if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
         raise InputError(f'devices is {devices!r}; give a list such as ["cpu", "cpu"], or how many')
@@ -55,29 +55,30 @@ def read_devices(devices: int | Sequence[str | Place]) -> list[Place]:
         if devices > torch.cuda.device_count():
             raise InputError(
                 f"devices is {devices} and there are {torch.cuda.device_count()} CUDA devices; "
-                "name them one by one, where one may stand several times"
+                "name them one by one, as one device may be listed several times"
             )
         devices = [f"cuda:{index}" for index in range(devices)]
     if isinstance(devices, str):
         raise InputError(f"devices is the string {devices!r}; give a list, such as [{devices!r}]")
     if not devices:
         raise InputError('devices is empty; give at least one, such as ["cpu", "cpu"]')
-    found = [_place(device) for device in devices]
-    if len({home(place).type for place in found}) > 1:
+    places = [_place(device) for device in devices]
+    if len({home(place).type for place in places}) > 1:
         raise InputError(
-            f"devices are {', '.join(map(str, found))}; name CPU devices or CUDA devices, not both"
+            f"devices are {', '.join(map(str, places))}; name CPU devices or CUDA devices, not both"
         )
-    streams = [place for place in found if isinstance(place, torch.cuda.Stream)]
+    streams = [place for place in places if isinstance(place, torch.cuda.Stream)]
     for index, stream in enumerate(streams):
         if stream in streams[:index]:
             raise InputError(
-                f"{stream} stands twice in devices, which would compute one after the other; give "
-                f'each a stream of its own, or name "{stream.device}" twice'
+                f"{stream} stands twice in devices, and its stages would run one after the other; "
+                f'give each entry a stream of its own, or name "{stream.device}" twice'
             )
-    return found
+    return places
 
 
 def _place(name: str | Place) -> Place:
+    """The device of a name, with its index if it is a CUDA device, or a stream as it is."""
     if isinstance(name, torch.cuda.Stream):
         return name
     try:

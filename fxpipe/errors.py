@@ -1,4 +1,4 @@
-"""Every error that fxpipe raises on purpose, and the fault that a verifier reports."""
+"""The errors that fxpipe raises on purpose, and the faults that verifiers report."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 class FxpipeError(Exception):
-    """Base of all errors of this library. Its text names the thing and says what to do.
+    """The base of all errors of this library. The message says what is wrong and what to do.
 
-    docs/errors.md has a section for each of them, which a note names below the text.
+    A note below the message names the error's section in docs/errors.md.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        known = next(each for each in type(self).__mro__ if each.__module__ == __name__)
-        self.add_note(f"see docs/errors.md#{known.__name__.lower()}")
+        documented = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)
+        self.add_note(f"see docs/errors.md#{documented.__name__.lower()}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The same error with what it carries, as a pool of processes hands it over."""
+        """Pickle the error with its attributes, which a process pool would otherwise lose."""
         return type(self).__new__, (type(self), *self.args), vars(self)
 
 
@@ -39,7 +39,7 @@ class TraceError(FxpipeError):
     """The model (or the loss) cannot be traced, or the traced graph does not compute the same.
 
     Attributes:
-        where: the line that cannot be traced and why, or "" where no line is known.
+        where: the line that cannot be traced and why, or "" if no line is known.
         submodules: the names of the submodules that were being called there, outermost first.
     """
 
@@ -50,10 +50,10 @@ class TraceError(FxpipeError):
 
 
 def way_out(submodule: str) -> str:
-    """What to do with a part of a model that cannot be traced: call it as it is.
+    """The advice for a part of a model that cannot be traced: make it a leaf module.
 
     Args:
-        submodule: its name in the model, or "" where the part is in no submodule.
+        submodule: its name in the model, or "" if the part is in no submodule.
     """
     if submodule:
         return (
@@ -71,7 +71,7 @@ class PartitionError(FxpipeError):
 
 
 class ParseError(FxpipeError):
-    """A text is not a plan, schedule or program. Carries the line and the column.
+    """A text is not a plan, schedule or program.
 
     Attributes:
         line: line in the text, from 1.
@@ -86,13 +86,13 @@ class ParseError(FxpipeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that a verifier found wrong.
+    """Something that a verifier found wrong.
 
     Attributes:
         what: what is wrong, one clause.
         cure: what to do about it, one clause.
-        device: the device whose list holds the fault, if it has one.
-        position: index in that list, from 0, if it has one.
+        device: the device whose list has the fault, or None.
+        position: the index in that list, from 0, or None.
         subject: the task or instruction at fault, as text.
     """
 
@@ -113,11 +113,11 @@ class Fault:
 
 
 class VerificationError(FxpipeError):
-    """A plan, schedule or program is not valid. Its text lists every fault.
+    """A plan, schedule or program is not valid. The message lists every fault.
 
     Attributes:
-        faults: all faults, in the order of the text.
-        value: the plan, schedule or program, for a picture that marks them.
+        faults: all faults, in the order of the message.
+        value: the plan, schedule or program, for a picture that marks the faults.
     """
 
     def __init__(self, subject: str, faults: Sequence[Fault], value: object = None) -> None:
@@ -128,7 +128,7 @@ class VerificationError(FxpipeError):
         self.value = value
 
     def draw(self) -> Picture:
-        """The plan, schedule or program as a picture, with its faults in red."""
+        """Draw the plan, schedule or program with its faults in red."""
         from fxpipe.draw import draw_faults
 
         return draw_faults(self)
@@ -147,7 +147,7 @@ class CaptureError(FxpipeError):
 
 
 class FormulaError(FxpipeError):
-    """No closed form was found. Says for which quantity, and what to try."""
+    """No closed form was found for a quantity. Names it, and says what to try."""
 
 
 class ExecutionError(FxpipeError):
@@ -158,7 +158,7 @@ class ExecutionError(FxpipeError):
         instruction: the instruction as text.
         stage: the stage it belongs to, or None.
         microbatch: the micro-batch it belongs to, or None.
-        source: the line of the model's own code, or "" where there is none.
+        source: the line of the model's own code, or "" if there is none.
     """
 
     def __init__(
@@ -183,9 +183,9 @@ class DeviceMemoryError(ExecutionError):
     """A device has no memory left for an instruction. Says how much was predicted.
 
     Attributes:
-        predicted: the most bytes that the device's stages were predicted to hold, or None where
-            that is not known.
-        capacity: the bytes of the device's memory, or None where that is not known.
+        predicted: the most bytes that the device's stages were predicted to hold, or None if
+            unknown.
+        capacity: the bytes of the device's memory, or None if unknown.
     """
 
     def __init__(
@@ -199,10 +199,10 @@ class DeviceMemoryError(ExecutionError):
 class DeviceError(ExecutionError):
     """A device reports, late, that an earlier instruction failed, without saying which one.
 
-    Its ``device``, ``instruction``, ``stage`` and ``microbatch`` are those of the first suspect.
+    ``device``, ``instruction``, ``stage`` and ``microbatch`` are those of the first suspect.
 
     Attributes:
-        suspects: the instructions that may be the one that failed, as text.
+        suspects: the instructions that may have failed, as text.
     """
 
     def __init__(self, message: str, *, suspects: tuple[str, ...], **place: Any) -> None:
@@ -211,13 +211,13 @@ class DeviceError(ExecutionError):
 
 
 class RankError(ExecutionError):
-    """Another rank failed, was lost, is late, or does something else than this one.
+    """Another rank failed, was lost, is late, or does something else than this rank.
 
-    What is known of an instruction that failed there is in ``device``, ``instruction``, ``stage``,
-    ``microbatch`` and ``source``; the traceback is in the notes.
+    If an instruction failed there, ``device``, ``instruction``, ``stage``, ``microbatch`` and
+    ``source`` describe it as far as it is known; the traceback is in the notes.
 
     Attributes:
-        rank: its number in the pipe; −1 where it is not known which one.
+        rank: the other rank's number in the pipe, or −1 if it is not known which rank it was.
     """
 
     def __init__(self, message: str, *, rank: int, **place: Any) -> None:
@@ -227,17 +227,17 @@ class RankError(ExecutionError):
 
 
 def told(error: BaseException) -> str:
-    """``ValueError: no luck``: an exception as text, even where its ``str`` raises."""
+    """An exception as text (``ValueError: no luck``), even if its ``str`` raises."""
     name = type(error).__name__
     try:
         text = str(error).strip()
-    except Exception as own:
-        return f"{name}, whose text cannot be made ({type(own).__name__})"
+    except Exception as failure:
+        return f"{name}, whose text cannot be made ({type(failure).__name__})"
     return f"{name}: {text}" if text else name
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """A hint for a misspelt name: the similar names, else all names (at most eight).
+    """A hint for a misspelt name: the similar names, or else all names (at most eight).
 
     A name with dots is also compared with the ends of others: ``h.2`` with ``transformer.h.2``.
     """

@@ -35,14 +35,18 @@ _STYLE = (
 )
 
 _PROSE = 100
-"""The length of lines that are no rows of tables."""
+"""The width at which lines that are no rows of tables are wrapped."""
 
 _DRAWN = 4000
-"""Of more things a notebook is shown no picture: it would take seconds and be a thicket."""
+"""A notebook shows no picture of more things: it would take seconds and be unreadable."""
 
 
 def shown(value: Any, things: int) -> dict[str, str]:
-    """What a notebook shows of a value that has ``draw``, in whose picture are so many things."""
+    """What a notebook shows of a value with a ``draw`` method, by MIME type.
+
+    Args:
+        things: how many things its picture has; if there are too many, only text is shown.
+    """
     bundle = {"text/plain": repr(value)}
     if things <= _DRAWN:
         bundle["image/svg+xml"] = value.draw()._repr_svg_()
@@ -50,9 +54,9 @@ def shown(value: Any, things: int) -> dict[str, str]:
 
 
 def preformatted(text: str) -> str:
-    """Text as HTML that keeps its lines; only sentences go on in the next one.
+    """Text as HTML that keeps its lines; only sentences are wrapped.
 
-    Where it is wider than the page its letters are smaller, down to 8 pixels; then it scrolls.
+    Text that is wider than the page gets smaller letters, down to 8 pixels, and then scrolls.
     """
     lines = [
         part
@@ -71,7 +75,7 @@ def preformatted(text: str) -> str:
 
 def table_text(table: Table, width: int) -> str:
     """A table as plain text, whatever the terminal is."""
-    # in a notebook, rich would show an empty output besides
+    # else rich would also show an empty output in a notebook
     console = Console(width=width, color_system=None, force_jupyter=False)
     with console.capture() as capture:
         console.print(table)
@@ -81,7 +85,7 @@ def table_text(table: Table, width: int) -> str:
 def count_text(count: int) -> str:
     """``1.2 M``; small numbers exactly."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= max(0.99995 * size, 10**4):  # else it would be 1000.0 of the unit below
+        if count >= max(0.99995 * size, 10**4):  # never 1000.0 of the unit below
             return f"{count / size:.1f} {unit}"
     return str(count)
 
@@ -98,53 +102,48 @@ def shape_text(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
-    """Ascending numbers in short: ``0, 2-5 and 9``."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1][1:] = [number]
-        else:
-            spans.append([number])
-    words = ["-".join(map(str, run)) for run in spans]
+    """Ascending numbers, with runs abbreviated: ``0, 2-5 and 9``."""
+    words = []
+    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        words.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def runs(names: Iterable[str]) -> list[str]:
-    """Names with runs of numbers drawn together: ``blocks.0–3`` for blocks.0 to blocks.3."""
-    found = []
+    """Names, with runs of numbers abbreviated: ``blocks.0–3`` for blocks.0 to blocks.3."""
+    texts = []
     for _, group in groupby(enumerate(names), _run):
         run = [name for _, name in group]
-        more = f"–{run[-1].rpartition('.')[2]}" if len(run) > 1 else ""
-        found.append(run[0] + more)
-    return found
+        end = f"–{run[-1].rpartition('.')[2]}" if len(run) > 1 else ""
+        texts.append(run[0] + end)
+    return texts
 
 
-def _run(placed: tuple[int, str]) -> tuple[str, int | None]:
+def _run(indexed: tuple[int, str]) -> tuple[str, int | None]:
     """A key that the names of one run share: number minus index is the same for all of them."""
-    place, name = placed
+    index, name = indexed
     parent, _, last = name.rpartition(".")
     if last.isascii() and last.isdecimal():
-        return parent, int(last) - place
+        return parent, int(last) - index
     return name, None
 
 
 def lines(names: Sequence[str], width: int, most: int) -> list[str]:
-    """Names with commas between, in at most ``most`` lines of at most ``width`` characters.
+    """Names separated by commas, in at most ``most`` lines of at most ``width`` characters.
 
     A further line tells how many names are left out. A name that is wider than a line keeps its
-    end, which tells it from others.
+    end, which distinguishes it best.
     """
     short = [name if len(name) <= width else "…" + name[1 - width :] for name in names]
     rows = [""]
-    for place, name in enumerate(short):
+    for index, name in enumerate(short):
         joined = f"{rows[-1]}, {name}" if rows[-1] else name
         if len(joined) <= width:
             rows[-1] = joined
-        elif len(rows) < most:
-            rows[-1] += ","
-            rows.append(name)
-        else:
-            rows[-1] += ","
-            rows.append(f"… and {len(short) - place} more")
-            break
+            continue
+        rows[-1] += ","
+        if len(rows) == most:
+            return [*rows, f"… and {len(short) - index} more"]
+        rows.append(name)
     return rows

@@ -1,4 +1,4 @@
-"""The read-only side of a pipe: its plan and program, its figures, and the table of stages."""
+"""The read-only side of a pipe: its plan and program, its measurements, and the stage table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fxpipe.stage_table import stage_table
 
 
 class SignedLikeTheModel:
-    """Decorates a pipe's ``forward`` so that it shows the signature of the model's own."""
+    """Decorates a pipe's ``forward`` with the signature of the model's ``forward``."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -50,9 +50,9 @@ class SignedLikeTheModel:
         def forward(pipe: Inspected, *args: Any, **kwargs: Any) -> Any:
             return self._function(pipe, *args, **kwargs)
 
-        own = inspect.signature(pipe._model.forward)
+        models = inspect.signature(pipe._model.forward)
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        signature = own.replace(parameters=[first, *own.parameters.values()])
+        signature = models.replace(parameters=[first, *models.parameters.values()])
         vars(forward)["__signature__"] = signature
         return MethodType(forward, pipe)
 
@@ -60,9 +60,10 @@ class SignedLikeTheModel:
 class Inspected(nn.Module):
     """The part of a pipe that shows what it is and does.
 
-    It shares its dictionaries of parameters, buffers and submodules with the model, and has the
-    model's other attributes, such as ``config``, where it has none of that name; setting one sets
-    it in the model. It cannot be moved or copied, because compiled graphs refer to its tensors.
+    It shares its dictionaries of parameters, buffers and submodules with the model. It also has the
+    model's other attributes, such as ``config``, unless the pipe has an attribute of that name;
+    setting one sets it in the model. A pipe cannot be moved or copied, because compiled graphs
+    refer to its tensors.
     """
 
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
@@ -86,12 +87,12 @@ class Inspected(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The model's own mode, which frameworks also set by this attribute."""
+        """The model's mode; frameworks also set it by this attribute."""
         return self._model.training
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "_options" in vars(self):  # else nn.Module begins
+        if "_options" in vars(self):  # else nn.Module.__init__ sets it
             self._model.training = mode
 
     def __getattr__(self, name: str) -> Any:
@@ -104,9 +105,9 @@ class Inspected(nn.Module):
         return getattr(options.model, name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What ``to``, ``cuda``, ``half`` and their like do: nothing, or they are refused."""
+        """Refuse ``to``, ``cuda``, ``half`` and the like, unless they change nothing."""
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
-            with suppress(Exception):  # such as that of .cuda() where PyTorch has none
+            with suppress(Exception):  # such as .cuda() without CUDA
                 if tensor.is_meta or fn(tensor) is tensor:
                     continue
             raise InputError(
@@ -123,15 +124,15 @@ class Inspected(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy of the model, as for ``torch.optim.swa_utils.AveragedModel``. Flushes first."""
+        """Flush, and copy the model, as for ``torch.optim.swa_utils.AveragedModel``."""
         self._engine.flush()
         return copy.deepcopy(self._model, memo)
 
     @property
     def traced(self) -> Traced:
-        """The graph of the whole model and its loss in the last training step, or before one, in
-        what was compiled first. ``traced``, ``plan``, ``schedule`` and ``program`` raise InputError
-        as long as nothing is compiled."""
+        """The graph of the whole model and its loss in the last training step; before the first
+        step, in the call that was compiled first. ``traced``, ``plan``, ``schedule`` and
+        ``program`` raise InputError as long as nothing is compiled."""
         return self._compiled().traced
 
     @property
@@ -146,8 +147,8 @@ class Inspected(nn.Module):
 
     @property
     def program(self) -> Program:
-        """The program of the last training step, of all devices. Over several ranks each keeps
-        the list of its own device, and lowers the others' again for whoever looks."""
+        """The program of the last training step, with the lists of all devices. A rank keeps the
+        list of its own device only, and lowers the others again for this property."""
         return self._compiled().whole()
 
     @property
@@ -156,57 +157,57 @@ class Inspected(nn.Module):
         largest micro-batch that is predicted to fit into the memory limits."""
         compiled = self._measured()
         with self._engine.quiet():
-            found = self._compiler.sizes(compiled, self._engine.updates)
+            sizes = self._compiler.sizes(compiled, self._engine.updates)
 
         def peaks(samples: int) -> Sequence[float]:
             with self._engine.quiet():
-                return found.peaks(samples)
+                return sizes.peaks(samples)
 
-        return replace(found, peaks=peaks)
+        return replace(sizes, peaks=peaks)
 
     @property
     def stashed(self) -> Mapping[int, int]:
-        """Stage → the most micro-batches that it kept for backward at once, as counted in the
-        last training step. Where batches overlap, it is that of all of them since the last flush,
-        and over several ranks it has the stages of the others after a flush only."""
+        """Stage → the most micro-batches that it kept for backward at once in the last training
+        step. If batches overlap, the count is over all batches since the last flush, and over
+        several ranks the stages of other ranks are included only after a flush."""
         return dict(self._engine.stashed)
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of all gradients, before clipping, of the last batch; None before the first, and
-        without ``clip_norm`` and ``scaler``. While batches are in flight it is that of an earlier
-        one, always as many before, which every device is through with: with ``2bw`` of the third
-        batch before the last."""
+        """The norm of all gradients of the last batch, before clipping; None before the first batch
+        or without ``clip_norm`` and ``scaler``. If batches overlap, it is the norm of an earlier
+        batch that every device has finished, always the same number of batches back: with ``2bw``
+        it is the third before the last."""
         return self._engine.grad_norm
 
     @property
     def batches(self) -> int:
-        """How many batches ``step`` has trained on; a checkpoint keeps the number."""
+        """The number of batches that ``step`` has trained on; a checkpoint keeps it."""
         return self._engine.batches
 
     @property
     @locked
     def metrics(self) -> dict[str, Any]:
-        """What the last step was, as plain values for a logger.
+        """Figures of the last step, as plain values for a logger.
 
-        Steps are measured from the first time that you ask. What is not known, as before that or
-        after a step that failed, is None. ``loss``, ``seconds``, ``bubble`` and ``stage_seconds``
-        are of the last call of ``step``; the latter two are None where batches overlap, as
-        ``profile`` measures these well. Over several ranks they are of this rank's device.
+        Steps are measured from the first time that you read this property. Values that are not
+        known, as before that time or after a step that failed, are None. Over several ranks,
+        ``bubble`` and ``stage_seconds`` are of this rank's device; if batches overlap, both are
+        None, and ``profile`` measures them.
 
         Returns:
-            ``batches``; ``loss``; ``grad_norm``; ``seconds``, the time of the call, with what it
-            compiled; ``bubble``, the share of the run that the devices idle until the last
-            micro-batch is through;
-            ``stage_seconds``, stage → the time that it computed; ``peak_memory``, device → the
-            bytes that it is predicted to hold at most; ``weight_versions``.
+            ``batches``, ``loss`` and ``grad_norm``; ``seconds``, the time of the last call of
+            ``step``, including compilation; ``bubble``, the share of the run for which the devices
+            idle until the last micro-batch is done; ``stage_seconds``, stage → the time for which
+            it computed; ``peak_memory``, device → the most bytes that it is predicted to hold;
+            ``weight_versions``.
         """
         meter = self._engine.meter
         if meter is None:
             meter = self._engine.meter = Meter([[] for _ in self.devices])
         shown = self._shown
         if shown is not None and shown is not meter.compiled:
-            peaks = [each.peak for each in self._held().memory]
+            peaks = [memory.peak for memory in self._memory().memory]
             meter.compiled, meter.peaks = shown, peaks
         measured = self._engine.measured(meter)
         return {
@@ -222,32 +223,31 @@ class Inspected(nn.Module):
 
     @property
     def weight_versions(self) -> list[int]:
-        """Stage → how many versions of its weights are alive. Empty where batches do not overlap,
-        which needs one version only, and before the first step. Over several ranks, 0 for the
-        stages of the others."""
+        """Stage → the number of live versions of its weights. Empty before the first step, and if
+        batches do not overlap, which needs only one version. 0 for the stages of other ranks."""
         return self._engine.progress.weight_versions
 
     @property
     def weight_bytes(self) -> list[int]:
-        """Stage → the bytes of all live versions of its weights; empty like ``weight_versions``."""
+        """Stage → the bytes of all live versions of its weights; see ``weight_versions``."""
         return self._engine.progress.weight_bytes
 
     @property
     @locked
     def optimizer(self) -> Optimizer:
-        """One torch optimizer over the model's parameters, in the groups that you made, also before
-        the first step: for learning-rate schedulers, logging and ``state_dict``. It is the one that
-        ``compile`` was given, or what the function that it was given makes of all parameters.
+        """One torch optimizer over the model's parameters, with the groups that you made: for
+        learning-rate schedulers, logging and ``state_dict``, also before the first step. It is the
+        optimizer that ``compile`` was given, or that the given function makes of all parameters.
 
-        ``step`` uses the settings that its groups have when the batch is submitted, where batches
-        overlap, too. Its ``state`` is what the stages keep when you look; ``state_dict`` finishes
-        the batches in flight, and ``load_state_dict`` gives the stages what it loads. Its own
-        ``step`` updates the weights from ``.grad``, as after ``pipe(x)`` and ``backward``. Over
-        several ranks it has the state of this one's stages, and every rank calls these methods.
+        ``step`` uses the settings that the groups have when the batch is submitted, even if batches
+        overlap. ``state`` is the stages' present state. ``state_dict`` finishes the batches in
+        flight first, and ``load_state_dict`` gives the loaded state to the stages. The optimizer's
+        own ``step`` updates the weights from ``.grad``, as after ``pipe(x)`` and ``backward``. Over
+        several ranks it has the state of this rank's stages, and every rank calls these methods.
 
         Raises:
-            InputError: the pipe has no optimizer, or the function makes other groups for stages
-                than for all parameters; ``optimizers`` has each stage's own then.
+            InputError: the pipe has no optimizer, or the function makes other groups for a stage
+                than for all parameters; ``optimizers`` then has those of the stages.
         """
         return self._optimizers().one()
 
@@ -255,7 +255,7 @@ class Inspected(nn.Module):
     @locked
     def optimizers(self) -> tuple[Optimizer | None, ...]:
         """Stage → its optimizer; None for a stage without parameters, and for the stages of other
-        ranks. The first step or ``example`` makes them. See also ``optimizer``.
+        ranks. They are made by the first step, or by ``example``. See also ``optimizer``.
 
         Raises:
             InputError: the pipe has no optimizer, or nothing is compiled yet.
@@ -272,17 +272,17 @@ class Inspected(nn.Module):
         """The table of stages."""
         shown = None if self._shown is None else self._measured()
         verdict = self._compiler.verdict
-        memory = () if shown is None else peak_texts(self._held())
+        memory = () if shown is None else peak_texts(self._memory())
         places = self._group.members.places or [*map(str, self.devices)]
         replicas = self._options.replicas
         table = stage_table(self._model, shown, places, verdict, memory, replicas)
-        alone = self._group.size > 1 and not self._engine.flushed  # sizes would wait for all ranks
-        if shown is None or shown.traced.leaves or alone:
+        # with batches in flight, ``sizes`` would wait for the other ranks
+        in_flight = self._group.size > 1 and not self._engine.flushed
+        if shown is None or shown.traced.leaves or in_flight:
             return table
         return "\n".join([table, *self.sizes.verdict()])
 
     def _repr_html_(self) -> str:
-        """The same for notebooks."""
         return preformatted(repr(self))
 
     def simulate(
@@ -295,41 +295,51 @@ class Inspected(nn.Module):
     ) -> Simulation:
         """Predict the time and the memory of a training step.
 
-        The first call measures the costs, in seconds, in rehearsed steps: real ones of random
-        numbers, whose results are dropped and whose updates are those of copies. ``profile``
-        replaces these times by those of real steps. ``step_time`` is what a step is predicted to
-        take, and ``range`` how sure that is. ``costs`` overrides all of these; over several ranks,
-        on devices with streams and with leaf modules they are those of each stage alone, measured
-        when it was compiled. ``links`` are by default those of a ``Partition``, or a hand-over to
-        another thread. See ``fxpipe.simulator.simulate``.
+        The first call measures the costs, in seconds, in rehearsed steps: real steps of random
+        numbers, whose results are dropped and which update copies of the weights. ``profile``
+        replaces these times by those of real steps. Over several ranks, on devices with streams or
+        with leaf modules, no step is rehearsed, and the times are those of each stage alone,
+        measured when it was compiled. ``step_time`` is the predicted time of a step, and ``range``
+        how sure that is.
 
         ``memory`` has the peak of each device in bytes, as the table shows it, and its parts: what
         is always allocated, by storage, and what the nodes of the running graph hold. It counts
         neither the scratch memory of operations nor what stages with leaf modules save. Gradients
-        that ``.grad`` holds now are counted in addition to the step's own. Over several ranks each
-        of them predicts the same for all, without asking the others: gradients are where this one
-        has some, and ``optimizer`` is called for the stages of the others, too, for their memory.
+        that ``.grad`` holds now are counted in addition to the step's own. Every rank predicts the
+        same for all devices, without asking the other ranks: it takes gradients to be where it has
+        some itself, and calls ``optimizer`` for the stages of other ranks, too, for their memory.
+
+        Args:
+            costs: the costs to predict with, instead of the measured ones.
+            links: the links between devices; by default those of a ``Partition``, or a hand-over to
+                another thread.
+            overlap: whether a device computes while it sends; see ``fxpipe.simulator.simulate``.
+            steps: how many steps are simulated in a row; see there.
 
         Raises:
             InputError: nothing is compiled or measured yet, or an argument does not fit.
         """
-        known = None if costs else self._rehearsals.of(self._measured())
-        links = links or (None if costs else given_links(self._options))
-        return self._predicted(costs, rehearsal=known, links=links, overlap=overlap, steps=steps)
+        compiled = self._measured()
+        rehearsal = None if costs else self._rehearsals.of(compiled)
+        return predict(
+            compiled.plan,
+            compiled.whole(),
+            self._engine.held(compiled),
+            costs,
+            rehearsal=rehearsal,
+            links=links or (None if costs else given_links(self._options)),
+            overlap=overlap,
+            steps=steps,
+        )
 
-    def _held(self) -> Simulation:
-        """A simulation for its memory."""
+    def _memory(self) -> Simulation:
+        """A simulation whose memory is to be shown; its times are not."""
         compiled = self._measured()
         return predict_memory(compiled.plan, compiled.whole(), self._engine.held(compiled))
 
-    def _predicted(self, costs: Costs | None = None, **settings: Any) -> Simulation:
-        compiled = self._measured()
-        sizes = self._engine.held(compiled)
-        return predict(compiled.plan, compiled.whole(), sizes, costs, **settings)
-
     def _measured(self) -> Compiled:
-        """What is shown, with what its stages cost; a cut by names does without until it is asked
-        for."""
+        """The compiled call that is shown, with the costs of its stages. After a cut by names the
+        costs are measured only here."""
         compiled = self._compiled()
         if compiled.plan.stages[0].costs is None and not is_worker():
             with self._engine.quiet():

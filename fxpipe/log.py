@@ -1,7 +1,7 @@
-"""Reports the passes of a compilation as they run: to the logger ``fxpipe`` and on standard error.
+"""Report the passes of a compilation as they run: to the logger ``fxpipe`` and on standard error.
 
-Each pass is a debug record with its name and its seconds. The record also has them as attributes
-``fxpipe_pass`` and ``fxpipe_seconds``.
+Each pass is a debug record. The record has the pass's name and seconds in its text and in its
+attributes ``fxpipe_pass`` and ``fxpipe_seconds``.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from rich.status import Status
 LOGGER = logging.getLogger("fxpipe")
 
 WIDTH = 28
-"""Characters of a pass's name before its time."""
+"""The width of the column of pass names, in characters."""
 
 
 class Listener:
-    """Is notified of the passes of one compilation, and prints them if there is a console."""
+    """Is notified of the passes of one compilation, and prints them if there is a console.
+
+    Args:
+        what: what is compiled, for messages.
+        console: where passes are printed; None prints nothing.
+    """
 
     def __init__(self, what: str = "", console: Console | None = None) -> None:
-        """Nothing has begun.
-
-        Args:
-            what: what is compiled, for messages.
-            console: where passes are printed; None prints nothing.
-        """
         self._passes = 0
         self._what = what
         self._console = console
@@ -53,13 +52,13 @@ class Listener:
         self.notes(f"{name:<{WIDTH}} {1e3 * seconds:9.1f} ms")
 
     def notes(self, text: str) -> None:
-        """A line to print, such as that something cannot be done as the user asked."""
+        """Print a line, such as that something cannot be done as the user asked."""
         if self._console is not None:
             self._console.print(f"  {text}", highlight=False, markup=False)
 
     def close(self, seconds: float, *, done: bool) -> None:
-        """End: remove the status line and report the total time. Most calls have no passes, as
-        everything is compiled already."""
+        """Remove the status line, and report the total time if the compilation is ``done`` and
+        some pass has run; most calls run none, as everything is compiled already."""
         if self._status is not None:
             self._status.stop()
         if done and self._passes:
@@ -72,7 +71,7 @@ _listener: ContextVar[Listener | None] = ContextVar("fxpipe_listener", default=N
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Inside the block, the listener is notified of every pass of this thread."""
+    """Notify the listener of every pass that this thread runs inside the block."""
     token = _listener.set(listener)
     try:
         yield
@@ -96,7 +95,7 @@ def reported(what: str, verbose: bool) -> Iterator[None]:
 
 @contextmanager
 def telling(name: str) -> Iterator[None]:
-    """The block is a pass of that name."""
+    """Report the block as a pass of that name."""
     listener = _listener.get()
     if listener is not None:
         listener.begins(name)

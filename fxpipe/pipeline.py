@@ -1,4 +1,4 @@
-"""The pipeline: a module that trains and runs the model over its devices."""
+"""``Pipeline``: a module that trains and runs a model over its devices."""
 
 from __future__ import annotations
 
@@ -32,23 +32,24 @@ from fxpipe.torchtools.state import without_collection
 
 
 class Pipeline(Saved):
-    """A model cut into stages over devices. Make one with ``fxpipe.compile``.
+    """A model cut into stages over devices, made by ``fxpipe.compile``.
 
-    It has the model's own parameters, buffers and submodules under their own names, so state
-    dicts move both ways. ``step`` trains on one batch; calling it is the model's forward.
+    A pipe has the model's own parameters, buffers and submodules under the same names, so each can
+    load the other's state dict. ``step`` trains on one batch; calling the pipe runs the model's
+    forward.
 
     Several threads may use a pipe, one at a time, and several pipes may run at once. Tracing a
-    model, as the first step does, changes PyTorch for all threads: no pipe runs meanwhile, and
-    your own PyTorch code should not either. Change the model's tensors yourself only while no step
+    model, as in the first step, changes PyTorch for all threads: meanwhile no pipe runs, and your
+    own PyTorch code should not run either. Change the model's tensors yourself only while no step
     runs. A forked process cannot run the pipe.
 
     Attributes:
-        devices: where the stages are, in order.
+        devices: the devices, in order.
     """
 
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
         super().__init__(options, compiler, engine)
-        self._filled: Compiled | None = None  # whose parameters and buffers have data
+        self._filled: Compiled | None = None  # a call whose parameters and buffers have data
         self._changes = Changes(options, engine.progress)
         self._microbatches = options.microbatches or 4 * len(self.devices)
         self._fixed = options.recipe.microbatches is not None
@@ -56,10 +57,10 @@ class Pipeline(Saved):
         self._device_type = self.devices[0].type
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what only the model has in the model, whose code reads it, such as a flag."""
+        """Set an attribute that only the model has (a flag that its code reads) in the model."""
         options = vars(self).get("_options")
-        own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        if options is None or own or not hasattr(options.model, name):
+        in_pipe = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if options is None or in_pipe or not hasattr(options.model, name):
             super().__setattr__(name, value)
         else:
             setattr(options.model, name, value)
@@ -73,37 +74,39 @@ class Pipeline(Saved):
         """Train on one batch: forward, backward and, with an optimizer, the update.
 
         The first batch is traced for its micro-batch size only. At the first batch with another
-        micro-batch size the model is traced once more, for all sizes that it allows. If a batch
-        needs compilation, the batches in flight are finished first. The tensors of a batch may be
-        overwritten when ``step`` returns: where batches overlap, it has copied them.
+        micro-batch size the model is traced once more, for all sizes that it allows. If a batch has
+        to be compiled, the batches in flight are finished first. You may overwrite the tensors of a
+        batch once ``step`` has returned: if batches overlap, it has copied them.
 
-        An input whose strides differ from the traced ones is copied to the traced strides. The
-        result equals that of the plain loop over the copy, for which kernels may round differently.
+        An input whose strides differ from the traced strides is copied to these. The result equals
+        that of the plain loop over the copy; for other strides kernels may round differently.
 
-        Where batches overlap, a failure rolls all stages back to the same batch: go on with batch
-        number ``batches``. Older versions of the weights are dropped then, so the next batches read
-        the newest one, as after ``load_state_dict``; a checkpoint keeps the older versions.
+        If batches overlap, a failure rolls all stages back to the same batch: continue with batch
+        number ``batches``. Older versions of the weights are then dropped, so the next batches read
+        the newest version, as after ``load_state_dict``; a checkpoint keeps the older versions.
 
         Args:
             *args: the model's positional inputs. Tensors are split along dimension 0, or the one in
-                ``batch_dims``. A scalar tensor or one of size 1 goes whole to every micro-batch.
-            target: what the loss compares with: a tensor, or a tuple of them.
+                ``batch_dims``. A scalar tensor, or one whose size is 1 there, is given whole to
+                every micro-batch.
+            target: what the loss compares the output with: a tensor, or a tuple of tensors.
             return_output: also return the model's output for the whole batch.
             **kwargs: the model's keyword inputs.
 
         Returns:
-            The loss of the batch, or of the batches of all replicas, a detached scalar: the mean
-            over micro-batches, each weighted by its samples or its targets that count; see
-            ``compile``. Where batches overlap it may not
-            be computed yet, like a tensor on a CUDA device: whatever reads it waits for it. With
-            ``return_output`` the pair (loss, detached output). Output tensors are joined as the
-            inputs were split, floating-point scalars are averaged by samples, and everything else
-            must be the same in every micro-batch.
+            The loss of the batch (over replicas, of the batches of all replicas), a detached
+            scalar: the mean over micro-batches, each weighted by its samples or by its targets that
+            count; see ``compile``. If batches overlap, it may not be computed yet, like a tensor on
+            a CUDA device: whatever reads it waits for it.
+
+            With ``return_output``, the pair (loss, detached output). Output tensors are joined as
+            the inputs were split, floating-point scalars are averaged by samples, and everything
+            else must be the same in every micro-batch.
 
         Raises:
             InputError: inputs, target or loss do not fit.
-            TraceError: the first call of its kind: the model or the loss cannot be traced.
-            PartitionError: the first call: the model cannot be cut as asked.
+            TraceError: in the first call of its kind: the model or the loss cannot be traced.
+            PartitionError: in the first call: the model cannot be cut as asked.
             ExecutionError: an instruction raised; the weights are as before the step, unless the
                 message says otherwise.
         """
@@ -126,21 +129,22 @@ class Pipeline(Saved):
             micro = self._compiler.weighed(compiled, micro)
             if not all(micro.weights):
                 compiled = compiled.weighted(micro.weights)
-            made = self._engine.step(compiled, micro, with_output=return_output)
+            result = self._engine.step(compiled, micro, with_output=return_output)
             if self._group.size > 1:
                 self._changes.stepped(compiled)
             self._shown = compiled
             if meter is not None:
-                meter.end(made[0] if return_output else made, compiled.program)
+                meter.end(result[0] if return_output else result, compiled.program)
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose results are kept")
-        return made
+        return result
 
     def flush(self) -> None:
-        """Finish the batches in flight, where the schedule lets batches overlap.
+        """Finish the batches in flight, if the schedule lets batches overlap.
 
-        ``state_dict``, ``train``, ``eval``, calling the pipe and leaving a ``with`` block flush
-        too. No result changes: the next batch reads the version that it would have read anyway.
+        ``state_dict``, ``train``, ``eval``, calling the pipe and leaving a ``with`` block flush,
+        too. No result changes: the next batch reads the version of the weights that it would have
+        read anyway.
 
         Raises:
             ExecutionError: an instruction raised; the message says which batches count.
@@ -150,20 +154,20 @@ class Pipeline(Saved):
     @SignedLikeTheModel
     @locked_in_backward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a batch.
+        """Return the model's output for a batch.
 
-        In eval mode or without gradients, inference. In training mode the output is
-        differentiable: calling ``backward`` on something computed from it drains the pipeline.
-        Batches in flight are finished first. ``torch.compile`` leaves this method uncompiled. It
-        has the signature of the model's ``forward``, which frameworks look at.
+        In training mode the output is differentiable: calling ``backward`` on something computed
+        from it runs the backwards of all stages. In eval mode, or without gradients, this is
+        inference. Batches in flight are finished first. ``torch.compile`` leaves this method
+        uncompiled. It has the signature of the model's ``forward``, which frameworks inspect.
 
         Args:
             *args: the model's positional inputs, split as in ``step``.
-            **kwargs: its keyword inputs.
+            **kwargs: the model's keyword inputs.
 
         Returns:
-            The model's output for the whole batch, joined as in ``step``. A loss that the model
-            returns is that of ``step``, where ``compile`` has none.
+            The model's output for the whole batch, joined as in ``step``. A loss in the output has
+            the value that ``step`` would return, if ``compile`` was given no ``loss``.
 
         Raises:
             InputError, TraceError, ExecutionError: as in ``step``.
@@ -186,11 +190,11 @@ class Pipeline(Saved):
 
         Args:
             *args: the model's positional inputs, as ``step`` takes them.
-            target: what the loss compares with; without it the model's call is compiled.
-            **kwargs: its keyword inputs.
+            target: what the loss compares the output with; without it the model's call is compiled.
+            **kwargs: the model's keyword inputs.
 
         Raises:
-            InputError, TraceError, PartitionError: what the first ``step`` would raise.
+            InputError, TraceError, PartitionError: as the first ``step`` would.
         """
         with self._group.calling("prepare"):
             self._engine.check()
@@ -208,20 +212,22 @@ class Pipeline(Saved):
 
     @locked
     def profile(self, *args: Any, target: Any = None, steps: int = 1, **kwargs: Any) -> Simulation:
-        """Train on a batch as ``step`` does and measure it: ``simulate`` with measured times.
+        """Train on a batch as ``step`` does, and return the measured times of all instructions.
+
+        ``simulate`` predicts with these times from then on. Python's cyclic garbage is collected
+        only after the steps, as a collection may take longer than a step.
 
         Args:
-            *args: the model's inputs; the target may be the last of them.
-            target: what the loss compares with.
+            *args: the model's positional inputs; the target may be the last of them.
+            target: what the loss compares the output with.
             steps: how many steps to run and measure.
             **kwargs: the model's keyword inputs.
 
         Returns:
-            The times of all instructions in seconds, over replicas those of this one's. Its
-            ``costs`` are the times of the stages while all of them ran at once, and can be given to
-            ``simulate``, which predicts with these times from now on. Its ``memory`` is predicted
-            as in ``simulate``, from the measured times. Python's cyclic garbage is collected
-            only afterwards, as this may take longer than a step.
+            The same as ``simulate`` returns, with measured times in seconds; over replicas, with
+            those of this replica. ``costs`` are the times of the stages while all of them run, and
+            can be given to ``simulate``. ``memory`` is predicted, as in ``simulate``, from the
+            measured times.
 
         Raises:
             InputError: as in ``step``, or ``steps`` is below 1.
@@ -237,21 +243,21 @@ class Pipeline(Saved):
                         self.step(*args, target=target, **kwargs)
                 seconds = perf_counter() - start
         compiled = self._compiled()
-        found = measured_run(self.program, steps, times, self._engine.held(compiled))
+        measured = measured_run(self.program, steps, times, self._engine.held(compiled))
         self._rehearsals.learn(compiled, StepTimes(seconds, times), steps)
-        return found
+        return measured
 
-    # its life
+    # modes and closing
 
     @locked
     def train(self, mode: bool = True) -> Pipeline:
-        """Switch the model's mode; each mode has graphs of its own. Flushes first."""
+        """Flush, and switch the model's mode; each mode has graphs of its own."""
         self.flush()
         self._model.train(mode)
         return self
 
     def close(self) -> None:
-        """Flush and end the worker threads. The pipe can run nothing more; the model may be
+        """Flush and end the worker threads. Afterwards the pipe cannot run; the model may be
         compiled again."""
         self._engine.close()
 
@@ -265,51 +271,46 @@ class Pipeline(Saved):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._engine.abandon()  # batches that the error left half done must not go on
+            self._engine.abandon()  # do not finish batches that the error left half done
         self.close()
 
     def _refuse_hooks(self) -> None:
-        """Raises InputError where hooks of the pipe itself would not be called by a step."""
-        found = [name.strip("_").replace("_", " ") for name in HOOKS if vars(self)[name]]
-        if found:
+        """Raise InputError if the pipe itself has hooks: a step would not call them."""
+        hooks = [name.strip("_").replace("_", " ") for name in HOOKS if vars(self)[name]]
+        if hooks:
             raise InputError(
-                f"the pipe has {' and '.join(found)}, which a step, that calls no module, would "
-                "leave out; remove them, or register forward hooks on the model, in whose graph "
-                "they are, or train by pipe(x) and backward, which run those of the pipe"
+                f"the pipe has {' and '.join(hooks)}, which a step would not run, as it calls no "
+                "module; remove them, or register forward hooks on the model, which are traced "
+                "with it, or train by pipe(x) and backward, which run the hooks of the pipe"
             )
 
     def _check_data(self, compiled: Compiled) -> None:
-        """Raises InputError where a stage of this process reads or writes what has no data, and
-        RankError where the stage has other values in another replica."""
+        """Raise InputError if a stage of this process reads or writes a tensor without data, and
+        RankError if a tensor of the stage has other values in another replica."""
         self._shown = self._shown or compiled
         if self._options.hollow and compiled is not self._filled:
-            self._refuse_hollow(compiled)
+            stages = filter(self._options.owns, range(len(compiled.plan.stages)))
+            names = frozenset[str]().union(*map(compiled.names, stages))
+            for name, tensor in compiled.traced.state_of(self._model).items():
+                if name in names and tensor.is_meta:
+                    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+                    raise InputError(
+                        f"{kind} {name!r} has no data, as the model was built on the meta device; "
+                        "give the values first: pipe.load(folder), pipe.load_state_dict(...), or "
+                        "pipe.reset_parameters(); tensors that are in no state dict, or that no "
+                        'step reads, can be made with data (device="cpu") where the model is built'
+                    )
+            self._filled = compiled
         if self._group.replicas > 1:
             self._changes.check(compiled)
-
-    def _refuse_hollow(self, compiled: Compiled) -> None:
-        own = filter(self._options.owns, range(len(compiled.plan.stages)))
-        names = frozenset[str]().union(*map(compiled.names, own))
-        state = compiled.traced.state_of(self._model)
-        for name, tensor in state.items():
-            if name in names and tensor.is_meta:
-                kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
-                raise InputError(
-                    f"{kind} {name!r} has no data, as the model was built on the meta device; give "
-                    "the values first: pipe.load(folder), pipe.load_state_dict(...), or "
-                    "pipe.reset_parameters(); what is in no state dict, or what no step reads, can "
-                    'be made with data (device="cpu") where the model is built'
-                )
-        self._filled = compiled
 
     def _taken(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, *, step: bool
     ) -> MicroBatches:
-        """The micro-batches of a step or of a call. Raises InputError where the arguments do not
-        fit.
+        """Check the arguments of a step or call, and split them into micro-batches.
 
-        A batch with fewer samples has fewer micro-batches, unless a step's schedule is for exactly
-        so many. All replicas have as many as the one with the smallest batch.
+        A batch has at most as many micro-batches as samples, unless a step's schedule has a fixed
+        number of them. All replicas have as many as the replica with the smallest batch.
         """
         options = self._options
         check_surroundings(step=step)
@@ -330,8 +331,8 @@ class Pipeline(Saved):
         return batch.in_parts(count, self._group.replica)
 
     def _ready(self, micro: MicroBatches, kind: Kind) -> tuple[Compiled, MicroBatches]:
-        """The compiled program for a call, and its batch in as many micro-batches as the compiler
-        decides, if it does. While it is compiled, nothing else runs."""
+        """Return the compiled program for a call on which all ranks agree, and its batch, split
+        anew if the compiler decides so. While a call is compiled, nothing else runs."""
         if kind.purpose == "step" and self._compiler.decides(micro):
             with self._engine.quiet():
                 count = self._compiler.decide(
@@ -343,18 +344,22 @@ class Pipeline(Saved):
         compiles = known is None
         if self._group.size > 1:
             flushes = known is not None and not self._engine.joins(known)
-            common, own = fingerprint(
+            common, replica_text = fingerprint(
                 *(micro, kind, self._compiler.told(), self._engine.batches),
                 compiles=compiles,
                 first=self._shown is None,
             )
             chosen, settings, *written = self._changes.told(flushed=self._engine.flushed)
-            values = (compiles, flushes, *written)
-            own = "\n".join([own, *chosen])
-            ranks = self._group.agree("the call", common, own=own, twins=settings, value=values)
-            compiles = any(each for each, *_ in ranks)  # another replica may have to
-            self._changes.hear([Changed((), "", *each) for _, _, *each in ranks])
-            if self._group.replicas > 1 and any(each for _, each, *_ in ranks):
+            ranks = self._group.agree(
+                "the call",
+                common,
+                own="\n".join([replica_text, *chosen]),
+                twins=settings,
+                value=(compiles, flushes, *written),
+            )
+            compiles = any(compiles for compiles, *_ in ranks)  # another replica may have to
+            self._changes.hear([Changed((), "", *written) for _, _, *written in ranks])
+            if self._group.replicas > 1 and any(flushes for _, flushes, *_ in ranks):
                 self.flush()
         if known is not None and not compiles:
             return known, micro

@@ -1,1 +1,1 @@
-"""From a model to a program: tracing, partitioning, and the list of passes."""
+"""Compile a model to a program: trace it, cut it into stages, and run the list of passes."""

@@ -1,4 +1,4 @@
-"""Decide what ``schedule="search"`` and ``schedule="auto"`` leave open, by prediction."""
+"""Choose a schedule by prediction, for ``schedule="search"`` and ``schedule="auto"``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fxpipe.runtime.choice import Choice
 
 @dataclass(eq=False)
 class PendingPlacement:
-    """Where the stages are; it changes until they are made."""
+    """The places of stages that are not chosen yet: ``place`` changes until the stages are made."""
 
     place: Placement = one_each
 
@@ -33,93 +33,96 @@ class PendingPlacement:
 
 
 class AutoCompiler(Compiler):
-    """A compiler that decides at the first step, and again at a larger batch, if it is alone.
+    """A compiler that chooses the schedule at the first step, and again for a larger batch.
 
     The model is traced, measured and cut for a schedule that keeps few micro-batches. Some steps
-    are rehearsed over these stages, and with their times all candidates are simulated as
-    ``Pipeline.simulate`` does it. Where not even the best one keeps the memory limits, the model is
-    cut anew, as for any schedule, with what is missing left free. Where devices would be idle, it
-    is also cut into two stages for each, and the best over these is rehearsed if it is predicted to
-    be faster.
+    are rehearsed over these stages, and with their times all candidates are simulated as in
+    ``Pipeline.simulate``. If not even the best one keeps the memory limits, the model is cut anew
+    with the missing bytes left free, as for any schedule. If devices would idle, the model is also
+    cut into two stages for each device, and the best candidate over these stages is rehearsed if it
+    is predicted to be faster.
+
+    Args:
+        placement: the placement in the recipe of ``options``; it follows the chosen schedule.
     """
 
-    _size = 0
+    _size = 0  # of the largest batch that a schedule was chosen for
     _stages: Stages | None = None
 
-    def __init__(self, options: Options, choice: Choice, where: PendingPlacement) -> None:
-        """Nothing is decided yet; the recipe of the options has its stages ``where`` it is decided,
-        which is changed."""
+    def __init__(self, options: Options, choice: Choice, placement: PendingPlacement) -> None:
         super().__init__(options, choice)
-        self._where = where
+        self._pending = placement
 
     @property
     def _parts(self) -> Sequence[object]:
-        return (*super()._parts, self._where)
+        return (*super()._parts, self._pending)
 
     def _follow(self, timetable: Timetable) -> None:
         """Make the schedules of this timetable from now on."""
         self.timetable = self._placement.timetable = timetable
-        if timetable.place is not self._where:
-            self._where.place = timetable.place
+        if timetable.place is not self._pending:
+            self._pending.place = timetable.place
         self._programs.clear()
         self._known.clear()
 
     def decides(self, micro: MicroBatches) -> bool:
-        """Whether a step of this batch is still to be decided on.
+        """Whether a schedule has to be chosen for this batch.
 
-        Replicas decide together, and no one knows of another that its batch is larger than before.
+        Replicas choose together and only once: a replica does not know that another one's batch
+        is larger than before.
         """
         return self._size == 0 if self.options.replicas > 1 else micro.batch.size > self._size
 
     def decide(self, micro: MicroBatches, *, updates: bool, rehearse: Rehearse) -> int:
-        """Decide on steps of batches of at most this size; returns the number of micro-batches.
+        """Choose a schedule for batches of at most this size; returns the number of micro-batches.
 
         Raises:
-            PartitionError: nothing is predicted to keep the memory limits; it has what is missing.
+            PartitionError: no candidate is predicted to keep the memory limits; says how many bytes
+                are missing.
         """
         options, size = self.options, micro.batch.size
         if options.replicas > 1:
             size = min(options.group.exchange("the samples of a batch", size))
         count = min(size, options.microbatches or 4 * len(options.devices))
-        before, made, auto = self.timetable, self.verdict is not None, options.decides == "auto"
+        before, cut, auto = self.timetable, self.verdict is not None, options.decides == "auto"
         recompute = "always" if auto and options.recompute == "never" else options.recompute
         devices = len(options.devices)
         families = [find_recipe(names[0]) for names in FAMILIES]
-        if made:
-            families = [each for each in families if each.place(devices) == options.placement]
+        if cut:
+            families = [recipe for recipe in families if recipe.place(devices) == options.placement]
         elif not auto or devices == 1 or {type(options.recompute), type(options.offload)} != {str}:
             families = families[:1]  # modes by stage are for one stage on each device
-        ways = [(before.changed(recipe=families[0], recompute=recompute), count)]
+        attempts = [(before.changed(recipe=families[0], recompute=recompute), count)]
         if auto:
-            if not self._placement.judged or not made:
+            if not self._placement.judged or not cut:
                 least = before.changed(recipe=find_recipe("naive"), recompute=recompute)
-                ways.append((least, options.microbatches or size))
+                attempts.append((least, options.microbatches or size))
             self._fixed = (None, True) if options.microbatches else (False, True)
         decide = partial(self._decided, micro=micro, size=size, updates=updates, rehearse=rehearse)
-        nearest: list[Predicted] = []
-        found: Predicted | None = None
+        too_large: list[Predicted] = []
+        best: Predicted | None = None
         with self._compiling(f'{type(options.model).__name__} for schedule="{options.decides}"'):
-            for timetable, count in ways:
+            for timetable, parts in attempts:
                 try:
-                    found = decide(timetable, count, nearest=nearest)
+                    best = decide(timetable, parts, too_large=too_large)
                     break
                 except PartitionError as error:
                     why = error
                     if self._size == 0:
                         self._forget()
                         self._placement.forget()
-            for family in families[1:]:
-                if found is None or (self._stages and self._stages.may_be_beaten(found.seconds)):
-                    timetable = before.changed(recipe=family, recompute=recompute)
-                    found = self._better(found, partial(decide, timetable, ways[0][1]), nearest)
-            if found is None:
+            for recipe in families[1:]:
+                if best is None or (self._stages and self._stages.may_be_beaten(best.seconds)):
+                    timetable = before.changed(recipe=recipe, recompute=recompute)
+                    best = self._better(best, partial(decide, timetable, count), too_large)
+            if best is None:
                 self._follow(before)
-                if not nearest:
+                if not too_large:
                     raise why
                 limits = self._placement.limits
-                least_of_all = min(nearest, key=lambda each: sum(each.over(limits)))
-                raise PartitionError(_refusal(least_of_all, limits, options.names)) from why
-            choice = found.candidate
+                nearest = min(too_large, key=lambda predicted: sum(predicted.over(limits)))
+                raise PartitionError(_refusal(nearest, limits, options.names)) from why
+            choice = best.candidate
             self._follow(
                 before.changed(
                     recipe=choice.recipe,
@@ -128,24 +131,24 @@ class AutoCompiler(Compiler):
                 )
             )
         self._size = size
-        noted(f'schedule="{options.decides}" takes {found}')
+        noted(f'schedule="{options.decides}" takes {best}')
         return choice.microbatches
 
     def _better(
         self,
         best: Predicted | None,
         decide: Callable[..., Predicted],
-        nearest: list[Predicted],
+        too_large: list[Predicted],
     ) -> Predicted | None:
-        """The best over other stages, if it is faster than the best so far; else what was made for
-        that stays."""
+        """Return the best candidate over other stages if it is faster than the best so far; else
+        go back to the stages of the best so far, and return it."""
         restore = restoring(self._parts)
         self._forget()
         self._placement.forget()
         with suppress(InputError, PartitionError):  # the model may have too few operations
-            found = decide(nearest=nearest, best=best, like=self._stages)
-            if best is None or found.seconds * EXACT < best.seconds:
-                return found
+            other = decide(too_large=too_large, best=best, like=self._stages)
+            if best is None or other.seconds * EXACT < best.seconds:
+                return other
         restore()
         return best
 
@@ -158,19 +161,19 @@ class AutoCompiler(Compiler):
         size: int,
         updates: bool,
         rehearse: Rehearse,
-        nearest: list[Predicted],
+        too_large: list[Predicted],
         best: Predicted | None = None,
         like: Stages | None = None,
     ) -> Predicted:
-        """The best candidate over stages that are made for a timetable; what exceeds limits goes
-        to ``nearest``.
+        """Cut the model for a timetable, and return the best candidate over these stages.
 
         Args:
-            best: the best over other stages; what cannot be faster need not be rehearsed.
-            like: those stages, where they were rehearsed.
+            too_large: is extended by the best candidates that exceed the memory limits.
+            best: the best candidate over other stages; one that is not faster is not rehearsed.
+            like: those other stages, if they were rehearsed.
 
         Raises:
-            PartitionError: none keeps the limits.
+            PartitionError: no candidate keeps the limits.
         """
         options, limits = self.options, self._placement.limits
         kind = Kind("step", updates, outputs=False)
@@ -179,40 +182,41 @@ class AutoCompiler(Compiler):
             self._follow(timetable)
             stages = Stages(self, limits, self._compile(micro, kind), size, updates)
             searches = options.decides == "search"
-            if searches or self._placement.judged:  # else it may be cut anew
+            if searches or self._placement.judged:  # else the model may be cut anew
                 stages.learn(rehearse, like)
-            found = stages.searched() if searches else stages.fastest()
-            if not found.fits(limits):
-                nearest.append(found)
+            choice = stages.searched() if searches else stages.fastest()
+            if not choice.fits(limits):
+                too_large.append(choice)
                 if self._placement.judged:
                     raise PartitionError("the stages are made, and stay as they are")
-            if self._placement.judged or self._placement.keeps_limits(found.peaks):
+            if self._placement.judged or self._placement.keeps_limits(choice.peaks):
                 if not stages.rehearsed:
                     stages.learn(rehearse, like)
-                    found = stages.fastest()
-                if not searches and (best is None or found.seconds * EXACT < best.seconds):
-                    found = stages.confirmed(found, rehearse)
-                self._placement.costs = stages.costs(found.candidate.microbatches)
+                    choice = stages.fastest()
+                if not searches and (best is None or choice.seconds * EXACT < best.seconds):
+                    choice = stages.confirmed(choice, rehearse)
+                self._placement.costs = stages.costs(choice.candidate.microbatches)
                 self._stages = stages
-                return found
+                return choice
             self._forget()
 
 
-def _refusal(least: Predicted, limits: Sequence[float], names: Sequence[str]) -> str:
-    """What is missing where the candidate runs that lacks the least, and what would be enough."""
+def _refusal(nearest: Predicted, limits: Sequence[float], names: Sequence[str]) -> str:
+    """The message that nothing fits: what the candidate that exceeds the limits least lacks, and
+    which limits would be enough for it."""
     parts = [
         f"{name} is predicted to hold at least {bytes_text(peak)} in a step and may take "
-        f"{bytes_text(most)}, {bytes_text(lacks)} too little"
-        for name, peak, most, lacks in zip(
-            names, least.peaks, limits, least.over(limits), strict=True
+        f"{bytes_text(limit)}, {bytes_text(missing)} too little"
+        for name, peak, limit, missing in zip(
+            names, nearest.peaks, limits, nearest.over(limits), strict=True
         )
-        if lacks
+        if missing
     ]
     enough = [
-        None if most == math.inf else math.ceil(max(most, peak))
-        for most, peak in zip(limits, least.peaks, strict=True)
+        None if limit == math.inf else math.ceil(max(limit, peak))
+        for limit, peak in zip(limits, nearest.peaks, strict=True)
     ]
     return (
         f"{'; '.join(parts)}; memory_limits={enough} is predicted to be enough, with "
-        f"{least.candidate}; or give more devices or smaller batches"
+        f"{nearest.candidate}; or give more devices or smaller batches"
     )

@@ -1,4 +1,4 @@
-"""Which stages run as captured CUDA graphs, and how many slots each of them needs.
+"""Decide which stages run as captured CUDA graphs, and how many slots each of them needs.
 
 A slot is one set of captured graphs of a stage, with memory for one micro-batch.
 """
@@ -25,7 +25,7 @@ from fxpipe.log import noted
 from fxpipe.torchtools import source
 
 _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-"""Operations that give a size or a number that depends on data, which the host must read."""
+"""Tags of operations whose result the host must read: a number, or a size that depends on data."""
 
 
 def check_cuda_graphs(
@@ -54,27 +54,32 @@ def check_cuda_graphs(
 
 
 class Capturing:
-    """Replaces the kernels of stages by captured ones, and keeps those for later calls."""
+    """Replaces the kernels of stages by captured ones, and keeps these for later calls.
+
+    Args:
+        graphs: makes the graphs of a slot.
+    """
 
     def __init__(self, graphs: Callable[[], Graphs]) -> None:
-        """Nothing is captured yet; ``graphs`` makes what captures for a slot."""
         self._graphs = graphs
-        self._made: dict[int, Captured] = {}
-        self._found: dict[tuple[int, int], tuple[Plan, Program, list[Kernel]]] = {}
+        # by id: each entry keeps its kernel, or plan and program, so that no id is used again
+        self._captured_kernels: dict[int, Captured] = {}
+        self._by_program: dict[tuple[int, int], tuple[Plan, Program, list[Kernel]]] = {}
         self._versions: dict[int, int] = {}
-        self._told: set[tuple[int, str]] = set()
+        self._told: set[str] = set()
 
     def captured(self, plan: Plan, schedule: Schedule, program: Program) -> list[Kernel]:
-        """Stage → its kernel. A stage that cannot be captured keeps its kernel, with a warning."""
-        key = id(plan), id(program)  # both are kept with what was found for them
-        if key not in self._found:
-            self._found[key] = plan, program, self._captured(plan, schedule, program)
-        return self._found[key][2]
+        """Return a mapping: stage → its kernel. A stage that cannot be captured keeps its own
+        kernel, which the log says once."""
+        key = id(plan), id(program)
+        if key not in self._by_program:
+            self._by_program[key] = plan, program, self._captured(plan, schedule, program)
+        return self._by_program[key][2]
 
     def _captured(self, plan: Plan, schedule: Schedule, program: Program) -> list[Kernel]:
         written = {write.target for stage in plan.stages for write in stage.writes}
         needed = slots(program)
-        if schedule.overlaps:  # more may be kept, to go back to after a failure
+        if schedule.overlaps:  # versions to go back to after a failure
             self._versions = dict.fromkeys(range(schedule.stages), max(schedule.delays) + 2)
         kernels: list[Kernel] = []
         for stage in plan.stages:
@@ -83,35 +88,32 @@ class Capturing:
                 continue
             reason = obstacle(plan, stage)
             if reason is not None or not isinstance(kernel, GraphKernel):
-                self._tell(stage.index, f"stage {stage.index} runs uncaptured: {reason}")
+                text = f"stage {stage.index} runs uncaptured: {reason}"
+                if text not in self._told:
+                    self._told.add(text)
+                    noted(text)
                 kernels.append(kernel)
                 continue
-            made = self._made.get(id(kernel))  # it keeps the kernel, whose id stays its own
-            if made is None:
-                made = self._made[id(kernel)] = Captured(
+            captured = self._captured_kernels.get(id(kernel))
+            if captured is None:
+                captured = self._captured_kernels[id(kernel)] = Captured(
                     kernel,
                     stage.index,
                     self._graphs,
                     [argument.target in written for argument in stage.buffers],
                 )
-            made.versions = self._versions.get(stage.index, 1)
-            made.slots = max(made.slots, needed[stage.index])
-            kernels.append(made)
+            captured.versions = self._versions.get(stage.index, 1)
+            captured.slots = max(captured.slots, needed[stage.index])
+            kernels.append(captured)
         return kernels
-
-    def _tell(self, stage: int, text: str) -> None:
-        if (stage, text) not in self._told:
-            self._told.add((stage, text))
-            noted(text)
 
 
 def slots(program: Program) -> tuple[int, ...]:
-    """Stage → the most micro-batches that occupy a slot of its graphs at once.
+    """Count for each stage the most micro-batches that occupy a slot of its graphs at once.
 
-    A micro-batch occupies its slot from its forward, or its recomputation, to the end of its
-    backward; where the backward has two halves, to the end of both. A forward that saves nothing
-    occupies a slot while it runs. Where batches overlap, several steps are counted, so that every
-    batch that can overlap another is among them.
+    A micro-batch occupies a slot from its forward or recomputation to the end of its backward, or
+    of both halves of that. A forward that saves nothing occupies a slot while it runs. If batches
+    overlap, enough steps are counted for all batches that can overlap another.
     """
     most, held = [0] * program.stages, [0] * program.stages
     for list_ in unroll(program, 2 * program.depth + 1).lists:
@@ -129,10 +131,10 @@ def slots(program: Program) -> tuple[int, ...]:
 
 
 def obstacle(plan: Plan, stage: Stage) -> str | None:
-    """Why a stage cannot be captured, as one clause; None if nothing is known to prevent it."""
+    """The reason why a stage cannot be captured, as one clause; None if there is none."""
     kernel = stage.kernel
     if not isinstance(kernel, GraphKernel):
-        return "autograd drives its backward, as of all stages where there are leaf modules"
+        return "autograd drives its backward, as in every stage of a model with leaf modules"
     for edge in plan.edges_into(stage.index):
         spec = plan.specs.get(edge.value)
         if edge.value == SEED:

@@ -23,8 +23,8 @@ from fxpipe.passes.tracing.loss_terms import Divisor
 
 
 class Kind(NamedTuple):
-    """What a call is for, whether it updates the weights, and whether it returns outputs, each for
-    the whole batch. One for ``backward`` also has the gradients of inputs that require them."""
+    """The kind of a call: what it is for, whether it updates the weights, and whether it returns
+    the model's outputs for the whole batch."""
 
     purpose: Purpose
     updates: bool = False
@@ -33,21 +33,21 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Compiled:
-    """All that runs a call of one kind and one batch shape.
+    """Everything that runs a call of one kind and one batch shape.
 
     Attributes:
-        traced: the graph of the whole model, and its loss where there is one.
+        traced: the graph of the whole model, and of its loss if there is one.
         plan: the plan for the first micro-batch's size.
         kernels: micro-batch → stage → kernel.
         schedule: the schedule.
-        program: the program; on a rank with the list of its own device alone.
+        program: the program; on a rank it has only the list of the rank's own device.
         whole: makes the program with the lists of all devices.
         purpose: what the call is for.
-        samples: how many samples the first micro-batch has.
+        samples: the samples in the first micro-batch.
         threads: how many threads run the devices' instruction lists: 1, or one for each device.
-        terms: micro-batch → what each term of its loss is divided by, see ``loss_terms``; empty
-            where the caller says how losses are weighted.
-        specs: micro-batch → what is known of its values.
+        terms: micro-batch → the divisor of each term of its loss, see ``loss_terms``; empty if the
+            caller says how losses are weighted.
+        specs: micro-batch → the specs of its values.
     """
 
     traced: Traced
@@ -69,18 +69,18 @@ class Compiled:
         return self.plan.results & values
 
     def names(self, stage: int) -> frozenset[str]:
-        """The parameters and buffers in the model that a stage reads or writes."""
-        own = self.plan.stages[stage]
-        found = {each.target for each in (*own.parameters, *own.buffers)}
-        found |= {each.target for each in own.writes}
+        """The names in the model of the parameters and buffers that a stage reads or writes."""
+        part = self.plan.stages[stage]
+        names = {argument.target for argument in (*part.parameters, *part.buffers)}
+        names |= {write.target for write in part.writes}
         for norm in self.traced.deferred:
-            if norm.moments in found:
-                found |= {norm.running_mean, norm.running_var}
-                found |= {norm.tracked} if norm.tracked else set()
-        return frozenset(found)
+            if norm.moments in names:
+                names |= {norm.running_mean, norm.running_var}
+                names |= {norm.tracked} if norm.tracked else set()
+        return frozenset(names)
 
     def weighted(self, weights: Sequence[float]) -> Compiled:
-        """The same with kernels that discard the gradients of micro-batches of weight 0."""
+        """The same call, with kernels that discard the gradients of micro-batches of weight 0."""
         kernels = [
             kernels if weight else [Discarding(kernel) for kernel in kernels]
             for kernels, weight in zip(self.kernels, weights, strict=True)
@@ -88,63 +88,65 @@ class Compiled:
         return replace(self, kernels=kernels)
 
     def rechecked(self) -> Sequence[Sequence[Kernel]]:
-        """The kernels for one step, in which recomputations are compared with their forwards."""
-        again = {x.stage for own in self.program.lists for x in own if isinstance(x, Recompute)}
+        """The kernels for one step that compares each recomputation with its forward."""
+        stages = {
+            x.stage for list_ in self.program.lists for x in list_ if isinstance(x, Recompute)
+        }
         return [
             [
-                CheckedRecompute(kernel, stage, i) if stage in again else kernel
-                for stage, kernel in enumerate(own)
+                CheckedRecompute(kernel, stage, index) if stage in stages else kernel
+                for stage, kernel in enumerate(kernels)
             ]
-            for i, own in enumerate(self.kernels)
+            for index, kernels in enumerate(self.kernels)
         ]
 
 
 def exchanged(traced: Traced, plan: Plan) -> tuple[object, ...]:
-    """What is equal where one program can run micro-batches of two graphs: edges, buckets, loss and
-    outputs."""
+    """The edges, buckets, loss and outputs of a graph. One program can run the micro-batches of two
+    graphs if these are equal."""
     outputs = [out.name if isinstance(out, Value) else None for out in traced.outputs]
     return plan.edges, plan.buckets, traced.loss, outputs
 
 
 def agree_on_plans(options: Options, schedule: Schedule, plans: Sequence[Plan]) -> None:
-    """Check that all ranks have made the same plans, each for a size of micro-batch, and hear what
-    the others have compiled of them, which has other peaks of memory. Raises RankError."""
+    """Check that all ranks have made the same plans, one for each micro-batch size, and take over
+    the memory peaks of stages that other ranks have compiled. Raises RankError if plans differ."""
     first, group = plans[0], options.group
     trained = [[each.target for each in stage.parameters] for stage in first.stages]
-    own = [s.index for s in first.stages if options.stage_compiler and options.owns(s.index)]
-    told = group.agree(
+    stages = [s.index for s in first.stages if options.stage_compiler and options.owns(s.index)]
+    answers = group.agree(
         "the compiled plan",
         f"{schedule}\n{trained}",
         own=str(first),
-        value=[peaks_of(plan, own) for plan in plans],
+        value=[peaks_of(plan, stages) for plan in plans],
     )
     for rank in group.pipeline:
-        for plan, peaks in zip(plans, told[rank], strict=True):
+        for plan, peaks in zip(plans, answers[rank], strict=True):
             take_peaks(plan, peaks)
 
 
 def restoring(parts: Sequence[object]) -> Callable[[], None]:
-    """Keep what these have made so far; returns what restores that, and forgets what came since."""
-    before = [(each, {**vars(each)}) for each in parts]
-    for each, values in before:
-        vars(each).update({k: copy(v) for k, v in values.items() if type(v) in (dict, set)})
+    """Remember the attributes of these objects; returns a function that restores them."""
+    before = [(part, {**vars(part)}) for part in parts]
+    for part, values in before:
+        vars(part).update({k: copy(v) for k, v in values.items() if type(v) in (dict, set)})
 
     def restore() -> None:
-        for each, values in before:
-            vars(each).clear()
-            vars(each).update(values)
+        for part, values in before:
+            vars(part).clear()
+            vars(part).update(values)
 
     return restore
 
 
 @dataclass(frozen=True)
 class Owned:
-    """What one process has of a model. Names are those that the model lists first.
+    """Which parameters and buffers of a model one process has, by the first name of each.
 
     Attributes:
         names: id of a parameter or buffer → its name.
-        kept: those that this process has the newest values of, and no other process keeps.
-        used: those that this process needs the values of.
+        kept: the names whose newest values this process keeps, and no other process.
+        used: the names whose values this process needs.
         rest: whether this process also keeps what is neither a parameter nor a buffer.
     """
 
@@ -159,25 +161,25 @@ class Owned:
 
 
 def owned(model: nn.Module, compiled: Compiled | None, owns: Callable[[int], bool]) -> Owned:
-    """What this process has of a model.
+    """Find what this process has of a model; ``owns`` tells which stages are its own.
 
-    What belongs to no stage is kept with the first stage. Before anything is compiled, everything
-    is, and all processes use everything.
+    Tensors of no stage are kept with the first stage. Before anything is compiled these are all
+    tensors, and all processes use all of them.
     """
     names: dict[int, str] = {}
-    first: dict[str, str] = {}
-    for listed in (model.named_parameters, model.named_buffers):
-        for name, tensor in listed(remove_duplicate=False):
-            first[name] = names.setdefault(id(tensor), name)
+    first_names: dict[str, str] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            first_names[name] = names.setdefault(id(tensor), name)
     keeper: dict[str, int] = {}
     used: set[str] = set()
     for stage in () if compiled is None else compiled.plan.stages:
         assert compiled is not None
-        found = {first[name] for name in compiled.names(stage.index) if name in first}
-        written = {first[write.target] for write in stage.writes if write.target in first}
-        keeper |= {name: stage.index for name in found if name in written or name not in keeper}
+        touched = {first_names[name] for name in compiled.names(stage.index) if name in first_names}
+        written = {first_names.get(write.target) for write in stage.writes}
+        keeper |= {name: stage.index for name in touched if name in written or name not in keeper}
         if owns(stage.index):
-            used |= found
+            used |= touched
     common = set(names.values()) - keeper.keys()
     rest = owns(0)
     kept = {name for name, stage in keeper.items() if owns(stage)} | (common if rest else set())

@@ -1,4 +1,4 @@
-"""Compile a call of a model: a plan with kernels, a schedule and a program."""
+"""Compile a call of a model to a plan with kernels, a schedule and a program."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ from fxpipe.torchtools.state import (
 )
 
 Rehearse = Callable[[Compiled, Call], Rehearsal | None]
-"""Takes the times of a call's program, as it runs, with another call for an example of its batch;
-see ``Rehearsals``."""
+"""Rehearses the program of a compiled call, with a batch like that of the second call, and returns
+the times; see ``Rehearsals``."""
 
 
 class Compiler:
@@ -63,11 +63,10 @@ class Compiler:
     """
 
     _fixed: tuple[bool | None, ...] = (None, True)
-    """Whether graphs hold for one size of micro-batch only, see ``Call``; the second is tried where
-    two sizes have graphs that cannot share a program."""
+    """Values of ``Call.fixed`` to try: whether a graph is for one size of micro-batch only. The
+    second one is for two sizes whose graphs cannot share a program."""
 
     def __init__(self, options: Options, choice: Choice) -> None:
-        """Nothing is traced yet; the model is not changed."""
         self.options = options
         self.choice = choice
         self.capturing = Capturing(CudaGraphs) if options.cuda_graphs else None
@@ -75,35 +74,34 @@ class Compiler:
         self._placement = Placement(options, self.timetable)
         self.plans = Plans(options, self._placement)
         self._guards = self.plans.front_end.guards
-        # with the number of the ranks' call in which it was compiled
+        # each with its plans, and the number of the ranks' call in which it was compiled
         self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]], int]] = {}
-        self._since: int | None = None
+        self._since: int | None = None  # that number for the call that ``known`` saw last
         self._programs: dict[Any, Program] = {}
         self._warned = False
         self._state: tuple[Any, ...] = (None,)
         self._told: tuple[tuple[Any, ...], Sequence[str]] | None = None
 
     def known(self, micro: MicroBatches, kind: Kind) -> Compiled | None:
-        """What an earlier call like this was compiled to; None if none. See ``compile``."""
-        found = self._known.get(self._key(micro, kind))
-        self._since = None if found is None else found[2]
-        if found is None:
+        """Return what an earlier call like this one was compiled to; None if there was none."""
+        entry = self._known.get(self._key(micro, kind))
+        self._since = None if entry is None else entry[2]
+        if entry is None:
             return None
-        compiled, plans, _ = found
+        compiled, plans, _ = entry
         if self.options.places:
             for traced, plan in plans:
                 self.plans.settle(traced, plan, compiled.schedule)
         return compiled
 
     def told(self) -> ModelState:
-        """The state in which ``known`` has seen the model, as text that ranks compare."""
+        """The state of the model when ``known`` was last called, as text that ranks compare."""
         if self._told is None or self._told[0] != self._state:
             self._told = self._state, state_text(self.options.model, self._state)
         return ModelState(self._told[1], self._since)
 
     def compile(self, micro: MicroBatches, kind: Kind) -> Compiled:
-        """Compile a call of these inputs, and targets for a step. What was made for earlier calls
-        is used again.
+        """Compile a call, using the results of earlier calls.
 
         Meanwhile nothing may change the model, and no other call may run: see ``fxpipe.locks``.
         """
@@ -123,15 +121,15 @@ class Compiler:
         return compiled
 
     def decides(self, micro: MicroBatches) -> bool:
-        """Whether it is still to be decided what a step of this batch is like."""
+        """Whether a schedule has to be chosen for this batch."""
         return False
 
     def decide(self, micro: MicroBatches, *, updates: bool, rehearse: Rehearse) -> int:
-        """Decide it; returns into how many micro-batches the batch is to be split."""
+        """Choose a schedule; returns the number of micro-batches for the batch."""
         return len(micro)
 
     def _forget(self) -> None:
-        """Forget what was cut, but not what was traced and measured."""
+        """Forget cuts and programs, but keep traces and measured costs."""
         self.plans.forget()
         self._programs.clear()
         self._known.clear()
@@ -150,8 +148,8 @@ class Compiler:
 
     @contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
-        """Keep what the block makes if all ranks have made it, else nothing of it: so all ranks
-        know the same plans, and compile together or not at all."""
+        """Keep what the block makes only if it succeeds on all ranks: so all ranks know the same
+        plans, and compile together or not at all."""
         if self.options.group.size == 1:
             yield
             return
@@ -165,23 +163,24 @@ class Compiler:
 
     @property
     def _parts(self) -> Sequence[object]:
-        """What changes here when something is compiled."""
+        """The objects that change when something is compiled."""
         return self, self.plans, self._placement, *self._placement.kept
 
     def _compile(self, micro: MicroBatches, kind: Kind) -> Compiled:
         self.plans.look()
         purpose, batch, microbatches, sizes = kind.purpose, micro.batch, len(micro), micro.sizes
-        first = {size: micro.leaves[sizes.index(size)] for size in sizes}
         wants = batch.wants(purpose)
         schedule = self.timetable.schedule(microbatches, purpose)
         for fixed in self._fixed:  # a graph for one size has other names than one for several
             calls = {
-                size: Call(batch, leaves, size, purpose, wants, schedule, fixed)
-                for size, leaves in first.items()
+                size: Call(
+                    batch, micro.leaves[sizes.index(size)], size, purpose, wants, schedule, fixed
+                )
+                for size in dict.fromkeys(sizes)
             }
             plans = {size: self.plans.plan(call) for size, call in calls.items()}
             traced, plan = plans[sizes[0]]
-            if all(exchanged(*other) == exchanged(traced, plan) for other in plans.values()):
+            if all(exchanged(*made) == exchanged(traced, plan) for made in plans.values()):
                 break
         else:
             raise InputError(
@@ -199,9 +198,9 @@ class Compiler:
         if kind.outputs:
             traced = self.plans.output_dims(calls[sizes[0]], traced)
         if self.options.group.size > 1:  # the text takes time, and not every value has one
-            agree_on_plans(self.options, schedule, [made for _, made in plans.values()])
+            agree_on_plans(self.options, schedule, [plan for _, plan in plans.values()])
         program, whole = self._program(plan, schedule, purpose, kind.updates)
-        by_size = {
+        kernels = {
             size: self.capturing.captured(plan, schedule, program)
             if self.capturing
             else [stage.kernel for stage in plan.stages if stage.kernel is not None]
@@ -212,15 +211,15 @@ class Compiler:
         terms: list[tuple[Divisor | None, ...]] = []
         if traced.loss is not None and self.options.objective.averages:
             split = [index for index, dim in enumerate(batch.dims) if dim is not None]
-            of_size = {
-                size: loss_terms(replace(made, loss=traced.loss), split)
-                for size, (made, _) in plans.items()
+            terms_of = {
+                size: loss_terms(replace(graph, loss=traced.loss), split)
+                for size, (graph, _) in plans.items()
             }
-            terms = [of_size[size] for size in sizes]
+            terms = [terms_of[size] for size in sizes]
         compiled = Compiled(
             traced,
             plan,
-            [by_size[size] for size in sizes],
+            [kernels[size] for size in sizes],
             schedule,
             program,
             whole,
@@ -235,24 +234,22 @@ class Compiler:
         return compiled
 
     def _key(self, micro: MicroBatches, kind: Kind) -> tuple[Any, ...]:
-        """All that a call's compiled form depends on; the number of the variant comes first."""
+        """Everything that the result of compiling a call depends on; the number of the variant
+        comes first."""
         state = self._guards.state()
         if state[0] != self._state[0]:
             kept = self._guards.kept
-            self._known = {key: made for key, made in self._known.items() if key[0][0] in kept}
+            self._known = {key: entry for key, entry in self._known.items() if key[0][0] in kept}
         self._state = state
         batch, wants = micro.batch, micro.batch.wants(kind.purpose)
         return state, batch.key, batch.size, wants, len(micro), kind, self.choice.changes
 
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
-        """The same micro-batches, each with the weight of its loss in the batch's loss.
+        """Return the same micro-batches, each with the weight of its loss in the batch's loss.
 
-        A call has a loss where the model returns it. Its batch is that of its own replica.
-
-        Warns once where the loss is not that of the whole batch.
-
-        Raises:
-            InputError: as ``Objective.counts`` and ``Objective.weights``.
+        In a step the batch is that of all replicas, and in a call, which has a loss only if the
+        model returns one, that of this replica. Warns once if the loss is not that of the whole
+        batch. Raises InputError as ``Objective.counts`` and ``Objective.weights``.
         """
         if compiled.traced.loss is None:
             return micro
@@ -260,13 +257,13 @@ class Compiler:
         replicas = group.replicas if compiled.purpose == "step" else 1
         counted = len(micro) * replicas > 1 and any(map(any, terms))
         if objective.averages and replicas == 1 and not counted:
-            return micro  # by samples, as it is
+            return micro  # weighted by samples already
         buffers = known_buffers(compiled.traced, self.options.model)
         values = divided(terms, micro, buffers, alone=replicas == 1) if counted else []
         parts = [(objective.counts(micro), values)]
         if replicas > 1:
-            told = group.exchange("the weights", parts[0])
-            parts = [told[rank] for rank in group.twins]
+            by_rank = group.exchange("the weights", parts[0])
+            parts = [by_rank[rank] for rank in group.twins]
         micro, wrong = with_weights(micro, objective, next(iter(terms), ()), parts)
         if wrong is not None and not self._warned:
             self._warned = True
@@ -274,8 +271,8 @@ class Compiler:
         return micro
 
     def measured(self, compiled: Compiled) -> Compiled:
-        """The same with what its stages cost. That is measured now where the cut did not need it;
-        the model is not changed."""
+        """Return the same call with the costs of its stages, which are measured now if the cut did
+        not need them."""
         plan = compiled.plan
         if not plan.stages[0].costs:
             with self._compiling(f"{type(self.options.model).__name__}, to know what stages cost"):
@@ -283,10 +280,11 @@ class Compiler:
             costs = self._placement.costs
             stages = tuple(replace(s, costs=costs.get(s.index)) for s in plan.stages)
             plan = replace(plan, stages=stages)
-        made = replace(compiled, plan=plan, threads=self.choice.threads(plan))
-        for key, (each, plans, call) in self._known.items():
-            self._known[key] = made if each is compiled else each, plans, call
-        return made
+        measured = replace(compiled, plan=plan, threads=self.choice.threads(plan))
+        for key, (known, plans, call) in self._known.items():
+            if known is compiled:
+                self._known[key] = measured, plans, call
+        return measured
 
     @property
     def verdict(self) -> Verdict | None:
@@ -295,10 +293,7 @@ class Compiler:
 
     def sizes(self, compiled: Compiled, updates: bool) -> Sizes:
         """What the stages of a step compute and hold, as functions of the samples in a micro-batch.
-
-        Raises:
-            InputError: the stages run leaf modules, whose sizes no graph tells.
-        """
+        Raises InputError for stages with leaf modules, whose sizes are in no graph."""
         from fxpipe.passes.graph.extents import extents  # sympy is slow to import
 
         if compiled.traced.leaves:
@@ -309,12 +304,12 @@ class Compiler:
         graph = self.plans.graph_of(compiled.traced)
         try:
             traced, plan = self.plans.any_size(graph, compiled.samples)
-        except FxpipeError:  # the model refuses zeros, so that there is no other graph
+        except FxpipeError:  # the model refuses zeros, so there is no other graph
             traced, plan = compiled.traced, compiled.plan
         with self.plans.filled(), untouched(self.options.model):
-            found = extents(plan, traced.state_of(self.options.model), compiled.samples)
+            stages = extents(plan, traced.state_of(self.options.model), compiled.samples)
         return Sizes(
-            found,
+            stages,
             self.options.names,
             self._placement.limits,
             compiled.samples,
@@ -322,7 +317,7 @@ class Compiler:
         )
 
     def resized(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> Compiled:
-        """The same stages for micro-batches of another size; for predictions, never run."""
+        """The same call for micro-batches of another size; for predictions, never run."""
         traced, plan = compiled.traced, compiled.plan
         if samples != compiled.samples:
             traced, plan = self.plans.any_size(graph, samples)
@@ -335,26 +330,26 @@ class Compiler:
         return [*map(float, predicted_peaks(compiled.plan, compiled.whole(), sizes))]
 
     def _remedies(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> str:
-        """Which options would let a step of this many samples keep the memory limits."""
-        own = compiled.schedule
+        """The options with which a step of this many samples would keep the memory limits."""
+        now = compiled.schedule
 
         def fits(schedule: Schedule) -> bool:
-            if schedule.placement != own.placement or ("I" in schedule.kinds) != ("I" in own.kinds):
+            if schedule.placement != now.placement or ("I" in schedule.kinds) != ("I" in now.kinds):
                 return False  # it would need other stages, or other kernels
             part = -(-samples // schedule.microbatches)
-            other = self.resized(replace(compiled, schedule=schedule), graph, part, updates)
-            return all(map(operator.le, self._peaks(other, updates), self._placement.limits))
+            changed = self.resized(replace(compiled, schedule=schedule), graph, part, updates)
+            return all(map(operator.le, self._peaks(changed, updates), self._placement.limits))
 
-        return remedies(self.timetable, own, samples, fits)
+        return remedies(self.timetable, now, samples, fits)
 
     def _program(
         self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool
     ) -> tuple[Program, Callable[[], Program]]:
-        """The program to run, and what makes that of all devices: a rank keeps its own list."""
-        group = self.options.group
-        buckets = plan.buckets
+        """Return the program to run, which on a rank has the list of its own device only, and a
+        function that makes the program of all devices."""
+        group, buckets = self.options.group, plan.buckets
         key = (plan.edges, buckets, schedule.microbatches, purpose, updates)
-        text = ""  # of what a rank knows already, which another replica may not
+        text = ""  # if this rank knows the program already, which another replica may not
         if key not in self._programs:
             program = self.lowered(plan, schedule, purpose, updates)
             if group.size > 1:
@@ -367,11 +362,11 @@ class Compiler:
         return program, lambda: program
 
     def take(self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]) -> None:
-        """Have the stages of this graph, whose nodes cost this, in every call."""
+        """Use this assignment of a graph, whose nodes have these costs, instead of a cut."""
         self._placement.take(traced, assignment, costs)
 
     def unchecked(self, call: Call, updates: bool) -> Compiled:
-        """A step of a call, which is not compared with the model; for predictions."""
+        """A step of a call that is not compared with the model; for predictions."""
         schedule = self.timetable.schedule(1, "step")
         traced, plan = self.plans.unchecked(replace(call, schedule=schedule))
         program = self.lowered(plan, schedule, "step", updates)
@@ -381,7 +376,7 @@ class Compiler:
         )
 
     def lowered(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
-        """The program of all devices."""
+        """Lower a plan and a schedule to the program of all devices."""
         facts = {
             "schedule": schedule,
             "plan": plan,

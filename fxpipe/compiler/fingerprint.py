@@ -1,4 +1,4 @@
-"""What has to be the same for a call on all ranks, as text that they compare."""
+"""Describe a call as text, so that ranks can check that all of them make the same call."""
 
 from __future__ import annotations
 
@@ -22,18 +22,15 @@ def fingerprint(
     compiles: bool,
     first: bool,
 ) -> tuple[str, str]:
-    """What must be the same for a call on all ranks, and on those of a replica.
+    """Return two texts: what must be the same for a call on all ranks, and on those of a replica.
 
     Args:
-        micro: its micro-batches.
-        kind: what it is for.
-        state: the state that the model is in.
-        batches: how many batches were trained on.
-        compiles: whether it is compiled anew; then the values of its inputs count, too.
-        first: whether no call was before; then the shapes are the same in all replicas.
+        batches: the number of batches that were trained on.
+        compiles: whether the call is compiled anew; then the values of its inputs count, too.
+        first: whether it is the first call; then shapes must be the same in all replicas.
     """
     batch = micro.batch
-    shown = [
+    leaves = [
         f"{tuple(leaf.shape)} {leaf.dtype}" + ", requires grad" * leaf.requires_grad
         if isinstance(leaf, torch.Tensor)
         else repr(leaf)
@@ -48,7 +45,7 @@ def fingerprint(
     ]
     shapes = [
         f"a batch of {batch.size} samples",
-        *(f"{name}: {leaf}" for name, leaf in zip(batch.names, shown, strict=True)),
+        *(f"{name}: {leaf}" for name, leaf in zip(batch.names, leaves, strict=True)),
     ]
     since = "new" if state.since is None else f"those of call {state.since}"
     values = [
@@ -66,13 +63,13 @@ def fingerprint(
 
 
 class ModelState(NamedTuple):
-    """What a call depends on besides its inputs, as text.
+    """The state of the model that a call depends on.
 
     Attributes:
-        common: lines that have to be the same on all ranks.
-        since: the number of the call in which it was compiled; None if it was not. It has to be the
-            same on the ranks of a replica, and tells apart states of what the model's code reads.
-            Replicas whose batches have other shapes may have compiled in other calls.
+        common: lines of text that have to be the same on all ranks.
+        since: the number of the call in which this call was compiled; None if it was not. It stands
+            for the Python state that the model's code reads, and has to be the same on the ranks of
+            a replica. Replicas whose batches have other shapes may have compiled in other calls.
     """
 
     common: Sequence[str]
@@ -80,19 +77,13 @@ class ModelState(NamedTuple):
 
 
 def state_text(model: nn.Module, state: tuple[Any, ...]) -> list[str]:
-    """The state of a model's guards as lines of text, but for the values that its code reads.
-
-    Args:
-        model: the model.
-        state: what ``Guards.state`` gave.
-    """
-    _, flags, trained, _, cast, number = state
-    mode = "training" if model.training else "evaluation"
+    """The state that ``Guards.state`` returned as lines of text, without the values that the
+    model's code reads."""
+    _, flags, trained, _, cast, dtype = state
+    mode = f"{'training' if model.training else 'evaluation'} mode"
     if any(flag != model.training for flag in flags):
         others = [name for name, each in model.named_modules() if each.training != model.training]
-        mode += f" mode, but for {', '.join(others)}"
-    else:
-        mode += " mode"
+        mode += f", but for {', '.join(others)}"
     frozen: list[str] = []
     if not all(trained):
         frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
@@ -100,5 +91,5 @@ def state_text(model: nn.Module, state: tuple[Any, ...]) -> list[str]:
         f"the pipe is in {mode}",
         f"parameters without gradients: {', '.join(frozen) or 'none'}",
         f"autocast: {cast or 'none'}",
-        f"the default type of numbers: {number}",
+        f"the default type of numbers: {dtype}",
     ]

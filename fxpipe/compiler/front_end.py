@@ -1,7 +1,7 @@
-"""The front end: from a model, its loss and one micro-batch to a traced graph.
+"""The front end: trace a model with its loss on one micro-batch.
 
-It decides which submodules become leaf modules, which are called as they are. The graphs
-themselves are made by the tracing passes.
+It decides which submodules become leaf modules, which are called as they are. The tracing passes
+make the graphs themselves.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ Dims = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Call:
-    """What is traced, and what a plan is made for: a call's micro-batches of the same size.
+    """A call, for its micro-batches of one size: one of them is traced, and a plan made for all.
 
     Attributes:
         batch: the call's inputs, and its targets for a step.
         leaves: the flat inputs and targets of one micro-batch.
-        size: how many samples the micro-batch has.
+        size: the samples in the micro-batch.
         purpose: what the call is for.
         wants: for each leaf whether the call returns a gradient for it.
         schedule: the call's schedule.
-        fixed: whether the graph shall hold for this size only; None if it does not matter.
+        fixed: whether the graph has to hold for this size only; None if it does not matter.
     """
 
     batch: Batch
@@ -66,7 +66,7 @@ class Call:
 
     @property
     def dims(self) -> Dims:
-        """For each flat input and target its dimensions that are the batch."""
+        """For each flat input and target its batch dimensions: one, or none."""
         return [() if dim is None else (dim,) for dim in self.batch.dims]
 
     @property
@@ -85,7 +85,7 @@ class Call:
         return "I" in self.schedule.kinds
 
     def without_data(self) -> Call:
-        """The same call with tensors without data, so that it does not keep the batch alive."""
+        """The same call on the meta device, so that it does not keep the batch alive."""
         return self._mapped(lambda tensor: tensor.detach().to("meta"))
 
     def zeros(self) -> Call:
@@ -93,12 +93,12 @@ class Call:
         return self._mapped(lambda tensor: torch.zeros_like(tensor, device="cpu"))
 
     def random(self) -> Call:
-        """The same call with random numbers for data, or zeros where they are whole numbers."""
-        made, generator = self.zeros(), torch.Generator()
-        for leaf in made.leaves:
+        """The same call with random floating-point data, and zeros for whole numbers."""
+        call, generator = self.zeros(), torch.Generator()
+        for leaf in call.leaves:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 leaf.uniform_(generator=generator)
-        return made
+        return call
 
     def resized(self, size: int) -> Call:
         """The same call for micro-batches of another size, with zeros for data."""
@@ -112,9 +112,9 @@ class Call:
         return replace(self, leaves=leaves, size=size)
 
     def facts(self, traced: Traced, model: nn.Module) -> dict[str, Any]:
-        """What passes are told of a graph for this call: ``traced``, the graph itself; ``values``,
-        the micro-batch's leaf for each input, which requires a gradient if that is returned;
-        ``state``, the model's parameters, buffers and constants; and ``wanted``."""
+        """The facts that passes need of a graph for this call: ``traced``, the graph itself;
+        ``values``, input → the micro-batch's leaf, which requires a gradient if the call returns
+        it; ``state``, the model's parameters, buffers and constants; and ``wanted``."""
         values: dict[str, Any] = {}
         for name, leaf, wants in zip(traced.inputs, self.leaves, self.wants, strict=True):
             if name is not None:
@@ -145,22 +145,22 @@ class FrontEnd:
     """Traces a model with its loss into one graph. The model's state is not changed.
 
     Attributes:
-        guards: watches what the traces depend on besides tensors.
+        guards: watch the Python state that the traces depend on.
     """
 
     def __init__(self, options: Options) -> None:
-        """Nothing is traced yet."""
         self.options = options
         self._leaves = Leaves(options)
         self.guards = Guards(options, self._leaves.modules)
         self._written: set[str] = set()  # inputs that the model writes into
 
     def trace(self, call: Call, *, fixed: bool) -> Traced:
-        """The graph of the model for micro-batches like this one, for a step with its loss; it need
-        hold for this size only if that is ``fixed``."""
+        """Trace the model, and for a step its loss, for micro-batches like this one. If ``fixed``,
+        the graph holds for their size only. Raises InputError or TraceError."""
         options, loss, size = self.options, self.options.loss, call.size
         args, kwargs, targets = call.batch.unflatten(call.leaves)
-        dims, target_dims = call.dims[: call.batch.inputs], call.dims[call.batch.inputs :]
+        inputs = call.batch.inputs
+        dims, target_dims = call.dims[:inputs], call.dims[inputs:]
         facts = {
             **vars(options),
             "guards": self.guards,
@@ -183,14 +183,14 @@ class FrontEnd:
             put_back(facts["inputs"]),
             intra_op_threads(options.threads),
         ):
-            given = call.leaves[: call.batch.inputs]
-            with put_back(dict(zip(call.batch.names, given, strict=False))) as written:
-                output = self._tried(facts)
+            leaves = dict(zip(call.batch.names, call.leaves[:inputs], strict=False))
+            with put_back(leaves) as written:
+                output = self._run(facts)
             self._tell_written(written)
-            traced = self._front_end(args, kwargs, dims, size, fixed)
+            traced = self._traced_model(args, kwargs, dims, size, fixed)
             if not fixed and any(out.dims is None for out in traced.outputs):
-                told = output_dims(options.model, args, kwargs, dims, _flat_outputs(traced), size)
-                traced = traced if told is None else with_dims(traced, told)
+                known = output_dims(options.model, args, kwargs, dims, _flat_outputs(traced), size)
+                traced = traced if known is None else with_dims(traced, known)
             if call.with_loss and loss is not None:
                 flat, spec = pytree.tree_flatten(taken_apart(output))
                 module = LossModule(options.objective, loss, spec)
@@ -200,33 +200,30 @@ class FrontEnd:
                 else:
                     dims = [*_output_dims(traced, size), *target_dims]
                     try:
-                        made = self._traced(module, (*flat, *targets), {}, dims, size, fixed)
+                        loss_graph = self._traced(module, (*flat, *targets), {}, dims, size, fixed)
                     except TraceError as error:
                         self._leaves.take_loss(error)
                         return self.trace(call, fixed=fixed)
-                    source.credit(made.graph, loss)
-                    facts |= {"loss": made, "tensors": dict(module.named_buffers())}
+                    source.credit(loss_graph.graph, loss)
+                    facts |= {"loss": loss_graph, "tensors": dict(module.named_buffers())}
             joined: Traced = run_all(passes.JOIN, {**facts, "traced": traced})["traced"]
         return joined
 
     def output_dims(self, traced: Traced, call: Call) -> Sequence[tuple[int, ...]] | None:
-        """For each flat output of a graph: which dimensions are the batch; None if unknown."""
+        """For each flat output of a graph its batch dimensions; None if they are not known."""
         args, kwargs, _ = call.batch.unflatten(call.leaves)
         dims, model = call.dims[: call.batch.inputs], self.options.model
         with untouched(model), intra_op_threads(self.options.threads):
             return output_dims(model, args, kwargs, dims, _flat_outputs(traced), call.size)
 
     def _is_leaf(self, name: str, module: nn.Module) -> bool:
-        """Whether a submodule is a leaf module, which is called as it is."""
+        """Whether a submodule is called as it is."""
         symbolic = self.options.tracer == "symbolic"
         return name in self._leaves.modules or (symbolic and is_torchs(module))
 
     def refuse_two_traces(self, call: Call, error: TraceError) -> None:
-        """Trace once more after a graph was found to be wrong, and compare the two traces.
-
-        Raises:
-            TraceError: the traces differ, so tracing is not deterministic; names the line.
-        """
+        """Trace twice after a graph was found to be wrong. Raises TraceError with the line in which
+        the traces differ, if they do: then tracing is not deterministic."""
         graphs = [self.trace(call, fixed=True) for _ in range(2)]
         line = differing_line(*(traced.graph for traced in graphs))
         if line:
@@ -236,9 +233,9 @@ class FrontEnd:
                 f"model's parameters and buffers alone, or {way_out('')}"
             ) from error
 
-    def _tried(self, facts: dict[str, Any]) -> Any:
-        """The model's output; where it draws from Python's or NumPy's generator, a submodule around
-        that line becomes a leaf module."""
+    def _run(self, facts: dict[str, Any]) -> Any:
+        """Run the model and return its output. If a line draws from Python's or NumPy's generator,
+        a submodule around it becomes a leaf module."""
         while True:
             try:
                 return run_all(passes.TRY, facts)["output"]
@@ -247,19 +244,19 @@ class FrontEnd:
                     raise
 
     def _tell_written(self, names: Sequence[str]) -> None:
-        """Say once that what the model writes into its inputs is seen by itself alone."""
+        """Warn once for each input that the model writes into."""
         for name in (name for name in names if name not in self._written):
             LOGGER.warning(
-                "the model writes into its input %r: each micro-batch is a copy to it, and your "
+                "the model writes into its input %r: it gets a copy of each micro-batch, and your "
                 "tensor keeps its values",
                 name,
             )
             self._written.add(name)
 
-    def _front_end(
+    def _traced_model(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, size: int, fixed: bool
     ) -> Traced:
-        """The model's graph. A submodule with a line that cannot be traced becomes a leaf."""
+        """The model's graph. Submodules with lines that cannot be traced become leaf modules."""
         traced: Traced | None = None
         while traced is None:
             try:
@@ -276,10 +273,10 @@ class FrontEnd:
     ) -> Traced:
         """The model's graph up to a line of its own ``forward`` that cannot be traced.
 
-        What follows that line becomes one leaf module.
+        The rest of ``forward`` becomes one leaf module.
         """
         model = self.options.model
-        # a leaf module that the user asked for and that does not fit is an error, not such a line
+        # without a line, the error is about a leaf module that the user asked for
         if self.options.tracer != "export" or not refusal.where:
             self._leaves.shrink()
             raise refusal
@@ -318,16 +315,17 @@ class FrontEnd:
         size: int,
         fixed: bool,
     ) -> Traced:
-        """The graph of the model, or of its loss. One with leaf modules holds for this batch size
-        only."""
+        """The graph of the model, of the model with its rest as a leaf module, or of the loss.
+        A graph with leaf modules holds for this batch size only."""
         calls = None
         has_rest = REST in model._modules
-        own = has_rest or model is self.options.model
-        known = dict(self._leaves.modules)
-        if own and self.options.tracer == "export" and (known or has_rest or self._leaves.loss):
+        not_loss = has_rest or model is self.options.model
+        symbolic = self.options.tracer == "symbolic"
+        leaves = dict(self._leaves.modules)
+        if not_loss and not symbolic and (leaves or has_rest or self._leaves.loss):
             if has_rest:
-                known[REST] = model.get_submodule(REST)
-            calls, dims, fixed = LeafCalls(known, {*self._leaves.unasked, REST}), None, True
+                leaves[REST] = model.get_submodule(REST)
+            calls, dims, fixed = LeafCalls(leaves, {*self._leaves.unasked, REST}), None, True
         facts = {
             "model": model,
             "args": args,
@@ -337,8 +335,8 @@ class FrontEnd:
             "fixed": fixed,
             "calls": calls,
             "leaves": self._leaves.modules.values(),
-            "symbolic": self.options.tracer == "symbolic",
-            "discards": own,
+            "symbolic": symbolic,
+            "discards": not_loss,
         }
         try:
             traced: Traced = run_all(passes.TRACE, facts)["traced"]
@@ -347,21 +345,18 @@ class FrontEnd:
                 calls.forget()
         return traced
 
-    def refuse_hidden(self, call: Call, made: Any) -> None:
-        """Check that the model, which returned ``made``, trains nothing but its parameters.
-
-        Raises:
-            TraceError: a backward would also give a gradient to another tensor.
-        """
+    def refuse_hidden(self, call: Call, output: Any) -> None:
+        """Raise TraceError if a backward from the model's ``output`` would give a gradient to a
+        tensor that is neither a parameter nor an input."""
         args, kwargs, _ = call.batch.unflatten(call.leaves)
 
         def again() -> Any:
             return taken_apart(self.call(call, False)[0])
 
-        refuse_hidden(self.options.model, (args, kwargs), taken_apart(made), again)
+        refuse_hidden(self.options.model, (args, kwargs), taken_apart(output), again)
 
     def call(self, call: Call, with_loss: bool) -> tuple[Any, Tensor | None]:
-        """Call the model itself on one micro-batch: its output and its loss, or None."""
+        """Call the model itself on one micro-batch; returns its output, and its loss or None."""
         if self._written:
             call = call._mapped(torch.clone)
         args, kwargs, targets = call.batch.unflatten(call.leaves)
@@ -375,7 +370,7 @@ class FrontEnd:
 
 
 def _output_dims(traced: Traced, size: int) -> Dims:
-    """For each flat output: which dimensions are the batch; guessed if the graph does not tell."""
+    """For each flat output its batch dimensions, guessed if the graph does not know them."""
 
     def dims(out: Any, value: Any) -> tuple[int, ...]:
         if isinstance(out, Value) and isinstance(value, Tensor):

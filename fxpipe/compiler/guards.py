@@ -1,4 +1,4 @@
-"""Guards: the Python state that a trace has read; if it changes, the next call is traced anew.
+"""Guards: watch the Python state that traces have read; if it changes, the model is traced anew.
 
 A graph holds numbers, flags and submodules as they were when the model was traced: ``self.scale``,
 the ``p`` of a dropout, a weight of the loss in a closure. Each combination of their values is a
@@ -31,14 +31,15 @@ from fxpipe.random.leaf_draws import Draws
 from fxpipe.signals import put_back
 
 VARIANTS = 8
-"""How many variants are kept, each with its graphs."""
+"""The number of variants that are kept, each with its graphs."""
 _INNER = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>")
-"""Code that reads the object of the method around it."""
+"""Names of code objects that may read ``self`` of the method around them."""
 aten = torch.ops.aten
 _NUMBERS = frozenset((aten._local_scalar_dense.default, aten.equal.default))
-"""What gives a number or a flag, also where an operation takes a tensor for a number."""
+"""Operations that turn values into a number or a flag; the first one also runs if an operation
+gets a tensor for a number."""
 _LISTS = ("tolist", "numpy", "__array__", "__repr__", "__format__")
-"""What gives values and is no operation."""
+"""Tensor methods that read values without an operation."""
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Guards:
     """
 
     def __init__(self, options: Options, leaves: Mapping[str, nn.Module]) -> None:
-        """Nothing has run yet. No trace looks into ``leaves``, a mapping that may grow later."""
+        """Watch nothing yet. Traces never look into ``leaves``, a mapping that may grow later."""
         self._options = options
         self._leaves = leaves
         self._reads = CodeReads()
@@ -69,11 +70,11 @@ class Guards:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Note what the code that runs inside, in this thread, reads."""
+        """Note what the code that this thread runs inside reads."""
         reads = self._reads = self._reads.copied()
-        # code that ran → whether it makes names of attributes; by its identity, as its hash is slow
+        # code that ran → whether it computes attribute names; by id, as hashing code is slow
         known: dict[int, tuple[CodeType, bool]] = {}
-        # the garbage collector may run at any point, and calls these
+        # the garbage collector calls these at any point
         collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
         leaves = {id(module) for module in self._leaves.values()}
         called: Any = nn.Module.__call__
@@ -109,12 +110,12 @@ class Guards:
             self._seen = None
 
     def state(self) -> tuple[Any, ...]:
-        """All that traces depend on besides the call. Its first item is the variant's number."""
+        """Everything that traces depend on besides the call; the variant's number comes first."""
         variant, seen = self.variant(), self._seen
         assert seen is not None
         flags = tuple(map(attrgetter("training"), seen.modules))
         trained = tuple([parameter.requires_grad for parameter in seen.parameters])
-        # those that ``.data`` may change; with the strides, the number of entries tells the shape
+        # ``.data`` may change these; strides and the number of entries together tell the shape
         strides = tuple(map(Tensor.stride, seen.dense))
         counts = tuple(map(Tensor.numel, seen.dense))
         dtypes = tuple([parameter.dtype for parameter in seen.dense])
@@ -123,45 +124,45 @@ class Guards:
         return variant, flags, trained, (strides, counts, dtypes), cast, torch.get_default_dtype()
 
     def variant(self) -> int:
-        """The number of the variant that the model is in now; a new one if its state is new."""
+        """The number of the model's present variant, which is a new one if its state is new."""
         if self._seen is not None and self._current is not None and self._seen.holds():
             return self._current.number
-        looks: dict[int, StateSnapshot] = {}
+        snapshots: dict[int, StateSnapshot] = {}
         for variant in reversed(self._variants):
-            look = looks.get(id(variant.reads)) or self._look(variant.reads)
-            looks[id(variant.reads)] = look
-            if look.values == variant.values:
+            snapshot = snapshots.get(id(variant.reads)) or self._snapshot(variant.reads)
+            snapshots[id(variant.reads)] = snapshot
+            if snapshot.values == variant.values:
                 self._variants.remove(variant)
-                self._variants.append(variant)  # the longest unused one comes first
+                self._variants.append(variant)  # the least recently used one comes first
                 break
         else:
-            variant, look = self._new()
-        self._current, self._seen = variant, look
+            variant, snapshot = self._new()
+        self._current, self._seen = variant, snapshot
         return variant.number
 
     def settle(self) -> None:
-        """Take the present state for the same variant, such as after a first run has set it."""
+        """Let the current variant have the present state, as the first run may set attributes."""
         assert self._current is not None
         same_reads = self._current.reads is self._reads
         if same_reads and self._seen is not None and self._seen.holds():
             return
-        look = self._look(self._reads)
-        if same_reads and look.values != self._current.values:
+        snapshot = self._snapshot(self._reads)
+        if same_reads and snapshot.values != self._current.values:
             LOGGER.warning(
                 "%s changes %s itself while it runs; in its graphs that stays as it was when they "
                 "were traced, so keep it in a buffer (register_buffer) that is written in place",
                 type(self._options.model).__name__,
-                _changed(self._current.values, look.values),
+                _changed(self._current.values, snapshot.values),
             )
-        self._current.reads, self._current.values = self._reads, look.values
-        self._seen = look
+        self._current.reads, self._current.values = self._reads, snapshot.values
+        self._seen = snapshot
 
-    def _look(self, reads: CodeReads) -> StateSnapshot:
+    def _snapshot(self, reads: CodeReads) -> StateSnapshot:
         return StateSnapshot(reads, self._options, self._leaves)
 
     def _new(self) -> tuple[_Variant, StateSnapshot]:
         if self._current is not None:
-            old, new = self._current.values, self._look(self._current.reads).values
+            old, new = self._current.values, self._snapshot(self._current.reads).values
             report = LOGGER.warning if self._count == VARIANTS else LOGGER.info
             report(
                 "%s is traced anew, as %s has changed; a number that changes often belongs into a "
@@ -169,12 +170,12 @@ class Guards:
                 type(self._options.model).__name__,
                 _changed(old, new),
             )
-        look = self._look(self._reads)
-        made = _Variant(self._count, self._reads, look.values)
+        snapshot = self._snapshot(self._reads)
+        variant = _Variant(self._count, self._reads, snapshot.values)
         self._count += 1
-        self._variants.append(made)
+        self._variants.append(variant)
         del self._variants[:-VARIANTS]
-        return made, look
+        return variant, snapshot
 
     @property
     def kept(self) -> set[int]:
@@ -182,12 +183,9 @@ class Guards:
 
 
 def _read(code: CodeType, module: dict[str, Any], reads: CodeReads) -> bool:
-    """Note the names in a code object.
-
-    Returns:
-        Whether it is the user's own code, and computes names of attributes as it runs.
-    """
-    package = top(module.get("__name__"))  # "None" where PyTorch has generated the code
+    """Note the names in a code object, whose globals are ``module``; returns whether it is the
+    user's own code and computes names of attributes as it runs."""
+    package = top(module.get("__name__"))  # "None" if PyTorch has generated the code
     if package == "fxpipe":
         return False
     reads.codes.add(code)
@@ -195,23 +193,20 @@ def _read(code: CodeType, module: dict[str, Any], reads: CodeReads) -> bool:
     reads.names.update(_strings(code.co_consts))
     if package in OUTSIDE or package == "None":
         return False
-    makes = not {"vars", "__dict__", "__getattribute__"}.isdisjoint(code.co_names)
+    computes = not {"vars", "__dict__", "__getattribute__"}.isdisjoint(code.co_names)
     steps = [*dis.get_instructions(code)]
-    for place, step in enumerate(steps):
+    for index, step in enumerate(steps):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             reads.variables[id(module), step.argval] = module
-            if step.argval == "getattr" and not _is_named(steps[place + 1 :]):
-                makes = True
-    return makes
+            if step.argval == "getattr" and not _is_named(steps[index + 1 :]):
+                computes = True
+    return computes
 
 
 def _is_named(steps: Iterable[dis.Instruction]) -> bool:
-    """Whether the name in a call of ``getattr`` is written out, not made as the code runs.
-
-    Args:
-        steps: the instructions behind the one that loads ``getattr``.
-    """
-    depth, name = 0, None  # of the arguments; what made the second one
+    """Whether the name in a call of ``getattr`` is a literal, not computed as the code runs;
+    ``steps`` are the instructions after ``getattr`` is loaded."""
+    depth, name = 0, None  # arguments on the stack; the instruction that pushed the second one
     for step in steps:
         depth += dis.stack_effect(step.opcode, step.arg, jump=False)
         if depth < 0:  # the call itself
@@ -237,47 +232,49 @@ def _strings(constants: Iterable[Any]) -> Iterator[str]:
 
 @contextmanager
 def _asks_noted(asked: dict[int, Tensor], here: Callable[[], bool]) -> Iterator[None]:
-    """Inside, note the tensors that are asked for their values, by their identities; but none that
-    an operation has made inside, and none where ``here()`` is false."""
+    """Note in ``asked``, by id, the tensors whose values the code inside reads; not those that an
+    operation has made inside, nor any while ``here()`` is false."""
     made = WeakIdKeyDictionary()
 
     def note(values: Any) -> None:
-        for each in pytree.tree_leaves(values):
-            if isinstance(each, Tensor) and each not in made and here():
-                asked[id(each)] = each
+        for value in pytree.tree_leaves(values):
+            if isinstance(value, Tensor) and value not in made and here():
+                asked[id(value)] = value
 
     with _Lists(note), _Numbers(note, made):
         yield
 
 
 class _Numbers(Draws):
+    """Notes tensors that operations turn into numbers, and which tensors operations make."""
+
     def __init__(self, note: Callable[[Any], None], made: WeakIdKeyDictionary) -> None:
         super().__init__()
         self._note = note
         self._made = made
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operation returns inside."""
         if func in _NUMBERS:
             self._note(args)
-        made = func(*args, **kwargs)
-        given = {*map(id, _flat([*args, *kwargs.values()]))}
-        for each in _flat([made]):
-            if isinstance(each, Tensor) and id(each) not in given:
-                self._made[each] = None
-        return made
+        result = func(*args, **kwargs)
+        inputs = {*map(id, _flat([*args, *kwargs.values()]))}
+        for value in _flat([result]):
+            if isinstance(value, Tensor) and id(value) not in inputs:
+                self._made[value] = None
+        return result
 
 
 def _flat(values: list[Any]) -> list[Any]:
-    """Values, and those in the lists among them, as operations have them. Without further calls,
-    each of which the guards would note."""
-    for own in values:
-        if isinstance(own, list | tuple):
-            values.extend(own)
+    """Values, and those in lists among them; without calling functions, which guards would note."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            values.extend(value)
     return values
 
 
 class _Lists(TorchFunctionMode):
+    """Notes tensors whose values are read without an operation."""
+
     def __init__(self, note: Callable[[Any], None]) -> None:
         super().__init__()
         self._note = note

@@ -1,12 +1,12 @@
 """Leaf modules: submodules that are called as they are, without being traced.
 
-The user asks for some. Where a line cannot be traced, the smallest submodule around it that can
-be called as it is becomes one, too.
+The user asks for some. If a line cannot be traced, the smallest submodule around it that can be
+called as it is becomes one, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -29,13 +29,13 @@ class Leaves:
 
     Attributes:
         modules: name → submodule.
-        unasked: leaf module that the user did not ask for → the line that cannot be traced, and
-            why.
+        unasked: leaf module that the user did not ask for → the line in it that cannot be traced,
+            and why.
         loss: whether the loss is called as it is.
     """
 
     def __init__(self, options: Options) -> None:
-        """Nothing is traced yet: there are the leaf modules that the user asked for."""
+        """Begin with the leaf modules that the user asked for."""
         self.modules = dict(options.leaf_modules)
         self.unasked: dict[str, str] = {}
         self.loss = False
@@ -43,8 +43,8 @@ class Leaves:
         self._told: set[str] = set()
 
     def renew(self) -> None:
-        """Look the leaf modules up by name again, in case the model's have been replaced, and add
-        norms whose statistics no trace sees."""
+        """Look up the leaf modules by name again, in case some were replaced, and add norms whose
+        writes to their statistics no trace sees."""
         named = dict(self._options.model.named_modules())
         self.modules.update((name, named[name]) for name in self.modules if name in named)
         for name, module in named.items() if self._options.tracer == "export" else ():
@@ -53,9 +53,9 @@ class Leaves:
                 self.unasked[name] = f"{name!r} ({why})"
 
     def grow(self, error: TraceError) -> TraceError | None:
-        """Make the smallest submodule around a line that cannot be traced a leaf module, with all
-        of its class, which would fail at the same line. Returns the error to raise if there is no
-        such submodule, else None; see ``shrink``."""
+        """Make the smallest submodule around a line that cannot be traced a leaf module, and all
+        submodules of its class, which would fail at the same line. Returns None, or the error to
+        raise if there is no such submodule. See also ``shrink``."""
         where, around = error.where, list(error.submodules)
         if isinstance(error, UnfitLeaf) and error.name in self.unasked:
             where, around = self.unasked[error.name], called(self._options.model, error)
@@ -73,14 +73,14 @@ class Leaves:
         return None
 
     def shrink(self, called: Collection[str] = ()) -> None:
-        """Forget leaf modules that the user did not ask for and that neither the new graph calls,
-        which calls these, nor an earlier one."""
-        for left in self.unasked.keys() - self._told - set(called):
-            del self.unasked[left], self.modules[left]
+        """Forget leaf modules that the user did not ask for and that no graph calls: neither the
+        new one, which calls those in ``called``, nor an earlier one."""
+        for name in self.unasked.keys() - self._told - set(called):
+            del self.unasked[name], self.modules[name]
 
     def take_loss(self, error: TraceError) -> None:
-        """Call the loss, which cannot be traced, as it is from now on. Raises the error itself if
-        that names no line of the user's code."""
+        """Call the loss, which cannot be traced, as it is from now on. Raises ``error`` if it names
+        no line of the user's code."""
         if not error.where:
             raise error
         self.loss = True
@@ -91,8 +91,8 @@ class Leaves:
         )
 
     def tell_rest(self, error: TraceError, calls: Sequence[str], count: int) -> None:
-        """Warn, once, that what the model's own ``forward`` does after so many of its calls of
-        submodules is called as it is, because of a line that cannot be traced."""
+        """Warn, once, that ``forward`` is called as it is from a line on that cannot be traced. Of
+        its ``calls`` of submodules, ``count`` come before that line."""
         if error.where in self._told:
             return
         self._told.add(error.where)
@@ -136,19 +136,18 @@ class Leaves:
 
 
 def _hides(module: nn.Module) -> str:
-    """How a norm hides from a trace what becomes of its statistics; empty if it does not."""
+    """Why a trace does not see what a norm writes to its statistics; empty if it does see it."""
     if not isinstance(module, _NormBase) or not module.training or module.running_mean is None:
         return ""
     if isinstance(module, _InstanceNorm):
-        return "what an InstanceNorm writes to its statistics, PyTorch does not tell"
-    return "a number read from a tensor's values: its momentum" if module.momentum is None else ""
+        return "PyTorch does not show a trace what an InstanceNorm writes to its statistics"
+    return "its momentum is a number read from a tensor's values" if module.momentum is None else ""
 
 
-def _alike(named: Mapping[str, nn.Module], name: str) -> Iterator[str]:
-    """The names of a submodule and of all others of its class; its name alone if the class is one
-    of PyTorch's, or if one of them is inside another."""
+def _alike(named: Mapping[str, nn.Module], name: str) -> list[str]:
+    """The names of all submodules of the same class; only the given name if the class is one of
+    PyTorch's, or if one of these submodules is inside another."""
     kind = type(named[name])
     same = [other for other, module in named.items() if type(module) is kind]
     nested = any(type(m) is kind for each in same for m in list(named[each].modules())[1:])
-    alone = nested or kind.__module__.startswith("torch.")
-    yield from [name] if alone else same
+    return [name] if nested or kind.__module__.startswith("torch.") else same

@@ -26,15 +26,15 @@ class Objective:
 
     Micro-batch i has n_i samples, the loss l_i and the weight w_i. The loss of the batch is
     Σ n_i l_i / Σ n_i for "mean", Σ l_i for "sum", and Σ w_i l_i / Σ w_i with a weight function.
-    The last holds, too, if the loss is a mean over targets that are not ignored; w_i is then their
-    number, see ``weighed``.
+    The last formula also holds if the loss is a mean over targets that are not ignored; w_i is then
+    the number of these, see ``weighed``.
 
     Attributes:
-        loss: ``loss(output, *targets)``, a scalar or one loss per sample; None where the model
+        loss: ``loss(output, *targets)`` → a scalar, or one loss per sample; None if the model
             returns its loss.
         reduction: whether losses of samples are averaged or added up.
         weight: ``weight(*targets)`` → the weight of a micro-batch, such as how many of its
-            targets are not masked. It gets the model's inputs where the model returns its loss.
+            targets are not masked. It gets the model's inputs if the model returns its loss.
     """
 
     loss: Loss | None = None
@@ -42,10 +42,11 @@ class Objective:
     weight: Weight | None = None
 
     def __call__(self, output: Any, *targets: Any) -> Any:
-        """The loss of a micro-batch as a scalar; one loss per sample is reduced to it.
+        """Compute the loss of a micro-batch, a scalar.
 
-        With weights, the samples' losses are added up and divided by the micro-batch's weight, so
-        that the loss of the batch is the sum over all samples divided by the batch's weight.
+        One loss per sample is averaged or added up. With a weight function the sum is divided by
+        the micro-batch's weight, so that the loss of the batch is the sum over all samples divided
+        by the batch's weight.
         """
         assert self.loss is not None
         value = self.loss(output, *targets)
@@ -56,21 +57,15 @@ class Objective:
         return value.mean() if self.reduction == "mean" else value.sum()
 
     def counts(self, micro: MicroBatches) -> Sequence[float]:
-        """How much each micro-batch's loss counts.
-
-        Raises:
-            InputError: a weight is not a number of at least 0.
-        """
+        """The samples of each micro-batch, or its weight if there is a weight function. Raises
+        InputError if a weight is not a number of at least 0."""
         if self.weight is None:
             return micro.sizes
         return [self._weight(self.weight, micro.batch, leaves) for leaves in micro.leaves]
 
     def weights(self, counts: Sequence[float]) -> Sequence[float]:
-        """What each micro-batch's loss is multiplied by, where these are the ``counts`` of all.
-
-        Raises:
-            InputError: all weights are 0.
-        """
+        """The factor of each micro-batch's loss, from the ``counts`` of all micro-batches. Raises
+        InputError if all counts are 0."""
         if self.reduction == "sum":
             return [1.0] * len(counts)
         total = sum(counts)
@@ -83,36 +78,35 @@ class Objective:
 
     @cached_property
     def averages(self) -> bool:
-        """Whether losses are averaged by samples, for the caller gives no weight function."""
+        """Whether the losses of micro-batches are averaged by their samples."""
         return self.weight is None and self.reduction == "mean"
 
     def advice(self, wrong: Divisor, batch: Batch) -> str:
-        """The warning that losses of micro-batches, divided by this, do not average to the loss of
-        the batch, from which it has the names of inputs."""
+        """The warning that the losses of micro-batches, which are divided by ``wrong``, do not
+        average to the loss of the batch."""
         where = f"the loss ({wrong.line})" if wrong.line else "the loss"
         if wrong.sums:
             return (
                 f'{where} is a sum over targets, and reduction="mean" averages it over '
                 'micro-batches; give fxpipe.compile(..., reduction="sum"), which adds it up'
             )
-        named = batch.names[wrong.leaves[0] if wrong.leaves else -1]
-        told = (wrong.told or "({} != -100).sum()").replace("{}", named)
-        given = "*target" if named.startswith("target[") else "target"
+        name = batch.names[wrong.leaves[0] if wrong.leaves else -1]
+        count = (wrong.told or "({} != -100).sum()").replace("{}", name)
+        arguments = "*target" if name.startswith("target[") else "target"
         if self.loss is None:
-            given = ", ".join(dict.fromkeys(batch.arguments))
+            arguments = ", ".join(dict.fromkeys(batch.arguments))
         return (
-            f"{where} is divided by what counts of the targets, as some are ignored, masked or "
-            "weighted, and micro-batches have other shares in that than in the samples, by which "
-            "their losses are averaged: the loss is not that of the whole batch, nor are its "
-            "gradients. Say how much of it a micro-batch has: fxpipe.compile(..., "
-            f"loss_weight=lambda {given}: {told})"
+            f"{where} is a mean over targets of which some are ignored, masked or weighted. The "
+            "losses of micro-batches are averaged by their samples, which are not in proportion to "
+            "these targets: the loss is not that of the whole batch, nor are its gradients. Give "
+            "the weight of a micro-batch in that mean: fxpipe.compile(..., "
+            f"loss_weight=lambda {arguments}: {count})"
         )
 
     def _weight(self, weight: Weight, batch: Batch, leaves: Sequence[Any]) -> float:
         args, kwargs, targets = batch.unflatten(leaves)
         try:
-            made = weight(*args, **kwargs) if self.loss is None else weight(*targets)
-            number = float(made)
+            number = float(weight(*args, **kwargs) if self.loss is None else weight(*targets))
         except Exception as error:
             of = "inputs" if self.loss is None else "targets"
             raise InputError(
@@ -128,37 +122,39 @@ class Objective:
 
 
 Divided = Sequence[float] | None
-"""Micro-batch → what a term of its loss is divided by; empty where that is not known. None where
-the term's divisors have the shares of the samples."""
+"""Micro-batch → the value that a term of its loss is divided by; empty if that is not known. None
+if these values are in proportion to the samples."""
 
 
 def weighed(
     terms: Sequence[Divisor | None], divided: Sequence[Divided], shares: Sequence[float]
 ) -> tuple[Sequence[float], Divisor | None]:
-    """What each micro-batch's loss is multiplied by, so that the sum is the loss of the batch.
+    """Weigh the losses of micro-batches so that their sum is the loss of the batch.
 
     Args:
-        terms: what each term of a micro-batch's loss is divided by.
-        divided: term → the values of that.
+        terms: the divisor of each term of a micro-batch's loss.
+        divided: term → the values of its divisor.
         shares: micro-batch → its share of the samples.
 
     Returns:
-        The weights, and a divisor to warn of, or None. Where the divisors of all terms have the
-        same shares, such as of the targets that are not ignored, the weights are these shares.
-        Else they are the shares of the samples, and a divisor with other shares is returned.
+        The factor of each micro-batch's loss, and a divisor to warn of, or None. If the divisors of
+        all terms have the same shares, such as of the targets that are not ignored, the factors are
+        these shares. Else they are the shares of the samples, and a divisor with other shares is
+        returned.
     """
-    wanted: list[Sequence[float]] = []
+    ratios_of: list[Sequence[float]] = []
     wrong: list[Divisor] = []
     for divisor, values in zip(terms, divided, strict=True):
         ratios = _ratios(values, shares)
-        wanted.append(ratios)
+        ratios_of.append(ratios)
         if divisor is not None and not _near(ratios, shares):
-            # a divisor that is the same in every micro-batch leaves a mean over samples one
+            # with the same divisor in every micro-batch, a mean over samples stays one
             if divisor.told or not _near(ratios, [1 / len(shares)] * len(shares)):
                 wrong.append(divisor)
     means = all(divisor is not None and divisor.told for divisor in terms)
-    if means and wanted[0] and all(ratios == wanted[0] for ratios in wanted):
-        return wanted[0], None
+    first = ratios_of[0]
+    if means and first and all(ratios == first for ratios in ratios_of):
+        return first, None
     return shares, wrong[0] if wrong else None
 
 
@@ -169,28 +165,31 @@ def divided(
     *,
     alone: bool,
 ) -> list[Divided]:
-    """The values of what the ``terms`` of each micro-batch's loss are divided by.
+    """Compute the values that the terms of each micro-batch's loss are divided by.
 
-    Where these are all micro-batches, ``alone``, nothing is counted if no target is ignored.
+    Args:
+        terms: micro-batch → the divisor of each term.
+        buffer: name → buffer or constant.
+        alone: whether there is no other replica; then nothing is counted if no target is ignored.
     """
     return [
         None
-        if own[0] is None or (alone and _counts_all(own[0], micro.batch))
-        else _values(own, micro.leaves, buffer)
-        for own in zip(*terms, strict=True)
+        if divisors[0] is None or (alone and _counts_all(divisors[0], micro.batch))
+        else _values(divisors, micro.leaves, buffer)
+        for divisors in zip(*terms, strict=True)
     ]
 
 
 def together(parts: Sequence[Sequence[Divided]]) -> list[Divided]:
-    """The values of all replicas' micro-batches, from those of each replica."""
-    found: list[Divided] = []
+    """Join the values of the replicas' micro-batches."""
+    joined: list[Divided] = []
     for term in zip(*parts, strict=True):
-        values = [own for own in term if own is not None]
+        values = [part for part in term if part is not None]
         if len(values) < len(term):
-            found.append(None)
+            joined.append(None)
         else:
-            found.append([each for own in values for each in own] if all(values) else [])
-    return found
+            joined.append([value for part in values for value in part] if all(values) else [])
+    return joined
 
 
 def with_weights(
@@ -199,18 +198,18 @@ def with_weights(
     terms: Sequence[Divisor | None],
     parts: Sequence[tuple[Sequence[float], Sequence[Divided]]],
 ) -> tuple[MicroBatches, Divisor | None]:
-    """The same micro-batches of this replica, each with the weight of its loss in that of all
+    """Return the micro-batches of this replica, each with the weight of its loss in the loss of all
     replicas' batches, and a divisor to warn of, or None.
 
     Args:
-        terms: what each term of a loss is divided by.
-        parts: replica → how much each of its micro-batches counts, and what ``divided`` returns for
-            them; empty where losses are weighted by these counts alone.
+        terms: the divisor of each term of a loss.
+        parts: replica → the ``counts`` of its micro-batches, and what ``divided`` returns for them,
+            which is empty if losses are weighted by the counts alone.
     """
-    weights = objective.weights([count for own, _ in parts for count in own])
-    every, wrong = [own for _, own in parts], None
-    if every[0] and len({*map(len, every)}) == 1:
-        weights, wrong = weighed(terms, together(every), weights)
+    weights = objective.weights([count for counts, _ in parts for count in counts])
+    values, wrong = [values for _, values in parts], None
+    if values[0] and len({*map(len, values)}) == 1:
+        weights, wrong = weighed(terms, together(values), weights)
     if len(parts) == 1:
         return replace(micro, weights=weights), wrong
     cut = [weights[first : first + len(micro)] for first in range(0, len(weights), len(micro))]
@@ -222,24 +221,24 @@ def _values(
     parts: Sequence[Sequence[Any]],
     buffer: Callable[[str], Tensor],
 ) -> Divided:
-    """What a term is divided by in each micro-batch. None where computing it fails, because the run
+    """The value that a term is divided by in each micro-batch. None if computing it fails: the run
     will then fail with its own error."""
-    found: list[float] = []
+    values: list[float] = []
     try:
         for divisor, leaves in zip(divisors, parts, strict=True):
             assert divisor is not None
             if divisor.made is None:
                 return []
-            given = [*(leaves[i] for i in divisor.leaves), *map(buffer, divisor.buffers)]
-            found.append(float(divisor.made(*given)))
+            arguments = [*(leaves[i] for i in divisor.leaves), *map(buffer, divisor.buffers)]
+            values.append(float(divisor.made(*arguments)))
     except Exception:
         return None
-    return found
+    return values
 
 
 def _ratios(values: Divided, shares: Sequence[float]) -> Sequence[float]:
-    """Each micro-batch's share of a term's divisors; empty where they are not known. The shares of
-    the samples where all divisors are 0, as in a batch of ignored targets."""
+    """Each micro-batch's share of a term's divisors; empty if they are not known. If all divisors
+    are 0, as in a batch of ignored targets, the shares of the samples."""
     if values is None:
         return shares
     total = sum(values)
@@ -249,7 +248,7 @@ def _ratios(values: Divided, shares: Sequence[float]) -> Sequence[float]:
 
 
 def _counts_all(divisor: Divisor, batch: Batch) -> bool:
-    """Whether no target of the batch is ignored; quicker than counting for each micro-batch."""
+    """Whether no target of the batch is ignored; faster than counting for each micro-batch."""
     if divisor.ignored is None:
         return False
     return not bool((batch.leaves[divisor.leaves[0]] == divisor.ignored).any())
@@ -258,26 +257,23 @@ def _counts_all(divisor: Divisor, batch: Batch) -> bool:
 def _near(ratios: Sequence[float], others: Sequence[float]) -> bool:
     """Whether two lists of shares are equal up to rounding in single precision."""
     return len(ratios) == len(others) and all(
-        math.isclose(one, other, rel_tol=1e-5) for one, other in zip(ratios, others, strict=True)
+        math.isclose(a, b, rel_tol=1e-5) for a, b in zip(ratios, others, strict=True)
     )
 
 
 def known_buffers(traced: Traced, model: nn.Module) -> Callable[[str], Tensor]:
-    """Name → buffer or constant that says how losses are weighted, for ``divided``.
-
-    Raises:
-        InputError: the buffer has no data.
-    """
+    """Return a function for ``divided``: name → buffer or constant. It raises InputError if the
+    buffer has no data."""
 
     def buffer(name: str) -> Tensor:
-        found = traced.constants.get(name)
-        if found is None:
-            found = model.get_buffer(name)
-        if found.is_meta:
+        tensor = traced.constants.get(name)
+        if tensor is None:
+            tensor = model.get_buffer(name)
+        if tensor.is_meta:
             raise InputError(
                 f"buffer {name!r} says how losses are weighted, which every rank has to know, "
                 'and has no data here; make it with data (device="cpu") where the model is built'
             )
-        return found
+        return tensor
 
     return buffer

@@ -24,20 +24,21 @@ from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
 
 Place = torch.device | torch.cuda.Stream
-"""Where a device of a pipe is: one of torch's, or a stream of one."""
+"""Where a device of a pipe computes: on a torch.device, or on a stream of one."""
 
 Tracer = Literal["export", "symbolic"]
 
 WHOLE = 1 << 26
-"""A model without data may get so many bytes of numbers while it is compiled."""
+"""A model with at most this many bytes on the meta device gets data while it is compiled."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    """The options of a pipe. All that compiles, runs and describes it reads this value.
+    """The checked arguments of ``fxpipe.compile``, read by everything that compiles and runs a
+    pipe.
 
     Attributes:
-        devices: device → where it is, as the user named it.
+        devices: device → its torch.device or stream, as the user named it.
         torch_devices: device → its torch.device.
         recipe: the schedule of training steps with its delay, which also places the stages.
         objective: the loss, and how the losses of micro-batches make the loss of the batch.
@@ -47,11 +48,11 @@ class Options:
         threads: intra-op threads of a device.
         places: device → its torch.device, for devices with streams; empty for CPU devices.
         group: the ranks that run the devices' lists, one each; a group of one runs all.
-        hollow: the bytes of the parameters and buffers that had no data, being on the meta device,
-            when the model was given.
+        hollow: the bytes of the parameters and buffers that were on the meta device when the model
+            was given.
         replicas: how many pipelines train the model side by side.
-        decides: "search" or "auto" where the first step decides what its schedule is; ``recipe``
-            then only says where the stages are.
+        decides: "search" or "auto" if the first step chooses the schedule, else ""; ``recipe`` then
+            only says where the stages are.
 
     All others are as in ``fxpipe.compile``.
     """
@@ -90,7 +91,7 @@ class Options:
 
     @property
     def loss(self) -> Callable[..., Any] | None:
-        """The loss function; None where the model returns its loss."""
+        """The loss function; None if the model returns its loss."""
         return self.objective.loss
 
     @property
@@ -105,7 +106,7 @@ class Options:
 
     @property
     def bucket_bytes(self) -> float:
-        """Of how many bytes of gradients the sum begins before a backward is through."""
+        """The bytes of gradients that are summed over replicas in one bucket."""
         return self.bucket_cap_mb * 2**20
 
     @property
@@ -115,7 +116,7 @@ class Options:
 
     @property
     def here(self) -> torch.device:
-        """This process's own device; the first one where it runs them all."""
+        """This process's own device; the first device if it runs all of them."""
         return self.torch_devices[self.group.device]
 
     @property
@@ -124,8 +125,8 @@ class Options:
         return self.hollow <= WHOLE
 
     def owns(self, stage: int) -> bool:
-        """Whether this process runs a stage, updates its weights and keeps its state; one with a
-        copy of the stage does not."""
+        """Whether this process runs a stage, updates its weights and keeps its state, which a
+        process with a copy of the stage does not."""
         return self.group.size == 1 or self.placement[stage] == self.group.device
 
     def runs(self, stage: int) -> bool:
@@ -140,19 +141,17 @@ class Options:
 
     def early(self, program: Program) -> float:
         """How many values from each other device may be in a device's memory before it receives
-        them, see Sizes."""
+        them, see ``Sizes``."""
         return 0 if not self.ranks else program.window if self.places else inf
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Device → what messages call it."""
-        return tuple(
-            f"device {index} ({device})" for index, device in enumerate(self.torch_devices)
-        )
+        """Device → its name in messages."""
+        return tuple(f"device {i} ({device})" for i, device in enumerate(self.torch_devices))
 
     @property
     def text(self) -> str:
-        """What has to be the same on all ranks, one thing a line."""
+        """The options as text that has to be the same on all ranks, one on each line."""
         apart = ("model", "optimizer", "scaler", "dispatch", "threads", "verbose", "group")
         model = self.model
         lines = [f"model: {type(model).__qualname__}"]
@@ -164,6 +163,6 @@ class Options:
         lines.append(
             f"scaler: {self.scaler and (self.scaler.is_enabled(), self.scaler.get_scale())}"
         )
-        others = [each.name for each in fields(self) if each.name not in apart]
-        lines += [f"{name}: {getattr(self, name)!r}" for name in others]
+        names = [option.name for option in fields(self) if option.name not in apart]
+        lines += [f"{name}: {getattr(self, name)!r}" for name in names]
         return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))

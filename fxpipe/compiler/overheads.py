@@ -1,6 +1,6 @@
-"""What steps teach: how long tasks take as they run, and what a machine takes besides.
+"""Learn from the times of steps how long tasks take, and which overheads the machine adds.
 
-The latter is measured once on a machine and kept, in steps of a pipe over two devices.
+The overheads are measured once on a machine, in steps of a pipe over two devices, and kept.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import platform
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import chain as joined
 from math import sqrt
@@ -39,23 +40,23 @@ from fxpipe.simulator.sums import beside
 from fxpipe.torchtools.state import processors
 
 _STEPS, _MICROBATCHES = 12, 8
-"""Steps in a round, and micro-batches in each, that overheads are measured in."""
+"""To measure overheads: the steps in a round, and the micro-batches in each."""
 
 _ROUNDS, _AFTER = 4, 3
-"""Rounds; and of how many steps the median is compared with what earlier steps predict."""
+"""The rounds; and how many steps in a row give a median to compare with earlier steps."""
 
 _WIDTH = 192
-"""Rows and columns of the matrices that a task multiplies where there is work to do."""
+"""Rows and columns of the matrices that a task multiplies if it has work to do."""
 
 _STUDENT = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.9, 1.86, 1.83, 1.81)
-"""Student's t that nine of ten differences stay below, by degrees of freedom from 1."""
+"""Degrees of freedom, from 1 → Student's t that nine of ten differences stay below."""
 
 _AT_ONCE = ins.Load, ins.Output, ins.Send, ins.Stash, ins.Free
 """Instructions that neither compute nor wait."""
 
 
 class StepTimes(NamedTuple):
-    """What a step, or several in a row, took.
+    """The times of a step, or of several in a row.
 
     Attributes:
         seconds: from the call to the return.
@@ -75,28 +76,28 @@ def learned(
     steps: int = 1,
     shares: Mapping[int, float] = MappingProxyType({}),
 ) -> Rehearsal:
-    """How long tasks and instructions of a program take, from the middle half of some runs of it,
-    so that its simulation takes as long as these. An instruction begins where its thread has
-    finished the one before. What is stored or fetched took at most until somebody had waited for
-    it, and as long as the quickest of its stage.
+    """Learn from some runs of a program how long its tasks and instructions take.
+
+    Only the middle half of the runs counts, and a simulation with the result takes as long as
+    these. An instruction begins when its thread has finished the one before. A transfer to or from
+    offloaded memory took at most until an instruction had waited for it; the quickest transfer of
+    a stage counts.
 
     Args:
-        program: the program that ran.
-        took: its runs.
-        known: overheads, for what these do not show.
+        known: the overheads of the machine, for those that the runs do not show.
         serial: whether one thread runs the lists of all devices.
         steps: how many steps each run has.
-        shares: stage → the share of its update that ran, where that is not all of it.
+        shares: stage → the share of its update that ran, if that is not all of it.
     """
     lists = (unroll(program, steps) if steps > 1 or program.depth else program).lists
     tasks: dict[tuple[str, int], list[float]] = defaultdict(list)
-    others: list[float] = []
-    away: dict[tuple[str, int], float] = {}
-    middle = _middle(took)
+    short: list[float] = []
+    transfers: dict[tuple[str, int], float] = {}
+    middle = sorted(took, key=itemgetter(0))[len(took) // 4 : len(took) - len(took) // 4]
     for run in middle:
         lanes = [
-            [*zip(own[::2], own[1::2], list_, strict=True)]
-            for own, list_ in zip(run.times, lists, strict=True)
+            [*zip(times[::2], times[1::2], list_, strict=True)]
+            for times, list_ in zip(run.times, lists, strict=True)
         ]
         for lane in [sorted(joined(*lanes), key=itemgetter(0))] if serial else lanes:
             before = lane[0][0] if lane else 0
@@ -105,41 +106,36 @@ def learned(
             for _, end, instruction in lane:
                 seconds, before = 1e-9 * (end - before), end
                 letter = ins.letter_of(instruction)
+                moved = beside(instruction)
                 if isinstance(instruction, ins.Offload | ins.Prefetch):
                     begun[instruction.buffer] = end
-                elif (moved := beside(instruction)) is not None:
+                elif moved is not None:
                     way = "O" if moved.kind == "offloaded" else "P"
                     on = way, program.device_of(moved.source, moved.microbatch)
-                    took_ = 1e-9 * (end - max(begun.pop(moved), idle.get(on, 0)))
+                    transfer = 1e-9 * (end - max(begun.pop(moved), idle.get(on, 0)))
                     idle[on], key = end, (way, moved.source)
-                    away[key] = min(away.get(key, took_), took_)
+                    transfers[key] = min(transfers.get(key, transfer), transfer)
                 if letter is not None:
                     tasks[letter, instruction.stage].append(seconds)  # type: ignore[union-attr]
-                elif isinstance(instruction, _AT_ONCE) and beside(instruction) is None:
-                    others.append(seconds)
-    each = mean(others) if others else known.instruction
-    costs = {key: mean(own) for key, own in tasks.items()}
-    costs |= {key: max(seconds - each, 0.0) for key, seconds in away.items()}
-    made = Rehearsal(costs, Overheads(each, known.task, known.hand_over), serial)
-    found = simulate(
-        program, made.known, links=made.links, overhead=each, serial=serial, steps=steps
-    )
-    whole = mean(run.seconds for run in middle)
-    outside = max(whole - found.makespan, 0.0) / steps
+                elif isinstance(instruction, _AT_ONCE) and moved is None:
+                    short.append(seconds)
+    overhead = mean(short) if short else known.instruction
+    costs = {key: mean(times) for key, times in tasks.items()}
+    costs |= {key: max(seconds - overhead, 0.0) for key, seconds in transfers.items()}
+    machine = Overheads(overhead, known.task, known.hand_over)
+    ran = Rehearsal(costs, machine, serial)
+    run_time = simulate(
+        program, ran.known, links=ran.links, overhead=overhead, serial=serial, steps=steps
+    ).makespan
+    outside = max(mean(run.seconds for run in middle) - run_time, 0.0) / steps
     costs |= {("U", s): costs["U", s] / share for s, share in shares.items() if ("U", s) in costs}
-    every = [run.seconds for run in took]
-    overheads = Overheads(each, known.task, known.hand_over, outside, known.error)
-    return Rehearsal(costs, overheads, serial, spread(every) + known.error)
-
-
-def _middle(took: Sequence[StepTimes]) -> Sequence[StepTimes]:
-    """The half that is neither quick nor slow."""
-    ordered = sorted(took, key=itemgetter(0))
-    return ordered[len(took) // 4 : len(took) - len(took) // 4]
+    machine = replace(machine, step=outside, error=known.error)
+    return Rehearsal(costs, machine, serial, spread([run.seconds for run in took]) + known.error)
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """By which share one more time differs from the mean of these, in nine of ten cases."""
+    """The share by which one more time differs from the mean of these, at most in nine of ten
+    cases."""
     count = len(seconds)
     if count < 2:
         return 0.0
@@ -149,21 +145,21 @@ def spread(seconds: Sequence[float]) -> float:
 
 @cache
 def overheads() -> Overheads:
-    """Those of this machine; measured once on it and kept, but for the hand-over, which is measured
-    in each process."""
+    """The overheads of this machine: measured once on it and kept, except for the hand-over, which
+    is measured in each process."""
     kept = Libraries().kept(f"least {Overheads()} on {_here()}", _measured_overheads)
     return Overheads(**kept, hand_over=choice.hand_over())
 
 
 def _here() -> tuple[object, ...]:
-    """What tells this machine from others."""
+    """What distinguishes this machine from others."""
     return platform.node(), processors(), platform.python_version(), str(torch.__version__)
 
 
 @cache
 def away_rates(place: str) -> tuple[float, float]:
-    """Bytes a second that a device of this type stores outside of its memory, and that it fetches
-    again; measured once on this machine, and for each folder of temporary files, and kept."""
+    """The bytes per second that a device of this type offloads, and that it fetches again: measured
+    once on this machine for each folder of temporary files, and kept."""
     what = f"away {place} {tempfile.gettempdir()} on {_here()}"
     stored, fetched = Libraries().kept(what, lambda: _measured_rates(place))
     return stored, fetched
@@ -202,48 +198,48 @@ class _Work:
 
     def forward(self, parameters: Any, buffers: Any, inputs: list[Any]) -> ForwardResult:
         inputs.clear()
-        return ForwardResult([self._made()], [], [])
+        return ForwardResult([self._result()], [], [])
 
     def backward(self, saved: Any, gradients: Any, totals: Any = ()) -> BackwardResult:
-        return BackwardResult([self._made()] * self._gradients, [])  # type: ignore[list-item]
+        return BackwardResult([self._result()] * self._gradients, [])  # type: ignore[list-item]
 
-    def _made(self) -> torch.Tensor | None:
+    def _result(self) -> torch.Tensor | None:
         return None if self._matrix is None else self._matrix @ self._matrix
 
 
 def _measured_overheads() -> dict[str, float]:
-    """From steps of a pipe over two devices: all but the hand-over."""
+    """Measure all overheads except for the hand-over, in steps of a pipe over two devices."""
     program = chain_program(find_recipe("1f1b")(2, _MICROBATCHES))
     workers = [Worker(f"fxpipe-measure-{i}", 1) for i in range(2)]
-    found: dict[str, list[float]] = {"instruction": [], "task": [], "step": [], "error": []}
+    rounds: dict[str, list[float]] = {"instruction": [], "task": [], "step": [], "error": []}
     try:
         for _ in range(_ROUNDS):
-            least = learned(program, _steps(program, workers[:1]), Overheads(), serial=True)
-            found["instruction"].append(least.overheads.instruction)
-            found["task"].append(mean(least.costs.values()))
-            found["step"].append(least.overheads.step)
-            each = [took.seconds for took in _steps(program, workers, torch.ones(_WIDTH, _WIDTH))]
-            before, after = mean(each[: _STEPS // 2]), each[_STEPS // 2 :]
+            empty = learned(program, _steps(program, workers[:1]), Overheads(), serial=True)
+            rounds["instruction"].append(empty.overheads.instruction)
+            rounds["task"].append(mean(empty.costs.values()))
+            rounds["step"].append(empty.overheads.step)
+            times = [took.seconds for took in _steps(program, workers, torch.ones(_WIDTH, _WIDTH))]
+            before, after = mean(times[: _STEPS // 2]), times[_STEPS // 2 :]
             later = [median(after[i : i + _AFTER]) for i in range(len(after) - _AFTER + 1)]
-            errors = [max(one / before, before / one) - 1 for one in later]
-            found["error"].append(quantiles(errors, n=10, method="inclusive")[-1])
+            errors = [max(time / before, before / time) - 1 for time in later]
+            rounds["error"].append(quantiles(errors, n=10, method="inclusive")[-1])
     finally:
         for worker in workers:
             worker.close()
-    # the least: it is kept, and must not depend on what else the machine does now
-    return {name: min(own) for name, own in found.items()}
+    # the minimum, as it is kept and must not depend on what else the machine does now
+    return {name: min(values) for name, values in rounds.items()}
 
 
 def _steps(
     program: Program, workers: Sequence[Worker], matrix: torch.Tensor | None = None
 ) -> list[StepTimes]:
-    """Steps of a pipe whose stages have this work in them, after one that warms up."""
+    """Time steps of a pipe whose stages multiply this matrix, after one step that warms up."""
     plan = chain(2)
     host: Any = SimpleNamespace(
         give=lambda buffer: matrix, take=lambda buffer, value: None, wants=lambda buffer: False
     )
     kernels: Any = [[_Work(0, matrix), _Work(1, matrix)]] * _MICROBATCHES
-    job, backend, made = Job(kernels, host, None, ()), Backend(), []
+    job, backend, runs = Job(kernels, host, None, ()), Backend(), []
     for _ in range(_STEPS + 1):
         times: list[list[int]] = [[], []]
         weights = LiveWeights(plan.stages, {}, [None, None], onto_grad=False)
@@ -251,5 +247,5 @@ def _steps(
         run = FlushedRun(program, plan, workers, backend, weights, times=times)
         run.feed(job)
         run.advance(lambda: None)
-        made.append(StepTimes(perf_counter() - start, times))
-    return made[1:]
+        runs.append(StepTimes(perf_counter() - start, times))
+    return runs[1:]

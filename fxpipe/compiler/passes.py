@@ -1,10 +1,10 @@
 """Every pass from a model to a program, in the order in which they run.
 
-A line has a pass, the facts that it requires, the facts that it provides, and the fact that says
-whether it runs at all. Words before a fact say what has been done to it: a pass that requires a
-``differentiated plan`` comes after one that provides it. ``fxpipe.passes.runner`` runs the lists,
-verifies each traced graph, plan, schedule and program that a pass makes, and takes the times that
-``verbose=True`` prints. Results are kept: a call like an earlier one runs no pass.
+Each ``Pass`` has a function, the facts that it requires, the facts that it provides, and ``when``,
+the fact that says whether it runs at all. Words before a fact say what has been done to it: a pass
+that requires a ``differentiated plan`` comes after one that provides it. ``fxpipe.passes.runner``
+runs the lists, verifies each traced graph, plan, schedule and program that a pass makes, and takes
+the times that ``verbose=True`` prints. Results are kept: a call like an earlier one runs no pass.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ ADMIT = (
     Pass(refuse_sparse, "model, inputs, tracer", ""),
     Pass(refuse_hooks, "model, is_leaf", ""),
 )
-"""What no graph could hold is refused."""
+"""Refuse sparse tensors and hooks that no graph could hold."""
 
 TRY = (
     Pass(run_model, "model, guards, called, args, kwargs", "output"),
     Pass(run_loss, "model, guards, objective, output, targets, size", "", when="given_loss"),
     Pass(try_own_loss, "output", "", when="returned_loss"),
 )
-"""The model and its loss run as they are on a micro-batch, before they are traced."""
+"""Run the model and its loss as they are on a micro-batch, before they are traced."""
 
 TRACE = (
     Pass(record_leaves, "model, calls, args, kwargs", "", when="calls"),
@@ -90,7 +90,7 @@ TRACE = (
     Pass(call_leaves, "functional traced, model, calls, args, kwargs", "traced", when="calls"),
     Pass(trace_symbolically, "model, args, kwargs, leaves", "traced", when="symbolic"),
 )
-"""A module and one micro-batch → its graph. The model's first, and then, by itself, the loss's."""
+"""A module and one micro-batch → its graph: first for the model, then separately for the loss."""
 
 JOIN = (
     Pass(declare_own_loss, "traced", "complete traced", when="returned_loss"),
@@ -123,7 +123,7 @@ MEASURE = (
     Pass(measure, "traced, plan, values, state, whole", "costs", when="not under_autograd"),
     Pass(measure_leaves, "traced, values", "costs", when="under_autograd"),
 )
-"""The same → what each of its nodes costs. Over several ranks, rank 0 alone runs this."""
+"""A graph and that plan → what each node costs. Over several ranks, only rank 0 runs this."""
 
 PARTITION = (
     Pass(footprint_of, "traced, plan, costs, state, copies, undo", "footprint", when="limited"),
@@ -138,16 +138,16 @@ PARTITION = (
         judge, "traced, assignment, costs, machine, footprint, nearest", "assignment", when="judged"
     ),
 )
-"""Costs → the stage of every node of the first graph. A cut by names is judged once there are."""
+"""Costs → the stage of every node of the first graph. A cut by names is judged if costs exist."""
 
 FOLLOW = (Pass(place_like, "traced, reference, assignment", "assignment"),)
-"""A further graph of the model gets the stages of the first."""
+"""Give a further graph of the model the stages of the first graph."""
 
 FIT = (
     Pass(relay, "traced, assignment, trained, outputs", "relayed traced, assignment"),
     Pass(localise_sizes, "relayed traced, assignment", "traced, assignment"),
 )
-"""A graph whose nodes have stages → the same, fit to be cut."""
+"""A graph whose nodes have stages → the same graph, rewritten so that it can be cut."""
 
 PLAN = (
     Pass(cut, "traced, assignment, owners, stage_costs", "plan"),
@@ -161,13 +161,13 @@ PLAN = (
 """A graph → the plan with its kernels."""
 
 COMPILE = (Pass(compile_stages, "plan, stage_compiler, threads, own", "plan"),)
-"""A plan → the same with libraries for the graphs of its kernels; with ``stage_compiler``."""
+"""A plan → the same plan with compiled graphs in its kernels; with ``stage_compiler``."""
 
 CHECK = (Pass(check, "traced, plan, values, state, call, differentiated, own", "", when="whole"),)
-"""The plan computes what the model computes, or it is refused."""
+"""Check that the plan computes what the model computes."""
 
 DEVICES = (Pass(place_devices, "plan, device, stage_devices", "plan"),)
-"""A plan whose stages make their tensors where they run; for devices with streams."""
+"""Let stages make their tensors on the devices where they run; for devices with streams."""
 
 PROGRAM = (
     Pass(Lower, "schedule, plan, updates, pause, replicas, shards", "program"),
@@ -194,4 +194,4 @@ LISTS = {
     "devices": DEVICES,
     "program": PROGRAM,
 }
-"""All of them, in order."""
+"""All lists, in order."""

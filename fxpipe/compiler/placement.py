@@ -1,4 +1,4 @@
-"""Assign the nodes of a model's graphs to stages: decided once, then followed by other graphs."""
+"""Assign the nodes of a model's graphs to stages: for the first graph, which the others follow."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ class Placement:
 
     Attributes:
         owners: parameter or buffer, by its name in the model → the first stage that reads it.
-        costs: stage → what it costs, as measured on the first graph; empty as long as
-            that is ``unmeasured``.
+        costs: stage → its costs, as measured on the first graph; empty as long as that is
+            ``unmeasured``.
         timetable: makes the schedule of training steps, which places the stages on devices.
     """
 
     def __init__(self, options: Options, timetable: Timetable) -> None:
-        """Nothing is placed yet."""
         self.owners: Mapping[str, int] = {}
         self.costs: Mapping[int, StageCosts] = {}
         self._options = options
@@ -49,15 +48,15 @@ class Placement:
         self._reference: tuple[Traced, Assignment] | None = None
         self._budget: MemoryBudget | None = None
         self._measured: Mapping[str, Any] = {}
-        self._unmeasured: Mapping[str, Any] | None = None  # what places a graph, but for its costs
+        self._unmeasured: Mapping[str, Any] | None = None  # the facts of a graph without costs
 
     def place(self, facts: Mapping[str, Any], microbatches: int, *, step: bool) -> Assignment:
-        """The stage of every node of a graph.
+        """Assign every node of a graph to a stage.
 
         Args:
-            facts: those of ``Call.facts``.
-            microbatches: into how many micro-batches a batch is split.
-            step: whether the graph is that of a step; ``keeps_limits`` then checks its memory.
+            facts: the result of ``Call.facts`` for the graph.
+            microbatches: the number of micro-batches in a batch.
+            step: whether it is the graph of a step, whose memory ``keeps_limits`` checks later.
 
         Raises:
             PartitionError: the model cannot be cut as asked.
@@ -91,7 +90,7 @@ class Placement:
             "nearest": nearest,
             "model": options.model,
         }
-        if machine.limited:  # else memory does not matter, and no optimizer need be made
+        if machine.limited:  # else memory does not matter, and no optimizer has to be made
             facts["copies"], facts["undo"] = self._copies(schedule)
         assignment: Assignment = run_all(passes.PARTITION, facts)["assignment"]
         if partition.at is not None:
@@ -103,9 +102,9 @@ class Placement:
         return assignment
 
     def _can_measure_later(self, traced: Traced, schedule: Schedule) -> bool:
-        """Whether the stages do not depend on what they cost, and it can be measured once somebody
-        asks: on CPUs, in one process, between batches, and without calling modules of the user's.
-        """
+        """Whether the costs of stages can be measured when somebody asks for them. The cut must not
+        depend on costs, and measuring must be possible between batches: on CPUs, in one process,
+        and without calling the user's modules."""
         options = self._options
         elsewhere = options.places or options.hollow or options.group.size > 1
         named = options.partition.at is not None and not options.decides
@@ -118,14 +117,14 @@ class Placement:
         return None if self._unmeasured is None else self._unmeasured["traced"]
 
     def measure_later(self, facts: Mapping[str, Any]) -> None:
-        """Measure that graph; ``facts`` are those of a call like the first."""
+        """Measure the ``unmeasured`` graph, with the facts of a call like the first."""
         facts = {**(self._unmeasured or {}), **facts, **self.measure(facts)}
         traced, assignment = facts["traced"], run_all(passes.PARTITION, facts)["assignment"]
         self._reference, self._unmeasured = (traced, assignment), None
         self.costs = _by_stage(traced, assignment, facts["costs"])
 
     def take(self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]) -> None:
-        """Let the stages be those of this graph, whose nodes cost this; no cut may be tried."""
+        """Use this assignment of a graph, whose nodes have these costs, instead of a cut."""
         schedule = self.timetable.for_placing(1)
         machine = self._options.partition.machine(schedule, self._options.names)
         self._budget = MemoryBudget(schedule.placement, machine)
@@ -137,17 +136,18 @@ class Placement:
     def costs_of(
         self, facts: Mapping[str, Any], assignment: Assignment
     ) -> Mapping[int, StageCosts]:
-        """Stage → what it costs in a further graph, which is measured."""
+        """Measure a further graph; returns stage → its costs."""
         return _by_stage(facts["traced"], assignment, self.measure(facts)["costs"])
 
     def follow(self, traced: Traced, reference: Traced, assignment: Assignment) -> Assignment:
-        """The stages of a graph like those of a reference graph, which is assigned already."""
+        """Assign the nodes of a graph to stages as in a reference graph with its assignment."""
         facts = {"traced": traced, "reference": reference, "assignment": assignment}
         placed: Assignment = run_all(passes.FOLLOW, facts)["assignment"]
         return placed
 
     def measure(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A graph, its ``plan`` as one stage, and the ``costs`` of its nodes."""
+        """Measure a graph; returns it as ``traced``, its ``plan`` of one stage, and ``costs``, node
+        → its costs."""
         facts = {
             **facts,
             "plan": None,
@@ -157,26 +157,26 @@ class Placement:
             "whole": self._options.whole,
         }
         with untouched(self._options.model), intra_op_threads(self._options.threads):
-            made = run_all(passes.SINGLE, facts)
-            costs = self._options.group.share("costs", lambda: self._costs(made))
+            facts = run_all(passes.SINGLE, facts)
+            costs = self._options.group.share("costs", lambda: self._costs(facts))
         costs = {name: NodeCost(*cost) for name, cost in costs.items()}
-        return {"traced": made["traced"], "plan": made["plan"], "costs": costs}
+        return {"traced": facts["traced"], "plan": facts["plan"], "costs": costs}
 
-    def _costs(self, made: Mapping[str, Any]) -> dict[str, Sequence[float]]:
-        """Node → its costs. With a stage compiler they are measured once on a machine: another
-        start then makes the same stages, whose libraries exist."""
-        plan: Plan | None = made["plan"]
+    def _costs(self, facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
+        """Node → its costs. With a stage compiler these are measured once on a machine and kept, so
+        that another start makes the same stages, which are compiled already."""
+        plan: Plan | None = facts["plan"]
         graph = None if plan is None else plan.stages[0].forward
         if self._options.stage_compiler is None or graph is None:
-            return _measured(made)
-        names = "\n".join(node.name for node in made["traced"].graph.nodes)
+            return _measured(facts)
+        names = "\n".join(node.name for node in facts["traced"].graph.nodes)
         text = f"{names}\n{graph_text(graph, self._options.threads)}"
-        kept: dict[str, Sequence[float]] = Libraries().kept(text, lambda: _measured(made))
-        return kept
+        costs: dict[str, Sequence[float]] = Libraries().kept(text, lambda: _measured(facts))
+        return costs
 
     @property
     def kept(self) -> Sequence[object]:
-        """What else changes here when a graph is placed."""
+        """The other objects that change when a graph is placed."""
         return () if self._budget is None else (self._budget,)
 
     @property
@@ -186,22 +186,18 @@ class Placement:
 
     @property
     def limits(self) -> tuple[float, ...]:
-        """Device → the bytes that it may hold; infinite where there is no limit."""
+        """Device → the bytes that it may hold; infinite if there is no limit."""
         devices = len(self._options.devices)
         return self._options.partition.limits(devices) or (math.inf,) * devices
 
     @property
     def judged(self) -> bool:
-        """Whether the devices are known to keep their limits as predicted, or have none."""
+        """Whether the devices have no memory limits, or are predicted to keep them."""
         return self._budget is not None and self._budget.kept
 
     def keeps_limits(self, peaks: Sequence[float]) -> bool:
-        """Whether devices with these peaks of memory keep their limits. If not, ``place`` cuts the
-        next graph anew.
-
-        Raises:
-            PartitionError: they do not, and no other cut may be tried.
-        """
+        """Whether devices with these memory peaks keep their limits. If not, ``place`` cuts the
+        next graph anew; raises PartitionError if no other cut may be tried."""
         assert self._budget is not None and self.verdict is not None
         kept = self._budget.keeps(self.verdict.loads, peaks)
         if not kept:
@@ -213,10 +209,10 @@ class Placement:
         self._reference = self._budget = self._unmeasured = None
 
     def _copies(self, schedule: Schedule) -> tuple[float, float]:
-        """How many tensors of its size a trained parameter needs in memory: its versions, its
-        gradient, its optimizer state, and, where updates run among other tasks, the copies that can
-        undo an update. Else these come after all backwards, when no saved values are in memory any
-        more: how many of them there are."""
+        """How many tensors of its size each trained parameter needs in memory: ``copies`` all the
+        time (versions, gradient, optimizer state), and ``undo`` for undoing an update. If updates
+        run among other tasks, ``copies`` includes these; else updates come after all backwards,
+        when no saved values are in memory."""
         options = self._options
         state = state_size(options.optimizer) / (options.replicas if options.shards else 1)
         copies = max(schedule.delays) + 2 + state + schedule.predict
@@ -233,45 +229,41 @@ def _measured(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
 def _by_stage(
     traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]
 ) -> dict[int, StageCosts]:
-    found: list[list[NodeCost]] = [[] for _ in range(assignment.stages)]
-    timed: list[dict[str, tuple[float, float]]] = [{} for _ in range(assignment.stages)]
+    by_stage: list[dict[str, NodeCost]] = [{} for _ in range(assignment.stages)]
     for node in compute_nodes(traced.graph):
-        stage, cost = assignment.nodes[node.name], costs[node.name]
-        found[stage].append(cost)
-        timed[stage][node.name] = cost.backward, cost.weight_grad
+        by_stage[assignment.nodes[node.name]][node.name] = costs[node.name]
     return {
         stage: StageCosts(
-            forward=sum(cost.forward for cost in nodes),
-            backward=sum(cost.backward for cost in nodes),
-            input_grad=sum(cost.input_grad for cost in nodes),
-            weight_grad=sum(cost.weight_grad for cost in nodes),
-            nodes=timed[stage],
+            forward=sum(cost.forward for cost in nodes.values()),
+            backward=sum(cost.backward for cost in nodes.values()),
+            input_grad=sum(cost.input_grad for cost in nodes.values()),
+            weight_grad=sum(cost.weight_grad for cost in nodes.values()),
+            nodes={name: (cost.backward, cost.weight_grad) for name, cost in nodes.items()},
         )
-        for stage, nodes in enumerate(found)
+        for stage, nodes in enumerate(by_stage)
     }
 
 
 _TRIES = 8
+"""The most cuts that are tried."""
 
 
 class MemoryBudget:
     """The device memory that a cut has to leave free, learned from the peaks of earlier cuts.
 
     The partition counts memory node by node. What a stage's graphs need while they run is known
-    only once they are made. Where a device is then predicted to exceed its limit, the next cut
-    leaves the difference free.
+    only when they are made. If a device is then predicted to exceed its limit, the next cut leaves
+    the difference free.
 
     Attributes:
         machine: the devices as the stages see them, with the bytes that the next cut leaves free.
-        way_out: what the error advises if the first cut exceeds a limit and no second one may be
-            tried; empty as long as further cuts may be tried.
+        way_out: what the error advises if no other cut may be tried; empty if it may.
         kept: whether a cut is known to keep the limits.
         nearest: whether a cut that exceeds a limit by the partition's count is accepted all the
-            same, because the prediction of its peak may be lower.
+            same, because its predicted peak may be lower.
     """
 
     def __init__(self, placement: Sequence[int], machine: Machine) -> None:
-        """Begin with nothing to leave free on a machine whose stages are there."""
         self.way_out = ""
         self.kept = not machine.limited
         self.nearest = True
@@ -281,12 +273,9 @@ class MemoryBudget:
         self._left = _TRIES
 
     def keeps(self, loads: Sequence[Load], peaks: Sequence[float]) -> bool:
-        """Whether a cut for ``machine`` keeps the limits: what it counts for each stage, and each
-        device's predicted peak. If not, ``machine`` leaves more free from now on.
-
-        Raises:
-            PartitionError: a limit is exceeded, and no other cut may be tried.
-        """
+        """Whether a cut for ``machine`` keeps the limits: ``loads`` are what the partition counted
+        for each stage, ``peaks`` the predicted peaks of devices. If it does not, ``machine`` leaves
+        more free from now on; raises PartitionError if no other cut may be tried."""
         machine = self.machine
         counted, limits = [0.0] * len(peaks), [0.0] * len(peaks)
         for device, load, share, limit in zip(

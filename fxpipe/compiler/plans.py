@@ -1,4 +1,4 @@
-"""Make the plan of a call: trace, place, cut, differentiate and check; each result is kept."""
+"""Make the plan of a call: trace, place, cut, differentiate and check, and keep each result."""
 
 from __future__ import annotations
 
@@ -36,13 +36,8 @@ from fxpipe.torchtools.state import (
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced graph with the stages of its nodes.
-
-    Attributes:
-        traced: the graph.
-        assignment: the stage of every node.
-        call: the call that it was traced for, without data.
-    """
+    """A traced graph with the stages of its nodes, and the call that it was traced for, without
+    data."""
 
     traced: Traced
     assignment: Assignment
@@ -57,16 +52,15 @@ class Plans:
 
     Attributes:
         front_end: traces the model.
-        graphs: what it has traced so far.
+        graphs: the graphs that plans were made from.
     """
 
     def __init__(self, options: Options, placement: Placement) -> None:
-        """Nothing is traced yet."""
         self.options = options
         self.front_end = FrontEnd(options)
         self.graphs: dict[Any, Graph] = {}
         self._placement = placement
-        # kind of call → the first size, which has a graph for itself; None if there is none
+        # kind of call → the first size, which has a graph of its own; None if there is none
         self._first: dict[Any, int | None] = {}
         self._dims: dict[Any, Sequence[tuple[int, ...]] | None] = {}
         self._plans: dict[Any, Plan] = {}
@@ -75,31 +69,30 @@ class Plans:
         self._traced: dict[Any, Traced] = {}
         self._variants: set[int] = set()
         self._state: tuple[Any, ...] = ()
-        self._unmeasured: Call | None = None  # that of the placement's unmeasured graph
+        self._unmeasured: Call | None = None  # the call of the placement's unmeasured graph
 
     def look(self) -> None:
         """Look at the state that traces depend on besides the call; to be called before ``plan``.
 
-        Graphs of variants that were not used for long are forgotten.
+        The graphs of variants that are no longer kept are forgotten.
         """
         guards = self.front_end.guards
         self._state = guards.state()
         if self._state[0] not in self._variants:
             kept = self._variants = guards.kept
-            made: tuple[dict[Any, Any], ...]
-            made = self.graphs, self._plans, self._placed_plans, self._traced, self._dims
-            for each in made:
-                for key in [key for key in each if key[0][0] not in kept]:
-                    del each[key]
+            results: tuple[dict[Any, Any], ...]
+            results = self.graphs, self._plans, self._placed_plans, self._traced, self._dims
+            for by_key in results:
+                for key in [key for key in by_key if key[0][0] not in kept]:
+                    del by_key[key]
             self._first = {k: size for k, size in self._first.items() if k[0] in kept}
             known = {id(graph.traced) for graph in self.graphs.values()}
-            self._checked = {like for like in self._checked if like[0] in known}
+            self._checked = {key for key in self._checked if key[0] in known}
 
     def plan(self, call: Call) -> tuple[Traced, Plan]:
-        """The whole model's graph and its plan, whose stages are on their devices.
+        """Make the graph of the whole model and its plan, whose stages are on their devices.
 
-        It is traced, measured and checked with the whole model on the first device; on ranks, on
-        this one's.
+        For that the whole model is on the first device; on ranks, on this rank's device.
 
         Raises:
             TraceError: the model cannot be traced, or its trace computes something else.
@@ -114,7 +107,7 @@ class Plans:
             if places:
                 stage_devices = tuple(places[device] for device in placement)
                 facts = {"plan": plan, "device": self.options.here, "stage_devices": stage_devices}
-                # now for these devices
+                # compile again, for these devices
                 plan = self._compiled(run_all(passes.DEVICES, facts)["plan"])
             self._placed_plans[key] = traced, plan
         traced, plan = self._placed_plans[key]
@@ -122,9 +115,9 @@ class Plans:
         return traced, plan
 
     def settle(self, traced: Traced, plan: Plan, schedule: Schedule) -> None:
-        """Before a call of any kind, move each own stage's tensors to the device where it runs.
+        """Move the tensors of this process's stages to the devices where these run in a call.
 
-        They stay the same objects. No two stages have the same parameter or buffer.
+        The tensors stay the same objects. No two stages have the same parameter or buffer.
         """
         if self.options.places:
             state = traced.state_of(self.options.model)
@@ -137,8 +130,8 @@ class Plans:
 
     def forget(self) -> None:
         """Forget all plans, so that graphs are placed and differentiated anew; keep the traces."""
-        for kept in (self.graphs, self._plans, self._placed_plans, self._checked):
-            kept.clear()
+        for results in (self.graphs, self._plans, self._placed_plans, self._checked):
+            results.clear()
 
     def graph_of(self, traced: Traced) -> Graph:
         """The graph that a plan was made from."""
@@ -153,29 +146,26 @@ class Plans:
             FxpipeError: as ``plan``, or the model does not take zeros.
         """
         with self._followed(graph, size) as (here, traced, assignment):
-            other = self._relayed(here, traced, assignment)
-            return other.traced, self._differentiated(other, here)
+            resized = self._relayed(here, traced, assignment)
+            return resized.traced, self._differentiated(resized, here)
 
     def costs_at(self, graph: Graph, size: int) -> Mapping[int, StageCosts]:
-        """Stage → what it costs, as measured for micro-batches of another size, of zeros.
-
-        Raises:
-            FxpipeError: as ``any_size``.
-        """
+        """Measure the stages for micro-batches of another size, of zeros; returns stage → its
+        costs. Raises FxpipeError as ``any_size``."""
         with self._followed(graph, size) as (here, traced, assignment):
             return self._placement.costs_of(here.facts(traced, self.options.model), assignment)
 
     def measure(self) -> None:
-        """Measure what stages cost, if it has not been done, for random numbers, as those of
-        the call are gone. Where operations refuse them and zeros, too, nothing is measured, as the
-        log says."""
-        traced, like = self._placement.unmeasured, self._unmeasured
+        """Measure the costs of stages if that was put off, with random data, as the data of the
+        call is gone. If operations refuse both random numbers and zeros, nothing is measured, which
+        the log says."""
+        traced, first = self._placement.unmeasured, self._unmeasured
         self._unmeasured = None
-        if traced is None or like is None:
+        if traced is None or first is None:
             return
-        # whatever the caller is in the middle of
+        # whatever modes the caller is in
         with torch.inference_mode(False), torch.enable_grad(), under(()):
-            for call in (like.random(), like.zeros()):
+            for call in (first.random(), first.zeros()):
                 try:
                     self._placement.measure_later(call.facts(traced, self.options.model))
                     return
@@ -183,25 +173,29 @@ class Plans:
                     noted(f"the stages are not measured: {told(error)}")
 
     def measured(self, call: Call, sizes: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-        """Samples of a micro-batch → the whole model as measured for it: ``traced``, the ``plan``
-        of one stage, and the ``costs`` of the nodes. Sizes that its graph does not take are left
-        out; the graph and its ``state`` are the same for all."""
+        """Measure the whole model for several sizes of micro-batches.
+
+        Returns:
+            Samples of a micro-batch → ``traced``, the ``plan`` of one stage, the ``costs`` of the
+            nodes, and ``state``; the graph and its state are the same for all sizes. Sizes that the
+            graph does not take are left out; if it takes none, there is the call's own size.
+        """
         self.look()
-        found: dict[int, Mapping[str, Any]] = {}
+        results: dict[int, Mapping[str, Any]] = {}
         with self._gathered(replace(call.zeros(), fixed=False)) as here:
             traced = self._trace(here)
             for size in dict.fromkeys((*sizes, call.size)):
-                if traced.accepts(size) and (size in sizes or not found):
+                if traced.accepts(size) and (size in sizes or not results):
                     facts = here.resized(size).facts(traced, self.options.model)
-                    found[size] = {**self._placement.measure(facts), "state": facts["state"]}
-        return found
+                    results[size] = {**self._placement.measure(facts), "state": facts["state"]}
+        return results
 
     def take_traces(self, other: Plans) -> None:
-        """Have what was traced for another compiler of the model."""
+        """Share the traces of another compiler of the same model."""
         self.front_end, self._traced = other.front_end, other._traced
 
     def unchecked(self, call: Call) -> tuple[Traced, Plan]:
-        """As ``plan``, made for zeros, for any size, and not checked: for predictions."""
+        """As ``plan``, but for zeros and any size, and not checked; for predictions."""
         self.look()
         with self._gathered(replace(call.zeros(), fixed=False)) as here:
             graph = self._graph(here)
@@ -209,8 +203,8 @@ class Plans:
 
     @contextmanager
     def _followed(self, graph: Graph, size: int) -> Iterator[tuple[Call, Traced, Assignment]]:
-        """Inside, the same call with zeros for micro-batches of another size, its graph, and the
-        stages of that."""
+        """Yield the call of a graph for micro-batches of another size, of zeros, with a graph for
+        that size and its stages. Inside, the model is as in ``_gathered``."""
         self.look()
         call = replace(graph.call.zeros(), fixed=False)
         with self._gathered(call) as here:
@@ -221,7 +215,7 @@ class Plans:
             yield here.resized(size), traced, assignment
 
     def output_dims(self, call: Call, traced: Traced) -> Traced:
-        """The call's graph, completed by which dimensions of its outputs are the batch."""
+        """The call's graph, completed by the batch dimensions of its outputs."""
         if all(out.dims is not None for out in traced.outputs):
             return traced
         key = self._graph_key(call), call.size
@@ -233,8 +227,8 @@ class Plans:
 
     @contextmanager
     def _gathered(self, call: Call) -> Iterator[Call]:
-        """Inside, the model and the call's tensors are on the first of several devices, or on a
-        rank's own, and all have data."""
+        """Inside, the model and the call's tensors are on the first device, or on a rank's own, and
+        all have data."""
         if not self.options.places:
             with self.filled():
                 yield call
@@ -245,7 +239,7 @@ class Plans:
             yield replace(call, leaves=to_device(call.leaves, first))
 
     def filled(self) -> AbstractContextManager[object]:
-        """Inside, numbers stand for the parameters and buffers that have no data here."""
+        """Inside, parameters and buffers without data have stand-ins."""
         options = self.options
         if not options.hollow:
             return nullcontext()
@@ -289,24 +283,24 @@ class Plans:
             "own": [stage.index for stage in plan.stages if options.runs(stage.index)],
         }
         with torch.no_grad(), intra_op_threads(options.threads), under(()):
-            made: Plan = run_all(passes.COMPILE, facts)["plan"]
-        return made
+            compiled: Plan = run_all(passes.COMPILE, facts)["plan"]
+        return compiled
 
     def _check(self, call: Call, traced: Traced, plan: Plan) -> None:
         """Compare a plan with the model, unless a plan like it was compared before."""
         gradients = call.purpose != "infer"
-        like = (id(traced), gradients, call.parted)
-        if like in self._checked:
+        key = (id(traced), gradients, call.parted)
+        if key in self._checked:
             return
         model = self.options.model
 
         def run() -> tuple[Any, Tensor | None]:
             with under(casts):
                 output, loss = self.front_end.call(call, call.with_loss)
-            made.append(output)
+            outputs.append(output)
             return output, loss
 
-        made: list[Any] = []
+        outputs: list[Any] = []
         casts = autocasts()
         facts = {
             **call.facts(traced, model),
@@ -324,7 +318,7 @@ class Plans:
             )
         with untouched(model), intra_op_threads(self.options.threads):
             try:
-                with under(()):  # as the graphs run, in which the casts are operations
+                with under(()):  # in graphs, casts are operations
                     run_all(passes.CHECK, facts)
             except TraceError as error:
                 self.front_end.refuse_two_traces(call, error)
@@ -333,8 +327,8 @@ class Plans:
                 raise
             if gradients:
                 with torch.enable_grad():
-                    self.front_end.refuse_hidden(call, made.pop() if made else run()[0])
-        self._checked.add(like)
+                    self.front_end.refuse_hidden(call, outputs.pop() if outputs else run()[0])
+        self._checked.add(key)
         self.front_end.guards.settle()  # attributes that this run has set make no new variant
 
     def _graph(self, call: Call) -> Graph:
@@ -385,7 +379,7 @@ class Plans:
         return self._graph_key(call), call.size, call.purpose, call.wants, call.parted
 
     def _graph_key(self, call: Call) -> tuple[Any, ...]:
-        """All that a trace depends on; the size comes last if the graph holds for it only."""
+        """Everything that a trace depends on. The size comes last, or None if any size fits."""
         kind = *self._state, call.batch.key, call.with_loss
         fixed = call.fixed
         if fixed is None:

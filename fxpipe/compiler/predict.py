@@ -1,12 +1,12 @@
-"""What a plan is predicted to need: bytes and seconds, by simulation; the largest micro-batch that
-fits into memory; and options with which a step that does not fit would."""
+"""Predict by simulation the seconds and bytes of a plan, the largest micro-batch that fits into
+memory, and the options with which a step that does not fit would."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fxpipe.passes.graph.extents import Extent
 
 _MOST = 1 << 20
+"""The largest micro-batch, in samples, that is tried."""
 
 _LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
 """Schedules with a flush that keep fewer micro-batches than others of the same placement."""
@@ -68,52 +69,52 @@ def predict(
     """Simulate a program with the costs that were measured on its plan.
 
     Args:
-        away: bytes a second that are stored and fetched by offloads; by default as measured.
-        rehearsal: the times of its tasks as they run; without it those of each stage alone count,
+        costs: costs by kind of task; they replace the measured ones of that kind.
+        rehearsal: the times of tasks as they run; without it, the times of each stage alone count,
             and instructions that compute nothing take no time.
+        away: the bytes per second that offloads store and fetch; by default as measured.
 
     Raises:
         InputError: nothing was measured and no costs are given, or the given costs do not fit.
     """
     check_keys(costs)
     given: dict[Key, float] = dict((costs or {}).items())
-    # costs that are given for a kind of task replace those that were measured for it
-    known = {key: t for key, t in measured_costs(plan).items() if key[0] not in given}
+    measured = {key: t for key, t in measured_costs(plan).items() if key[0] not in given}
     place = next((spec.device for spec in plan.specs.values()), "cpu")
-    stored = _away_costs(plan, program, sizes, away or place)
-    known |= {key: t for key, t in stored.items() if key[0] not in given}
+    transfers = _away_costs(plan, program, sizes, away or place)
+    measured |= {key: t for key, t in transfers.items() if key[0] not in given}
     run = partial(simulate, program, overlap=overlap, sizes=sizes, steps=steps)
     if rehearsal is None or given:
-        if not (every := known | given):
+        if not (all_costs := measured | given):
             raise InputError(
                 "nothing was measured on this plan; give costs=, such as those of pipe.profile(...)"
             )
-        return replace(run(every, links=links), seconds=True)
-    found = run(
-        known | rehearsal.known,
+        return replace(run(all_costs, links=links), seconds=True)
+    simulation = run(
+        measured | rehearsal.known,
         links=rehearsal.links if links is None else links,
         overhead=rehearsal.overheads.instruction,
         serial=rehearsal.serial,
-        # threads that store take turns with those of the devices, where these take all processors;
-        # steps that have stored have taught what is left of that
+        # if the devices' threads take all processors, they take turns with threads that store;
+        # rehearsed steps that have stored contain that already
         beside=place != "cpu"
         or (1 if rehearsal.serial else program.devices) < processors()
-        or stored.keys() <= rehearsal.costs.keys(),
+        or transfers.keys() <= rehearsal.costs.keys(),
     )
-    return replace(found, seconds=True, outside=rehearsal.overheads.step, off=rehearsal.off)
+    return replace(simulation, seconds=True, outside=rehearsal.overheads.step, off=rehearsal.off)
 
 
 def given_links(options: Options) -> Links | None:
-    """The ways between devices that a ``Partition`` gives; None where it gives none."""
-    known = options.partition.links(len(options.devices))
-    return {pair: Link(*way) for pair, way in known.items()} or None
+    """The links between devices of the ``Partition``; None if it has none."""
+    links = options.partition.links(len(options.devices))
+    return {pair: Link(*link) for pair, link in links.items()} or None
 
 
 def _away_costs(
     plan: Plan, program: Program, sizes: StageSizes, rates: tuple[float, float] | str
 ) -> dict[tuple[str, int], float]:
-    """How long it takes to store what a stage keeps of a micro-batch, and to fetch it, by the rates
-    or those of a type of device."""
+    """The seconds to store what a stage keeps of a micro-batch ("O"), and to fetch it ("P"), at
+    these rates, or at those of a type of device."""
     if not program.offloads or not measured_costs(plan):
         return {}
     stored: dict[int, list[int]] = {}
@@ -134,7 +135,7 @@ def predicted_peaks(plan: Plan, program: Program, sizes: StageSizes) -> list[int
 
 
 def predict_memory(plan: Plan, program: Program, sizes: StageSizes) -> Simulation:
-    """``predict`` for the memory: tasks take units of time where no operation was measured."""
+    """``predict`` for the memory only: if nothing was measured, tasks take units of time."""
     return predict(plan, program, sizes, None if measured_costs(plan) else {"F": 1.0})
 
 
@@ -146,25 +147,25 @@ def held_sizes(
     *,
     stepping: bool,
 ) -> StageSizes:
-    """The bytes of what the stages of all processes and their optimizers hold.
-
-    Where optimizers step, those that this process does not have are made for that, and never do.
-    Where they are sharded all are, with the parts of the last replica, which are the largest.
+    """Count the bytes that the stages of all processes and their optimizers hold.
 
     Args:
         state: name in the model → parameter or buffer.
-        own: stage → the optimizer that this process has; None where it has none yet.
+        own: stage → the optimizer that this process has; None if it has none yet.
+        stepping: whether optimizers step. Those that this process does not have are then made, only
+            to be counted. If they are sharded, all are made, with the parts of the last replica,
+            which are the largest.
     """
     plan, given = compiled.plan, options.optimizer if stepping else None
     optimizers = [*(own or [None] * len(plan.stages))]
     elsewhere = {s.index for s in plan.stages if own is not None and not options.owns(s.index)}
     for stage in plan.stages:
         parameters = {a.target: state[a.target] for a in stage.parameters}
-        made = own is None or stage.index in elsewhere or options.shards
-        if given is not None and parameters and made:
-            optimizers[stage.index] = like = given.of(parameters)
+        missing = own is None or stage.index in elsewhere or options.shards
+        if given is not None and parameters and missing:
+            optimizers[stage.index] = optimizer = given.of(parameters)
             if options.shards:
-                Shards(like, [*parameters.values()], options.replicas - 1, options.replicas)
+                Shards(optimizer, [*parameters.values()], options.replicas - 1, options.replicas)
     return plan_sizes(
         plan,
         state,
@@ -177,22 +178,22 @@ def held_sizes(
 
 
 def step_sizes(compiled: Compiled, options: Options, updates: bool) -> StageSizes:
-    """The bytes that the stages hold in a step. Without ``optimizer=`` the state of an Adam that
+    """The bytes that the stages hold in a step. Without ``optimizer=``, the state of an Adam that
     the caller steps is included."""
     state = compiled.traced.state_of(options.model)
     sizes = held_sizes(compiled, options, state, None, stepping=updates)
     if updates:
         return sizes
-    more = {s: int(state_size(None) * size) for s, size in sizes.gradients.items()}
-    return replace(sizes, optimizer={s: size + more[s] for s, size in sizes.optimizer.items()})
+    adam = {s: int(state_size(None) * size) for s, size in sizes.gradients.items()}
+    return replace(sizes, optimizer={s: size + adam[s] for s, size in sizes.optimizer.items()})
 
 
 def split_target(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Any]:
-    """Inputs and target of a call such as ``profile(x, y)``.
+    """Split the arguments of a call such as ``profile(x, y)`` into inputs and target.
 
-    The last argument is the target if the model's forward does not take that many arguments.
+    The last argument is the target if the model's forward does not take all arguments.
     """
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
@@ -208,11 +209,11 @@ class Sizes:
     Attributes:
         stages: stage → FLOPs, bytes saved and bytes sent for a micro-batch.
         devices: device → its name.
-        limits: device → bytes that it may hold; infinite where there is no limit.
-        samples: how many samples a micro-batch has now.
-        peaks: samples of a micro-batch → for each device the most bytes that it is predicted to
+        limits: device → the bytes that it may hold; infinite if there is no limit.
+        samples: the samples in a micro-batch now.
+        peaks: samples in a micro-batch → for each device the most bytes that it is predicted to
             hold in a step with these stages, recompute and optimizer, as ``simulate`` shows it.
-            Without ``optimizer=`` the state of an Adam that the caller steps is included.
+            Without ``optimizer=``, the state of an Adam that the caller steps is included.
     """
 
     stages: tuple[Extent, ...]
@@ -223,9 +224,9 @@ class Sizes:
 
     @cached_property
     def largest(self) -> int | None:
-        """The most samples that a micro-batch may have, with these stages, so that all devices are
-        predicted to keep their limits. 0 if not even one sample fits; None if there is no limit,
-        or 2²⁰ samples still fit.
+        """The most samples that a micro-batch may have if all devices are to keep their limits with
+        these stages, as predicted. 0 if not even one sample fits; None if there is no limit, or
+        2²⁰ samples still fit.
 
         Raises:
             TraceError: the model cannot be traced for another size.
@@ -244,7 +245,7 @@ class Sizes:
         return None if low == _MOST else low
 
     def _guess(self, known: dict[int, Sequence[float]]) -> int:
-        """How many samples reach the limits if memory grows linearly, as between the two known
+        """The samples that reach the limits if memory grows linearly, as between the two known
         sizes that are nearest to the limits."""
         if len(known) == 1:
             return max(known) // 2
@@ -258,7 +259,7 @@ class Sizes:
         return int(min(ends, default=_MOST))
 
     def __str__(self) -> str:
-        """A table, and the largest micro-batch where memory is limited."""
+        """A table, and the largest micro-batch if memory is limited."""
         table = Table()
         for heading in ("stage", "forward FLOPs", "backward FLOPs", "saved B", "sent B"):
             table.add_column(heading, justify="right", overflow="fold")
@@ -272,11 +273,10 @@ class Sizes:
         return f"<Sizes: {plural(len(self.stages), 'stage')}, {self.samples} samples a micro-batch>"
 
     def _repr_html_(self) -> str:
-        """The table, for notebooks."""
         return preformatted(str(self))
 
     def verdict(self) -> Sequence[str]:
-        """A line on the largest micro-batch; no line where memory is not limited."""
+        """A line on the largest micro-batch; no line if memory is not limited."""
         if all(limit == math.inf for limit in self.limits):
             return []
         try:
@@ -299,41 +299,32 @@ class Sizes:
 def remedies(
     timetable: Timetable, schedule: Schedule, samples: int, fits: Callable[[Schedule], bool]
 ) -> str:
-    """The options that would each be enough alone, at most one of a kind, as a sentence's end.
-
-    Args:
-        schedule: the one whose step exceeds the limits.
-        samples: those of the batch.
-        fits: whether the same stages would keep the limits under a schedule; raises FxpipeError
-            where they cannot run it.
-    """
-    own = schedule.microbatches
-    again = [('recompute="always"', timetable.changed(recompute="always"), own)]
-    stored = [('offload="always"', timetable.changed(offload="always"), own)]
+    """The end of an error message: options each of which would be enough alone for a step of this
+    schedule, at most one of a kind. ``fits`` tells whether the same stages would keep the limits
+    under another schedule, and raises FxpipeError if they cannot run it."""
+    count = schedule.microbatches
+    recompute = [('recompute="always"', timetable.changed(recompute="always"), count)]
     both = timetable.changed(recompute="always", offload="always")
-    stored.append(('recompute="always" with offload="always"', both, own))
-    names = [
-        name
+    offload = [
+        ('offload="always"', timetable.changed(offload="always"), count),
+        ('recompute="always" with offload="always"', both, count),
+    ]
+    schedules = [
+        (f'schedule="{name}"', timetable.changed(recipe=find_recipe(name)), count)
         for name in _LESS_MEMORY
         if name != schedule.name and find_recipe(name).place(schedule.devices) == schedule.placement
     ]
-    others = [(f'schedule="{n}"', timetable.changed(recipe=find_recipe(n)), own) for n in names]
-    counts = [own * 2**power for power in range(1, (samples // own).bit_length())]
-    finer = [(f"microbatches={count}", timetable, count) for count in counts]
-    found = [text for kind in (again, stored, others, finer) for text in _first(kind, fits)]
-    if not found:
+    counts = [count * 2**power for power in range(1, (samples // count).bit_length())]
+    finer = [(f"microbatches={more}", timetable, more) for more in counts]
+    enough = []
+    for kind in (recompute, offload, schedules, finer):
+        for text, changed, parts in kind:
+            with suppress(FxpipeError):  # the pipe cannot run with this option
+                if fits(changed.schedule(parts, "step")):
+                    enough.append(text)
+                    break
+    if not enough:
         return (
             "no recompute, offload, schedule or number of micro-batches is predicted to be enough"
         )
-    return f"predicted to be enough with the same stages: {' or '.join(found)}"
-
-
-def _first(
-    kind: Iterable[tuple[str, Timetable, int]], fits: Callable[[Schedule], bool]
-) -> Iterator[str]:
-    """The description of the first option that fits; nothing if none does."""
-    for text, timetable, microbatches in kind:
-        with suppress(FxpipeError):  # an option that the pipe cannot run with is left out
-            if fits(timetable.schedule(microbatches, "step")):
-                yield text
-                return
+    return f"predicted to be enough with the same stages: {' or '.join(enough)}"

@@ -1,7 +1,7 @@
-"""Refuse what no graph could hold, and call the model and its loss before they are traced.
+"""Refuse what no graph could hold, and run the model and its loss before they are traced.
 
-What is wrong with the inputs or the loss is thus reported in terms of the user's own code, not of
-a tracer's insides.
+Errors in the inputs or the loss are thus reported in terms of the user's own code, not of the
+tracer's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fxpipe.compiler.objective import Objective
 from fxpipe.compiler.pythonic import refuse_changes
 from fxpipe.compiler.state_snapshot import hooked
 from fxpipe.errors import InputError, TraceError, told, way_out
+from fxpipe.formatting import plural
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.torchtools import source
@@ -31,14 +32,10 @@ from fxpipe.torchtools.state import same_sizes
 
 
 def refuse_copied(schedule: Schedule, plan: Plan, deferred: Sequence[DeferredNorm]) -> None:
-    """Check that no stage with copies writes buffers that the next micro-batch reads.
-
-    Raises:
-        InputError: one does.
-    """
-    kept = {norm.moments for norm in deferred}
+    """Raise InputError if a stage with copies writes a buffer that the next micro-batch reads."""
+    moments = {norm.moments for norm in deferred}
     for stage, copies in zip(plan.stages, schedule.working, strict=False):
-        written = [write.target for write in stage.writes if write.target not in kept]
+        written = [write.target for write in stage.writes if write.target not in moments]
         if copies and written:
             raise InputError(
                 f"schedule {schedule.name!r} has stage {stage.index} on several devices, and its "
@@ -52,13 +49,13 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """The model's output, without gradients."""
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            # torch.utils.checkpoint warns that no input requires a gradient: true only here
+            # torch.utils.checkpoint warns of this, which is true only here
             warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
             return model(*args, **kwargs)
     except Exception as error:
         cure = "give it inputs that it takes, or correct that line"
         if "does not require grad" in told(error):
-            cure = "it runs without gradients here: compute those of a part by torch.func.grad"
+            cure = "it runs without gradients here: use torch.func.grad for gradients of a part"
         raise InputError(
             f"{type(model).__name__} fails on the first micro-batch{_told(error)}; {cure}"
         ) from error
@@ -107,7 +104,7 @@ def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: str) -> N
 def refuse_hooks(model: nn.Module, is_leaf: Callable[[str, nn.Module], bool]) -> None:
     """Check that no parameter has a hook on its gradient, and no module a backward hook.
 
-    Leaf modules, which are told by ``is_leaf``, keep theirs.
+    Leaf modules may have backward hooks; ``is_leaf`` tells them from others.
 
     Raises:
         TraceError: there is such a hook; names the parameter or the module.
@@ -144,9 +141,11 @@ def output_dims(
     outputs: Sequence[Any],
     size: int,
 ) -> list[tuple[int, ...]] | None:
-    """For each flat output: which dimensions are the batch; (0,) for a number of samples.
+    """For each flat output its batch dimensions, found by a run on a batch of twice the size.
 
-    Found by a run on twice the batch, on tensors without data; None if the model refuses that."""
+    The run is on tensors without data; returns None if the model refuses them. A number of samples
+    counts as an output with batch dimension 0.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def doubled(leaf: Any, dims: tuple[int, ...]) -> Any:
@@ -160,14 +159,14 @@ def output_dims(
     try:
         with mode, torch.no_grad():
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            twice = [doubled(*one) for one in zip(leaves, dims, strict=True)]
-            twice_args, twice_kwargs = pytree.tree_unflatten(twice, spec)
-            after = pytree.tree_leaves(taken_apart(model(*twice_args, **twice_kwargs)))
+            doubles = [doubled(leaf, batch) for leaf, batch in zip(leaves, dims, strict=True)]
+            args, kwargs = pytree.tree_unflatten(doubles, spec)
+            doubled_outputs = pytree.tree_leaves(taken_apart(model(*args, **kwargs)))
     except Exception:
         return None
-    if len(outputs) != len(after):
+    if len(outputs) != len(doubled_outputs):
         return None
-    return [_growing(a, b, size) for a, b in zip(outputs, after, strict=True)]
+    return [_growing(a, b, size) for a, b in zip(outputs, doubled_outputs, strict=True)]
 
 
 def _growing(once: Any, twice: Any, size: int) -> tuple[int, ...]:
@@ -198,12 +197,17 @@ def run_loss(
     _check_signature(loss, targets)
     held = taken_apart(output)
     leaves, spec = pytree.tree_flatten(output)
-    given = [_differentiable(leaf) for leaf in leaves]
+    inputs = [
+        leaf.detach().requires_grad_()
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        else leaf
+        for leaf in leaves
+    ]
     try:
         with torch.enable_grad(), guards.reading():
-            # no autograd leaves, for the loss could not write to these in place
-            output = pytree.tree_unflatten([x * 1 if _requires_grad(x) else x for x in given], spec)
-            value = loss(output, *targets)
+            # no autograd leaves, as the loss could not write to these in place
+            results = [x * 1 if _requires_grad(x) else x for x in inputs]
+            value = loss(pytree.tree_unflatten(results, spec), *targets)
     except Exception as error:
         cure = "give it outputs and targets that it takes, or correct that line"
         if not targets:
@@ -216,29 +220,32 @@ def run_loss(
             f"the loss returns {_a(value)}; return one tensor, a scalar such as the mean"
         )
     _check_scalar(value[0] if value.dim() == 1 and len(value) == size else value, "the loss")
-    _refuse_hidden_in_loss(model, value, (given, held, targets))
-    if not value.requires_grad and any(map(_requires_grad, given)):
+    _refuse_hidden_in_loss(model, value, (inputs, held, targets))
+    if not value.requires_grad and any(map(_requires_grad, inputs)):
         raise InputError(
             "the loss has no gradient to the model's output; compute it with differentiable "
             "operations, without detach, argmax or item"
         )
 
 
-def refuse_hidden(model: nn.Module, given: Any, made: Any, again: Callable[[], Any]) -> None:
-    """Check that a backward through the model gives gradients to its parameters and inputs alone.
+def refuse_hidden(model: nn.Module, inputs: Any, output: Any, again: Callable[[], Any]) -> None:
+    """Check that a backward through the model gives gradients to its parameters and inputs only.
 
     A graph would take another tensor, such as a parameter in a plain list, for a constant, which
-    would silently get no gradient. One that each run makes anew, such as
-    ``torch.zeros(3, requires_grad=True)`` in forward, is no such tensor: the model, which made this
-    of what it was given, with gradients enabled, is run ``again``.
+    would silently get no gradient. A tensor that each run makes anew, such as
+    ``torch.zeros(3, requires_grad=True)`` in forward, does no harm.
+
+    Args:
+        output: the model's output for the inputs, computed with gradients enabled.
+        again: runs the model once more, to find the tensors that each run makes.
 
     Raises:
         TraceError: there is such a tensor.
     """
-    known = {*map(id, model.parameters()), *map(id, pytree.tree_leaves(given))}
-    once = [tensor for tensor in _trained(made) if id(tensor) not in known]
-    later = {id(tensor) for tensor in _trained(again())} if once else set()
-    for tensor in once:
+    known = {*map(id, model.parameters()), *map(id, pytree.tree_leaves(inputs))}
+    hidden = [tensor for tensor in _trained(output) if id(tensor) not in known]
+    later = {id(tensor) for tensor in _trained(again())} if hidden else set()
+    for tensor in hidden:
         if id(tensor) in later:
             raise TraceError(
                 f"{type(model).__name__} reads a tensor of shape {tuple(tensor.shape)} that "
@@ -248,9 +255,9 @@ def refuse_hidden(model: nn.Module, given: Any, made: Any, again: Callable[[], A
             )
 
 
-def _refuse_hidden_in_loss(model: nn.Module, loss: Any, given: Any) -> None:
-    """Check that the loss has gradients only to what was given, the output and the targets."""
-    known = {id(leaf) for leaf in pytree.tree_leaves(given)}
+def _refuse_hidden_in_loss(model: nn.Module, loss: Any, inputs: Any) -> None:
+    """Raise InputError if the loss has a gradient to another tensor than its inputs."""
+    known = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for tensor in _trained(loss):
         if id(tensor) in known:
@@ -268,9 +275,9 @@ def _refuse_hidden_in_loss(model: nn.Module, loss: Any, given: Any) -> None:
         )
 
 
-def _trained(made: Any) -> Iterator[Tensor]:
-    """The tensors to whose ``.grad`` a backward from ``made`` adds."""
-    tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
+def _trained(output: Any) -> Iterator[Tensor]:
+    """The tensors to whose ``.grad`` a backward from ``output`` adds."""
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     yield from (leaf for leaf in tensors if leaf.is_leaf and leaf.requires_grad)
     nodes: list[Any] = [leaf.grad_fn for leaf in tensors if leaf.grad_fn is not None]
     seen = set(nodes)
@@ -301,9 +308,9 @@ def try_own_loss(output: Any) -> None:
 
 
 def own_loss(output: Any) -> Any:
-    """The loss that a model returns: its output, or the output's ``loss``."""
-    found = output.get("loss", output) if isinstance(output, dict) else output
-    return getattr(found, "loss", found)
+    """The loss in a model's output: its ``loss``, or else the output itself."""
+    loss = output.get("loss", output) if isinstance(output, dict) else output
+    return getattr(loss, "loss", loss)
 
 
 def _check_signature(loss: Callable[..., Any], targets: Sequence[Any]) -> None:
@@ -311,9 +318,9 @@ def _check_signature(loss: Callable[..., Any], targets: Sequence[Any]) -> None:
     try:
         inspect.signature(function).bind(None, *targets)
     except TypeError as error:
-        given = {0: "no target", 1: "1 target"}.get(len(targets), f"{len(targets)} targets")
+        count = "no target" if not targets else plural(len(targets), "target")
         raise InputError(
-            f"the loss does not fit the model's output and {given}: {error}; give step(..., "
+            f"the loss does not fit the model's output and {count}: {error}; give step(..., "
             "target=...) what it takes, or a tuple for several"
         ) from None
     except ValueError:
@@ -329,12 +336,6 @@ def _check_scalar(value: Any, name: str) -> None:
         )
     if not value.is_floating_point():
         raise InputError(f"{name} is of {value.dtype}; return a floating-point number")
-
-
-def _differentiable(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.is_floating_point():
-        return leaf.detach().requires_grad_()
-    return leaf
 
 
 def _requires_grad(leaf: Any) -> bool:

@@ -1,6 +1,6 @@
-"""Refuse models that change Python state while they run: attributes, random generators.
+"""Refuse models that change Python state while they run: attributes or random generators.
 
-A graph computes tensors from tensors. A counter or a list would silently stay for ever what it was
+A graph computes tensors from tensors. A counter or a list would silently keep the value that it had
 when the model was traced.
 """
 
@@ -30,26 +30,26 @@ Key = tuple[str | None, str]
 def refuse_changes(
     model: nn.Module, leaves: Mapping[str, nn.Module], run: Callable[[], Any]
 ) -> Any:
-    """Run a model, and check that it changes nothing that a graph cannot hold; returns what ``run``
-    returns. Its leaf modules may change what they like, and what they draw is undone.
+    """Run a model, and check that it changes nothing that a graph cannot hold; returns the result
+    of ``run``. Leaf modules may change anything, and what they draw from generators is undone.
 
-    An attribute that the first run sets and the second run leaves alone, such as a table that is
-    made when it is first needed, does not count as changed.
+    An attribute that only the first run sets, such as a table that is made when it is first needed,
+    does not count as changed.
 
     Raises:
-        TraceError: it changes an attribute, or draws from Python's or NumPy's random generator;
-            names the line, and in the latter case the submodules around it.
+        TraceError: the model changes an attribute, or draws from Python's or NumPy's random
+            generator; names the line, and in the latter case the submodules around it.
     """
     watch = _Watch(model, leaves, run)
     before = watch.look()
     output = watch.run()
-    once = watch.look(before)
-    changed = [key for key, now in once.items() if not _same(now, before.get(key))]
+    after = watch.look(before)
+    changed = [key for key, now in after.items() if not _same(now, before.get(key))]
     if not changed:
         return output
     watch.run()
     for key in changed:
-        if not _same(watch.at(key), once[key]):
+        if not _same(watch.at(key), after[key]):
             line, around = _line_that_changes(key, watch, model)
             watch.put_back(before)
             owner, construct, cure = watch.told(key)
@@ -63,10 +63,8 @@ def refuse_changes(
 
 
 class _Watch:
-    """Python state while a model runs: attributes of modules, and Python's and NumPy's generators.
-
-    Not attributes of leaf modules, nor of PyTorch's own.
-    """
+    """Watches Python state while a model runs: Python's and NumPy's random generators, and the
+    attributes of modules, except for leaf modules and PyTorch's own modules."""
 
     def __init__(
         self, model: nn.Module, leaves: Mapping[str, nn.Module], run: Callable[[], Any]
@@ -94,7 +92,7 @@ class _Watch:
             put_back_others(self._entered.pop())
 
     def look(self, more: Iterable[Key] = ()) -> dict[Key, Any]:
-        """All of the state, and that of some keys which may be there no more."""
+        """All of the state, and that of further keys, which may have been deleted."""
         attributes = (
             (path, name)
             for path, module in self._modules.items()
@@ -105,8 +103,8 @@ class _Watch:
         return {key: self.at(key) for key in dict.fromkeys((*attributes, *generators, *more))}
 
     def at(self, key: Key) -> tuple[Any, Any]:
-        """A value, and a copy of what it contains now. A generator's state within a leaf module is
-        that before it."""
+        """A value, and a copy of its present content. Within a leaf module, a generator has the
+        state that it had before."""
         path, name = key
         if path is None:
             state = (self._entered[0] if self._entered else other_states())[name]
@@ -130,7 +128,7 @@ class _Watch:
             vars(self._modules[path])[name] = value
 
     def told(self, key: Key) -> tuple[str, str, str]:
-        """Whose state it is, what is wrong with changing it, and what to do."""
+        """For a message: the owner of the state, what is wrong with changing it, and what to do."""
         path, name = key
         if path is None:
             return (
@@ -165,16 +163,16 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _line_that_changes(key: Key, watch: _Watch, model: nn.Module) -> tuple[str, list[str]]:
-    """The user's line that changes an attribute or a generator, and the submodules that were being
-    called there, outermost first; found by one more run."""
+    """Run the model once more to find the user's line that changes an attribute or a generator, and
+    the submodules that were being called there, outermost first."""
     before = watch.at(key)
     names = {id(vars(module)): name for name, module in model.named_modules() if name}
     last: list[tuple[FrameType, int]] = []
-    found: list[str] = []
+    lines: list[str] = []
     around: list[str] = []
 
     def take() -> None:
-        found.append(source.of_frame(*last[0]))
+        lines.append(source.of_frame(*last[0]))
         frame: FrameType | None = last[0][0]
         while frame is not None:
             if frame.f_code is nn.Module._call_impl.__code__:
@@ -183,14 +181,14 @@ def _line_that_changes(key: Key, watch: _Watch, model: nn.Module) -> tuple[str, 
             frame = frame.f_back
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if not found and last and not _same(watch.at(key), before):
+        if not lines and last and not _same(watch.at(key), before):
             take()
-        if found or _users(frame) is not frame:
+        if lines or _users(frame) is not frame:
             return None
         if event == "line":
             last[:] = [(frame, frame.f_lineno)]
         elif event == "return" and (caller := _users(frame.f_back)) is not None:
-            last[:] = [(caller, caller.f_lineno)]  # its line goes on
+            last[:] = [(caller, caller.f_lineno)]  # the caller's line continues
         return trace
 
     previous = sys.gettrace()
@@ -199,14 +197,14 @@ def _line_that_changes(key: Key, watch: _Watch, model: nn.Module) -> tuple[str, 
         watch.run()
     finally:
         sys.settrace(previous)
-    if not found and last and not _same(watch.at(key), before):
+    if not lines and last and not _same(watch.at(key), before):
         take()
-    last.clear()  # frames hold all that was computed in them
-    return "".join(found), around
+    last.clear()  # frames keep alive everything that was computed in them
+    return "".join(lines), around
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
-    """The frame, or the next one around it, that runs the user's own code."""
+    """The innermost frame from this one outwards that runs the user's own code."""
     while frame is not None:
         file = frame.f_code.co_filename
         if source.is_users(file) and file != random.__file__:

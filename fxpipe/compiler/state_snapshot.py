@@ -2,7 +2,7 @@
 
 The search begins at the model, its loss, the hooks of modules and the globals that the code names.
 It follows attributes, entries of collections, classes, closures and functions, as far as code that
-ran reads them. It does not follow torch, nor Python's own modules and objects.
+ran reads them. It does not enter torch, nor Python's own modules and objects.
 """
 
 from __future__ import annotations
@@ -26,38 +26,39 @@ from fxpipe.passes.tracing.symbolic import is_torchs
 from fxpipe.runtime.ranks.message import digest
 
 LONG = 1000
-"""Collections of more entries are looked at as one object."""
+"""Collections with more entries are compared by identity only."""
 MOST = 10_000
-"""So many values are looked at, besides the tensors, hooks and classes of modules."""
+"""The most values that are entered, besides the tensors, hooks and classes of modules."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""What a module keeps its hooks in."""
+"""The attributes in which a module keeps its hooks."""
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 _APART = frozenset(vars(nn.Module())) - {*HOOKS}
-"""Attributes of every module that are looked at in another way, or not at all."""
+"""Attributes of every module that are visited separately, or not at all."""
 _RECORDS = ("types.SimpleNamespace", "argparse.Namespace")
-"""Python's own classes whose objects are looked into."""
+"""Python's own classes whose objects are entered."""
 OUTSIDE = frozenset((*sys.stdlib_module_names, "torch", "fxpipe", "mpmath", "networkx", "sympy"))
+"""Packages that are not entered."""
 _MISSING = object()
 _HOLDERS = (MethodType, partial, property, staticmethod, classmethod)
 _INSIDE = ("__self__", "__func__", "func", "args", "keywords", "fget")
-"""What methods, partial functions and their like are made of."""
+"""The parts of methods, partial functions and the like."""
 
 
 @dataclass
 class CodeReads:
-    """The names in code that ran.
+    """What code that ran reads.
 
     Attributes:
         names: names in the code, and its strings, which may be passed to ``getattr``.
         codes: the code objects that ran.
         variables: (id of a module's globals, name of a global that is read) → these globals.
-        makers: classes with methods that compute names of attributes, so that any attribute may
-            be read.
-        asked: identity → a tensor whose values the code asks for, so that its graph has them as
-            plain numbers.
+        makers: classes with methods that compute attribute names, so that any attribute may be
+            read.
+        asked: id → a tensor whose values the code reads, so that its graph has them as plain
+            numbers.
     """
 
     names: set[str] = field(default_factory=set)
@@ -67,7 +68,6 @@ class CodeReads:
     asked: dict[int, Tensor] = field(default_factory=dict)
 
     def copied(self) -> CodeReads:
-        """A copy, to which names may be added."""
         return CodeReads(
             *({*self.names}, {*self.codes}, {**self.variables}, {*self.makers}, {**self.asked})
         )
@@ -80,11 +80,11 @@ class StateSnapshot:
         values: expression, such as ``model.scale`` → its value.
         modules: the model's modules.
         parameters: the model's parameters.
-        dense: those of them that have strides.
+        dense: the parameters that have strides.
     """
 
     def __init__(self, reads: CodeReads, options: Options, leaves: Iterable[str]) -> None:
-        """Take the snapshot of the model and its loss, but for leaf modules."""
+        """Take the snapshot of the model and its loss, without entering leaf modules."""
         self.values: dict[str, Any] = {}
         self.modules = [*options.model.modules()]
         self.parameters: list[Tensor] = [*options.model.parameters()]
@@ -92,23 +92,23 @@ class StateSnapshot:
         self.dense = [each for each in kept if each.layout is torch.strided]
         # (a dictionary, its length or None if that does not matter, the items that matter)
         self._dicts: list[tuple[Mapping[Any, Any], int | None, list[tuple[Any, Any]]]] = []
-        self._lists: list[tuple[Any, list[Any]]] = []  # (what is iterated over, a copy)
+        self._lists: list[tuple[Any, list[Any]]] = []  # (a collection, a copy of it as a list)
         self._held: list[tuple[Any, str, Any]] = []  # (an object, an attribute, its value)
         self._asked: list[tuple[Tensor, Tensor]] = []  # (a tensor, a copy)
         self._reads = reads
         self._symbolic = options.tracer == "symbolic"
-        self._first: dict[int, str] = {}  # identity → the first expression that gives it
-        self._rest: deque[tuple[str, Any]] = deque()
+        self._first: dict[int, str] = {}  # id → the first expression for the object
+        self._rest: deque[tuple[str, Any]] = deque()  # expressions and values to enter
         self._module("model", options.model, leaves)
         for name in _GLOBAL_HOOKS:
             self._hooks(f"torch.nn.modules.module.{name}", getattr(torchs, name))
         self._at("loss", options.loss)
-        every: dict[int, tuple[dict[str, Any], None, list[tuple[str, Any]]]] = {}
+        used: dict[int, tuple[dict[str, Any], None, list[tuple[str, Any]]]] = {}
         for (number, name), module in reads.variables.items():
             value = module.get(name, _MISSING)
-            every.setdefault(number, (module, None, []))[2].append((name, value))
+            used.setdefault(number, (module, None, []))[2].append((name, value))
             self._at(f"{module.get('__name__')}.{name}", value)
-        self._dicts += every.values()
+        self._dicts += used.values()
         left = len(self.values) + MOST
         while self._rest:
             path, value = self._rest.popleft()
@@ -119,7 +119,8 @@ class StateSnapshot:
         self._first.clear()
 
     def holds(self) -> bool:
-        """Whether everything is as it was: a quick test, which takes an equal list for a change."""
+        """Whether everything is as it was. This is a quick test: an equal list that replaces
+        another one counts as a change."""
         for held, length, items in self._dicts:
             if length is not None and len(held) != length:
                 return False
@@ -127,10 +128,10 @@ class StateSnapshot:
                 new = held.get(name, _MISSING)
                 if new is not value and _differ(new, value):
                     return False
-        for held_list, copy in self._lists:
-            if len(held_list) != len(copy):
+        for collection, copy in self._lists:
+            if len(collection) != len(copy):
                 return False
-            for new, value in zip(held_list, copy, strict=True):
+            for new, value in zip(collection, copy, strict=True):
                 if new is not value and _differ(new, value):
                     return False
         for owner, name, value in self._held:
@@ -140,14 +141,14 @@ class StateSnapshot:
         return same and not any(map(hooked, self.parameters))
 
     def _at(self, path: str, value: Any) -> None:
-        """Note the value of an expression. What it contains is visited later."""
+        """Note the value of an expression. Its content is visited later."""
         while path in self.values:
             path += "'"
         if type(value) in _PLAIN or isinstance(value, _PLAIN):
             self.values[path] = type(value), value
             return
         first = self._first.setdefault(id(value), path)
-        if first is path:  # else its contents are noted under the first expression
+        if first is path:  # else its content is noted under the first expression
             self._rest.append((path, value))
             self.values[path] = first, _kind(value)
             if id(value) in self._reads.asked:
@@ -157,20 +158,20 @@ class StateSnapshot:
             self.values[path] = first
 
     def _into(self, path: str, value: Any) -> None:
-        """Visit what a value contains."""
+        """Visit the content of a value."""
         if isinstance(value, _SEQUENCES):
             if len(value) <= LONG:
                 content = [*value]
                 self._lists.append((value, content))
-                for index, each in enumerate(content):
-                    self._at(f"{path}[{index}]", each)
+                for index, item in enumerate(content):
+                    self._at(f"{path}[{index}]", item)
         elif _is_dict(value):
             if len(value) <= LONG:
                 items = [*value.items()]
                 self._dicts.append((value, len(value), items))
-                self._lists.append((value, [*value]))  # in their order
-                for key, each in items:
-                    self._at(f"{path}[{key!r}]" if isinstance(key, _PLAIN) else f"{path}[?]", each)
+                self._lists.append((value, [*value]))  # the keys in their order
+                for key, item in items:
+                    self._at(f"{path}[{key!r}]" if isinstance(key, _PLAIN) else f"{path}[?]", item)
         elif isinstance(value, nn.Module):
             self._module(path, value)
         elif isinstance(value, FunctionType):
@@ -194,11 +195,11 @@ class StateSnapshot:
             self._at(f"{path}.__class__", type(value))
 
     def _module(self, path: str, root: nn.Module, leaves: Iterable[str] | None = None) -> None:
-        """Visit a module with its submodules. Without ``leaves`` it is not the model, and graphs
+        """Visit a module with its submodules. If ``leaves`` is None it is not the model, and graphs
         hold its parameters and buffers as constants."""
         modules = [(f"{path}.{name}" if name else path, m) for name, m in root.named_modules()]
         self._first.update((id(module), where) for where, module in modules)
-        if leaves is not None:  # attributes are known by the names of the tensors that they hold
+        if leaves is not None:  # a tensor is noted under its name in the model
             for where, module in modules:
                 for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                     if tensor is not None:
@@ -223,7 +224,7 @@ class StateSnapshot:
             every = type(module) in self._reads.makers
             but = {*_APART, *HOOKS}
             if leaves is None:
-                but.discard("training")  # the modes of the model's own modules are looked at anyway
+                but.discard("training")  # ``Guards.state`` has the modes of the model's own modules
             elif self._symbolic and is_torchs(module):
                 but |= {name for name, value in vars(module).items() if _is_made(value)}
             self._attributes(where, vars(module), every, but)
@@ -249,7 +250,7 @@ class StateSnapshot:
             self._at(f"{path}.__bases__[{index}]", base)
 
     def _function(self, path: str, function: FunctionType) -> None:
-        """Visit what a function reads besides its arguments and globals."""
+        """Visit the defaults and the closure of a function."""
         self._held.append((function, "__code__", function.__code__))
         if function.__code__ in self._reads.codes:
             self._hold(path, function, ("__defaults__", "__kwdefaults__"))
@@ -299,10 +300,10 @@ class Identity:
 
 
 def _kind(value: Any) -> Any:
-    """What is compared of a value itself; what it contains is noted separately."""
+    """What to compare of a value itself; its content is noted separately."""
     if isinstance(value, _SEQUENCES) and len(value) <= LONG:
         return type(value), len(value)
-    if _is_dict(value) and len(value) <= LONG:  # which another thread may change meanwhile
+    if _is_dict(value) and len(value) <= LONG:  # copied, as another thread may change it
         keys = [(type(k), k) if isinstance(k, _PLAIN) else Identity(k) for k in list(value)]
         return type(value), keys
     if isinstance(value, FunctionType):
@@ -323,14 +324,14 @@ def _form(tensor: Tensor | None) -> Any:
 
 
 def _is_made(value: Any) -> bool:
-    """Whether a value of one of PyTorch's modules, which is called as it is, is one that it makes
-    of its parameters in every call, as an LSTM does."""
+    """Whether an attribute of a PyTorch module that is called as it is holds tensors or references
+    to them, which the module makes from its parameters in every call, as an LSTM does."""
     several = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(each, Tensor | ReferenceType) for each in several)
 
 
 def _differ(new: Any, old: Any) -> bool:
-    """Whether two objects differ; two plain values that are equal do not."""
+    """Whether two different objects are not equal plain values of one type."""
     return not (isinstance(old, _PLAIN) and type(new) is type(old) and new == old)
 
 
@@ -353,5 +354,5 @@ def _is_dict(value: Any) -> bool:
 
 def _is_record(cls: type) -> bool:
     """Whether a class's objects have attributes to visit, such as a model's configuration."""
-    own = top(cls.__module__) not in OUTSIDE
-    return own or f"{cls.__module__}.{cls.__qualname__}" in _RECORDS
+    users = top(cls.__module__) not in OUTSIDE
+    return users or f"{cls.__module__}.{cls.__qualname__}" in _RECORDS

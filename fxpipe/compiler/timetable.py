@@ -1,4 +1,4 @@
-"""The schedules of a pipe: one for its steps, others for its calls, all with one placement."""
+"""The schedules of a pipe: one for its steps and others for its calls, with the same placement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError, PassError, VerificationError
-from fxpipe.ir.recipe import Placement, Recipe, find_recipe
+from fxpipe.ir.recipe import Placement, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.runner import run_all
 
@@ -17,19 +17,21 @@ Purpose = Literal["step", "call", "infer"]
 
 
 class Timetable:
-    """Makes and verifies each schedule once, with what the options add to it."""
+    """Makes and verifies each schedule once, with the tasks that the options add to it.
+
+    Args:
+        whole: the most micro-batches that a batch was split into so far.
+    """
 
     def __init__(self, options: Options, whole: int = 0) -> None:
-        """No schedule is made yet; ``whole`` is the most micro-batches that a batch was split into
-        so far."""
         self._options = options
         self._whole = max(options.microbatches or 0, whole)
         self._made: dict[tuple[int, Purpose], Schedule] = {}
 
     def schedule(self, microbatches: int, purpose: Purpose) -> Schedule:
-        """The schedule of a step, or of a call.
+        """Return the schedule of a step, or of a call.
 
-        A short batch, such as the last of an epoch, has fewer micro-batches than a whole one. If
+        A short batch, such as the last of an epoch, has fewer micro-batches than a whole batch. If
         they are too few to overlap with the schedule's delay, its step ends with a flush.
 
         Raises:
@@ -66,17 +68,17 @@ class Timetable:
 
     @property
     def place(self) -> Placement:
-        """Gives the places of the stages."""
+        """The function that places the stages on devices."""
         return self._options.recipe.placement
 
     def for_placing(self, microbatches: int) -> Schedule:
-        """The schedule by whose memory needs the model is cut. It is never run, nor verified."""
+        """The schedule by whose memory needs the model is cut; it is neither run nor verified."""
         recipe = self._options.recipe
         schedule = recipe(len(self._options.devices), recipe.microbatches or microbatches)
         facts = self._modes("step")
-        for each in (passes.RECOMPUTE, passes.OFFLOAD):
-            if each.runs(facts):
-                schedule = each(facts | {"schedule": schedule})
+        for pass_ in (passes.RECOMPUTE, passes.OFFLOAD):
+            if pass_.runs(facts):
+                schedule = pass_(facts | {"schedule": schedule})
         return schedule
 
     def changed(self, **options: Any) -> Timetable:
@@ -93,7 +95,10 @@ class Timetable:
         }
 
     def _written(self, microbatches: int, purpose: Purpose) -> Schedule:
-        recipe = self._recipe(purpose)
+        recipe = self._options.recipe
+        if purpose != "step":
+            name = "gpipe" if purpose == "call" else "inference"
+            recipe = find_recipe(name).placed(recipe.place)  # without copies
         copied = bool(recipe.copies(len(self._options.devices)))
         facts = {
             "recipe": recipe,
@@ -108,14 +113,7 @@ class Timetable:
         try:
             schedule: Schedule = run_all(passes.SCHEDULE, facts)["schedule"]
         except PassError as error:
-            if isinstance(error.__cause__, VerificationError):  # the schedule is the caller's
+            if isinstance(error.__cause__, VerificationError):  # the fault is in the recipe
                 raise error.__cause__ from None
             raise
         return schedule
-
-    def _recipe(self, purpose: Purpose) -> Recipe:
-        recipe = self._options.recipe
-        if purpose == "step":
-            return recipe
-        name = "gpipe" if purpose == "call" else "inference"
-        return find_recipe(name).placed(recipe.place)  # without copies

@@ -41,7 +41,7 @@ def capturing(
 def kernels(pipe: fxpipe.Pipeline) -> list[Captured]:
     made = pipe._compiler.capturing
     assert made is not None
-    return [*made._made.values()]
+    return [*made._captured_kernels.values()]
 
 
 def train(
