@@ -189,29 +189,29 @@ def _called(factory: Callable[[Any], object], given: list[Any]) -> object:
         ) from error
 
 
-def _optimizer(returned: object) -> Optimizer:
+def _optimizer(value: object) -> Optimizer:
     """Return an optimizer. Raises InputError if it is none, wraps another optimizer, or has a step
     that needs a closure."""
-    if not isinstance(returned, Optimizer):
-        what = "nothing" if returned is None else f"a {type(returned).__name__}"
+    if not isinstance(value, Optimizer):
+        what = "nothing" if value is None else f"a {type(value).__name__}"
         raise InputError(
             f"optimizer returns {what}; give a function from a stage's parameters to a torch "
             f"optimizer, {_CURE}"
         )
-    inner = next((name for name, it in vars(returned).items() if isinstance(it, Optimizer)), None)
+    inner = next((name for name, it in vars(value).items() if isinstance(it, Optimizer)), None)
     if inner is not None:
         raise InputError(
-            f"{type(returned).__name__} steps another optimizer, its .{inner}, which knows no stages "
+            f"{type(value).__name__} steps another optimizer, its .{inner}, which knows no stages "
             "and whose state no checkpoint would have; give that one, and do after pipe.step() "
             "what the outer one adds, or write both as one optimizer"
         )
-    closure = inspect.signature(returned.step).parameters.get("closure")
+    closure = inspect.signature(value.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise InputError(
-            f"{type(returned).__name__} evaluates the loss anew inside of its step, which a pipeline "
+            f"{type(value).__name__} evaluates the loss anew inside of its step, which a pipeline "
             "cannot do; give one that needs the gradients alone, such as torch.optim.AdamW"
         )
-    return returned
+    return value
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:
