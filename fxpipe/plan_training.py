@@ -145,15 +145,8 @@ def plan_training(
 def _compile(
     model: nn.Module, planned: dict[str, Any], cut: Any, devices: Any, **options: Any
 ) -> Pipeline:
-    """Make the pipe of a choice. If this process runs all devices, it has the chosen cut.
-
-    Args:
-        model: the model.
-        planned: the options that ``plan_training`` was given.
-        cut: the arguments of ``Compiler.take``.
-        devices: the devices.
-        **options: the options that ``Choice.compile`` was given.
-    """
+    """Make the pipe of a choice from the ``planned`` options, which ``plan_training`` was given,
+    and those of ``Choice.compile``. It has the chosen cut if this process runs all devices."""
     example = options.pop("example", None)
     pipe = compile(model, devices, **{**planned, **options})
     if pipe._options.group.size == 1:

@@ -245,14 +245,9 @@ class GraphMemory:
     def _run(
         self, name: str, module: fx.GraphModule, kept: Kept, *, ends: bool = False
     ) -> tuple[Liveness, dict[int, _Memory], list[Any]]:
-        """Count a backward graph with arguments ``[kept, output gradients, totals]``.
-
-        Args:
-            name: the letter under which it is counted, see ``Sizes.runs``.
-            module: the graph.
-            kept: what an earlier graph kept for it.
-            ends: whether it gets the gradients of the stage's outputs.
-        """
+        """Count a backward graph with arguments ``[kept, output gradients, totals]`` under the
+        letter ``name``, see ``Sizes.runs``. ``ends`` tells whether it gets the gradients of the
+        stage's outputs."""
         arguments, returned = _ends(module.graph)
         names = outputs_of(self._plan.edges_from(self._stage.index))
         crossings = [(names[index], True) for index in self._kernel.gradient_outputs if ends]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
 from fxpipe.runtime.weights.live import Mark, differs, mark, settings, shown
-from fxpipe.runtime.weights.optimizer import hooks_of, refuse_step, step_of
+from fxpipe.runtime.weights.optimizer import hooks_of, refuse_hooks, step_of
 from fxpipe.runtime.weights.own_attributes import attributes
 from fxpipe.torchtools.optimizers import unshared_items
 
@@ -71,7 +71,7 @@ class ByHand:
         return [line for _, line in sorted(self._chosen.items())]
 
     def took(self, group: int, key: str) -> None:
-        """Note that a step of a stage, and not the user, changed a setting."""
+        """Note that a stage's step, not the user, changed a setting."""
         self._known[group, key] = mark(self.optimizer.param_groups[group][key])
 
     def forget_chosen(self) -> None:
@@ -108,10 +108,7 @@ class ByHand:
     def refuse(self) -> None:
         """Raises InputError if the user added a hook to the step or replaced it, which no stage
         would call, or changed the parameters of a group."""
-        if hooks_of(self.optimizer) > self._hooks:
-            refuse_step("the optimizer", "a hook on its step")
-        if step_of(self.optimizer) is not self._step:
-            refuse_step("the optimizer", "a step of its own in place of its class's")
+        refuse_hooks(self.optimizer, "the optimizer", self._hooks, self._step)
         groups = [group["params"] for group in self.optimizer.param_groups]
         for index, (now, before) in enumerate(zip(groups, self._groups, strict=False)):
             if len(now) != len(before) or not all(map(is_, now, before)):

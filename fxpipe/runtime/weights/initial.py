@@ -79,8 +79,8 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
 
 @contextmanager
 def _tied_kept(module: nn.Module, drawn: set[Tensor]) -> Iterator[None]:
-    """In the block, let a module draw into fresh tensors for parameters that earlier modules have
-    drawn: of a tied weight the first module's values stay, but each module draws its numbers."""
+    """In the block, replace those of a module's parameters that earlier modules have drawn. So each
+    module draws its random numbers, but a tied weight keeps the values of its first module."""
     named = [(name, p) for name, p in module._parameters.items() if p is not None]
     tied = [(name, parameter) for name, parameter in named if parameter in drawn]
     for name, parameter in tied:

@@ -45,7 +45,7 @@ class OptimizerSnapshot:
         states = all_copied([*optimizer.state.values()])
         self._state = dict(zip(optimizer.state, states, strict=True))
         self._groups = [(group, copied(settings(group))) for group in optimizer.param_groups]
-        self._attributes = {} if is_torchs(optimizer) else values_of(optimizer)
+        self._attributes = values_of(optimizer)
 
     def put_back(self) -> None:
         """Restore the optimizer, and the parameters if they were copied."""
@@ -58,11 +58,6 @@ class OptimizerSnapshot:
                 del group[key]
             group.update(values)
         put_back(self._optimizer, self._attributes)
-
-
-def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's class is from ``torch.optim``."""
-    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,20 +127,16 @@ class GivenOptimizer:
         return optimizer
 
 
-def refuse_hooks(whole: Optimizer, what: str) -> None:
-    """Check that a whole-model optimizer has no hooks on its step, and no step but its class's: its
-    copies, which update the stages, would call neither. Raises InputError."""
-    if hooks_of(whole):
-        refuse_step(what, "a hook on its step")
-    if step_of(whole) is not None:
-        refuse_step(what, "a step of its own in place of its class's")
-
-
-def refuse_step(what: str, has: str) -> NoReturn:
-    """Raise the InputError about a hook, or a step, that no step of a pipe would call."""
-    cure = "the handle that register_step_post_hook gave has .remove()"
-    if "hook" not in has:
-        cure = "del optimizer.step"
+def refuse_hooks(whole: Optimizer, what: str, hooks: int = 0, step: Any = None) -> None:
+    """Raises InputError if the whole optimizer has more ``hooks`` on its step than these, or a
+    ``step_of`` other than this one: the stages' optimizers, copies of it, would call neither."""
+    if hooks_of(whole) > hooks:
+        has = "a hook on its step"
+        cure = "the handle that register_step_post_hook gave has .remove()"
+    elif step_of(whole) is not step:
+        has, cure = "a step of its own in place of its class's", "del optimizer.step"
+    else:
+        return
     raise InputError(
         f"{what} has {has}, which no step of a pipe would call, as each stage updates on its own; "
         f"remove it ({cure}), and do after pipe.step() what it did"

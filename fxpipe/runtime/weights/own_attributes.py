@@ -26,6 +26,11 @@ _KEPT = (*_PLAIN, complex, Tensor, dict, list, tuple, deque, set, frozenset)
 _initial: WeakKeyDictionary[Optimizer, dict[str, Any]] = WeakKeyDictionary()
 
 
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's class is from ``torch.optim``."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def note_made(optimizer: Optimizer, copy_of: Optimizer | None = None) -> None:
     """Note the attributes of a new optimizer, or for a copy those that its original was made
     with."""
@@ -94,7 +99,7 @@ def setting(optimizer: Optimizer, saved: Mapping[str, Any]) -> Callable[[], None
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes that a user's optimizer has besides those of ``torch.optim.Optimizer``, as far
     as they hold values; not copied."""
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if is_torchs(optimizer):
         return {}
     return {
         name: value

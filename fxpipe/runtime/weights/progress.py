@@ -15,9 +15,10 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.checkpoint import Checkpoint, extra_states, set_extra_states
 from fxpipe.runtime.weights.clipping import Clipping
-from fxpipe.runtime.weights.live import is_torchs, settings, shown
+from fxpipe.runtime.weights.live import settings, shown
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
 from fxpipe.runtime.weights.optimizers import Optimizers
+from fxpipe.runtime.weights.own_attributes import is_torchs
 from fxpipe.runtime.weights.sharding import Shards
 from fxpipe.runtime.weights.stage_weights import History
 from fxpipe.runtime.weights.versions import VersionedWeights
@@ -173,12 +174,8 @@ class Progress:
         return self._history is not None and self._marks() != self._restored
 
     def versions_of(self, plan: Plan, schedule: Schedule, *, changed: bool) -> VersionedWeights:
-        """The versions for a schedule whose batches overlap.
-
-        Args:
-            plan: the plan.
-            schedule: the schedule.
-            changed: whether parameters are ``changed`` in any process.
+        """The versions for a schedule whose batches overlap. ``changed`` tells whether parameters
+        are ``changed`` in any process.
 
         Raises:
             InputError: weights are to be predicted, and an optimizer has no momentum.

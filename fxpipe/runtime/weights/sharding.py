@@ -39,15 +39,8 @@ class Shards:
         replica: int,
         replicas: int,
     ) -> None:
-        """Let a new optimizer train this replica's parts in place of the whole parameters; its
-        groups and their settings stay.
-
-        Args:
-            optimizer: a stage's optimizer, made over all the stage's parameters.
-            parameters: the stage's parameters.
-            replica: the number of this replica.
-            replicas: how many replicas there are.
-        """
+        """Let a stage's new optimizer, made over all these parameters, train this replica's parts
+        in their place; its groups and their settings stay."""
         self._replica, self._replicas = replica, replicas
         self.of: dict[nn.Parameter, nn.Parameter]
         self.of = {p: nn.Parameter(self._cut(p.data), p.requires_grad) for p in parameters}
@@ -76,7 +69,7 @@ class Shards:
         return [self.of[p] for p in parameters]  # type: ignore[index]
 
     def trained(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The parts of those of these parameters that are trained, for the other replicas."""
+        """This replica's parts of those parameters that are trained, for the other replicas."""
         pairs = zip(parameters, self.parts_of(parameters), strict=True)
         return [part.data for parameter, part in pairs if parameter.requires_grad]
 
@@ -92,9 +85,11 @@ class Shards:
         """Add to each tensor in the state of these parts its place in the whole, see ``Parts``."""
 
         def placed(parameter: nn.Parameter, kept: Mapping[Any, Any]) -> dict[Any, Any]:
-            part = self.of[parameter]
+            shape, start = tuple(parameter.shape), self._span(parameter).start
             return {
-                key: self._part(parameter, value) if _is_like(value, part, key) else value
+                key: Parts(shape, {start: value} if value.numel() else {})
+                if _is_like(value, self.of[parameter], key)
+                else value
                 for key, value in kept.items()
             }
 
@@ -112,10 +107,6 @@ class Shards:
             if (kept := parameters.get(names[parameter])) is not None:
                 parameters[names[parameter]] = replace(kept, state=change(parameter, kept.state))
         return OptimizerState(state.groups, parameters)
-
-    def _part(self, parameter: Tensor, value: Tensor) -> Parts:
-        start = self._span(parameter).start
-        return Parts(tuple(parameter.shape), {start: value} if value.numel() else {})
 
     def _span(self, parameter: Tensor) -> range:
         return part_of(parameter.numel(), self._replica, self._replicas)
@@ -155,8 +146,6 @@ class ShardedStage(StageWeights):
         self._made = 0  # the newest version whose part this replica has made
         super().__init__(parameters, optimizer, delay, predicts=False)
 
-    sharded = True
-
     def restart(self, version: int) -> None:
         super().restart(version)
         self._made = version
@@ -181,6 +170,8 @@ class ShardedStage(StageWeights):
         return self._shards.trained(list(self.parameters.values()))
 
     def gather(self, version: int, parts: Sequence[Sequence[Tensor]], slowest: int) -> None:
+        """Join a version from its parts, replica → what ``parts`` returned there. ``slowest``, the
+        newest version that every stage has, is kept for a roll-back."""
         self.refuse_changed()
         spare = retire(self.live, min(version - self.delay, slowest))
         tensors = memory_like(self.live[self.newest], spare)
@@ -216,50 +207,53 @@ def refuse_others(optimizer: Optimizer) -> None:
             continue
         shape, dtype = (like.shape, like.dtype) if state else ((5, 6)[-like.ndim :], torch.float64)
         generator = torch.Generator().manual_seed(0)
-        start, *gradients = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+        tensors = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
         try:
             with torch.random.fork_rng([]):
-                whole = _stepped(optimizer, index, [start], [[g] for g in gradients], [state])
-                middle = start.numel() // 3
-                sizes = [middle, start.numel() - middle]
-                parts = _stepped(
-                    optimizer,
-                    index,
-                    start.view(-1).split(sizes),
-                    [g.view(-1).split(sizes) for g in gradients],
-                    [
-                        {
-                            k: v.reshape(-1).split(sizes)[at] if _is_like(v, like, k) else v
-                            for k, v in state.items()
-                        }
-                        for at in range(2)
-                    ],
-                )
+                whole = _stepped(optimizer, index, like, tensors, lambda tensor: [tensor])
+                parts = _stepped(optimizer, index, like, tensors, _in_two)
         except Exception as error:
             raise InputError(
                 f"{kind} cannot train parts of parameters ({told(error).splitlines()[0]}); {cure}"
             ) from error
         close = 1e-9 if dtype is torch.float64 else 100 * torch.finfo(dtype).eps
-        if not torch.allclose(whole[0].view(-1), torch.cat(parts), rtol=close, atol=close):
+        if not torch.allclose(whole, parts, rtol=close, atol=close):
             raise InputError(
                 f"{kind} computes something else on parts of a parameter than on the whole; {cure}"
             )
 
 
+def _in_two(tensor: Tensor) -> Sequence[Tensor]:
+    third = tensor.numel() // 3
+    return tensor.reshape(-1).split([third, tensor.numel() - third])
+
+
 def _stepped(
     optimizer: Optimizer,
     index: int,
-    values: Sequence[Tensor],
-    gradients: Sequence[Sequence[Tensor]],
-    states: Sequence[Mapping[Any, Any]],
-) -> list[Tensor]:
-    """Step a copy of the optimizer over parameters with these values, in one of its groups, and
-    return their new values. ``gradients`` is step → parameter → gradient."""
-    parameters = [nn.Parameter(value.clone()) for value in values]
-    kept = {p: copied(s) for p, s in zip(parameters, states, strict=True)}
-    stepped = trial(optimizer, index, kept)
-    for step in gradients:
-        for parameter, gradient in zip(parameters, step, strict=True):
-            parameter.grad = gradient.clone()
+    like: Tensor,
+    tensors: Sequence[Tensor],
+    cut: Callable[[Tensor], Sequence[Tensor]],
+) -> Tensor:
+    """Step a copy of the optimizer over the parts of a parameter, and return their new values.
+
+    Args:
+        optimizer: the optimizer.
+        index: the index of the parameter's group.
+        like: a parameter of that group, whose optimizer state is copied.
+        tensors: the parameter's value, and a gradient for each step.
+        cut: cuts a tensor into parts.
+    """
+    start, *gradients = tensors
+    parameters = [nn.Parameter(part.clone()) for part in cut(start)]
+    state = optimizer.state.get(like, {})
+    states = {
+        parameter: copied({k: cut(v)[i] if _is_like(v, like, k) else v for k, v in state.items()})
+        for i, parameter in enumerate(parameters)
+    }
+    stepped = trial(optimizer, index, states)
+    for gradient in gradients:
+        for parameter, part in zip(parameters, cut(gradient), strict=True):
+            parameter.grad = part.clone()
         type(optimizer).step(stepped)
-    return [parameter.detach() for parameter in parameters]
+    return torch.cat([parameter.detach().view(-1) for parameter in parameters])

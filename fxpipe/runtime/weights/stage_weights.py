@@ -73,9 +73,6 @@ class StageWeights:
         oldest: the oldest version that can be read; batches that ask for an older one read it.
     """
 
-    sharded = False
-    """Whether each replica updates a part of the weights."""
-
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
@@ -169,10 +166,6 @@ class StageWeights:
         """This replica's parts of the weights that its last update made, if it is sharded."""
         return []
 
-    def gather(self, version: int, parts: Sequence[Sequence[Tensor]], slowest: int) -> None:
-        """Join a version from its parts, replica → what ``parts`` returned there. ``slowest``, the
-        newest version that every stage has, is kept for a roll-back."""
-
     def update(
         self,
         gradients: Mapping[str, Tensor | None],
@@ -212,15 +205,8 @@ class StageWeights:
         gradients: Mapping[str, Tensor | None],
         groups: Sequence[dict[str, Any]],
     ) -> list[dict[str, Any]]:
-        """Step the optimizer to a version. See ``update``; after a failure all is as it was.
-
-        Args:
-            version: the version that the step makes.
-            trained: name → what the optimizer trains.
-            memory: name → a copy of the version before, which the step changes in place.
-            gradients: name → gradient.
-            groups: the settings of the optimizer's groups.
-        """
+        """Step the optimizer to a version, see ``update``. ``memory`` has a copy of the version
+        before, which the step changes in place. After a failure all is as it was."""
         assert self.optimizer is not None
         snapshot = OptimizerSnapshot(self.optimizer)
         before = {name: (parameter.data, parameter.grad) for name, parameter in trained.items()}

@@ -227,7 +227,8 @@ class VersionedWeights(Weights):
     def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         weights = self._stages[stage]
         kept = weights.newest + 1 - weights.delay
-        waits = self._awaits and not weights.sharded
+        sharded = isinstance(weights, ShardedStage)
+        waits = self._awaits and not sharded
         with self._updating(lambda: not waits or self.slowest >= kept):
             named = dict(zip(self._names[stage], gradients, strict=True)) if gradients else {}
             with self._lock:
@@ -235,7 +236,7 @@ class VersionedWeights(Weights):
             changed = weights.update(named, groups, self.slowest)
             self._carry(stage, changed)
             self._forget()
-        if not weights.sharded:
+        if not sharded:
             self._updated(stage, weights.newest)
         return weights.parts()
 
@@ -243,7 +244,7 @@ class VersionedWeights(Weights):
         """See Weights.gather. It overwrites an older version, as ``update`` does for a stage that
         is not sharded, and waits for the slowest stage in the same way."""
         weights = self._stages[stage]
-        if not weights.sharded:
+        if not isinstance(weights, ShardedStage):
             return
         with self._updating(lambda: not self._awaits or self.slowest >= version - weights.delay):
             weights.gather(version, parts, self.slowest)
