@@ -108,9 +108,7 @@ class Choice:
             InputError: the choice has no model, or several replicas and no ``devices``.
         """
         if self.make is None:
-            raise InputError(
-                "this choice is of numbers alone; plan_training has a model to compile"
-            )
+            raise InputError("this choice has no model to compile; make it with plan_training")
         if devices is None and self.replicas > 1:
             raise InputError(
                 f"{self.replicas} replicas run in processes of their own; give each of them "
@@ -197,11 +195,8 @@ class TrainingPlan:
             canvas.box(corner, width, chart.row_height, style, tooltip=text)
             canvas.text((corner[0] + 4, corner[1]), _BARS, chart.row_height, text, size=8)
         below = chart.axis("MiB of the fullest device")
-        entries = [
-            LegendEntry("fits", BoxStyle(FORWARD)),
-            LegendEntry("the best", BoxStyle(UPDATE)),
-        ]
-        chart.legend(below, [*entries, LegendEntry("too much memory", BoxStyle(OTHER))])
+        looks = {"fits": FORWARD, "the best": UPDATE, "too much memory": OTHER}
+        chart.legend(below, [LegendEntry(text, BoxStyle(look)) for text, look in looks.items()])
         return canvas.picture
 
 

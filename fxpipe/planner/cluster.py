@@ -63,10 +63,10 @@ class Cluster:
     def __post_init__(self) -> None:
         for level in self.levels:
             if level.count < 1:
-                raise InputError(f"{level.name} is of {level.count}; give at least 1")
+                raise InputError(f"{level.name} has {level.count} parts; give at least 1")
         if prod(level.count for level in self.levels) > _MOST:
             counts = " x ".join(str(level.count) for level in self.levels)
-            raise InputError(f"the levels are of {counts}; a cluster has at most {_MOST} devices")
+            raise InputError(f"the levels have {counts} devices; a cluster has at most {_MOST}")
         if not self.memory > 0 or not 0 < self.speed < inf:
             raise InputError(
                 f"a device has memory {self.memory} and speed {self.speed}; give numbers above 0"
@@ -103,11 +103,11 @@ class Cluster:
                         line.index(word) + 1,
                     )
                 if key in settings:
-                    raise ParseError(f"{key}= stands twice", number, line.rindex(word) + 1)
+                    raise ParseError(f"{key}= is given twice", number, line.rindex(word) + 1)
                 settings[key] = _value(key, value, number, line.index(word) + 1)
             if kind == "device":
                 if device is not None:
-                    raise ParseError("two lines are of the device; write one", number, 1)
+                    raise ParseError("two lines describe the device; write one", number, 1)
                 device = settings
                 continue
             link = Link(settings.get("latency", 0.0), settings.get("bandwidth", inf))
@@ -228,7 +228,7 @@ def _value(key: str, text: str, line: int, column: int) -> float:
         if unit in units and (key != "of" or number.is_integer()):
             return number * units[unit]
     raise ParseError(
-        f"{key}={text} is no such number; write of=8, memory=16GiB, bandwidth=25GB/s, "
+        f"{key}={text} is not a valid number; write of=8, memory=16GiB, bandwidth=25GB/s, "
         "latency=5us or speed=2",
         line,
         column,

@@ -114,7 +114,7 @@ class ByHand:
             if len(now) != len(before) or not all(map(is_, now, before)):
                 raise InputError(
                     f"parameter group {index} of the optimizer has other parameters than when the "
-                    "stages' optimizers were made of it; let it have those that it had, or close() "
+                    "stages' optimizers were made from it; put back those that it had, or close() "
                     "the pipe, change the group, and compile again with this optimizer"
                 )
 

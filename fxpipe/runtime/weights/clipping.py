@@ -172,7 +172,7 @@ class Clipping:
         )
         if not fits:
             raise CheckpointError(
-                f"what the checkpoint keeps of clipping is {dict(state)}; restore another one"
+                f"the checkpoint's state of clipping is {dict(state)}; restore another one"
             )
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -123,7 +123,7 @@ class _Writes(TorchDispatchMode):
         if elsewhere and any(memory(tensor) in self._kept for tensor in written):
             raise InputError(
                 "it computes values from those of a tensor that another rank keeps; let every "
-                "module draw its own values alone"
+                "module compute its values without those of other modules"
             )
         result = func(*args, **(kwargs or {}))
         self.unwritten.difference_update(map(memory, written))

@@ -121,8 +121,8 @@ class GivenOptimizer:
             if id(parameter) not in known:
                 raise InputError(
                     f"{what} has a parameter of shape {tuple(parameter.shape)} that is none of the "
-                    f"{type(self._model).__name__}'s; make it of the parameters of the model that "
-                    "is compiled"
+                    f"{type(self._model).__name__}'s; make it over the parameters of the model "
+                    "that is compiled"
                 )
         return optimizer
 

@@ -164,8 +164,8 @@ def loading(saved: OptimizerState, optimizers: Optimizers, names: Names) -> Call
     missing = next((name for name in saved.parameters if name not in held), None)
     if missing is not None:
         raise CheckpointError(
-            f"the checkpoint holds the state of an optimizer for {missing!r}, and none of the "
-            "pipe's trains it; give compile() the optimizer that it was made with"
+            f"the checkpoint holds the state of an optimizer for {missing!r}, and no optimizer of "
+            "the pipe trains it; give compile() the optimizer that it was made with"
         )
     states = [
         (optimizer, parameter, placed(saved.parameters[names[parameter]].state, parameter, values))
@@ -194,8 +194,8 @@ def _check_kind(saved: OptimizerState, optimizer: Optimizer, name: str) -> None:
     kind = type(optimizer).__qualname__
     if name not in saved.parameters:
         raise CheckpointError(
-            f"the optimizer trains {name!r}, and the one of the checkpoint did not; give "
-            "compile() the optimizer that the checkpoint was made with"
+            f"the optimizer trains {name!r}, and the checkpoint's did not; give compile() the "
+            "optimizer that the checkpoint was made with"
         )
     saved_kind = saved.groups[saved.parameters[name].group].kind
     if kind != saved_kind:
@@ -290,10 +290,9 @@ def described(value: Any) -> str:
 
 
 def _groups(optimizers: Optimizers) -> Iterator[tuple[Optimizer, int, dict[str, Any]]]:
-    for optimizer in optimizers:
-        if optimizer is not None:
-            for index, group in enumerate(optimizer.param_groups):
-                yield optimizer, index, group
+    for optimizer in filter(None, optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            yield optimizer, index, group
 
 
 def _settings(
@@ -311,8 +310,9 @@ def _settings(
         if key is not None:
             raise CheckpointError(
                 f"{held[0]!r} and {name!r} are in one parameter group here, and had different "
-                f"{key!r} in the checkpoint; let the optimizer function part them as then, or, if "
-                "it goes by the stage, call prepare() before restore()"
+                f"{key!r} in the checkpoint; let the optimizer function put them in different "
+                "groups as then, or, if its groups depend on the stage, call prepare() before "
+                "restore()"
             )
     return dict(copied(first.settings))
 

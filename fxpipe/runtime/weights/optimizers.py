@@ -167,8 +167,8 @@ class Optimizers:
             if len(known) != len(groups):
                 raise InputError(
                     f"the optimizer has {len(groups)} parameter groups, and had {len(known)} when "
-                    "the stages' were made of it; add groups before the first step, or close() the "
-                    "pipe, add them, and compile again with this optimizer"
+                    "the stages' were made from it; add groups before the first step, or close() "
+                    "the pipe, add them, and compile again with this optimizer"
                 )
             for group, target, seen in zip(groups, part.param_groups, known, strict=True):
                 for key, value in settings(group).items():
@@ -237,7 +237,7 @@ class Optimizers:
             return [self._given.of(trained)] if trained else []
         except InputError as error:
             raise CheckpointError(
-                f"before there are stages nothing tells whether the optimizer fits: {error}; call "
+                f"before there are stages, the optimizer cannot be checked: {error}; call "
                 "prepare() before restore()"
             ) from error
 
@@ -343,7 +343,7 @@ class Optimizers:
         """Finish the batches in flight. Raises InputError if no process has the whole state."""
         if self._sharded:
             raise InputError(
-                "with shard_optimizer=True pipe.optimizer has the settings of its groups, and no "
+                "with shard_optimizer=True pipe.optimizer has only the settings of its groups: no "
                 "replica has the state of whole parameters, which state_dict, load_state_dict and "
                 "step need; use pipe.save and pipe.load, and pipe.step to train"
             )
@@ -368,8 +368,8 @@ class Optimizers:
             if not same or not all(map(_is_part, part.param_groups, known, first)):
                 raise InputError(
                     "the function that was given as optimizer= makes other groups for a stage than "
-                    "for the whole model, so that there is no one optimizer; use pipe.optimizers, "
-                    "which has that of each stage"
+                    "for the whole model, so there is no single optimizer; use pipe.optimizers, "
+                    "which has each stage's"
                 )
 
 

@@ -28,8 +28,8 @@ def check_predictable(optimizer: Optimizer) -> None:
         )
     if not isinstance(optimizer, Adam):  # AdamW is one
         raise InputError(
-            f"predict=True knows no momentum of {type(optimizer).__name__}; take SGD with "
-            "momentum, Adam or AdamW, or leave predict out"
+            f"predict=True cannot predict from the state of {type(optimizer).__name__}; take SGD "
+            "with momentum, Adam or AdamW, or leave predict out"
         )
 
 

@@ -160,7 +160,7 @@ class Progress:
             if trained and id(parameter) not in self._offered:
                 raise InputError(
                     f"parameter {name!r} is not one that the optimizers were made for, so that no "
-                    "update would reach it: it has been exchanged (a new module, or "
+                    "update would reach it: it has been replaced (a new module, or "
                     "load_state_dict(..., assign=True)), or the first step did not read it; copy "
                     "the new values into the old parameter, or close() the pipe and compile again"
                 )
@@ -262,13 +262,12 @@ class Progress:
             saved = saved.part(values)
         if self._clipping is not None and saved.clipping is not None:
             self._clipping.check(saved.clipping)
-        generators = {
-            name: (generator, saved.device_random[name])
-            for name, generator in self._generators().items()
-            if name in saved.device_random
-        }
-        _check_random(torch.default_generator, saved.random)
-        for generator, state in generators.values():
+        devices = saved.device_random
+        generators = [
+            (torch.default_generator, saved.random),
+            *((g, devices[name]) for name, g in self._generators().items() if name in devices),
+        ]
+        for generator, state in generators:
             _check_random(generator, state)
         restore_optimizers = self._restoring(saved.optimizer, plan)
         take_back = set_extra_states(self._model, saved.modules)
@@ -291,8 +290,7 @@ class Progress:
             if self._clipping is not None and saved.clipping is not None:
                 self._clipping.load(saved.clipping)
             self._restored = self._marks()
-            torch.set_rng_state(saved.random)
-            for generator, state in generators.values():
+            for generator, state in generators:
                 generator.set_state(state)
 
     def _check_history(self, history: History, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -302,7 +300,7 @@ class Progress:
         predicted = all(0 <= version <= newest for version in history.predicted)
         if not (0 <= base <= newest and older and predicted):
             raise CheckpointError(
-                f"the checkpoint's history is of {newest} batches, and has the versions "
+                f"the checkpoint's history has {newest} batches, and the versions "
                 f"{sorted({base, *history.older, *history.predicted})}; restore another checkpoint"
             )
         for version, tensors in (*history.older.items(), *history.predicted.items()):
@@ -352,7 +350,7 @@ def _check_random(generator: torch.Generator, state: Tensor) -> None:
         torch.Generator(generator.device).set_state(state)
     except (RuntimeError, TypeError) as error:
         raise CheckpointError(
-            f"the checkpoint's state of the random generator of {generator.device} is none "
+            f"the checkpoint's state of the random generator of {generator.device} is invalid "
             f"({error}); restore another checkpoint"
         ) from error
 

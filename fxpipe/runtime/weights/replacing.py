@@ -34,7 +34,7 @@ def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator
     there = target.is_dir() if folder else target.is_file()
     if target.is_symlink() or (target.exists() and not there):
         kind = "folder" if folder else "file"
-        raise OSError(f"there is something that is no {kind}; move {str(target)!r} away")
+        raise OSError(f"there is something that is not a {kind}; move {str(target)!r} away")
     with suppress(OSError):  # a later writer tries again
         for left in target.parent.glob(f"{_UNFINISHED}*"):
             _remove_left(left)
