@@ -139,7 +139,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(map(size_in_bytes, tensors))
 
 
-class _Memory(NamedTuple):
+class _Owner(NamedTuple):
     """The owner of a storage that is an argument of a graph.
 
     Attributes:
@@ -152,9 +152,9 @@ class _Memory(NamedTuple):
     value: str = ""
 
 
-_FIXED, _KEPT, _SUM = _Memory("fixed"), _Memory("kept"), _Memory("sum")
+_FIXED, _KEPT, _SUM = _Owner("fixed"), _Owner("kept"), _Owner("sum")
 
-_Known = Mapping[int, _Memory]
+_Owners = Mapping[int, _Owner]
 """Storage of a graph → its owner; the graph itself makes the storages that are missing."""
 
 
@@ -166,14 +166,14 @@ class Kept(NamedTuple):
         values: the values between stages among them.
         gradients: the values whose gradients are among them.
         lies_in: kept tensor → its storages in the graph.
-        memories: storage → its owner in the graph that gets it.
+        owners: storage → its owner in the graph that gets it.
     """
 
     bytes: int = 0
     values: frozenset[str] = frozenset()
     gradients: frozenset[str] = frozenset()
     lies_in: tuple[tuple[int, ...], ...] = ()
-    memories: _Known = MappingProxyType({})
+    owners: _Owners = MappingProxyType({})
 
 
 class GraphMemory:
@@ -204,47 +204,47 @@ class GraphMemory:
         graph = kernel.forward_graph.graph
         live, (arguments, returned) = liveness(graph), _ends(graph)
         constants = len(stage.parameters) + len(stage.buffers)
-        known = dict.fromkeys(live.lies_in(arguments[:constants]), _FIXED)
+        owners = dict.fromkeys(live.lies_in(arguments[:constants]), _FIXED)
         inputs = arguments[constants:]
         crossings = [(edge.value, False) for edge in self._plan.edges_into(stage.index)]
         for (name, _), node in zip(crossings, inputs, strict=True):
             for storage in live.of[node]:
-                known.setdefault(storage, _Memory("value", name))
+                owners.setdefault(storage, _Owner("value", name))
         laid_out = self._lay_out(live, crossings, inputs, kernel.input_strides)
-        run = _workspace(live, known, (), laid_out)
+        run = _workspace(live, owners, (), laid_out)
         run = _as_measured(run, kernel.forward_graph)
         self.runs["F", stage.index] = self.runs["R", stage.index] = run
         names = outputs_of(self._plan.edges_from(stage.index))
         for name, node in zip(names, returned, strict=False):
-            self._place(name, False, live, node, known)
+            self._place(name, False, live, node, owners)
         saved = returned[kernel.outputs + kernel.writes :]
         written = {write.target for write in stage.writes}
         buffers = zip(stage.buffers, arguments[len(stage.parameters) : constants], strict=True)
         changing = live.lies_in(node for buffer, node in buffers if buffer.target in written)
         kept = live.lies_in(saved)
         self.saved_state = sum(live.spans[each].bytes for each in changing if each in kept)
-        return _kept(live, saved, known)
+        return _kept(live, saved, owners)
 
     def _backward(self, letter: str, module: fx.GraphModule) -> Kept:
         """Count backward, or its first half. Returns what that keeps for the second half."""
-        live, known, returned = self._run(letter, module, self.saved, ends=True)
+        live, owners, returned = self._run(letter, module, self.saved, ends=True)
         into = [e for e in self._plan.edges_into(self._stage.index) if e.gradient]
         for edge, node in zip(into, returned, strict=False):
-            self._place(edge.value, True, live, node, known)
-        return _kept(live, returned[self._kernel.input_gradients :], known)
+            self._place(edge.value, True, live, node, owners)
+        return _kept(live, returned[self._kernel.input_gradients :], owners)
 
     def _in_buckets(self, letter: str, graphs: Sequence[BucketGraph]) -> None:
         """Count a backward that runs one bucket of gradients after the other."""
         kept = self.deferred if letter == "W" else self.saved
         for bucket, part in enumerate(graphs):
             name = f"{letter}{bucket if part is not graphs[-1] else -1}"
-            live, known, returned = self._run(name, part.graph, kept, ends=name == "B0")
-            kept = _kept(live, returned[: part.left], known)
+            live, owners, returned = self._run(name, part.graph, kept, ends=name == "B0")
+            kept = _kept(live, returned[: part.left], owners)
             self.left[name, self._stage.index] = Left(kept.bytes, kept.values, kept.gradients)
 
     def _run(
         self, name: str, module: fx.GraphModule, kept: Kept, *, ends: bool = False
-    ) -> tuple[Liveness, dict[int, _Memory], list[Any]]:
+    ) -> tuple[Liveness, dict[int, _Owner], list[Any]]:
         """Count a backward graph with arguments ``[kept, output gradients, totals]`` under the
         letter ``name``, see ``Sizes.runs``. ``ends`` tells whether it gets the gradients of the
         stage's outputs."""
@@ -255,20 +255,20 @@ class GraphMemory:
         first = len(kept.lies_in)
         gradients, totals = arguments[first:][: len(crossings)], arguments[first + len(crossings) :]
         live = liveness(module.graph, kept.lies_in, totals)
-        known = _given(live, arguments, kept)
+        owners = _given(live, arguments, kept)
         edges = [e for e in self._plan.edges_from(self._stage.index) if e.gradient]
         for (value, _), node in zip(crossings, gradients, strict=True):
             parts = sum(edge.value == value for edge in edges)
-            memory = _Memory("gradient", value) if parts == 1 else _SUM
-            known.update(dict.fromkeys(live.of[node], memory))
+            owner = _Owner("gradient", value) if parts == 1 else _SUM
+            owners.update(dict.fromkeys(live.of[node], owner))
         laid_out = self._lay_out(live, crossings, gradients, strides)
         key, used_up = (name, self._stage.index), ("value", "gradient")
-        self.runs[key] = _as_measured(_workspace(live, known, used_up, laid_out), module, totals)
+        self.runs[key] = _as_measured(_workspace(live, owners, used_up, laid_out), module, totals)
         if totals:
             later = liveness(module.graph, kept.lies_in)
-            same = _carried(live, known, later, arguments, totals)
+            same = _carried(live, owners, later, arguments, totals)
             self.adding[key] = _as_measured(_workspace(later, same, used_up, laid_out), module)
-        return live, known, returned
+        return live, owners, returned
 
     def _lay_out(
         self,
@@ -294,14 +294,14 @@ class GraphMemory:
         return tuple(copies)
 
     def _place(
-        self, name: str, gradient: bool, live: Liveness, node: Any, known: dict[int, _Memory]
+        self, name: str, gradient: bool, live: Liveness, node: Any, owners: dict[int, _Owner]
     ) -> None:
         """Note the storage of a value or gradient that the stage makes."""
         for storage in live.lies_in([node]):
-            memory = known.get(storage, _KEPT)
-            if memory.kind in ("kept", "sum"):
-                memory = known[storage] = _Memory("gradient" if gradient else "value", name)
-            place = Storage(memory.value, memory.kind == "gradient", live.spans[storage].bytes)
+            owner = owners.get(storage, _KEPT)
+            if owner.kind in ("kept", "sum"):
+                owner = owners[storage] = _Owner("gradient" if gradient else "value", name)
+            place = Storage(owner.value, owner.kind == "gradient", live.spans[storage].bytes)
             self.places[self._stage.index, name, gradient] = place
 
 
@@ -312,26 +312,26 @@ def _ends(graph: fx.Graph) -> tuple[list[fx.Node], list[Any]]:
     return [node for node in nodes if node.op == "placeholder"], list(returned)
 
 
-def _kept(live: Liveness, nodes: Sequence[Any], known: _Known) -> Kept:
+def _kept(live: Liveness, nodes: Sequence[Any], owners: _Owners) -> Kept:
     """Those of a graph's values that it keeps for another graph."""
     alone = {_SUM: _KEPT}
-    memories = {
-        storage: alone.get(memory := known.get(storage, _KEPT), memory)
+    passed = {
+        storage: alone.get(owner := owners.get(storage, _KEPT), owner)
         for storage in live.lies_in(nodes)
     }
     return Kept(
-        sum(live.spans[each].bytes for each, memory in memories.items() if memory is _KEPT),
-        frozenset(memory.value for memory in memories.values() if memory.kind == "value"),
-        frozenset(memory.value for memory in memories.values() if memory.kind == "gradient"),
+        sum(live.spans[each].bytes for each, owner in passed.items() if owner is _KEPT),
+        frozenset(owner.value for owner in passed.values() if owner.kind == "value"),
+        frozenset(owner.value for owner in passed.values() if owner.kind == "gradient"),
         tuple(live.lies_in([node]) for node in nodes),
-        memories,
+        passed,
     )
 
 
-def _given(live: Liveness, arguments: Iterable[fx.Node], kept: Kept) -> dict[int, _Memory]:
+def _given(live: Liveness, arguments: Iterable[fx.Node], kept: Kept) -> dict[int, _Owner]:
     """Storage → its owner, for a graph's first arguments, which another graph has kept."""
     return {
-        storage: kept.memories[home]
+        storage: kept.owners[home]
         for node, homes in zip(arguments, kept.lies_in, strict=False)
         for storage, home in zip(live.of[node], homes, strict=True)
     }
@@ -339,24 +339,24 @@ def _given(live: Liveness, arguments: Iterable[fx.Node], kept: Kept) -> dict[int
 
 def _carried(
     live: Liveness,
-    known: _Known,
+    owners: _Owners,
     later: Liveness,
     arguments: Iterable[fx.Node],
     totals: Iterable[fx.Node],
-) -> _Known:
+) -> _Owners:
     """Storage → its owner, in the graph's run ``later`` that adds to existing sums of gradients."""
-    owners = {
-        new: known[old]
+    carried = {
+        new: owners[old]
         for node in arguments
         for old, new in zip(live.of[node], later.of[node], strict=False)
-        if old in known
+        if old in owners
     }
-    return owners | dict.fromkeys(later.lies_in(totals), _FIXED)
+    return carried | dict.fromkeys(later.lies_in(totals), _FIXED)
 
 
 def _workspace(
     live: Liveness,
-    known: _Known,
+    owners: _Owners,
     used_up: Collection[str],
     laid_out: tuple[GraphInput, ...] = (),
 ) -> Workspace:
@@ -366,13 +366,13 @@ def _workspace(
     changes = [0] * (live.steps + 2)
     freed = []
     for storage, (size, first, last) in live.spans.items():
-        memory = known.get(storage)
-        if memory is None or memory.kind == "sum":
+        owner = owners.get(storage)
+        if owner is None or owner.kind == "sum":
             changes[max(first, 0)] += size
-        if memory is None or memory.kind in ("kept", "sum"):
+        if owner is None or owner.kind in ("kept", "sum"):
             changes[last + 1] -= size
-        elif memory.kind in used_up:
-            freed.append(GraphInput((memory.value, memory.kind == "gradient"), size, last))
+        elif owner.kind in used_up:
+            freed.append(GraphInput((owner.value, owner.kind == "gradient"), size, last))
     return Workspace(tuple(accumulate(changes[:-1])), tuple(freed), laid_out)
 
 

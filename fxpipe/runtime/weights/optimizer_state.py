@@ -244,9 +244,9 @@ def _check_step(
             return  # it cannot step a single parameter, so nothing can be checked
     for key, value in made.items() if state else ():
         if key not in state or not _alike(value, state[key], exactly=True):
-            found = described(state[key]) if key in state else "missing"
+            text = described(state[key]) if key in state else "missing"
             raise CheckpointError(
-                f"{key!r}, which {kind} keeps for {name!r}, is {found} in the checkpoint, and "
+                f"{key!r}, which {kind} keeps for {name!r}, is {text} in the checkpoint, and "
                 f"{described(value)} here"
             )
     if error is None and state:

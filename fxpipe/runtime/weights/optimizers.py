@@ -107,9 +107,8 @@ class Optimizers:
         """The whole optimizer, with the newest state. It is made if there is none yet.
 
         Raises:
-            InputError: the user's function makes no optimizer for all parameters that has the
-                stages' groups and settings; or, before there are stages, one with hooks on its
-                step.
+            InputError: the user's function makes an optimizer for all parameters that has other
+                groups or settings than the stages'; or, before there are stages, hooks on its step.
         """
         if self._by_hand is None:
             self._flush()
@@ -391,8 +390,8 @@ def _weakly(method: Callable[[], None]) -> Callable[..., None]:
     weak = WeakMethod(method)
 
     def call(*_: object) -> None:
-        found = weak()
-        if found is not None:
-            found()
+        bound = weak()
+        if bound is not None:
+            bound()
 
     return call

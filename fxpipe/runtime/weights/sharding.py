@@ -224,8 +224,8 @@ def refuse_others(optimizer: Optimizer) -> None:
 
 
 def _in_two(tensor: Tensor) -> Sequence[Tensor]:
-    third = tensor.numel() // 3
-    return tensor.reshape(-1).split([third, tensor.numel() - third])
+    flat, third = tensor.reshape(-1), tensor.numel() // 3
+    return [flat[:third], flat[third:]]
 
 
 def _stepped(

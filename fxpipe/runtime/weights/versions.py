@@ -80,10 +80,10 @@ class VersionedWeights(Weights):
         super().__init__()
         self.base = 0
         self._stages = [
-            StageWeights(own, optimizer, delay, predicts)
+            StageWeights(named, optimizer, delay, predicts)
             if optimizer is None or (parts := shards.get(optimizer)) is None
-            else ShardedStage(own, optimizer, delay, parts)
-            for own, optimizer, delay in zip(parameters, optimizers, delays, strict=True)
+            else ShardedStage(named, optimizer, delay, parts)
+            for named, optimizer, delay in zip(parameters, optimizers, delays, strict=True)
         ]
         for stage in self._stages:
             stage.restart(0)
@@ -91,14 +91,14 @@ class VersionedWeights(Weights):
         self._elsewhere = {replica: [0] * len(self._stages) for replica in others}
         self._groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._awaits = awaits
-        self._own = [own for stage, own in enumerate(self._stages) if owns(stage)]
+        self._own = [stage for index, stage in enumerate(self._stages) if owns(index)]
         self._updated: Callable[[int, int], None] = lambda stage, version: None
 
     @property
     def slowest(self) -> int:
         """The newest version that every stage has, in all replicas."""
-        own = [stage.newest for stage in self._stages]
-        return min(map(min, [own, *self._elsewhere.values()]))
+        here = [stage.newest for stage in self._stages]
+        return min(map(min, [here, *self._elsewhere.values()]))
 
     @property
     def own_slowest(self) -> int:
