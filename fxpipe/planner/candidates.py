@@ -80,13 +80,13 @@ class Predicted:
     def __str__(self) -> str:
         return f"{self.candidate} ({time_text(self.seconds)}, predicted)"
 
-    def fits(self, limits: Sequence[float], *, exactly: bool = False) -> bool:
+    def fits(self, limits: Sequence[float]) -> bool:
         """Whether no device exceeds its limit, see ``over``."""
-        return not any(self.over(limits, exactly=exactly))
+        return not any(self.over(limits))
 
     def over(self, limits: Sequence[float], *, exactly: bool = False) -> tuple[float, ...]:
-        """Device → the bytes that it lacks. Unless ``exactly`` is set, the exact bytes are not
-        counted if ``roughly`` is far below all limits."""
+        """Device → the bytes that it lacks. If ``roughly`` is far below all limits, the exact bytes
+        are counted only if ``exactly`` is set."""
         ample = (_AMPLE * p <= most for p, most in zip(self.roughly, limits, strict=False))
         if self.roughly and not exactly and all(ample):
             return (0.0,) * len(limits)

@@ -1,7 +1,7 @@
 """Initial values of parameters and buffers, the same as if one process built the whole model.
 
 Each process draws the random numbers of all modules, one after another, so that the tensors that it
-keeps get the same values everywhere. Tensors that it does not keep are drawn into shared memory.
+keeps get the same values everywhere. All tensors that it does not keep share one scratch memory.
 """
 
 from __future__ import annotations
