@@ -1,4 +1,4 @@
-"""What a step was, as numbers for a logger. Nothing is measured before somebody asks."""
+"""Numbers about the last step, for a logger. Nothing is measured before somebody asks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.simulator.simulation import idle_share
 
 _ROUNDS = 8
-"""Of messages that compare clocks."""
+"""How many rounds of messages are exchanged to compare clocks."""
 
 
 @dataclass
 class Meter:
-    """Measures the steps from now on; only the last one is kept.
+    """Measures steps; only the last one is kept.
 
     Attributes:
-        times: device → start and end of its instructions, as its machine takes them.
-        seconds: how long the last call of ``step`` took; None before one, and after one that
-            failed.
-        loss: what it returned; likewise.
-        program: what it ran; likewise.
-        compiled: the compiled step whose peaks are known.
-        peaks: device → the bytes that it is predicted to hold at most.
+        times: device → the start and end times of its instructions.
+        seconds: the time that the last call of ``step`` took.
+        loss: the loss that it returned.
+        program: the program that it ran. These three are None before a step, and after a failure.
+        compiled: the compiled step of ``peaks``.
+        peaks: device → the most bytes that it is predicted to hold.
     """
 
     times: list[list[Any]]
@@ -40,31 +39,33 @@ class Meter:
     _start: float = field(default=0.0, repr=False)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin to measure a step."""
         self._start = perf_counter()
         self.seconds = self.loss = self.program = None
-        for own in self.times:
-            own.clear()
+        for times in self.times:
+            times.clear()
 
     def end(self, loss: Any, program: Program) -> None:
-        """It has ended."""
+        """Keep the results of a step."""
         self.seconds, self.loss, self.program = perf_counter() - self._start, loss, program
 
 
 def measured(program: Program, times: Mapping[int, Sequence[int]]) -> dict[str, Any]:
     """The bubble of a step, and the seconds in which each stage computed.
 
-    ``times`` has, for each device that was measured, start and end of its instructions in
-    nanoseconds.
+    Args:
+        program: the program of the step.
+        times: device → start and end of each of its instructions, in turn, in nanoseconds.
     """
     spans: list[tuple[float, float]] = []
     seconds: dict[int, float] = {}
-    first = min((own[0] for own in times.values() if own), default=0)
+    first = min((stamps[0] for stamps in times.values() if stamps), default=0)
     through = 0.0
-    for device, own in times.items():
-        for instruction, *span in zip(program.lists[device], own[::2], own[1::2], strict=True):
+    for device, stamps in times.items():
+        pairs = zip(program.lists[device], stamps[::2], stamps[1::2], strict=True)
+        for instruction, *span in pairs:
             if ins.letter_of(instruction) is not None:
-                start, end = ((each - first) / 1e9 for each in span)
+                start, end = ((stamp - first) / 1e9 for stamp in span)
                 spans.append((start, end))
                 stage: int = instruction.stage  # type: ignore[union-attr]
                 seconds[stage] = seconds.get(stage, 0.0) + end - start
@@ -75,18 +76,18 @@ def measured(program: Program, times: Mapping[int, Sequence[int]]) -> dict[str, 
 
 
 def clocks(group: RankGroup) -> list[int]:
-    """Rank → by how many nanoseconds its clock is ahead of the first one's.
+    """Rank → by how many nanoseconds its clock is ahead of rank 0's.
 
-    It is found by messages that cross, as the network's time protocol does. It is 0 where they do
-    not show that the clocks differ, as on one host, whose processes have one clock. Otherwise it is
-    wrong by half the time of a message at most.
+    Ranks compare clocks by messages that cross, as the Network Time Protocol does. The result is 0
+    unless the messages prove that the clocks differ; on one host they cannot, as all processes have
+    the same clock. Otherwise it is off by at most half the time of a message.
     """
     least = [inf] * group.size
     for _ in range(_ROUNDS):
         sent = group.exchange("clock", perf_counter_ns())
         now = perf_counter_ns()
-        least = [min(known, now - each) for known, each in zip(least, sent, strict=True)]
-    # receiver → sender → the least time of a message, and by how far the receiver is ahead
+        least = [min(known, now - stamp) for known, stamp in zip(least, sent, strict=True)]
+    # receiver → sender → the least time of a message, plus how far the receiver's clock is ahead
     seen = group.exchange("delays", least)
-    ways = [(own[0], seen[0][rank]) for rank, own in enumerate(seen)]
+    ways = [(delays[0], seen[0][rank]) for rank, delays in enumerate(seen)]
     return [0 if -back <= 0 <= there else (there - back) // 2 for there, back in ways]

@@ -42,7 +42,7 @@ from fxpipe.simulator.costs import Overheads, Rehearsal
 from fxpipe.torchtools.state import untouched, without_collection
 
 SIZES = (2, 8)
-"""Samples of the micro-batches for which a model is measured."""
+"""The sizes of micro-batches, in samples, for which a model is measured."""
 
 _ELEMENTS = 1 << 20
 
@@ -62,32 +62,34 @@ def plan_training(
     sizes: Sequence[int] = SIZES,
     **options: Any,
 ) -> TrainingPlan:
-    """Rank the ways to train a model on a cluster: replicas × stages and where they are, cuts,
-    micro-batches, schedule, recomputation and offloading, by simulations with measured times.
+    """Rank the ways to train a model on a cluster by simulations with measured times.
 
-    All stages take one device each, and all replicas are alike. The model is traced once, measured
-    for micro-batches of a few sizes, operation by operation and, on a CPU, as a whole in rehearsed
-    steps, and cut once for each number of stages; times of other sizes lie on a line through those,
-    so that what any task takes at least counts. What cannot be among the fastest by a closed form
-    is not simulated. What devices hold is predicted as for a pipe; and where they are CPUs of this
-    machine, the choices of one replica that are returned are rehearsed.
+    A way is: how many replicas and stages, where they are, the cuts, the number of micro-batches,
+    the schedule, recomputation and offloading. Each stage has a device of its own, and all replicas
+    are alike.
+
+    The model is traced once, and cut once for each number of stages. It is measured for a few sizes
+    of micro-batches, operation by operation and, on a CPU, as a whole in rehearsed steps. Times for
+    other sizes are interpolated linearly, so that the fixed costs of tasks count. Ways whose lower
+    bound is too slow are not simulated. Memory is predicted as for a pipe. If the devices are CPUs
+    of this machine, the returned choices with one replica are rehearsed.
 
     Args:
         model: the model; it is not changed.
-        cluster: the devices: a Cluster or the text of one, as ``Cluster.parse`` reads it; or those
-            of this machine as ``compile`` takes them, which ``Cluster.measured`` then measures.
+        cluster: the devices: a Cluster; its text, as ``Cluster.parse`` reads it; or devices of this
+            machine, as ``compile`` takes them, which ``Cluster.measured`` then measures.
         batch: samples of a step, over all replicas.
         example: a batch of any size, as ``compile`` takes it.
         stale: whether batches may read weights that are older than the newest, so that no flush is
             needed.
-        schedules: names of the schedules to choose among; by default all of the library that train
-            with one stage a device.
-        recompute: whether stages may recompute where memory does not suffice.
-        offload: whether they may then also store what they keep outside of it.
+        schedules: names of the schedules to choose among; by default all of the library's training
+            schedules with one stage on each device.
+        recompute: whether stages may recompute if memory does not suffice.
+        offload: whether they may then also offload.
         keep: how many choices to return.
         device: where the model is measured: by default on the first of this machine's devices that
             ``cluster`` names, else on a CPU device.
-        sizes: samples of the micro-batches for which it is measured.
+        sizes: the sizes of micro-batches, in samples, for which it is measured.
         **options: of ``fxpipe.compile``, such as ``loss`` and ``optimizer``. The choices compile
             with them, too.
 
@@ -95,9 +97,9 @@ def plan_training(
         InputError: an argument is wrong, or the batch cannot be divided among the devices.
         TraceError: the model cannot be traced.
     """
-    given = {"schedule", "microbatches", "partition", "devices", "memory_limits"} & options.keys()
-    if given:
-        raise InputError(f"{min(given)} is what plan_training chooses; leave it out")
+    chosen = {"schedule", "microbatches", "partition", "devices", "memory_limits"} & options.keys()
+    if chosen:
+        raise InputError(f"{min(chosen)} is what plan_training chooses; leave it out")
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster)
     here = not isinstance(cluster, Cluster)
@@ -118,7 +120,7 @@ def plan_training(
     pipe = compile(model, [device or "cpu"], microbatches=1, **options)
     with pipe, without_collection():
         cuts = _Cuts(pipe, example, [size for size in sizes if size <= batch] or [1], batch)
-        found = choices(
+        plan = choices(
             cuts.profile,
             cluster,
             batch,
@@ -131,21 +133,22 @@ def plan_training(
             peaks=cuts.peaks,
         )
         if here and pipe.devices[0].type == "cpu":
-            found = ranked([*map(cuts.rehearsed, found.choices)], cluster, keep)
+            plan = ranked([*map(cuts.rehearsed, plan.choices)], cluster, keep)
     limits = {} if cluster.memory == inf else {"memory_limits": cluster.memory}
     ready = [
         replace(each, make=partial(_compile, model, {**options, **limits}, cuts.taken(each.cut)))
-        for each in found.choices
+        for each in plan.choices
     ]
-    return replace(found, choices=tuple(ready))
+    return replace(plan, choices=tuple(ready))
 
 
 def _compile(
-    model: nn.Module, given: dict[str, Any], cut: Any, devices: Any, **options: Any
+    model: nn.Module, planned: dict[str, Any], cut: Any, devices: Any, **options: Any
 ) -> Pipeline:
-    """The pipe of a choice; where this process runs all devices, with the cut that was chosen."""
+    """Make the pipe of a choice from the ``planned`` options, which ``plan_training`` was given,
+    and those of ``Choice.compile``. It has the chosen cut if this process runs all devices."""
     example = options.pop("example", None)
-    pipe = compile(model, devices, **{**given, **options})
+    pipe = compile(model, devices, **{**planned, **options})
     if pipe._options.group.size == 1:
         pipe._compiler.take(*cut)
     if example is not None:
@@ -155,10 +158,10 @@ def _compile(
 
 
 class _Cuts:
-    """A model measured for micro-batches of some sizes, and cut into stages as pipes have them."""
+    """A model that is measured for some sizes of micro-batches, and compiled for different cuts."""
 
     def __init__(self, pipe: Pipeline, example: Any, sizes: Sequence[int], batch: int) -> None:
-        """Trace and measure it."""
+        """Trace and measure the model of a pipe."""
         self._pipe, self._batch = pipe, batch
         self._made: dict[tuple[int, int], Stages] = {}
         args, kwargs = read_example(example)
@@ -178,98 +181,96 @@ class _Cuts:
         return bool(self._measured[max(self._measured)]["traced"].leaves)
 
     def taken(self, cut: Cut) -> tuple[Traced, Assignment, Mapping[str, NodeCost]]:
-        """The whole graph, the stages of its nodes, and what these cost."""
-        first = self._measured[max(self._measured)]
+        """The whole graph, the stages of its nodes, and the nodes' costs."""
+        largest = self._measured[max(self._measured)]
         division = cut.solution.division
         nodes = self._atoms.named(division.stage_of)
         verdict = Verdict(division.loads, cut.solution.bound)
-        return first["traced"], Assignment(cut.count, nodes, verdict), first["costs"]
+        return largest["traced"], Assignment(cut.count, nodes, verdict), largest["costs"]
 
     def stages(self, cut: Cut, replicas: int, candidate: Candidate) -> Stages:
-        """The stages of a cut, as a pipe would have them, at first made for a candidate's size of
-        micro-batches: in plans one size is the best for most schedules."""
+        """The stages of a cut, compiled as for a pipe. The first call compiles for the size of the
+        candidate's micro-batches, as one size is the best for most schedules."""
         key, batch = (cut.count, replicas), self._batch // replicas
         if key not in self._made:
-            known, like = self._pipe._options, self._pipe._compiler
+            single = self._pipe._options
             options = replace(
-                known,
-                devices=known.devices * cut.count,
-                torch_devices=known.torch_devices * cut.count,
-                places=known.places * cut.count,
+                single,
+                devices=single.devices * cut.count,
+                torch_devices=single.torch_devices * cut.count,
+                places=single.places * cut.count,
                 recipe=find_recipe("zb-h1"),
                 microbatches=None,
                 replicas=replicas,
                 threads=max(1, torch.get_num_threads() // cut.count),
             )
             compiler = Compiler(options, Threads(cut.count, options.dispatch))
-            compiler.plans.take_traces(like.plans)
+            compiler.plans.take_traces(self._pipe._compiler.plans)
             compiler.take(*self.taken(cut))
             call = self._call.resized(ceil(batch / candidate.microbatches))
-            compiled, updates = compiler.unchecked(call, self._updates), self._updates
+            updates = self._pipe._engine.updates
+            compiled = compiler.unchecked(call, updates)
             limits, measured = (inf,) * cut.count, max(self._measured)
             self._made[key] = Stages(compiler, limits, compiled, batch, updates, measured)
         return self._made[key]
 
     def peaks(self, cut: Cut, replicas: int, candidate: Candidate) -> tuple[float, ...]:
-        """Device → what it is predicted to hold, as the table of the pipe shows it."""
+        """Device → the bytes that it is predicted to hold, as for a pipe."""
         return self.stages(cut, replicas, candidate).peaks(candidate)
 
     def rehearsed(self, choice: Choice) -> Choice:
-        """A choice with the time that steps of it are predicted to take where they are rehearsed;
-        as it was where it has replicas, or cannot be rehearsed."""
+        """A choice with the time that rehearsed steps predict. It is returned unchanged if it has
+        replicas, or cannot be predicted."""
+        if choice.replicas > 1:
+            return choice
         candidate = choice.predicted.candidate
         stages = self.stages(choice.cut, choice.replicas, candidate)
         options = stages.compiler.options
-        if choice.replicas > 1:
-            return choice
         engine = Engine(options, Threads(choice.stages, options.dispatch))
         try:
             rehearsals = Rehearsals(options, stages.compiler, engine)
             stages.rehearse(rehearsals.rehearse, candidate)
         finally:
             engine.close()
-        made = stages.predict(candidate)
-        if made is None:
+        predicted = stages.predict(candidate)
+        if predicted is None:
             return choice
-        return replace(choice, predicted=replace(made, held=choice.predicted.peaks))
-
-    @property
-    def _updates(self) -> bool:
-        return self._pipe._engine.updates
+        return replace(choice, predicted=replace(predicted, held=choice.predicted.peaks))
 
 
 def _profile(
     pipe: Pipeline, call: Call, measured: Mapping[int, Mapping[str, Any]]
 ) -> tuple[Profile, Atoms]:
-    """The model as it was measured for micro-batches of some sizes."""
+    """The profile and the atoms of a model that was measured for some sizes of micro-batches."""
     options = pipe._options
-    samples, first = max(measured.items())
-    traced, plan, state = first["traced"], first["plan"], first["state"]
-    footprint = footprint_of(traced, plan, first["costs"], state, 1.0)
+    samples, largest = max(measured.items())
+    traced, plan, state = largest["traced"], largest["plan"], largest["state"]
+    footprint = footprint_of(traced, plan, largest["costs"], state, 1.0)
     trained = {k: n for k, n in footprint.resident.items() if state[k].requires_grad}
-    atoms = atoms_of(traced, first["costs"], replace(footprint, resident=trained))
-
+    atoms = atoms_of(traced, largest["costs"], replace(footprint, resident=trained))
     besides = overheads() if pipe.devices[0].type == "cpu" else Overheads()
+    rehearsals = {size: _rehearsed(pipe, call, of, size) for size, of in measured.items()}
 
     def seconds(size: int) -> dict[str, list[float]]:
+        """Letter of a task → atom → seconds, scaled so that their sums are those of the rehearsed
+        whole model, if it could be rehearsed."""
         costs: dict[str, NodeCost] = measured[size]["costs"]
-        each = [[costs[node.name] for node in nodes] for nodes in atoms.nodes]
-        found = {
-            "F": [sum(cost.forward for cost in own) for own in each],
-            "B": [sum(cost.backward for cost in own) for own in each],
-            "I": [sum(cost.input_grad for cost in own) for own in each],
-            "W": [sum(cost.weight_grad for cost in own) for own in each],
+        by_atom = [[costs[node.name] for node in nodes] for nodes in atoms.nodes]
+        times = {
+            "F": [sum(cost.forward for cost in atom) for atom in by_atom],
+            "B": [sum(cost.backward for cost in atom) for atom in by_atom],
+            "I": [sum(cost.input_grad for cost in atom) for atom in by_atom],
+            "W": [sum(cost.weight_grad for cost in atom) for atom in by_atom],
         }
-        known = ran[size]
-        if known is None:
-            return found
-        # the parts of a whole that takes what it takes as it runs
-        whole = {x: max(known.costs[x, 0] - besides.task, 0.0) for x in "FB"}
-        share = {x: seconds / (sum(found[x]) or 1.0) for x, seconds in whole.items()}
-        return {x: [t * share["F" if x == "F" else "B"] for t in own] for x, own in found.items()}
+        rehearsal = rehearsals[size]
+        if rehearsal is None:
+            return times
+        whole = {x: max(rehearsal.costs[x, 0] - besides.task, 0.0) for x in "FB"}
+        scale = {x: total / (sum(times[x]) or 1.0) for x, total in whole.items()}
+        return {x: [t * scale["F" if x == "F" else "B"] for t in ts] for x, ts in times.items()}
 
-    ran = {size: _rehearsed(pipe, call, made, size) for size, made in measured.items()}
-    ratio, last = state_size(options.optimizer), ran[samples]
+    ratio, last = state_size(options.optimizer), rehearsals[samples]
+    # an update moves 3 bytes per byte of a weight and 2 per byte of its state; adding moves 3
     update = (3 + 2 * ratio) / 3 * _adding(pipe.devices[0])
     if last is not None and ("U", 0) in last.costs:
         update = last.costs["U", 0] / (sum(trained.values()) or 1)
@@ -286,10 +287,12 @@ def _profile(
     return profile, atoms
 
 
-def _rehearsed(pipe: Pipeline, call: Call, made: Mapping[str, Any], size: int) -> Rehearsal | None:
-    """The times of the whole model as one stage; None where it cannot be rehearsed."""
-    compiler, traced, plan = pipe._compiler, made["traced"], made["plan"]
-    if plan is None:  # it has leaf modules
+def _rehearsed(
+    pipe: Pipeline, call: Call, measured: Mapping[str, Any], size: int
+) -> Rehearsal | None:
+    """The times of the whole model as one stage; None if it cannot be rehearsed."""
+    compiler, traced, plan = pipe._compiler, measured["traced"], measured["plan"]
+    if plan is None:  # the model has leaf modules
         return None
     schedule, updates = compiler.timetable.schedule(1, "step"), pipe._engine.updates
     program = compiler.lowered(plan, schedule, "step", updates)
@@ -300,8 +303,7 @@ def _rehearsed(pipe: Pipeline, call: Call, made: Mapping[str, Any], size: int) -
 
 
 def _adding(device: torch.device) -> float:
-    """Seconds to add a byte to another: an update reads and writes what it has in as many rounds as
-    it keeps numbers for a weight."""
+    """Return the seconds to add one byte to another in memory."""
     first, second = (torch.zeros(_ELEMENTS, device=device) for _ in range(2))
     best = inf
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""The state of a pipe: the model's, and checkpoints as files and as folders."""
+"""Save and load a pipe's state: state dicts, and checkpoints as files and as folders."""
 
 from __future__ import annotations
 
@@ -25,42 +25,44 @@ class Saved(Inspected):
 
     @locked
     def state_dict(self, *args: Any, full: bool = False, **kwargs: Any) -> Any:
-        """The model's own state dict. Flushes first, so that it is the newest version.
+        """The model's state dict. Flushes first, so that it has the newest weights.
+
+        Over several ranks, each rank has the newest weights of its own stages only. It returns the
+        entries of its stages; the rank of stage 0 also returns those that belong to no stage.
 
         Args:
-            *args: as of the model's own.
-            full: over several ranks, which each have the newest weights of their own stages only:
-                all of the model on every rank, as new tensors; every rank has to call it. Otherwise
-                a rank returns what its stages own, and the rank of stage 0 what belongs to none.
-            **kwargs: as of the model's own.
+            *args, **kwargs: as for the model's ``state_dict``.
+            full: return all entries on every rank, as new tensors. Every rank has to call it then.
         """
         self._engine.flush()
         state = self._model.state_dict(*args, **kwargs)
         if self._group.size == 1:
             return state
-        own = self._own_part(state, prefix=kwargs.get("prefix", ""))
+        part = self._own_part(state, prefix=kwargs.get("prefix", ""))
         if not full:
-            return own
+            return part
         with self._group.calling("state_dict"):
-            parts = self._group.exchange("state", {} if self._group.replica else own)
-        found = {name: value for part in parts for name, value in part.items()}
-        return _like(state, {name: found[name] for name in state})
+            parts = self._group.exchange("state", {} if self._group.replica else part)
+        whole = {name: value for part in parts for name, value in part.items()}
+        return _like(state, {name: whole[name] for name in state})
 
     def _own_part(self, state: Mapping[str, Any], prefix: str = "") -> OrderedDict[str, Any]:
-        """What this rank keeps of the model's state dict."""
-        own, real = self._owned(), self._model.state_dict(keep_vars=True, prefix=prefix)
-        part = {name: value for name, value in state.items() if own.keeps(real.get(name))}
+        """The entries of the model's state dict that this rank keeps."""
+        owned, real = self._owned(), self._model.state_dict(keep_vars=True, prefix=prefix)
+        part = {name: value for name, value in state.items() if owned.keeps(real.get(name))}
         return _like(state, part)
 
     def _owned(self) -> Owned:
+        """The tensors that this rank owns or uses."""
         return owned(self._model, self._shown, self._options.owns)
 
     @locked
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As the model's own. Flushes first; the next batch reads what was loaded.
+        """Load a state dict as the model's own method does. Flushes first; the next batch reads the
+        loaded values.
 
-        A rank takes what its own stages have, and passes over the rest, which may be missing. Where
-        the model was built on the meta device, what is loaded gets its memory here.
+        A rank loads the entries of its own stages and ignores all others, which may be missing. If
+        the model was built on the meta device, loaded tensors get their memory here.
         """
         self._engine.flush()
         if self._group.size == 1 and not self._options.hollow:
@@ -72,36 +74,38 @@ class Saved(Inspected):
             if isinstance(value, torch.Tensor) and id(value) not in used
         }
         loaded = [used[id(v)] for name, v in kept.items() if name in state_dict and id(v) in used]
-        given = _like(state_dict, {**state_dict, **others})
+        complete = _like(state_dict, {**state_dict, **others})
         with allocated(loaded):
-            return self._model.load_state_dict(given, *args, **kwargs)
+            return self._model.load_state_dict(complete, *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """What ``load_state_dict`` of a module that holds the pipe calls. Flushes first."""
+        """Flush and load; ``load_state_dict`` of a module that holds the pipe calls this."""
         self._engine.flush()
         self._model._load_from_state_dict(*args, **kwargs)
 
     @locked
     def reset_parameters(self, function: Initialise | None = None) -> None:
-        """Give parameters and buffers their initial values, as one process would draw them.
+        """Give parameters and buffers their initial values, the same as one process would draw.
 
-        A model that was built on the meta device gets its memory here: a rank allocates what its
-        own stages have. It draws the numbers of all others as well, one tensor at a time, so that
-        the values are the same to the bit for any number of ranks, and go on from the state of
-        torch's generator on rank 0. So they are those of the same model built on the CPU after the
-        same ``torch.manual_seed``, if every module's constructor makes its tensors, then its
-        submodules in the order in which it registers them, and last calls its
-        ``reset_parameters``, as PyTorch's own layers do. What else a constructor draws is not
-        known: ``nn.TransformerEncoder`` copies its first layer, and here each layer draws. Of a
-        tied weight the values of the first module that has it stay.
+        A model that was built on the meta device gets its memory here: a rank allocates the tensors
+        of its own stages. It also draws the numbers of all other tensors, one at a time, starting
+        from the state of torch's generator on rank 0, so that the values are the same to the bit
+        for any number of ranks.
+
+        They equal those of the same model built on the CPU after the same ``torch.manual_seed`` if
+        every constructor makes the module's tensors, then its submodules in the order in which it
+        registers them, and calls ``reset_parameters`` last, as PyTorch's own layers do. Anything
+        else that a constructor does is not repeated: ``nn.TransformerEncoder`` copies its first
+        layer, and here each layer draws. A tied weight keeps the values of its first module.
 
         Args:
             function: called with each module, after the modules inside of it, as by
-                ``model.apply``; without it ``reset_parameters`` of each module that has it.
+                ``model.apply``. By default each module's ``reset_parameters`` is called, if it has
+                one.
 
         Raises:
             InputError: nothing is compiled yet, so that the stages are not known; a function
-                fails; or a tensor without data gets no values. It has no data then, as before.
+                fails; or a tensor without data gets no values, and then still has no data.
         """
         with self._group.calling("reset_parameters"):
             self._engine.flush()
@@ -113,17 +117,18 @@ class Saved(Inspected):
     def checkpoint(self, path: str | os.PathLike[str], *, extra: Any = None) -> None:
         """Write to a file all that training needs to go on as if not interrupted. Flushes first.
 
-        That is the weights, in all versions that later batches read, the buffers, the optimizers'
-        state, the states of torch's generators for the CPU and the pipe's devices, and the number
-        of batches; without an optimizer also ``.grad``. Everything is stored under its name in the
-        model, so training can go on with any partition. The file is in safetensors format, without
-        code and with a checksum. It is replaced atomically, so other processes may read it.
+        The file has the weights, in all versions that later batches read, the buffers, the
+        optimizers' state, the states of torch's generators for the CPU and the pipe's devices, and
+        the number of batches; without an optimizer also ``.grad``. Everything is stored under its
+        name in the model, so training can go on with any partition. The file is in safetensors
+        format, without code and with a checksum. It is replaced atomically, so other processes may
+        read it at any time.
 
         Args:
             path: the path of the file.
-            extra: anything else to keep, which ``restore`` returns: the state of a learning-rate
-                scheduler or of ``random``, an epoch. Tensors, numbers, strings, and lists, tuples
-                and dicts of them.
+            extra: anything else to keep, which ``restore`` returns, such as the state of a
+                learning-rate scheduler or of ``random``, or an epoch: tensors, numbers, strings,
+                and lists, tuples and dicts of them.
 
         Raises:
             CheckpointError: the file cannot be written, or cannot hold ``extra``; an older file
@@ -140,8 +145,9 @@ class Saved(Inspected):
 
         Everything is checked before anything changes; each optimizer first makes a step on a copy
         of its restored state. If the optimizer function makes different optimizers for different
-        stages, call ``prepare`` first. A learning-rate scheduler changes its optimizer when it is
-        constructed: make it over ``optimizer``, restore, and load its state from ``extra``.
+        stages, call ``prepare`` first. The constructor of a learning-rate scheduler changes its
+        optimizer: make the scheduler over ``optimizer``, then restore, and load its state from
+        ``extra``.
 
         Returns:
             The ``extra`` that ``checkpoint`` was given.
@@ -159,24 +165,26 @@ class Saved(Inspected):
     def save(self, folder: str | os.PathLike[str], extra: Any = None) -> None:
         """Write to a folder all that training needs to go on as if not interrupted. Flushes first.
 
-        It has what ``checkpoint`` writes to a file, as a folder of ``torch.distributed.checkpoint``
-        (DCP) with the model's own names, which also runs without this library can read::
+        The folder has the same contents as a file of ``checkpoint``, in the format of
+        ``torch.distributed.checkpoint`` (DCP) with the model's own names, so that it can also be
+        read without this library::
 
             torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, "run.pt")
             model.load_state_dict(torch.load("run.pt")["model"])
 
         An older folder is replaced once the new one is complete and on disk. Over several ranks
-        each of the first replica writes what its own stages have, and all have to call this.
+        each rank of the first replica writes the part of its own stages, and every rank of all
+        replicas has to call this.
 
         Args:
             folder: the path of the folder, which may hold an older checkpoint, and nothing else.
-            extra: anything else to keep, which ``load`` returns; as in ``checkpoint``. Over several
-                ranks that of rank 0.
+            extra: anything else to keep, which ``load`` returns, as for ``checkpoint``. Over
+                several ranks rank 0's is kept.
 
         Raises:
             CheckpointError: the folder cannot be written, or cannot hold ``extra``; an older
                 checkpoint stays as it is.
-            RankError: that is so on another rank, or it is gone.
+            RankError: another rank failed in this way, or is gone.
         """
         from fxpipe.runtime.weights import checkpoint_folder  # slow to import
 
@@ -193,22 +201,22 @@ class Saved(Inspected):
         """Go on from a folder that ``save`` wrote, on any number of devices or ranks.
 
         As in ``restore``, everything is checked before anything changes. Over several ranks each
-        reads what its own stages need, once there are stages: after a step, ``prepare``, or
+        rank reads the part of its own stages, which are known after a step, ``prepare``, or
         ``compile`` with an ``example``.
 
         Args:
             folder: the path of the folder.
-            must_exist: whether it is an error if there is none; else nothing is loaded then.
+            must_exist: whether a missing folder is an error; otherwise nothing is loaded then.
 
         Returns:
-            The ``extra`` that ``save`` was given; None where nothing is loaded.
+            The ``extra`` that ``save`` was given; None if nothing is loaded.
 
         Raises:
             CheckpointError: it is no such folder, or damaged, or of another model or optimizer.
                 Nothing has changed, on any rank.
             InputError: the model was built on the meta device and nothing is compiled yet, so that
                 a rank does not know its stages.
-            RankError: that is so on another rank, or it is gone.
+            RankError: another rank failed in this way, or is gone.
         """
         from fxpipe.runtime.weights import checkpoint_folder  # slow to import
 
@@ -231,7 +239,7 @@ class Saved(Inspected):
         return saved.extra
 
     def _used(self) -> dict[int, torch.Tensor]:
-        """The parameters and buffers whose values this process needs, by their ids."""
+        """Id → parameter or buffer, for those whose values this process needs."""
         model = self._model
         tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}
         if self._group.size == 1:
@@ -241,14 +249,14 @@ class Saved(Inspected):
                 "nothing is compiled yet, so that it is not known which stages this rank has; give "
                 "compile(..., example=inputs), or call prepare(inputs) first"
             )
-        own = self._owned()
-        return {key: tensor for key, tensor in tensors.items() if own.names[key] in own.used}
+        owned = self._owned()
+        return {key: tensor for key, tensor in tensors.items() if owned.names[key] in owned.used}
 
 
 def _like(state: Mapping[str, Any], values: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """A state dict of these values with the versions of modules of another one, by which modules
-    know whether to convert what they load."""
-    made = OrderedDict(values)
+    """A state dict of these values with the module versions of another one, which tell modules
+    whether to convert older values."""
+    result = OrderedDict(values)
     if hasattr(state, "_metadata"):
-        vars(made)["_metadata"] = state._metadata
-    return made
+        vars(result)["_metadata"] = state._metadata
+    return result

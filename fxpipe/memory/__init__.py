@@ -1,1 +1,1 @@
-"""The memory of graphs, stages and optimizers, predicted or measured, counted by storage."""
+"""The memory of graphs, stages and optimizers in bytes, predicted or measured."""

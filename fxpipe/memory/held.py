@@ -1,4 +1,4 @@
-"""The bytes that the stages of a plan hold, found from their graphs and counted by storage."""
+"""The bytes that the stages of a plan hold, counted by storage from their graphs."""
 
 from __future__ import annotations
 
@@ -23,28 +23,26 @@ from fxpipe.torchtools.pytrees import size_in_bytes
 
 
 def undo_bytes(schedule: Schedule, state: float, trained: float) -> float:
-    """The bytes that a stage keeps from its update until no stage can roll back beyond it, from
-    those of its optimizer's state, and of the parameters that are trained."""
+    """The bytes that a stage keeps to undo its update, from the bytes of its optimizer's ``state``
+    and of its ``trained`` parameters."""
     return state if schedule.overlaps and not schedule.predict else state + trained
 
 
 def _optimizer(
     optimizer: Optimizer | None, schedule: Schedule, whole: int | None
 ) -> tuple[int, int, int]:
-    """The bytes that an optimizer keeps, needs besides while it steps, and keeps to undo a step.
-
-    Where it trains parts of parameters, ``whole`` is the bytes of the whole ones.
-    """
+    """The bytes of an optimizer's state, of its step's workspace, and of what undoes its step. If
+    it is sharded, ``whole`` is the bytes of the whole parameters."""
     if optimizer is None:
         return 0, 0, 0
     state, step = optimizer_memory(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    own = sum(p.nbytes for p in parameters)
+    size = sum(p.nbytes for p in parameters)
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
     undo = undo_bytes(schedule, state, trained if whole is None else whole)
-    if whole is not None and schedule.overlaps:  # its newest parts lie in memory of their own
-        state, step = state + own, step + own
-    if schedule.predict:  # batches read copies, beside which the newest version is kept
+    if whole is not None and schedule.overlaps:  # the newest parts have memory of their own
+        state, step = state + size, step + size
+    if schedule.predict:  # batches read predicted copies, and the newest version is kept as well
         state += trained
     return state, step, int(undo)
 
@@ -62,131 +60,126 @@ def plan_sizes(
     """The bytes of everything that the stages of a differentiated plan hold, with the state of
     their optimizers after a step.
 
-    They are for the example's micro-batch, and count whole storages. What a stage that runs under
-    autograd saves is not known; ``unknown`` names such stages.
+    They are for the example's micro-batch, and count whole storages. The bytes that a stage under
+    autograd saves are not known; ``unknown`` names such stages.
 
     Args:
         plan: the plan, with kernels.
         state: name in the model → parameter or buffer.
         optimizers: stage → its optimizer.
-        schedule: the schedule; where its batches overlap, updates keep more so that they can be
-            undone.
+        schedule: the schedule; if its batches overlap, more is kept to undo updates.
         early: how many values from each other device may be in memory before their receives.
-        elsewhere: stages of other processes: they have gradients if those of this one have.
-        shards: whether the optimizers train parts of the parameters.
+        elsewhere: stages of other processes. They have gradients if this process's stages have.
+        shards: whether the optimizers are sharded.
     """
-    kept = {
+    graphs = {
         stage.index: GraphMemory(plan, stage, stage.kernel)
         for stage in plan.stages
         if isinstance(stage.kernel, GraphKernel)
     }
-    own = dict(enumerate(optimizers))
-    given = {s.index: [state[a.target] for a in s.parameters] for s in plan.stages}
-    parameters = {s.index: _bytes(given[s.index]) + _laid_out(s, given) for s in plan.stages}
+    by_stage = dict(enumerate(optimizers))
+    tensors = {s.index: [state[a.target] for a in s.parameters] for s in plan.stages}
     buffers = {s.index: _bytes(state[a.target] for a in s.buffers) for s in plan.stages}
     written = {s.index: _bytes(state[w.target] for w in s.writes) for s in plan.stages}
-    trained = {index: [x for x in whole if x.requires_grad] for index, whole in given.items()}
+    trained = {index: [x for x in whole if x.requires_grad] for index, whole in tensors.items()}
     optimizing = {
-        index: _optimizer(own.get(index), schedule, _bytes(whole) if shards else None)
+        index: _optimizer(by_stage.get(index), schedule, _bytes(whole) if shards else None)
         for index, whole in trained.items()
     }
     gradients = {
-        index: _bytes(x.grad for x in own if x.grad is not None) for index, own in trained.items()
+        index: _bytes(x.grad for x in some if x.grad is not None) for index, some in trained.items()
     }
     if any(gradients.values()):
         gradients |= {index: _bytes(trained[index]) for index in elsewhere}
     return Sizes(
         {name: spec.bytes for name, spec in plan.specs.items()},
         early=early,
-        saved={index: each.saved.bytes for index, each in kept.items()},
-        deferred={index: each.deferred.bytes for index, each in kept.items()},
+        saved={index: each.saved.bytes for index, each in graphs.items()},
+        deferred={index: each.deferred.bytes for index, each in graphs.items()},
         state=written,
-        saved_state={index: each.saved_state for index, each in kept.items()},
-        parameters=parameters,
+        saved_state={index: each.saved_state for index, each in graphs.items()},
+        parameters={
+            s.index: _bytes(tensors[s.index]) + _laid_out(s, tensors[s.index]) for s in plan.stages
+        },
         buffers=buffers,
-        gradients={index: _bytes(own) for index, own in trained.items()},
+        gradients={index: _bytes(some) for index, some in trained.items()},
         elements={
             index: [(x.numel() * x.requires_grad, x.element_size()) for x in whole]
-            for index, whole in given.items()
+            for index, whole in tensors.items()
         },
         buckets={s.index: s.buckets for s in plan.stages if s.buckets},
         started={} if any(optimizers) else gradients,
         optimizer={
-            # a step reads copies of the buffers that it writes
-            s.index: optimizing[s.index][0]
-            + gradients[s.index]
-            + written[s.index]
-            + buffers[s.index]
-            for s in plan.stages
+            # written buffers count twice, as a step reads copies of them
+            index: keeps + gradients[index] + written[index] + buffers[index]
+            for index, (keeps, _, _) in optimizing.items()
         },
         updating={index: step for index, (_, step, _) in optimizing.items()},
         undo={index: undo for index, (_, _, undo) in optimizing.items()},
-        holds={index: each.saved.values for index, each in kept.items()},
-        deferred_holds={index: each.deferred.values for index, each in kept.items()},
-        deferred_gradients={index: each.deferred.gradients for index, each in kept.items()},
-        places={key: place for each in kept.values() for key, place in each.places.items()},
-        laid_out={key: size for each in kept.values() for key, size in each.laid_out.items()},
-        runs={key: run for each in kept.values() for key, run in each.runs.items()},
-        adding={key: run for each in kept.values() for key, run in each.adding.items()},
-        left={key: left for each in kept.values() for key, left in each.left.items()},
-        unknown=frozenset(s.index for s in plan.stages) - kept.keys(),
+        holds={index: each.saved.values for index, each in graphs.items()},
+        deferred_holds={index: each.deferred.values for index, each in graphs.items()},
+        deferred_gradients={index: each.deferred.gradients for index, each in graphs.items()},
+        places={key: place for each in graphs.values() for key, place in each.places.items()},
+        laid_out={key: size for each in graphs.values() for key, size in each.laid_out.items()},
+        runs={key: run for each in graphs.values() for key, run in each.runs.items()},
+        adding={key: run for each in graphs.values() for key, run in each.adding.items()},
+        left={key: left for each in graphs.values() for key, left in each.left.items()},
+        unknown=frozenset(s.index for s in plan.stages) - graphs.keys(),
     )
 
 
-def _laid_out(stage: Stage, given: Mapping[int, Sequence[Tensor]]) -> int:
-    """The bytes of the copies that a step makes of a stage's parameters, in other strides."""
+def _laid_out(stage: Stage, parameters: Sequence[Tensor]) -> int:
+    """The bytes of the copies that a step makes of parameters whose strides the kernel changes."""
     strides = stage.kernel.parameter_strides if isinstance(stage.kernel, GraphKernel) else ()
-    pairs = zip(given[stage.index], strides, strict=bool(strides))
-    return _bytes(x for x, asked in pairs if asked not in (None, x.stride()))
+    pairs = zip(parameters, strides, strict=bool(strides))
+    return _bytes(x for x, wanted in pairs if wanted not in (None, x.stride()))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(map(size_in_bytes, tensors))
 
 
-class _Memory(NamedTuple):
-    """To what a storage of a graph's argument belongs.
+class _Owner(NamedTuple):
+    """The owner of a storage that is an argument of a graph.
 
     Attributes:
         kind: ``fixed`` is always allocated; ``value`` and ``gradient`` cross between stages;
             ``kept`` was kept for this graph only; ``sum`` is a sum of gradients.
-        value: the name of the value.
+        value: the name of the value that crosses.
     """
 
     kind: Literal["fixed", "value", "gradient", "kept", "sum"]
     value: str = ""
 
 
-_FIXED, _KEPT, _SUM = _Memory("fixed"), _Memory("kept"), _Memory("sum")
+_FIXED, _KEPT, _SUM = _Owner("fixed"), _Owner("kept"), _Owner("sum")
 
-_Known = Mapping[int, _Memory]
-"""Storage of a graph → to what it belongs; storages that are missing are made by the graph."""
+_Owners = Mapping[int, _Owner]
+"""Storage of a graph → its owner; the graph itself makes the storages that are missing."""
 
 
 class Kept(NamedTuple):
-    """What one graph keeps for another.
+    """The tensors that one graph keeps for another.
 
     Attributes:
-        bytes: the storages that nothing else holds, each counted once.
-        values: the values between stages that it keeps unchanged.
-        gradients: the values whose gradients it keeps unchanged.
-        lies_in: for each kept tensor its storages in the graph.
-        memories: storage → to what it belongs in the graph that gets it.
+        bytes: the bytes of their storages that nothing else holds, each counted once.
+        values: the values between stages among them.
+        gradients: the values whose gradients are among them.
+        lies_in: kept tensor → its storages in the graph.
+        owners: storage → its owner in the graph that gets it.
     """
 
     bytes: int = 0
     values: frozenset[str] = frozenset()
     gradients: frozenset[str] = frozenset()
     lies_in: tuple[tuple[int, ...], ...] = ()
-    memories: _Known = MappingProxyType({})
+    owners: _Owners = MappingProxyType({})
 
 
 class GraphMemory:
-    """The memory of a stage's graphs, for one micro-batch of the example; see Sizes.
-
-    ``saved`` is what forward keeps for backward, and ``deferred`` what the first half of backward
-    keeps for the second.
-    """
+    """The memory of a stage's graphs, for one micro-batch of the example; for the attributes see
+    Sizes. ``saved`` is kept by forward for backward, and ``deferred`` by the first half of backward
+    for the second."""
 
     def __init__(self, plan: Plan, stage: Stage, kernel: GraphKernel) -> None:
         self._plan, self._stage, self._kernel = plan, stage, kernel
@@ -211,49 +204,50 @@ class GraphMemory:
         graph = kernel.forward_graph.graph
         live, (arguments, returned) = liveness(graph), _ends(graph)
         constants = len(stage.parameters) + len(stage.buffers)
-        known = dict.fromkeys(live.lies_in(arguments[:constants]), _FIXED)
+        owners = dict.fromkeys(live.lies_in(arguments[:constants]), _FIXED)
         inputs = arguments[constants:]
         crossings = [(edge.value, False) for edge in self._plan.edges_into(stage.index)]
         for (name, _), node in zip(crossings, inputs, strict=True):
             for storage in live.of[node]:
-                known.setdefault(storage, _Memory("value", name))
+                owners.setdefault(storage, _Owner("value", name))
         laid_out = self._lay_out(live, crossings, inputs, kernel.input_strides)
-        run = _workspace(live, known, (), laid_out)
+        run = _workspace(live, owners, (), laid_out)
         run = _as_measured(run, kernel.forward_graph)
         self.runs["F", stage.index] = self.runs["R", stage.index] = run
         names = outputs_of(self._plan.edges_from(stage.index))
         for name, node in zip(names, returned, strict=False):
-            self._place(name, False, live, node, known)
+            self._place(name, False, live, node, owners)
         saved = returned[kernel.outputs + kernel.writes :]
         written = {write.target for write in stage.writes}
         buffers = zip(stage.buffers, arguments[len(stage.parameters) : constants], strict=True)
         changing = live.lies_in(node for buffer, node in buffers if buffer.target in written)
         kept = live.lies_in(saved)
         self.saved_state = sum(live.spans[each].bytes for each in changing if each in kept)
-        return _kept(live, saved, known)
+        return _kept(live, saved, owners)
 
     def _backward(self, letter: str, module: fx.GraphModule) -> Kept:
-        """Count backward, or its first half; returns what that keeps for the second."""
-        live, known, returned = self._run(letter, module, self.saved, ends=True)
+        """Count backward, or its first half. Returns what that keeps for the second half."""
+        live, owners, returned = self._run(letter, module, self.saved, ends=True)
         into = [e for e in self._plan.edges_into(self._stage.index) if e.gradient]
         for edge, node in zip(into, returned, strict=False):
-            self._place(edge.value, True, live, node, known)
-        return _kept(live, returned[self._kernel.input_gradients :], known)
+            self._place(edge.value, True, live, node, owners)
+        return _kept(live, returned[self._kernel.input_gradients :], owners)
 
     def _in_buckets(self, letter: str, graphs: Sequence[BucketGraph]) -> None:
-        """Count a backward that runs bucket by bucket of gradients."""
+        """Count a backward that runs one bucket of gradients after the other."""
         kept = self.deferred if letter == "W" else self.saved
-        for bucket, own in enumerate(graphs):
-            name = f"{letter}{bucket if own is not graphs[-1] else -1}"
-            live, known, returned = self._run(name, own.graph, kept, ends=name == "B0")
-            kept = _kept(live, returned[: own.left], known)
+        for bucket, part in enumerate(graphs):
+            name = f"{letter}{bucket if part is not graphs[-1] else -1}"
+            live, owners, returned = self._run(name, part.graph, kept, ends=name == "B0")
+            kept = _kept(live, returned[: part.left], owners)
             self.left[name, self._stage.index] = Left(kept.bytes, kept.values, kept.gradients)
 
     def _run(
         self, name: str, module: fx.GraphModule, kept: Kept, *, ends: bool = False
-    ) -> tuple[Liveness, dict[int, _Memory], list[Any]]:
-        """Count a graph ``[kept, output gradients, totals]`` of a backward, under the letter
-        ``name``. ``ends`` tells that it gets the gradients of the stage's outputs."""
+    ) -> tuple[Liveness, dict[int, _Owner], list[Any]]:
+        """Count a backward graph with arguments ``[kept, output gradients, totals]`` under the
+        letter ``name``, see ``Sizes.runs``. ``ends`` tells whether it gets the gradients of the
+        stage's outputs."""
         arguments, returned = _ends(module.graph)
         names = outputs_of(self._plan.edges_from(self._stage.index))
         crossings = [(names[index], True) for index in self._kernel.gradient_outputs if ends]
@@ -261,20 +255,20 @@ class GraphMemory:
         first = len(kept.lies_in)
         gradients, totals = arguments[first:][: len(crossings)], arguments[first + len(crossings) :]
         live = liveness(module.graph, kept.lies_in, totals)
-        known = _given(live, arguments, kept)
+        owners = _given(live, arguments, kept)
         edges = [e for e in self._plan.edges_from(self._stage.index) if e.gradient]
         for (value, _), node in zip(crossings, gradients, strict=True):
             parts = sum(edge.value == value for edge in edges)
-            memory = _Memory("gradient", value) if parts == 1 else _SUM
-            known.update(dict.fromkeys(live.of[node], memory))
+            owner = _Owner("gradient", value) if parts == 1 else _SUM
+            owners.update(dict.fromkeys(live.of[node], owner))
         laid_out = self._lay_out(live, crossings, gradients, strides)
         key, used_up = (name, self._stage.index), ("value", "gradient")
-        self.runs[key] = _as_measured(_workspace(live, known, used_up, laid_out), module, totals)
+        self.runs[key] = _as_measured(_workspace(live, owners, used_up, laid_out), module, totals)
         if totals:
             later = liveness(module.graph, kept.lies_in)
-            same = _carried(live, known, later, arguments, totals)
+            same = _carried(live, owners, later, arguments, totals)
             self.adding[key] = _as_measured(_workspace(later, same, used_up, laid_out), module)
-        return live, known, returned
+        return live, owners, returned
 
     def _lay_out(
         self,
@@ -283,9 +277,9 @@ class GraphMemory:
         nodes: Iterable[fx.Node],
         strides: Iterable[tuple[int, ...] | None],
     ) -> tuple[GraphInput, ...]:
-        """The arguments that do not arrive with the strides that the graph needs, such as a slice
-        of a larger tensor; the kernel copies them once more."""
-        found = []
+        """The arguments that the kernel has to copy, as they arrive in other strides than the graph
+        needs."""
+        copies = []
         for crossing, node, wanted in zip(crossings, nodes, strides, strict=True):
             value = node.meta.get("val")
             if not isinstance(value, Tensor) or wanted is None:
@@ -296,47 +290,48 @@ class GraphMemory:
                 size = extent * value.element_size() if value.numel() else 0
                 self.laid_out[self._stage.index, *crossing] = size
                 last = max(live.spans[storage].last for storage in live.of[node])
-                found.append(GraphInput(crossing, size, last))
-        return tuple(found)
+                copies.append(GraphInput(crossing, size, last))
+        return tuple(copies)
 
     def _place(
-        self, name: str, gradient: bool, live: Liveness, node: Any, known: dict[int, _Memory]
+        self, name: str, gradient: bool, live: Liveness, node: Any, owners: dict[int, _Owner]
     ) -> None:
         """Note the storage of a value or gradient that the stage makes."""
         for storage in live.lies_in([node]):
-            memory = known.get(storage, _KEPT)
-            if memory.kind in ("kept", "sum"):
-                memory = known[storage] = _Memory("gradient" if gradient else "value", name)
-            place = Storage(memory.value, memory.kind == "gradient", live.spans[storage].bytes)
+            owner = owners.get(storage, _KEPT)
+            if owner.kind in ("kept", "sum"):
+                owner = owners[storage] = _Owner("gradient" if gradient else "value", name)
+            place = Storage(owner.value, owner.kind == "gradient", live.spans[storage].bytes)
             self.places[self._stage.index, name, gradient] = place
 
 
 def _ends(graph: fx.Graph) -> tuple[list[fx.Node], list[Any]]:
+    """The arguments of a graph, and what it returns."""
     *nodes, output = graph.nodes
     returned: Any = output.args[0]
     return [node for node in nodes if node.op == "placeholder"], list(returned)
 
 
-def _kept(live: Liveness, nodes: Sequence[Any], known: _Known) -> Kept:
-    """The part of a graph's values that it keeps for another graph."""
+def _kept(live: Liveness, nodes: Sequence[Any], owners: _Owners) -> Kept:
+    """Those of a graph's values that it keeps for another graph."""
     alone = {_SUM: _KEPT}
-    memories = {
-        storage: alone.get(memory := known.get(storage, _KEPT), memory)
+    passed = {
+        storage: alone.get(owner := owners.get(storage, _KEPT), owner)
         for storage in live.lies_in(nodes)
     }
     return Kept(
-        sum(live.spans[each].bytes for each, memory in memories.items() if memory is _KEPT),
-        frozenset(memory.value for memory in memories.values() if memory.kind == "value"),
-        frozenset(memory.value for memory in memories.values() if memory.kind == "gradient"),
+        sum(live.spans[each].bytes for each, owner in passed.items() if owner is _KEPT),
+        frozenset(owner.value for owner in passed.values() if owner.kind == "value"),
+        frozenset(owner.value for owner in passed.values() if owner.kind == "gradient"),
         tuple(live.lies_in([node]) for node in nodes),
-        memories,
+        passed,
     )
 
 
-def _given(live: Liveness, arguments: Iterable[fx.Node], kept: Kept) -> dict[int, _Memory]:
-    """To what the storages of a graph's first arguments belong, which another graph has kept."""
+def _given(live: Liveness, arguments: Iterable[fx.Node], kept: Kept) -> dict[int, _Owner]:
+    """Storage → its owner, for a graph's first arguments, which another graph has kept."""
     return {
-        storage: kept.memories[home]
+        storage: kept.owners[home]
         for node, homes in zip(arguments, kept.lies_in, strict=False)
         for storage, home in zip(live.of[node], homes, strict=True)
     }
@@ -344,54 +339,52 @@ def _given(live: Liveness, arguments: Iterable[fx.Node], kept: Kept) -> dict[int
 
 def _carried(
     live: Liveness,
-    known: _Known,
+    owners: _Owners,
     later: Liveness,
     arguments: Iterable[fx.Node],
     totals: Iterable[fx.Node],
-) -> _Known:
-    """To what the storages belong where there are sums already, to which the graph adds."""
-    found = {
-        new: known[old]
+) -> _Owners:
+    """Storage → its owner, in the graph's run ``later`` that adds to existing sums of gradients."""
+    carried = {
+        new: owners[old]
         for node in arguments
         for old, new in zip(live.of[node], later.of[node], strict=False)
-        if old in known
+        if old in owners
     }
-    return found | dict.fromkeys(later.lies_in(totals), _FIXED)
+    return carried | dict.fromkeys(later.lies_in(totals), _FIXED)
 
 
 def _workspace(
     live: Liveness,
-    known: _Known,
+    owners: _Owners,
     used_up: Collection[str],
     laid_out: tuple[GraphInput, ...] = (),
 ) -> Workspace:
-    """The memory that a graph needs while it runs, besides its arguments.
-
-    Arguments that were kept or summed for this graph only are freed after their last use, and so
-    are those of the kinds ``used_up`` where nothing else holds them.
-    """
+    """The memory that a graph needs while it runs, besides its arguments. Arguments that were kept
+    or summed for this graph only are freed after their last use. So are those of the kinds
+    ``used_up``, if nothing else holds them."""
     changes = [0] * (live.steps + 2)
     freed = []
     for storage, (size, first, last) in live.spans.items():
-        memory = known.get(storage)
-        if memory is None or memory.kind == "sum":
+        owner = owners.get(storage)
+        if owner is None or owner.kind == "sum":
             changes[max(first, 0)] += size
-        if memory is None or memory.kind in ("kept", "sum"):
+        if owner is None or owner.kind in ("kept", "sum"):
             changes[last + 1] -= size
-        elif memory.kind in used_up:
-            freed.append(GraphInput((memory.value, memory.kind == "gradient"), size, last))
+        elif owner.kind in used_up:
+            freed.append(GraphInput((owner.value, owner.kind == "gradient"), size, last))
     return Workspace(tuple(accumulate(changes[:-1])), tuple(freed), laid_out)
 
 
 def _as_measured(
     run: Workspace, module: fx.GraphModule, begun: Sequence[fx.Node] = ()
 ) -> Workspace:
-    """The memory of a graph that runs compiled, where it is measured: its peak, and what is left at
-    the return. What it frees besides counts until then. ``begun`` are the sums that it makes."""
+    """Replace the levels of a compiled graph's memory by its measured peak and the level at its
+    return; arguments are freed only there. ``begun`` are the sums of gradients that it makes."""
     peak = peak_of(module)
     if peak is None:
         return run
     peak += _bytes(node.meta["val"] for node in begun)
-    freed = tuple(each._replace(last=1) for each in run.freed)
-    laid_out = tuple(each._replace(last=1) for each in run.laid_out)
+    freed = tuple(argument._replace(last=1) for argument in run.freed)
+    laid_out = tuple(argument._replace(last=1) for argument in run.laid_out)
     return Workspace((peak, run.levels[-1]), freed, laid_out)

@@ -1,4 +1,4 @@
-"""The memory of an optimizer and of its step, in bytes, found without stepping it."""
+"""Predict the memory of an optimizer and of its step, in bytes, without stepping it."""
 
 from __future__ import annotations
 
@@ -18,35 +18,37 @@ from fxpipe.torchtools.pytrees import pieces
 
 _SIDE = 64
 _FEW = 1 << 22
-"""Parameters of fewer bytes stand there with data: PyTorch computes that far sooner than shapes."""
+"""Trial parameters have data if they have fewer bytes than this, as PyTorch then computes faster
+than it derives shapes on the meta device."""
 
 _MOST_KNOWN = 1 << 12
 _known: dict[tuple[Any, ...], tuple[int, int]] = {}
-"""What was found for optimizers of PyTorch: settings and layouts of parameters tell it."""
+"""Results for PyTorch's optimizers, by their settings and the layouts of their parameters."""
 
 
 def optimizer_memory(optimizer: Optimizer) -> tuple[int, int]:
-    """The bytes of an optimizer's state, now or, before its first step, after it; and the most that
-    a step needs besides parameters, gradients and state.
+    """Return the bytes of an optimizer's state, and of its step besides parameters, gradients and
+    state at most. Before the first step the state is that after it.
 
-    A copy of the optimizer makes two steps over zeros of the same shapes, which have no data where
-    they are large. If it needs data, or asks for the device, it steps over small tensors, and the
-    result is scaled. It is kept for optimizers of PyTorch that are alike.
+    A copy of the optimizer makes two steps over zeros of the same shapes, without data if they are
+    large. If it needs data, or asks for the device, it steps small tensors, and the result is
+    scaled up. Results for PyTorch's optimizers are remembered.
     """
-    like = _like(optimizer)
-    if like is None or like not in _known:
-        state, step = _found(optimizer)
-        if like is not None:
+    key = _key(optimizer)
+    memory = None if key is None else _known.get(key)
+    if memory is None:
+        memory = _measured(optimizer)
+        if key is not None:
             if len(_known) >= _MOST_KNOWN:
                 _known.clear()
-            _known[like] = state, step
-    else:
-        state, step = _known[like]
+            _known[key] = memory
+    state, step = memory
     return _bytes(optimizer.state) or state, step
 
 
-def _like(optimizer: Optimizer) -> tuple[Any, ...] | None:
-    """What tells the memory of an optimizer; None where its class or a setting is not PyTorch's."""
+def _key(optimizer: Optimizer) -> tuple[Any, ...] | None:
+    """A key that determines an optimizer's memory; None if its class or a setting is not
+    PyTorch's."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return None
     key: list[Any] = [type(optimizer), torch.get_default_dtype()]
@@ -63,8 +65,8 @@ def _like(optimizer: Optimizer) -> tuple[Any, ...] | None:
     return tuple(key)
 
 
-def _found(optimizer: Optimizer) -> tuple[int, int]:
-    """The bytes of its state after its first steps, and what a step needs besides."""
+def _measured(optimizer: Optimizer) -> tuple[int, int]:
+    """The bytes of the state after two steps, and of the second step."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     few = sum(p.nbytes for p in parameters) < _FEW and all(p.is_cpu for p in parameters)
     try:
@@ -75,7 +77,7 @@ def _found(optimizer: Optimizer) -> tuple[int, int]:
 
 
 def _steps(optimizer: Optimizer, groups: list[dict[str, Any]]) -> tuple[int, int]:
-    """The bytes of the state after two steps of a copy, and what the second step needed."""
+    """The same for a copy of the optimizer with other parameter groups."""
     stepped, step = alone(optimizer, groups), type(optimizer).step
     step(stepped)
     with Counting() as counting:
@@ -85,18 +87,18 @@ def _steps(optimizer: Optimizer, groups: list[dict[str, Any]]) -> tuple[int, int
 
 def _zeros(group: Mapping[str, Any], device: str) -> dict[str, Any]:
     """A parameter group with zeros for its parameters and gradients."""
-    own = group["params"]
-    made = [nn.Parameter(torch.zeros_like(p, device=device), p.requires_grad) for p in own]
-    for parameter in made:
+    real = group["params"]
+    zeros = [nn.Parameter(torch.zeros_like(p, device=device), p.requires_grad) for p in real]
+    for parameter in zeros:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    found = {**group, "params": made}
-    if found.get("foreach", 0) is None and own and all(p.is_cuda for p in own):
-        found["foreach"] = True  # as torch chooses on the real device
-    return found
+    result = {**group, "params": zeros}
+    if result.get("foreach", 0) is None and real and all(p.is_cuda for p in real):
+        result["foreach"] = True  # which torch chooses on the real device
+    return result
 
 
 def _in_proportion(optimizer: Optimizer, parameters: Sequence[Tensor]) -> tuple[int, int]:
-    """Scale up steps over 3 and over 6 small parameters: the difference tells whether an optimizer
+    """Scale up from steps over 3 and over 6 small parameters: the difference tells whether a step
     needs memory for all parameters at once, or for one after another."""
     total = sum(parameter.nbytes for parameter in parameters)
     largest = max((parameter.nbytes for parameter in parameters), default=0)
@@ -111,11 +113,11 @@ def _in_proportion(optimizer: Optimizer, parameters: Sequence[Tensor]) -> tuple[
 def _small(optimizer: Optimizer, like: Tensor, count: int) -> tuple[float, float]:
     """The memory of state and step for ``count`` small parameters, in units of one parameter."""
     device = like.device
-    made = [nn.Parameter(torch.zeros(_SIDE, _SIDE, device=device)) for _ in range(count)]
-    for parameter in made:
+    small = [nn.Parameter(torch.zeros(_SIDE, _SIDE, device=device)) for _ in range(count)]
+    for parameter in small:
         parameter.grad = torch.zeros_like(parameter)
-    state, step = _steps(optimizer, [{**optimizer.param_groups[0], "params": made}])
-    return state // made[0].nbytes, step // made[0].nbytes
+    state, step = _steps(optimizer, [{**optimizer.param_groups[0], "params": small}])
+    return state // small[0].nbytes, step // small[0].nbytes
 
 
 def _bytes(state: Mapping[Any, Any]) -> int:
@@ -124,11 +126,11 @@ def _bytes(state: Mapping[Any, Any]) -> int:
 
 
 class Counting(TorchDispatchMode):
-    """Counts the bytes of each result of an operation, by storage, until it is freed.
+    """Counts the bytes of the results of operations, by storage, until they are freed.
 
-    It is needed as torch's CPU allocator has no counters. Use it for measurements only, as it slows
-    every operation down. A view shares its base's storage, which counts once, with its full size.
-    Memory that an operation allocates and frees before it returns is not seen.
+    Torch's CPU allocator has no counters. Use this for measurements only: it slows every operation
+    down. A storage counts once, in full, however many views share it. Memory that an operation
+    allocates and frees before it returns is not seen.
 
     Attributes:
         alive: the bytes that are alive now.
@@ -151,20 +153,15 @@ class Counting(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = kwargs or {}
-        if func is not torch.ops.aten.lift_fresh.default:  # what torch.tensor has just made
+        if func is not torch.ops.aten.lift_fresh.default:  # its argument is new, from torch.tensor
             self.adopt((args, named), counted=False)
-        made = func(*args, **named)
-        self.adopt(made)
-        return made
+        result = func(*args, **named)
+        self.adopt(result)
+        return result
 
     def adopt(self, values: Any, *, counted: bool = True) -> None:
-        """Register existing tensors until they are freed.
-
-        Args:
-            values: tensors in nested containers; tensors that are registered already do not
-                change.
-            counted: whether they count.
-        """
+        """Register the tensors in nested containers until they are freed, unless they are
+        registered already. ``counted`` tells whether they count."""
         for leaf in (values,) if isinstance(values, Tensor) else pytree.tree_leaves(values):
             if isinstance(leaf, Tensor):
                 for piece in pieces(leaf):

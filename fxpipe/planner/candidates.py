@@ -1,5 +1,5 @@
-"""Which schedule, how many micro-batches, which stages recompute or offload: the fastest step that
-fits."""
+"""Find the fastest step that fits: schedule, number of micro-batches, stages that recompute or
+offload."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from fxpipe.passes.schedule import Recompute
 from fxpipe.simulator.costs import Times
 
 EXACT = 1.01
-"""Times that differ by less are equal, as measured times are no exacter; then memory decides."""
+"""Times that differ by a smaller factor count as equal, as measurements are no more exact; then
+memory decides."""
 
 Modes = tuple[Recompute, ...]
-"""Stage → whether it recomputes."""
+"""Stage → whether it recomputes, or offloads."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a step could be like.
+    """A way to run a step.
 
     Attributes:
-        recipe: its schedule.
-        microbatches: into how many a batch is split.
-        recompute: stage → its mode.
-        offload: the same; empty for no stage.
+        recipe: the schedule.
+        microbatches: into how many micro-batches a batch is split.
+        recompute: stage → whether it recomputes.
+        offload: stage → whether it offloads; empty if none does.
     """
 
     recipe: Recipe
@@ -54,15 +55,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a candidate is predicted to need.
+    """The time and memory that a candidate is predicted to need.
 
     Attributes:
-        candidate: it.
-        seconds: of a step; where batches overlap, in the long run.
-        held: device → the most bytes that it holds; or what counts them, where that takes a while.
+        candidate: the candidate.
+        seconds: the time of a step; in the long run if batches overlap.
+        held: device → the most bytes that it holds; or a slow function that returns these.
         idle: the share of the devices' time that is idle.
-        roughly: device → the same, where it is known without a derivation of the stages; empty
-            where it is not.
+        roughly: device → a rough estimate of ``held`` that is known already; empty if there is
+            none.
     """
 
     candidate: Candidate
@@ -79,13 +80,13 @@ class Predicted:
     def __str__(self) -> str:
         return f"{self.candidate} ({time_text(self.seconds)}, predicted)"
 
-    def fits(self, limits: Sequence[float], *, exactly: bool = False) -> bool:
-        """Whether all devices keep their limits."""
-        return not any(self.over(limits, exactly=exactly))
+    def fits(self, limits: Sequence[float]) -> bool:
+        """Whether no device exceeds its limit, see ``over``."""
+        return not any(self.over(limits))
 
     def over(self, limits: Sequence[float], *, exactly: bool = False) -> tuple[float, ...]:
-        """Device → the bytes that it lacks; unless ``exactly`` is asked for, none where ``roughly``
-        is far below the limits."""
+        """Device → the bytes that it lacks. If ``roughly`` is far below all limits, the exact bytes
+        are counted only if ``exactly`` is set."""
         ample = (_AMPLE * p <= most for p, most in zip(self.roughly, limits, strict=False))
         if self.roughly and not exactly and all(ample):
             return (0.0,) * len(limits)
@@ -94,52 +95,53 @@ class Predicted:
 
 
 _AMPLE = 4.0
-"""With so many times the memory that is roughly needed, no exact count is asked for."""
+"""If limits are so many times the rough estimate, the exact bytes are not counted."""
 
 
 def library_over(
     devices: int, place: Placement = one_each, *, stale: bool = False, halves: bool = True
 ) -> list[Recipe]:
-    """The library's schedules that train with their stages at these places. On one device all of
-    them are as fast, and 1F1B keeps the least.
+    """The library's training schedules with this placement of stages.
+
+    On one device all schedules are equally fast, and 1F1B, which holds the least, is the only one.
 
     Args:
-        devices: how many.
+        devices: how many devices there are.
         place: where the stages are.
         stale: whether batches may read weights that are older than the newest.
-        halves: whether backwards may be in halves.
+        halves: whether backwards may be split in halves.
     """
     if devices == 1:
         return [find_recipe("1f1b")]
-    found = []
+    recipes = []
     for name in library.__all__:
         recipe: Recipe = getattr(library, name)
         if recipe.place(devices) == place(devices) and not any(recipe.copies(devices)):
-            made = recipe(devices, 2 * devices)
-            fits = (stale or not (made.overlaps or any(made.delays))) and (
-                halves or "I" not in made.kinds
-            )
-            if made.trains and fits:
-                found.append(recipe)
-    return found
+            schedule = recipe(devices, 2 * devices)
+            fresh = not (schedule.overlaps or any(schedule.delays))
+            if schedule.trains and (stale or fresh) and (halves or "I" not in schedule.kinds):
+                recipes.append(recipe)
+    return recipes
 
 
 def least_seconds(times: Times, recipe: Recipe, microbatches: int, devices: int) -> float:
-    """A time that no step takes less than: each device has its work to do. With a flush it begins
-    when its first micro-batch comes, and its last one has to go back."""
-    made = recipe(devices, microbatches)
-    halves, flush = "I" in made.kinds, not made.overlaps
-    work, later = [0.0] * devices, [0.0] * devices
-    down, up, ways = 0.0, 0.0, dict[int, tuple[float, float]]()
-    for s, home in enumerate(made.placement):
-        forward, back = times["F", s], times["I" if halves else "B", s]
-        work[home] += microbatches * (forward + back)
-        later[home] += microbatches * times["W", s] if halves else 0.0
+    """A lower bound on the time of a step: each device has to do its work. With a flush it also
+    waits for its first micro-batch to arrive, and its last backward has to return to stage 0."""
+    schedule = recipe(devices, microbatches)
+    halves, flush = "I" in schedule.kinds, not schedule.overlaps
+    work, weights = [0.0] * devices, [0.0] * devices
+    # device → the time of a micro-batch from stage 0 to its first stage, and of the way back
+    ways: dict[int, tuple[float, float]] = {}
+    down, up = 0.0, 0.0
+    for s, home in enumerate(schedule.placement):
+        forward, backward = times["F", s], times["I" if halves else "B", s]
+        work[home] += microbatches * (forward + backward)
+        weights[home] += microbatches * times["W", s] if halves else 0.0
         ways.setdefault(home, (down, up))
-        down, up = down + forward, up + back
+        down, up = down + forward, up + backward
     return max(
-        work[home] + max(later[home] + flush * way, flush * (way + back))
-        for home, (way, back) in ways.items()
+        work[home] + max(weights[home] + flush * there, flush * (there + back))
+        for home, (there, back) in ways.items()
     )
 
 
@@ -153,38 +155,38 @@ def evaluate(
     offload: Modes | None = (),
     worth: float = inf,
 ) -> list[Predicted]:
-    """Predict candidates, those that could be fastest first, until no other one can be among the
-    ``keep`` fastest that fit. First those that fit, then those that lack least.
+    """Predict candidates, in the order of their lower bounds, until no other one can be among the
+    ``keep`` fastest that fit. Returns all that were predicted: those that fit, the fastest first,
+    then those that do not, with the least missing memory first.
 
     Args:
-        ways: the schedules with their numbers of micro-batches.
-        recompute: which stages recompute; None to choose: none, or enough so that all fits.
+        ways: schedules with numbers of micro-batches.
+        recompute: which stages recompute; None to choose: none, or enough to fit.
         limits: device → the bytes that it may hold.
-        least: what no step takes less time than.
-        predict: what a candidate needs; None if it cannot run.
-        keep: how many are asked for.
+        least: returns a lower bound on the time of a step.
+        predict: returns what a candidate needs; None if it cannot run.
+        keep: how many candidates are wanted.
         offload: which stages offload, empty for none; None to choose, together with ``recompute``.
-        worth: a step that takes more seconds than this is of no use.
+        worth: steps that take more seconds than this are of no use.
     """
-    found: list[Predicted] = []
+    predicted: list[Predicted] = []
     bounds: list[tuple[float, tuple[Recipe, int]]] = []
     for way in ways:
-        with suppress(InputError):  # it is not for so many devices and micro-batches
+        with suppress(InputError):  # no schedule of so many devices and micro-batches
             bounds.append((least(*way), way))
-    for bound, (recipe, microbatches) in sorted(bounds, key=lambda each: each[0]):
-        fast = sorted(each.seconds for each in found if each.fits(limits))
+    for bound, (recipe, microbatches) in sorted(bounds, key=lambda pair: pair[0]):
+        fast = sorted(each.seconds for each in predicted if each.fits(limits))
         most = min(worth, EXACT * fast[keep - 1]) if len(fast) >= keep else worth
         if bound > most:
             break
-        given = Candidate(recipe, microbatches, recompute or (), offload or ())
-        found += variants(given, limits, predict, offloads=offload is None, worth=most)
-    return sorted(found, key=lambda each: (sum(each.over(limits)), each.seconds))
+        candidate = Candidate(recipe, microbatches, recompute or (), offload or ())
+        predicted += variants(candidate, limits, predict, offloads=offload is None, worth=most)
+    return sorted(predicted, key=lambda each: (sum(each.over(limits)), each.seconds))
 
 
-def best_of(found: Sequence[Predicted]) -> Predicted:
+def best_of(predicted: Sequence[Predicted]) -> Predicted:
     """Of those that are as fast as the first, the one that holds the least."""
-    first = found[0]
-    fast = [each for each in found if each.seconds <= EXACT * first.seconds]
+    fast = [each for each in predicted if each.seconds <= EXACT * predicted[0].seconds]
     return min(fast, key=lambda each: max(each.roughly or each.peaks, default=0.0))
 
 
@@ -196,73 +198,75 @@ def variants(
     offloads: bool = False,
     worth: float = inf,
 ) -> list[Predicted]:
-    """A candidate as it is, or with so much recomputed, or offloaded, that it fits.
+    """Predict a candidate as it is, or with stages that recompute or offload so that it fits.
 
-    What a device holds depends on what its own stages do, hardly on the others. So what all
-    stages do alike tells which ways each stage has; keeping all is the fastest where it fits.
-    All combinations of the other ways are predicted, or, where these are more than ``_MOST``, those
-    that differ in one stage from the best so far, until none of them is faster.
+    Each stage keeps all its activations, offloads, recomputes, or does both. First all stages do
+    the same. If keeping all fits, it is the fastest. Otherwise, as the memory of a device depends
+    mostly on its own stages, what its device then lacks tells the options of each stage. All their
+    combinations are predicted if there are at most ``_MOST``; else those that differ in one stage
+    from the best so far, until none of them is better.
 
     Args:
-        candidate: what is given of it is not chosen: any recomputation.
+        candidate: the candidate; if its ``recompute`` is given, nothing is chosen.
         limits: device → the bytes that it may hold.
-        predict: what a candidate needs; None if it cannot run.
+        predict: returns what a candidate needs; None if it cannot run.
         offloads: whether stages may offload.
-        worth: where nothing is recomputed or offloaded and a step takes longer, it is of no use.
+        worth: if a step takes more seconds than this even while all stages keep, it is of no use.
     """
     if candidate.recompute:
-        made = predict(candidate)
-        return [] if made is None or made.seconds > worth else [made]
+        needs = predict(candidate)
+        return [] if needs is None or needs.seconds > worth else [needs]
     home = candidate.recipe.place(len(limits))
     known: dict[tuple[str, ...], Predicted | None] = {}
 
-    def of(ways: tuple[str, ...]) -> Predicted | None:
-        if ways not in known:
-            chosen = replace(candidate, recompute=_modes(ways, "recompute"))
+    def of(kinds: tuple[str, ...]) -> Predicted | None:
+        if kinds not in known:
+            chosen = replace(candidate, recompute=_modes(kinds, "recompute"))
             if offloads:
-                chosen = replace(chosen, offload=_modes(ways, "offload"))
-            known[ways] = predict(chosen)
-        return known[ways]
+                chosen = replace(chosen, offload=_modes(kinds, "offload"))
+            known[kinds] = predict(chosen)
+        return known[kinds]
 
-    kinds = ("keep", "offload", "recompute", "both") if offloads else ("keep", "recompute")
+    # what all stages do → device → the bytes that it then lacks
     alike: dict[str, tuple[float, ...]] = {}
-    for kind in kinds:
+    for kind in ("keep", "offload", "recompute", "both") if offloads else ("keep", "recompute"):
         if kind == "both" and not any(alike.get("recompute", (1.0,))):
-            break  # storing the inputs besides gains nothing
-        if (made := of((kind,) * len(home))) is not None:
-            if kind == "keep" and made.seconds > worth:
+            break  # recomputing alone fits, so storing the inputs too gains nothing
+        if (needs := of((kind,) * len(home))) is not None:
+            if kind == "keep" and needs.seconds > worth:
                 return []
-            alike[kind] = made.over(limits)
+            alike[kind] = needs.over(limits)
             if kind == "keep" and not any(alike[kind]):
-                return [made]
+                return [needs]
     if not alike:
         return []
-    ways = [
-        _ways({kind: over[device] for kind, over in alike.items()}, home.count(device))
+    options = [
+        _options({kind: over[device] for kind, over in alike.items()}, home.count(device))
         for device in home
     ]
-    if prod(map(len, ways)) <= _MOST:
-        for each in product(*ways):
-            of(each)
+    if prod(map(len, options)) <= _MOST:
+        for kinds in product(*options):
+            of(kinds)
     else:
-        best = tuple(own[-1] for own in ways)
-        while best != (best := _exchanged(best, ways, of, limits)):
+        best = tuple(kinds[-1] for kinds in options)
+        while best != (best := _improved(best, options, of, limits)):
             pass
-    return [made for made in known.values() if made is not None]
+    return [needs for needs in known.values() if needs is not None]
 
 
 _MOST = 16
-"""So many combinations of what stages may do are predicted at most."""
+"""The most combinations of the stages' options that are all predicted."""
 
 
-def _modes(ways: Sequence[str], option: str) -> Modes:
-    return tuple("always" if way in (option, "both") else "never" for way in ways)
+def _modes(kinds: Sequence[str], option: str) -> Modes:
+    return tuple("always" if kind in (option, "both") else "never" for kind in kinds)
 
 
-def _ways(over: Mapping[str, float], stages: int) -> list[str]:
-    """What a stage may do, by what its device then lacks: keep all where that fits, or else what
-    fits, or what lacks least, both only where recomputing alone lacks more; and keep all where
-    another of its device's ``stages`` may not."""
+def _options(over: Mapping[str, float], stages: int) -> list[str]:
+    """The options of a stage on a device with so many ``stages``: keeping all, if that fits; else
+    those that lack least, where recomputing alone rules out doing both. If there are other stages
+    on the device, keeping all is an option, too. ``over`` is option → bytes that the device
+    lacks."""
     least = min(over.values())
     fitting = [kind for kind, lacks in over.items() if lacks == least]
     if fitting[0] == "keep":
@@ -272,27 +276,27 @@ def _ways(over: Mapping[str, float], stages: int) -> list[str]:
     return ["keep", *fitting] if stages > 1 and "keep" in over else fitting
 
 
-def _exchanged(
+def _improved(
     best: tuple[str, ...],
-    ways: Sequence[Sequence[str]],
+    options: Sequence[Sequence[str]],
     of: Callable[[tuple[str, ...]], Predicted | None],
     limits: Sequence[float],
 ) -> tuple[str, ...]:
-    """The best of these ways and all that differ from them in one stage."""
+    """The best of a combination and all that differ from it in one stage."""
     tried = [best]
-    for stage, own in enumerate(ways):
-        tried += [(*best[:stage], way, *best[stage + 1 :]) for way in own if way != best[stage]]
+    for s, kinds in enumerate(options):
+        tried += [(*best[:s], kind, *best[s + 1 :]) for kind in kinds if kind != best[s]]
 
-    def needs(each: tuple[str, ...]) -> tuple[float, float]:
-        made = of(each)
-        return (inf, inf) if made is None else (sum(made.over(limits)), made.seconds)
+    def cost(combination: tuple[str, ...]) -> tuple[float, float]:
+        needs = of(combination)
+        return (inf, inf) if needs is None else (sum(needs.over(limits)), needs.seconds)
 
-    return min(tried, key=needs)
+    return min(tried, key=cost)
 
 
 def microbatch_counts(batch: int, devices: int) -> list[int]:
-    """Into how many micro-batches a batch may be split: a few per device, of like sizes, and one
-    sample each."""
+    """Into how many micro-batches a batch may be split: one per device, powers of two times that,
+    or one per sample."""
     counts = {batch}
     count = min(devices, batch)
     while count <= batch and len(counts) < _COUNTS:
@@ -306,10 +310,11 @@ _COUNTS = 6
 
 @dataclass(frozen=True)
 class Affine:
-    """A quantity by the samples of a micro-batch, between those that are known and beyond them.
+    """A quantity by the samples of a micro-batch: linear between known sizes and beyond them; if
+    only one size is known, in proportion to the samples.
 
     Attributes:
-        known: samples → what it is then.
+        known: samples → the value.
     """
 
     known: Mapping[int, float]
@@ -323,7 +328,7 @@ class Affine:
         for (c, at_c), (d, at_d) in pairwise(points):
             if samples >= c:
                 (a, at_a), (b, at_b) = (c, at_c), (d, at_d)
-        if samples < a:  # below them a share of it may be there for any number of samples
+        if samples < a:  # a part of the value, never less than 0, may not depend on the samples
             fixed = max(0.0, at_a - a * max(0.0, at_b - at_a) / (b - a))
             return fixed + samples * (at_a - fixed) / a
         return max(at_a + (samples - a) * (at_b - at_a) / (b - a), at_a)

@@ -1,4 +1,4 @@
-"""Ranked choices: replicas × stages, micro-batches, schedule, what is recomputed or offloaded."""
+"""Ranked choices of how to train on a cluster, with their table and picture."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from fxpipe.draw.chart import Chart, LegendEntry
 from fxpipe.draw.picture import FORWARD, OTHER, UPDATE, Picture
 from fxpipe.errors import InputError
 from fxpipe.formatting import bytes_text, preformatted, table_text, time_text
-from fxpipe.planner.candidates import (
-    Modes,
-    Predicted,
-)
+from fxpipe.planner.candidates import Modes, Predicted
 from fxpipe.planner.cluster import Cluster, Layout
 from fxpipe.planner.profile import Stages
 
@@ -40,17 +37,16 @@ HELP = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to train, and what it is predicted to need.
+    """A way to train, and the time and memory that it is predicted to need.
 
     Attributes:
         layout: where stages and replicas are.
-        cut: the model in stages.
-        predicted: schedule, micro-batches, recomputation and offloading; its time, and the memory
-            of devices.
+        cut: the model cut into stages.
+        predicted: schedule, micro-batches, recomputation and offloading; time and memory.
         samples: how many samples a micro-batch has.
-        batch: how many a step has, over all replicas.
-        limit: what takes the largest part of the step, besides what must be computed; "memory"
-            where it does not fit.
+        batch: how many samples a step has, over all replicas.
+        limit: the largest part of the step besides computing, a key of ``HELP``; "memory" if the
+            choice does not fit.
     """
 
     layout: Layout
@@ -63,7 +59,7 @@ class Choice:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """Stage → the layer with which it begins."""
+        """Stage → the layer at which it begins."""
         return self.cut.cuts
 
     @property
@@ -76,18 +72,18 @@ class Choice:
 
     @property
     def throughput(self) -> float:
-        """Samples a second."""
+        """Samples per second."""
         return self.batch / self.predicted.seconds
 
     @property
     def memory(self) -> float:
-        """Bytes of the fullest device."""
+        """The bytes that the fullest device holds."""
         return max(self.predicted.peaks)
 
     @property
     def lacks(self) -> float:
-        """The bytes that all devices of a replica together have too little; infinite where the
-        choice cannot run."""
+        """The bytes that are missing on the devices of a replica, summed; infinite if the choice
+        cannot run."""
         limits = (self.layout.cluster.memory,) * self.stages
         return sum(self.predicted.over(limits, exactly=True))
 
@@ -97,24 +93,22 @@ class Choice:
 
     @property
     def help(self) -> str:
-        """What would make the step shorter, or let it fit."""
+        """What would make the step faster, or let it fit."""
         return HELP[self.limit]
 
     def compile(self, devices: Any = None, **options: Any) -> Any:
-        """Make the pipe with the arguments of ``plan_training`` and more ones of ``compile``.
+        """Compile the pipe of this choice, with the options that ``plan_training`` was given.
 
         Args:
-            devices: as for ``compile``; by default as many CPU devices as there are stages. With
-                several replicas a DeviceMesh with the dimensions "dp" and "pp".
-            **options: of ``fxpipe.compile``.
+            devices: as for ``compile``; by default a CPU device for each stage. Several replicas
+                need a DeviceMesh with the dimensions "dp" and "pp".
+            **options: more options of ``fxpipe.compile``.
 
         Raises:
-            InputError: the devices are others than those of the choice.
+            InputError: the choice has no model, or several replicas and no ``devices``.
         """
         if self.make is None:
-            raise InputError(
-                "this choice is of numbers alone; plan_training has a model to compile"
-            )
+            raise InputError("this choice has no model to compile; make it with plan_training")
         if devices is None and self.replicas > 1:
             raise InputError(
                 f"{self.replicas} replicas run in processes of their own; give each of them "
@@ -134,10 +128,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Choices, the fastest that fits first.
+    """Choices, the best first.
 
     Attributes:
-        choices: those that fit into memory, by throughput; or, if none does, those that lack least.
+        choices: those that fit, the fastest first; if none fits, those with the least missing
+            memory first.
         cluster: the devices.
     """
 
@@ -150,27 +145,26 @@ class TrainingPlan:
 
     def __str__(self) -> str:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-        for heading in ("replicas × stages", "in", "schedule", "micro-batches"):
-            table.add_column(heading)
-        for heading in ("recompute", "offload"):
+        texts = ("replicas × stages", "in", "schedule", "micro-batches", "recompute", "offload")
+        for heading in texts:
             table.add_column(heading)
         for heading in ("a step", "samples/s", "idle", "memory"):
             table.add_column(heading, justify="right")
         table.add_column("limited by")
-        for each in self.choices:
-            found, chosen = each.predicted, each.predicted.candidate
+        for choice in self.choices:
+            predicted, candidate = choice.predicted, choice.predicted.candidate
             table.add_row(
-                f"{each.replicas} × {each.stages}",
-                str(each.layout),
-                chosen.recipe.name,
-                f"{chosen.microbatches} of {each.samples}",
-                _some(chosen.recompute),
-                _some(chosen.offload),
-                time_text(found.seconds),
-                f"{each.throughput:.4g}",
-                f"{found.idle:.0%}",
-                bytes_text(round(each.memory)) + (" (too much)" if not each.fits else ""),
-                each.limit,
+                f"{choice.replicas} × {choice.stages}",
+                str(choice.layout),
+                candidate.recipe.name,
+                f"{candidate.microbatches} of {choice.samples}",
+                _stages_text(candidate.recompute),
+                _stages_text(candidate.offload),
+                time_text(predicted.seconds),
+                f"{choice.throughput:.4g}",
+                f"{predicted.idle:.0%}",
+                bytes_text(round(choice.memory)) + (" (too much)" if not choice.fits else ""),
+                choice.limit,
             )
         lines = [
             table_text(table, _WIDTH),
@@ -185,41 +179,38 @@ class TrainingPlan:
         return preformatted(str(self))
 
     def draw(self) -> Picture:
-        """Throughput against memory: a mark for each choice, as far to the right as its memory."""
-        most = max(each.memory for each in self.choices)
-        rows = sorted(self.choices, key=lambda each: -each.throughput)
+        """Throughput against memory: a bar for each choice, as long as its memory."""
+        most = max(choice.memory for choice in self.choices)
+        rows = sorted(self.choices, key=lambda choice: -choice.throughput)
         unit = 1.0 / (1 << 20)
         canvas = Canvas("plan")
-        names = [f"{each.throughput:.4g}/s" for each in rows]
-        wrong = {at for at, each in enumerate(rows) if not each.fits}
+        names = [f"{choice.throughput:.4g}/s" for choice in rows]
+        wrong = {row for row, choice in enumerate(rows) if not choice.fits}
         title = f"samples a second against memory · {self.cluster.devices} devices"
         chart = Chart(canvas, title, names, most * unit, _BARS / (most * unit), wrong=wrong)
-        for at, each in enumerate(rows):
-            look = BoxStyle(UPDATE if each is self.best else FORWARD if each.fits else OTHER)
-            told = f"{each.replicas} × {each.stages} · {each.predicted}"
-            corner, wide = (chart.x(0), chart.y(at)), each.memory / most * _BARS
-            canvas.box(corner, wide, chart.row_height, look, tooltip=told)
-            canvas.text((corner[0] + 4, corner[1]), _BARS, chart.row_height, told, size=8)
+        for row, choice in enumerate(rows):
+            style = BoxStyle(UPDATE if choice is self.best else FORWARD if choice.fits else OTHER)
+            text = f"{choice.replicas} × {choice.stages} · {choice.predicted}"
+            corner, width = (chart.x(0), chart.y(row)), choice.memory / most * _BARS
+            canvas.box(corner, width, chart.row_height, style, tooltip=text)
+            canvas.text((corner[0] + 4, corner[1]), _BARS, chart.row_height, text, size=8)
         below = chart.axis("MiB of the fullest device")
-        entries = [
-            LegendEntry("fits", BoxStyle(FORWARD)),
-            LegendEntry("the best", BoxStyle(UPDATE)),
-        ]
-        chart.legend(below, [*entries, LegendEntry("too much memory", BoxStyle(OTHER))])
+        looks = {"fits": FORWARD, "the best": UPDATE, "too much memory": OTHER}
+        chart.legend(below, [LegendEntry(text, BoxStyle(look)) for text, look in looks.items()])
         return canvas.picture
 
 
-def _some(modes: Modes) -> str:
-    """Which stages recompute, or offload."""
+def _stages_text(modes: Modes) -> str:
+    """The stages that recompute, or offload: ``none``, ``all`` or their numbers."""
     some = [str(stage) for stage, mode in enumerate(modes) if mode != "never"]
     return "none" if not some else "all" if len(some) == len(modes) else ", ".join(some)
 
 
-def ranked(found: Sequence[Choice], cluster: Cluster, keep: int) -> TrainingPlan:
-    """The fastest of these that fit, or those that lack least, of those that can run. What is not
-    among the fastest is not counted exactly."""
-    found = sorted(found, key=lambda each: each.predicted.seconds)
-    if chosen := tuple(islice((each for each in found if each.fits), keep)):
-        return TrainingPlan(chosen, cluster)
-    run = [replace(each, limit="memory") for each in found if each.lacks < inf]
-    return TrainingPlan(tuple(sorted(run, key=lambda each: each.lacks)[:keep]), cluster)
+def ranked(choices: Sequence[Choice], cluster: Cluster, keep: int) -> TrainingPlan:
+    """The ``keep`` fastest choices that fit. If none fits, those that can run with the least
+    missing memory. Only as many as needed have their memory counted exactly."""
+    choices = sorted(choices, key=lambda choice: choice.predicted.seconds)
+    if fitting := tuple(islice((choice for choice in choices if choice.fits), keep)):
+        return TrainingPlan(fitting, cluster)
+    run = [replace(choice, limit="memory") for choice in choices if choice.lacks < inf]
+    return TrainingPlan(tuple(sorted(run, key=lambda choice: choice.lacks)[:keep]), cluster)

@@ -30,9 +30,9 @@ class Level:
     """A level of a cluster, such as a host.
 
     Attributes:
-        name: what it is called.
-        count: how many of the level below it has: devices, or hosts.
-        link: the way from a device to one in another of these.
+        name: the level's name, such as ``host``.
+        count: how many parts (units of the level below) it has, such as devices in a host.
+        link: the link between devices in different parts.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices that are all alike, by levels.
+    """Equal devices in a hierarchy of levels.
 
     ``Cluster.parse`` reads one from a few lines::
 
@@ -51,9 +51,9 @@ class Cluster:
         rack   of=2 bandwidth=25GB/s latency=5us
 
     Attributes:
-        levels: from the innermost on: devices in a host, hosts in a rack, racks.
-        memory: bytes that a device may hold.
-        speed: of a device, where 1 is the device on which the model is measured.
+        levels: the levels, the innermost first: hosts, racks, and so on.
+        memory: the bytes that a device may hold.
+        speed: the speed of a device relative to the one on which the model is measured.
     """
 
     levels: tuple[Level, ...]
@@ -63,10 +63,10 @@ class Cluster:
     def __post_init__(self) -> None:
         for level in self.levels:
             if level.count < 1:
-                raise InputError(f"{level.name} is of {level.count}; give at least 1")
+                raise InputError(f"{level.name} has {level.count} parts; give at least 1")
         if prod(level.count for level in self.levels) > _MOST:
             counts = " x ".join(str(level.count) for level in self.levels)
-            raise InputError(f"the levels are of {counts}; a cluster has at most {_MOST} devices")
+            raise InputError(f"the levels have {counts} devices; a cluster has at most {_MOST}")
         if not self.memory > 0 or not 0 < self.speed < inf:
             raise InputError(
                 f"a device has memory {self.memory} and speed {self.speed}; give numbers above 0"
@@ -74,12 +74,13 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """The number of devices."""
         return prod(level.count for level in self.levels)
 
     @staticmethod
     def parse(text: str) -> Cluster:
-        """Read lines of a word and settings; what is left out is unlimited, and speed 1.
+        """Read a cluster from lines of a word and settings. Memory and bandwidth default to
+        unlimited, latency to 0, and ``speed`` and ``of`` to 1.
 
         Raises:
             ParseError: a line has another form.
@@ -91,26 +92,26 @@ class Cluster:
             if not words:
                 continue
             kind = "device" if words[0] == "device" else "level"
-            found: dict[str, float] = {}
+            settings: dict[str, float] = {}
             for word in words[1:]:
                 key, _, value = word.partition("=")
                 if key not in _KEYS[kind]:
-                    settings = ", ".join(f"{each}=" for each in _KEYS[kind])
+                    keys = ", ".join(f"{known}=" for known in _KEYS[kind])
                     raise ParseError(
-                        f"{word!r} is no setting of {words[0]}; give {settings}",
+                        f"{word!r} is no setting of {words[0]}; give {keys}",
                         number,
                         line.index(word) + 1,
                     )
-                if key in found:
-                    raise ParseError(f"{key}= stands twice", number, line.rindex(word) + 1)
-                found[key] = _value(key, value, number, line.index(word) + 1)
+                if key in settings:
+                    raise ParseError(f"{key}= is given twice", number, line.rindex(word) + 1)
+                settings[key] = _value(key, value, number, line.index(word) + 1)
             if kind == "device":
                 if device is not None:
-                    raise ParseError("two lines are of the device; write one", number, 1)
-                device = found
+                    raise ParseError("two lines describe the device; write one", number, 1)
+                device = settings
                 continue
-            link = Link(found.get("latency", 0.0), found.get("bandwidth", inf))
-            levels.append(Level(words[0], int(found.get("of", 1)), link))
+            link = Link(settings.get("latency", 0.0), settings.get("bandwidth", inf))
+            levels.append(Level(words[0], int(settings.get("of", 1)), link))
         if not levels:
             raise ParseError(
                 "no line says how many devices there are; give one such as host of=8", 1, 1
@@ -119,12 +120,11 @@ class Cluster:
 
     @staticmethod
     def measured(devices: Sequence[str | torch.device]) -> Cluster:
-        """The devices of this machine as one host: their memory, and the way from the first to the
-        last, as copies of a few and of many bytes take. CPU devices share their memory, so nothing
-        is copied between them.
+        """Measure devices of this machine as one host: their memory, and the link between the first
+        and the last by timed copies. CPU devices share their memory, so their link takes no time.
 
         Raises:
-            InputError: there are none.
+            InputError: ``devices`` is empty, or a string.
         """
         if isinstance(devices, str) or not devices:
             raise InputError(f'devices is {devices!r}; give a list, such as ["cuda:0", "cuda:1"]')
@@ -137,8 +137,8 @@ class Cluster:
         return Cluster((Level("host", len(places), link),), memory)
 
     def layouts(self) -> Iterator[Layout]:
-        """Every way to give replicas and stages to the levels: at each level some of its parts hold
-        further stages, and all of these together are replicas of one another."""
+        """Yield every way to place replicas and stages: at each level, the parts are divided into
+        equal groups; the parts of a group hold different stages, and the groups are replicas."""
         ways = [
             [(stages, level.count // stages) for stages in _divisors(level.count)]
             for level in self.levels
@@ -149,9 +149,9 @@ class Cluster:
     def __str__(self) -> str:
         lines = [f"device memory={self.memory!r} speed={self.speed!r}"]
         lines += [
-            f"{each.name} of={each.count} bandwidth={each.link.bandwidth!r} "
-            f"latency={each.link.latency!r}"
-            for each in self.levels
+            f"{level.name} of={level.count} bandwidth={level.link.bandwidth!r} "
+            f"latency={level.link.latency!r}"
+            for level in self.levels
         ]
         return "\n".join(lines)
 
@@ -162,8 +162,8 @@ class Layout:
 
     Attributes:
         cluster: the devices.
-        inside: level → among how many of its parts the stages of a replica are.
-        beside: level → how many of its parts are replicas of one another.
+        inside: level → over how many of its parts the stages of a replica are spread.
+        beside: level → how many groups of such parts, which are replicas, it has.
     """
 
     cluster: Cluster
@@ -179,22 +179,22 @@ class Layout:
         return prod(self.beside)
 
     def __str__(self) -> str:
-        """Where the stages of a replica are, such as ``4 a host, 2 a rack``."""
+        """How the stages of a replica are spread, such as ``4 a host, 2 a rack``."""
         parts = zip(self.inside, self.cluster.levels, strict=True)
         return ", ".join(f"{count} a {level.name}" for count, level in parts if count > 1) or "one"
 
     def link(self, stage: int) -> Link:
-        """The way from a stage to the next one: of the outermost level at which they differ."""
-        at = stage + 1
+        """The link from a stage to the next one: that of the outermost level they differ in."""
+        place = stage + 1
         for level, count in zip(self.cluster.levels, self.inside, strict=True):
-            if at % count:
+            if place % count:
                 return level.link
-            at //= count
+            place //= count
         return self.cluster.levels[-1].link
 
     @property
     def between(self) -> Link:
-        """The way between replicas: the slowest of all levels that have some."""
+        """The link between replicas: the slowest of all levels that separate some."""
         used = [
             level.link
             for level, count in zip(self.cluster.levels, self.beside, strict=True)
@@ -207,19 +207,20 @@ class Layout:
 
     @property
     def links(self) -> dict[tuple[int, int], Link]:
-        """(from, to) → the way, for neighbours and from a device to its replicas."""
-        found = {(s, s): self.between for s in range(self.stages)}
+        """(device, device) → their link, for neighbours in the pipeline, and for (s, s) the link
+        from device s to the same stage of other replicas."""
+        links = {(s, s): self.between for s in range(self.stages)}
         for s in range(self.stages - 1):
-            found |= dict.fromkeys([(s, s + 1), (s + 1, s)], self.link(s))
-        return found
+            links |= dict.fromkeys([(s, s + 1), (s + 1, s)], self.link(s))
+        return links
 
 
 def _divisors(count: int) -> list[int]:
-    return [each for each in range(1, count + 1) if count % each == 0]
+    return [divisor for divisor in range(1, count + 1) if count % divisor == 0]
 
 
 def _value(key: str, text: str, line: int, column: int) -> float:
-    """A number with its unit: GB/s, GiB, us."""
+    """Read a number with its unit, such as GB/s, GiB or us. Raises ParseError if it is none."""
     match = _NUMBER.fullmatch(text)
     if match is not None:
         unit = match[2] if key == "latency" else match[2].removesuffix("/s").removesuffix("B")
@@ -227,7 +228,7 @@ def _value(key: str, text: str, line: int, column: int) -> float:
         if unit in units and (key != "of" or number.is_integer()):
             return number * units[unit]
     raise ParseError(
-        f"{key}={text} is no such number; write of=8, memory=16GiB, bandwidth=25GB/s, "
+        f"{key}={text} is not a valid number; write of=8, memory=16GiB, bandwidth=25GB/s, "
         "latency=5us or speed=2",
         line,
         column,
@@ -235,7 +236,7 @@ def _value(key: str, text: str, line: int, column: int) -> float:
 
 
 def _copying(source: torch.device, target: torch.device, size: int) -> float:
-    """Seconds to copy so many bytes between CUDA devices, the least of several times."""
+    """Return the seconds to copy so many bytes between CUDA devices, the least of a few tries."""
     data = torch.zeros(size, dtype=torch.uint8, device=source)
     best = inf
     for _ in range(_TIMES):

@@ -1,4 +1,4 @@
-"""What a model is measured to cost, and what its stages take where it is cut into some of them."""
+"""The measured costs of a model, and those of its stages for any cut."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ KINDS = "FBIW"
 
 @dataclass(frozen=True)
 class Profile:
-    """A model as atoms, which are never cut, in an order in which values run forward.
+    """The measured costs of a model as a sequence of atoms, which are never cut.
 
     Attributes:
-        work: what the partition sees: seconds and values of a micro-batch of ``samples``, and as
-            ``resident`` the bytes of the trained parameters alone.
-        samples: the size of that micro-batch.
+        work: seconds and values of a micro-batch of ``samples``, for the partition; ``resident`` is
+            the bytes of trained parameters only.
+        samples: the samples of that micro-batch.
         seconds: samples of a micro-batch → letter of a task → atom → seconds.
-        state: bytes of optimizer state for each byte of a parameter.
-        update: seconds of an update for each byte of a parameter.
-        overheads: what a machine takes besides the operations of tasks.
-        layers: atom → what it belongs to, for names.
-        away: bytes a second that a device stores outside of its memory, and that it fetches again;
-            None where it cannot.
+        state: bytes of optimizer state per byte of a parameter.
+        update: seconds of an update per byte of a parameter.
+        overheads: the time that a machine takes besides the operations of tasks.
+        layers: atom → the name of the layer that it belongs to.
+        away: bytes per second at which a device offloads, and at which it fetches again; None if it
+            cannot.
     """
 
     work: Work
@@ -42,11 +42,12 @@ class Profile:
     away: tuple[float, float] | None = None
 
     def cut(self, stages: int, speed: float = 1.0) -> Stages | None:
-        """The model in so many stages of times as even as can be; None if it has fewer atoms."""
+        """Cut the model into stages whose times are as even as possible; None if it has fewer
+        atoms. ``speed`` is that of the devices."""
         if len(self.work) < stages:
             return None
-        found = solve(self.work, Machine.equal(stages), self.layers)
-        return None if found is None else Stages(self, found, stages, speed)
+        solution = solve(self.work, Machine.equal(stages), self.layers)
+        return None if solution is None else Stages(self, solution, stages, speed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,7 @@ class Stages:
         profile: the model.
         solution: the cut, and how good it is.
         count: how many stages there are.
-        speed: of the devices.
+        speed: the speed of the devices relative to the measured one.
     """
 
     profile: Profile
@@ -66,7 +67,7 @@ class Stages:
     speed: float = 1.0
 
     def __post_init__(self) -> None:
-        # of each cut, as a cache of the class would keep all of them for good
+        # a cache for each cut, as one for the class would keep all cuts alive
         object.__setattr__(self, "times", cache(self.times))
         object.__setattr__(self, "sizes", cache(self.sizes))
 
@@ -82,29 +83,28 @@ class Stages:
         return tuple(layers[self.stage_of.index(stage)] for stage in range(self.count))
 
     def times(self, samples: int) -> dict[tuple[str, int], float]:
-        """Letter and stage → seconds for micro-batches of so many samples."""
+        """(letter, stage) → seconds, for micro-batches of so many samples."""
         known = {
             size: {kind: self._sums(seconds[kind]) for kind in KINDS}
             for size, seconds in self.profile.seconds.items()
         }
-        found = {
+        times = {
             (kind, s): self.profile.overheads.task
             + Affine({size: sums[kind][s] for size, sums in known.items()})(samples) / self.speed
             for kind in KINDS
             for s in range(self.count)
         }
         for s, size in enumerate(self._parameters):
-            found["R", s], found["U", s] = found["F", s], self.profile.update * size / self.speed
-            found["A", s] = 0.0  # the link takes its time
+            times["R", s], times["U", s] = times["F", s], self.profile.update * size / self.speed
+            times["A", s] = 0.0  # its time is that of the link
         if self.profile.away is not None:
             for letter, rate in zip("OP", self.profile.away, strict=True):
-                found |= {(letter, s): size / rate for s, size in self.sizes(samples).saved.items()}
-        return found
+                times |= {(letter, s): size / rate for s, size in self.sizes(samples).saved.items()}
+        return times
 
     def sizes(self, samples: int) -> Sizes:
-        """What the stages hold for micro-batches of so many samples. What operations need while
-        they run is taken for the largest value that one of the stage's atoms keeps or sends.
-        """
+        """The bytes that the stages hold for micro-batches of so many samples. The workspace of
+        operations is estimated as twice the largest value that an atom keeps or sends."""
         work, share = self.profile.work, samples / self.profile.samples
         saved, values = self._sums(work.saved), [0] * self.count
         largest = [0.0] * self.count
@@ -119,8 +119,8 @@ class Stages:
         parameters = {s: round(size) for s, size in enumerate(self._parameters)}
         received = (load.received for load in self.solution.division.loads)
         kept = {
-            s: round((own + more) * share)
-            for s, (own, more) in enumerate(zip(saved, received, strict=True))
+            s: round((stashed + arrived) * share)
+            for s, (stashed, arrived) in enumerate(zip(saved, received, strict=True))
         }
         return Sizes(
             values={f"y{s}": round(size * share) for s, size in enumerate(values)},
@@ -136,14 +136,16 @@ class Stages:
 
     @property
     def _parameters(self) -> list[float]:
+        """Stage → the bytes of its trained parameters."""
         held = self._sums(self.profile.work.resident)
         for value in self.profile.work.transfers:
             if value.source is None:
                 held[min(self.stage_of[reader] for reader in value.readers)] += value.resident
         return held
 
-    def _sums(self, each: Sequence[float]) -> list[float]:
-        found = [0.0] * self.count
-        for atom, stage in enumerate(self.stage_of):
-            found[stage] += each[atom]
-        return found
+    def _sums(self, amounts: Sequence[float]) -> list[float]:
+        """Stage → the sum of its atoms' amounts."""
+        sums = [0.0] * self.count
+        for stage, amount in zip(self.stage_of, amounts, strict=True):
+            sums[stage] += amount
+        return sums

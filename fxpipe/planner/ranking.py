@@ -27,16 +27,16 @@ from fxpipe.simulator.simulate import simulate_schedule
 from fxpipe.simulator.simulation import Simulation
 
 Peaks = Callable[[Stages, int, Candidate], tuple[float, ...]]
-"""A cut, replicas and a candidate → for each device the most bytes that it holds; raises
-FxpipeError where the candidate cannot run."""
+"""(cut, replicas, candidate) → device → the most bytes that it holds; raises FxpipeError if the
+candidate cannot run."""
 
 
 class _Exact:
-    """What devices hold, counted once for each candidate that is asked for.
+    """The exact bytes that devices hold, counted once for each candidate that is asked for.
 
     Attributes:
-        known: stages, replicas and candidate → what was counted; infinite where it cannot run.
-        why: the last error of those that cannot run.
+        known: (stages, replicas, candidate) → device → bytes; infinite if it cannot run.
+        why: the error of the last candidate that could not run.
     """
 
     def __init__(self, peaks: Peaks) -> None:
@@ -55,8 +55,8 @@ class _Exact:
 
     def over(self, memory: float) -> int:
         """How many candidates are known not to fit."""
-        most = map(max, self.known.values())
-        return sum(peak > memory or peak == inf for peak in most)
+        fullest = map(max, self.known.values())
+        return sum(peak > memory or peak == inf for peak in fullest)
 
 
 def choices(
@@ -76,17 +76,17 @@ def choices(
 
     Args:
         halves: whether stages can run backwards in halves.
-        peaks: predicts what devices hold; by default as counted for atoms. Where that count is far
-            below the memory, only what is returned is predicted.
+        peaks: counts exactly what devices hold; by default it is estimated from the atoms. While
+            the estimate is far below the memory, only the returned choices are counted exactly.
     """
     exact = None if peaks is None else _Exact(peaks)
     stages: dict[int, Stages | None] = {}
-    layouts = [each for each in cluster.layouts() if batch % each.replicas == 0]
+    layouts = [layout for layout in cluster.layouts() if batch % layout.replicas == 0]
 
-    def found() -> Iterator[Choice]:
-        """The best of each layout; they are compared with those of the layouts before it."""
+    def best_of_layouts() -> Iterator[Choice]:
+        """Yield the best choices of each layout, except those slower than ``keep`` earlier ones."""
         fast: list[float] = []
-        for layout in sorted(layouts, key=lambda each: each.stages):
+        for layout in sorted(layouts, key=lambda layout: layout.stages):
             count = layout.stages
             if count not in stages:
                 stages[count] = profile.cut(count, cluster.speed)
@@ -96,7 +96,7 @@ def choices(
             predictor = _Predictor(cut, layout, batch // layout.replicas, exact)
             named = library_over(count, stale=stale, halves=halves) if recipes is None else recipes
             stores = recompute and offload and profile.away is not None
-            made = evaluate(
+            predicted = evaluate(
                 product(named, microbatch_counts(predictor.batch, count)),
                 None if recompute else modes_of("never", count),
                 limits,
@@ -106,7 +106,7 @@ def choices(
                 offload=None if stores else (),
                 worth=sorted(fast)[keep - 1] if len(fast) >= keep else inf,
             )
-            for chosen in _best_of_each(made):
+            for chosen in _best_of_each(predicted):
                 samples = ceil(predictor.batch / chosen.candidate.microbatches)
                 fits = chosen.fits(limits)
                 fast += [chosen.seconds] if fits else []
@@ -114,7 +114,7 @@ def choices(
                 yield Choice(layout, cut, chosen, samples, batch, limit)
 
     while True:
-        if not (every := list(found())):
+        if not (every := list(best_of_layouts())):
             raise InputError(
                 f"a batch of {batch} cannot be divided among {cluster.devices} devices, or the "
                 "model has fewer operations than there are stages; give another batch or fewer "
@@ -123,20 +123,20 @@ def choices(
         known = 0 if exact is None else exact.over(cluster.memory)
         plan = ranked(every, cluster, keep)
         if exact is None or exact.over(cluster.memory) == known:
-            break  # else some of them were thought to fit
+            break  # else choices that seemed to fit do not: rank again with the exact bytes
     if not plan.choices and exact is not None and exact.why is not None:
         raise exact.why
     return plan
 
 
-def _best_of_each(found: Sequence[Predicted]) -> Iterator[Predicted]:
-    """The best for each number of micro-batches, recomputation and offloading: equally fast
-    schedules are told once, by the one that holds the least."""
+def _best_of_each(predicted: Sequence[Predicted]) -> Iterator[Predicted]:
+    """The best schedule for each number of micro-batches, recomputation and offloading: of equally
+    fast ones the one that holds the least."""
     alike: dict[tuple[int, Modes, Modes], list[Predicted]] = {}
-    for each in found:
+    for each in predicted:
         key = each.candidate.microbatches, each.candidate.recompute, each.candidate.offload
         alike.setdefault(key, []).append(each)
-    yield from map(best_of, alike.values())
+    return map(best_of, alike.values())
 
 
 class _Predictor:
@@ -160,7 +160,7 @@ class _Predictor:
         try:
             schedule = add_recompute(candidate.recipe(layout.stages, count), candidate.recompute)
             schedule = add_offload(schedule, candidate.offload) if candidate.offload else schedule
-            found = simulate_schedule(
+            run = simulate_schedule(
                 schedule,
                 self._stages.times(samples),
                 links=layout.links,
@@ -168,14 +168,14 @@ class _Predictor:
                 replicas=layout.replicas,
                 overhead=self._stages.profile.overheads.instruction,
             )
-        except FxpipeError:  # it is not for so many devices and micro-batches
+        except FxpipeError:  # no schedule of so many devices and micro-batches
             return None
-        seconds, idle = found.makespan, found.bubble
-        if found.steps > 1:  # batches overlap
-            seconds, idle = found.steady.period, abs(found.steady.bubble)
+        seconds, idle = run.makespan, run.bubble
+        if run.steps > 1:  # batches overlap
+            seconds, idle = run.steady.period, abs(run.steady.bubble)
         seconds += self._stages.profile.overheads.step
-        self._simulations[candidate] = found
-        roughly = tuple(float(memory.peak) for memory in found.memory)
+        self._simulations[candidate] = run
+        roughly = tuple(float(memory.peak) for memory in run.memory)
         if self._exact is None:
             return Predicted(candidate, seconds, roughly, idle)
         key = layout.stages, layout.replicas, candidate
@@ -184,15 +184,17 @@ class _Predictor:
         held = partial(self._exact, self._stages, layout.replicas, candidate)
         return Predicted(candidate, seconds, held, idle, roughly)
 
-    def limit(self, made: Predicted) -> str:
-        """What takes the largest part of the step besides what must be computed anyway."""
-        found, stages = self._simulations[made.candidate], range(self._layout.stages)
-        count = made.candidate.microbatches
+    def limit(self, predicted: Predicted) -> str:
+        """The largest part of a step besides computing, as a key of ``HELP``."""
+        candidate = predicted.candidate
+        run, stages = self._simulations[candidate], range(self._layout.stages)
+        count = candidate.microbatches
         times = self._stages.times(self._samples(count))
         work = [count * (times["F", s] + times["B", s]) for s in stages]
         mean = sum(work) / len(work)
-        idles = found.idle
-        again = [s for s, mode in enumerate(made.candidate.recompute) if mode != "never"]
+        idles = run.idle
+        again = [s for s, mode in enumerate(candidate.recompute) if mode != "never"]
+        # copying[d] on device d itself is the time of offloading
         stored = sum(idle.copying.get(d, 0.0) for d, idle in enumerate(idles)) / len(idles)
         parts = {
             "the slowest stage": max(work) - mean,
@@ -200,16 +202,16 @@ class _Predictor:
             "offloading": stored,
             "sums over replicas": max(
                 max(idle.summing for idle in idles),
-                found.makespan - found.through - max(times["U", s] for s in stages)
+                run.makespan - run.through - max(times["U", s] for s in stages)
                 if self._layout.replicas > 1
                 else 0.0,
             ),
             "recomputation": sum(count * times["F", s] for s in again) / len(work),
         }
-        parts["idle devices"] = max(0.0, made.idle * made.seconds - sum(parts.values()))
+        parts["idle devices"] = max(0.0, predicted.idle * predicted.seconds - sum(parts.values()))
         worst = max(parts, key=parts.__getitem__)
-        return worst if parts[worst] > _SMALL * made.seconds else "computing"
+        return worst if parts[worst] > _SMALL * predicted.seconds else "computing"
 
 
 _SMALL = 0.05
-"""A part of the step that is smaller does not limit it."""
+"""Parts below this share of the step do not limit it."""

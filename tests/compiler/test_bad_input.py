@@ -94,7 +94,7 @@ def test_micro_batches_below_one_or_no_number_are_refused(count: Any) -> None:
             {"optimizer": [SGD] * 30},
             "optimizer is one list object; give a function from parameters",
         ),
-        ({"optimizer": SGD([nn.Parameter(X)])}, "that is none of the Tiny's; make it of"),
+        ({"optimizer": SGD([nn.Parameter(X)])}, "that is none of the Tiny's; make it over"),
         ({"example": X}, "example is no tuple; give a tuple of inputs such as (x,)"),
         ({"example": (X, X)}, "the inputs do not fit Tiny.forward: too many"),
     ],

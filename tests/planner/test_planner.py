@@ -78,10 +78,10 @@ def test_a_cluster_is_read_from_a_few_lines_and_written_so_that_it_reads_the_sam
     [
         ("", "how many devices"),
         ("host off=2", "line 1, column 6: 'off=2' is no setting"),
-        ("host of=2.5", "of=2.5 is no such number"),
+        ("host of=2.5", "of=2.5 is not a valid number"),
         ("\nhost of=2 bandwidth=fast", "line 2, column 11: bandwidth=fast"),
-        ("device memory=1.2.3GiB\nhost of=2", "line 1, column 8: memory=1.2.3GiB is no such"),
-        ("host of=2 of=3", "line 1, column 11: of= stands twice"),
+        ("device memory=1.2.3GiB\nhost of=2", "line 1, column 8: memory=1.2.3GiB is not a valid"),
+        ("host of=2 of=3", "line 1, column 11: of= is given twice"),
         ("device speed=2\ndevice speed=3\nhost of=2", "line 2, column 1: two lines"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_text_that_is_no_cluster_is_refused(text: str, says: str) -> None:
 
 
 def test_a_cluster_that_only_a_slip_can_mean_is_refused() -> None:
-    with pytest.raises(InputError, match="of 8 x 999999999; a cluster has at most 1000000 devices"):
+    with pytest.raises(InputError, match="8 x 999999999 devices; a cluster has at most 1000000"):
         Cluster.parse("host of=8\nrack of=999999999")
 
 

@@ -307,11 +307,11 @@ def test_where_nothing_can_be_written_the_old_file_stays(
         assert trained.read_bytes() == before
 
     (tmp_path / "folder").mkdir()
-    refused(tmp_path / "folder", "there is something that is no file")
+    refused(tmp_path / "folder", "there is something that is not a file")
     os.mkfifo(tmp_path / "pipe")
-    refused(tmp_path / "pipe", "there is something that is no file")
+    refused(tmp_path / "pipe", "there is something that is not a file")
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
-    refused(tmp_path / "circle", "there is something that is no file")
+    refused(tmp_path / "circle", "there is something that is not a file")
     refused(tmp_path / ("x" * 300), os.strerror(errno.ENAMETOOLONG))
     refused(tmp_path / "run" / "in a file", os.strerror(errno.ENOTDIR))
     refused(tmp_path / "no\0name", "null")

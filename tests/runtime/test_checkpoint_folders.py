@@ -340,7 +340,7 @@ def test_a_folder_with_other_files_is_left_alone(trained: Path, tmp_path: Path) 
     with compiled() as pipe:
         with pytest.raises(fxpipe.CheckpointError, match=r"it holds 'notes.txt', which is no part"):
             pipe.save(trained)
-        with pytest.raises(fxpipe.CheckpointError, match="there is something that is no folder"):
+        with pytest.raises(fxpipe.CheckpointError, match="there is something that is not a folder"):
             pipe.save(tmp_path / "file")
         (tmp_path / "empty").mkdir()
         pipe.save(tmp_path / "empty")

@@ -199,7 +199,7 @@ def test_what_fits_no_one_optimizer_is_refused() -> None:
     hooked.register_step_post_hook(lambda *_: None)
     refused(hooked, "the optimizer has a hook on its step")
     other = copy.deepcopy(model)
-    refused(torch.optim.SGD(other.parameters()), "none of the Sequential's; make it of")
+    refused(torch.optim.SGD(other.parameters()), "none of the Sequential's; make it over")
     outer = torch.optim.SGD(model.parameters())
     vars(outer)["base"] = torch.optim.Adam(model.parameters())
     refused(outer, r"SGD steps another optimizer, its \.base,")

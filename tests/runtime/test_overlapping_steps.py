@@ -182,7 +182,7 @@ def test_predicted_weights_are_where_the_momentum_points(
     ("factory", "message"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1), "this SGD has none"),
-        (lambda p: torch.optim.Rprop(p), "no momentum of Rprop"),
+        (lambda p: torch.optim.Rprop(p), "cannot predict from the state of Rprop"),
     ],
 )
 def test_prediction_without_a_momentum_is_refused(factory: Factory, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What a user changes by hand in the one optimizer that stands for those of the stages."""
+"""What a user changes by hand in the whole optimizer that stands for those of the stages."""
 
 from __future__ import annotations
 
@@ -10,51 +10,58 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
 from fxpipe.runtime.weights.live import Mark, differs, mark, settings, shown
-from fxpipe.runtime.weights.optimizer import hooks_of, refuse_step, step_of
+from fxpipe.runtime.weights.optimizer import hooks_of, refuse_hooks, step_of
 from fxpipe.runtime.weights.own_attributes import attributes
 from fxpipe.torchtools.optimizers import unshared_items
 
 State = dict[Tensor, Any]
-"""Parameter → what an optimizer keeps for it."""
+"""Parameter → the state that an optimizer keeps for it."""
 
 
 class ByHand:
-    """Compares an optimizer with what it was like when it was last made like those of the stages.
+    """Finds what the user changed in the whole optimizer since it was last like the stages'.
 
-    Settings of groups go to the stages elsewhere, see ``Optimizers.submit``.
+    Changed settings of groups are copied to the stages elsewhere, see ``Optimizers.submit``.
+
+    Attributes:
+        optimizer: the whole optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, *, given: bool) -> None:
-        """Of an optimizer whose hooks are those of the pipe, or of the function that made it.
-        ``given`` says whether every process of a pipe has one, whose settings its user chose."""
-        self._one = optimizer
-        # group and setting → a line with what the user has made it
+        """Compare with the optimizer as it is now. Its hooks are the pipe's, or were set by the
+        user's function.
+
+        Args:
+            optimizer: the whole optimizer.
+            given: whether the user gave it to ``compile``. Every process then has it, and all its
+                settings count as chosen.
+        """
+        self.optimizer = optimizer
+        # (group, setting) → a line that tells the value that the user chose
         self._chosen: dict[tuple[int, str], str] = {}
-        self._known: dict[tuple[int, str], Mark] = {}
-        if not given:
-            self._known = self._settings()
+        self._known: dict[tuple[int, str], Mark] = {} if given else self._settings()
         self._hooks = hooks_of(optimizer)
         self._step = step_of(optimizer)
         self.note()
         self.note_groups()
 
     def note(self) -> None:
-        """It is like the stages' now."""
+        """Note that state and attributes are like the stages' now."""
         self.note_state()
-        self._attributes = {name: mark(value) for name, value in attributes(self._one).items()}
+        self._attributes = {name: mark(x) for name, x in attributes(self.optimizer).items()}
 
     def note_state(self) -> None:
-        """Its state is what the stages keep now."""
-        self._state = self._one.state
+        """Note that the state is the stages' now."""
+        self._state = self.optimizer.state
         self._kept: State = dict(self._state)
 
     def note_groups(self) -> None:
-        """The stages have its groups now."""
-        self._groups = [[*group["params"]] for group in self._one.param_groups]
+        """Note that the stages have the parameters of these groups now."""
+        self._groups = [[*group["params"]] for group in self.optimizer.param_groups]
 
     def chosen(self) -> list[str]:
-        """The settings that the user has made, a line each. What steps make of settings is not
-        among them: it may differ between processes, which step other stages."""
+        """The settings that the user chose, a line each. Settings that steps have changed are not
+        among them: processes step different stages, so these may differ between them."""
         now = self._settings()
         for (group, key), (value, _) in now.items():
             known = self._known.get((group, key))
@@ -64,52 +71,50 @@ class ByHand:
         return [line for _, line in sorted(self._chosen.items())]
 
     def took(self, group: int, key: str) -> None:
-        """A setting is now what a step has made it."""
-        self._known[group, key] = mark(self._one.param_groups[group][key])
+        """Note that a stage's step, not the user, changed a setting."""
+        self._known[group, key] = mark(self.optimizer.param_groups[group][key])
 
     def forget_chosen(self) -> None:
-        """The settings are those of a checkpoint now, on all processes."""
+        """Note that all processes have the settings of a checkpoint now."""
         self._chosen, self._known = {}, self._settings()
 
     def _settings(self) -> dict[tuple[int, str], Mark]:
-        groups = enumerate(self._one.param_groups)
+        groups = enumerate(self.optimizer.param_groups)
         return {(i, key): mark(v) for i, group in groups for key, v in settings(group).items()}
 
     @property
     def changed(self) -> bool:
-        """Whether its state or an attribute of its own was changed."""
-        state = self._one.state
+        """Whether the user changed the state or an attribute."""
+        state = self.optimizer.state
         same = state is self._state and len(state) == len(self._kept)
         if not (same and all(map(is_, state.values(), self._kept.values()))):
             return True
         return bool(self._changed_attributes())
 
     def hand_to(self, part: Optimizer) -> None:
-        """Change a stage's optimizer in the same way, which no step may use meanwhile."""
-        replaced, state = self._one.state is not self._state, dict(self._one.state)
+        """Change a stage's optimizer in the same way; no step may use it meanwhile."""
+        state = self.optimizer.state
+        replaced = state is not self._state
         for parameter in (p for group in part.param_groups for p in group["params"]):
             now, before = state.get(parameter), self._kept.get(parameter)
             if now is before and not replaced:
                 continue
             if now:
                 part.state[parameter] = now
-            elif before is not None or replaced:  # else looking at it has made an empty dict
+            elif before is not None or replaced:  # else the empty dict is from looking it up
                 part.state.pop(parameter, None)
         vars(part).update(unshared_items(self._changed_attributes()))
 
     def refuse(self) -> None:
-        """Raises InputError where it has a hook on its step or another step, which no stage would
-        call, or other parameters in its groups."""
-        if hooks_of(self._one) > self._hooks:
-            refuse_step("the optimizer", "a hook on its step")
-        if step_of(self._one) is not self._step:
-            refuse_step("the optimizer", "a step of its own in place of its class's")
-        groups = [group["params"] for group in self._one.param_groups]
+        """Raises InputError if the user added a hook to the step or replaced it, which no stage
+        would call, or changed the parameters of a group."""
+        refuse_hooks(self.optimizer, "the optimizer", self._hooks, self._step)
+        groups = [group["params"] for group in self.optimizer.param_groups]
         for index, (now, before) in enumerate(zip(groups, self._groups, strict=False)):
             if len(now) != len(before) or not all(map(is_, now, before)):
                 raise InputError(
                     f"parameter group {index} of the optimizer has other parameters than when the "
-                    "stages' optimizers were made of it; let it have those that it had, or close() "
+                    "stages' optimizers were made from it; put back those that it had, or close() "
                     "the pipe, change the group, and compile again with this optimizer"
                 )
 
@@ -117,6 +122,6 @@ class ByHand:
         known = self._attributes
         return {
             name: value
-            for name, value in attributes(self._one).items()
+            for name, value in attributes(self.optimizer).items()
             if name not in known or differs(known[name], value)
         }

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and its form: JSON that names tensors; no pickle."""
+"""The contents of a checkpoint, and their form: JSON that names tensors, without pickles."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fxpipe.runtime.weights.optimizer_state import (
     ParameterState,
     Parts,
 )
-from fxpipe.runtime.weights.stage_weights import History, Versions
+from fxpipe.runtime.weights.stage_weights import History
 from fxpipe.torchtools.pytrees import SPARSE, pieces
 
 _DEEPEST = 100
 _ADDED = ("attributes", "modules")
-"""Fields that were added without a new format."""
+"""Fields that were added without a new format; they are written only if they are not empty."""
 
 _CLASSES = {
     kind.__name__: kind for kind in (GroupState, History, OptimizerState, ParameterState, Parts)
@@ -39,13 +39,13 @@ class Checkpoint:
     Attributes:
         parameters: name → the newest version.
         buffers: name → value; non-persistent buffers, too.
-        gradients: name → ``.grad``, where the pipe has no optimizer and adds to it.
+        gradients: name → ``.grad``, if the pipe has no optimizer and accumulates into it.
         history: the other versions, and how many batches have been trained on.
-        optimizer: the state of all stages' optimizers; None where there are none.
+        optimizer: the state of all stages' optimizers; None without optimizers.
         clipping: the state of clipping and of the gradient scaler; None without them.
-        random: the state of torch's generator.
+        random: the state of torch's generator for the CPU.
         device_random: CUDA device of the pipe → the state of torch's generator for it.
-        modules: name of a module → the extra state that it keeps in state dicts.
+        modules: name of a module → its extra state, see ``nn.Module.get_extra_state``.
         extra: the user's own values.
     """
 
@@ -61,15 +61,13 @@ class Checkpoint:
     extra: Any = None
 
     def part(self, names: Collection[str]) -> Checkpoint:
-        """The same with these parameters and buffers alone, and what is kept for them."""
+        """The same with only these parameters and buffers, and their gradients, versions and
+        optimizer states."""
 
         def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in values.items() if name in names}
 
-        def versions(values: Versions) -> Versions:
-            return {version: chosen(tensors) for version, tensors in values.items()}
-
-        own, optimizer = self.history, self.optimizer
+        optimizer = self.optimizer
         if optimizer is not None:
             optimizer = replace(optimizer, parameters=chosen(optimizer.parameters))
         return replace(
@@ -77,121 +75,112 @@ class Checkpoint:
             parameters=chosen(self.parameters),
             buffers=chosen(self.buffers),
             gradients=chosen(self.gradients),
-            history=replace(own, older=versions(own.older), predicted=versions(own.predicted)),
+            history=self.history.renamed({name: name for name in names}),
             optimizer=optimizer,
         )
 
     @property
     def shards(self) -> OptimizerState | None:
-        """The parts of the optimizers' state that other processes have others of."""
+        """The tensors of the optimizers' state of which this process has only a part."""
         if self.optimizer is None:
             return None
-        found = {
-            name: replace(each, state={k: v for k, v in each.state.items() if isinstance(v, Parts)})
-            for name, each in self.optimizer.parameters.items()
+        parameters = {
+            name: replace(kept, state={k: v for k, v in kept.state.items() if isinstance(v, Parts)})
+            for name, kept in self.optimizer.parameters.items()
         }
-        return replace(self.optimizer, parameters={k: v for k, v in found.items() if v.state})
+        return replace(self.optimizer, parameters={k: v for k, v in parameters.items() if v.state})
 
 
 EVERYTHING = tuple(part.name for part in fields(Checkpoint))
 """The attributes of a checkpoint."""
 
 Add = Callable[[tuple[str, ...], Tensor], dict[str, str]]
-"""Adds a tensor to a checkpoint: from its path to its entry in the JSON, its kind and its name."""
+"""Adds a tensor to a checkpoint: (path, tensor) → its entry in the JSON, {kind: name}."""
 
 
 def encode(checkpoint: Checkpoint, add: Add, parts: Iterable[str] = EVERYTHING) -> dict[str, Any]:
-    """These parts of a checkpoint as JSON, which names the tensors that ``add`` was given. Raises
-    CheckpointError where it holds a value of a kind that has no such form."""
+    """Turn these attributes of a checkpoint into JSON that names tensors, each of which is passed
+    to ``add``. Raises CheckpointError for a value that has no such form."""
     names = [part.name for part in _written_fields(checkpoint) if part.name in parts]
     return {name: _encode(getattr(checkpoint, name), (name,), add) for name in names}
 
 
 def _written_fields(value: Any) -> list[Field[Any]]:
-    """The fields of a dataclass, without those that older versions do not know and that are
-    empty."""
     return [f for f in fields(value) if f.name not in _ADDED or getattr(value, f.name)]
 
 
 def decode(contents: Iterable[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> Checkpoint:
-    """The checkpoint that ``encode`` was given, joined where several processes had parts of it.
+    """The checkpoint that was encoded, joined from the parts that several processes had.
 
     Args:
-        contents: what ``encode`` has made; the first has all attributes.
-        tensors: name → the tensor that was added under this name.
+        contents: process → what ``encode`` returned; the first has all attributes.
+        tensors: name → tensor.
 
     Raises:
         LookupError, TypeError, ValueError, AttributeError, RuntimeError: it is damaged.
     """
-    decoded = ({k: _decode(value, tensors) for k, value in each.items()} for each in contents)
-    made: Checkpoint = _made(Checkpoint, functools.reduce(_joined, decoded))
-    return made if made.optimizer is None else replace(made, optimizer=_whole(made.optimizer))
-
-
-def _whole(optimizer: OptimizerState) -> OptimizerState:
-    """The same with whole tensors for their parts."""
-    parameters = {
+    decoded = ({k: _decode(value, tensors) for k, value in part.items()} for part in contents)
+    result: Checkpoint = _build(Checkpoint, functools.reduce(_joined, decoded))
+    if result.optimizer is None:
+        return result
+    whole = {
         name: replace(
-            each, state={k: v.whole() if isinstance(v, Parts) else v for k, v in each.state.items()}
+            kept, state={k: v.whole() if isinstance(v, Parts) else v for k, v in kept.state.items()}
         )
-        for name, each in optimizer.parameters.items()
+        for name, kept in result.optimizer.parameters.items()
     }
-    return replace(optimizer, parameters=parameters)
+    return replace(result, optimizer=replace(result.optimizer, parameters=whole))
 
 
-def _joined(one: Any, other: Any) -> Any:
-    """What two processes have kept of the same; where both have a value, it is the first one's."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        both = {key: _joined(one[key], other[key]) for key in one if key in other}
-        return {**one, **other, **both}
-    if isinstance(one, History) and isinstance(other, History):
-        older, predicted = _joined(one.older, other.older), _joined(one.predicted, other.predicted)
-        return replace(one, older=older, predicted=predicted)
-    if isinstance(one, OptimizerState) and isinstance(other, OptimizerState):
-        shifted = {
-            name: replace(each, group=each.group + len(one.groups))
-            for name, each in other.parameters.items()
-        }
-        both = {
-            name: replace(each, state=_joined(each.state, shifted[name].state))
-            for name, each in one.parameters.items()
-            if name in shifted
-        }
-        known = {**shifted, **one.parameters, **both}
-        return OptimizerState([*one.groups, *other.groups], known)
-    if isinstance(one, Parts) and isinstance(other, Parts):
-        return replace(one, tensors=_joined(one.tensors, other.tensors))
-    return one
+def _joined(a: Any, b: Any) -> Any:
+    """Join what two processes have of a value; if both have it whole, return the first one's."""
+    match a, b:
+        case dict(), dict():
+            return {**a, **b, **{key: _joined(a[key], b[key]) for key in a if key in b}}
+        case History(), History():
+            older, predicted = _joined(a.older, b.older), _joined(a.predicted, b.predicted)
+            return replace(a, older=older, predicted=predicted)
+        case ParameterState(), ParameterState():
+            return replace(a, state=_joined(a.state, b.state))
+        case OptimizerState(), OptimizerState():
+            shifted = {
+                name: replace(kept, group=kept.group + len(a.groups))
+                for name, kept in b.parameters.items()
+            }
+            return OptimizerState([*a.groups, *b.groups], _joined(a.parameters, shifted))
+        case Parts(), Parts():
+            return replace(a, tensors=_joined(a.tensors, b.tensors))
+    return a
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """Name of a module → what its ``get_extra_state`` returns, of those that have it."""
+    """Name → extra state, of the modules that have a ``get_extra_state``."""
     return {name: module.get_extra_state() for name, module in _having(model).items()}
 
 
 def set_extra_states(model: nn.Module, saved: Mapping[str, Any]) -> Callable[[], None]:
-    """Give modules the extra state of a checkpoint. One that the checkpoint does not name keeps its
-    own. Returns a function that takes it back.
+    """Set the extra state of the modules that a checkpoint names. Returns a function that restores
+    their earlier state.
 
     Raises:
-        CheckpointError: a module is missing, or does not take its state. All have their own then.
+        CheckpointError: a module is missing, or does not take its state. Nothing has changed then.
     """
-    having = _having(model)
-    before = {name: having[name].get_extra_state() for name in saved if name in having}
+    modules = _having(model)
+    before = {name: modules[name].get_extra_state() for name in saved if name in modules}
 
     def take_back() -> None:
         for name, state in before.items():
-            having[name].set_extra_state(state)
+            modules[name].set_extra_state(state)
 
     for name in saved:
-        if name not in having:
+        if name not in modules:
             raise CheckpointError(
                 f"the checkpoint is of another model: its module {name!r} has extra state, and the "
                 "pipe's has no get_extra_state()"
             )
     for name, state in saved.items():
         try:
-            having[name].set_extra_state(state)
+            modules[name].set_extra_state(state)
         except Exception as error:
             take_back()
             raise CheckpointError(
@@ -202,22 +191,23 @@ def set_extra_states(model: nn.Module, saved: Mapping[str, Any]) -> Callable[[],
 
 
 def _having(model: nn.Module) -> dict[str, nn.Module]:
-    own = nn.Module.get_extra_state
-    return {n: m for n, m in model.named_modules() if type(m).get_extra_state is not own}
+    """The modules that override ``get_extra_state``, by name."""
+    default = nn.Module.get_extra_state
+    return {n: m for n, m in model.named_modules() if type(m).get_extra_state is not default}
 
 
 def checksum(name: str, tensor: Tensor, start: int = 0) -> int:
-    """The CRC-32 of a dense tensor with its name, dtype and shape, going on from ``start``; it
-    detects a few flipped bits for certain.
+    """The CRC-32 of a dense tensor with its name, dtype and shape, continued from ``start``. It is
+    certain to detect a few flipped bits.
 
     Raises:
-        RuntimeError, TypeError, ValueError: the tensor has no elements that could be written.
+        RuntimeError, TypeError, ValueError: the tensor's elements cannot be written.
     """
-    if tensor.is_quantized:  # its elements could be written, but not how they are to be read
+    if tensor.is_quantized:  # its integers could be written, but not their scale
         raise TypeError("quantised")
-    found = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), start)
+    head = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), start)
     elements = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(elements.numpy().data, found)
+    return zlib.crc32(elements.numpy().data, head)
 
 
 def refused(name: str, tensor: Tensor) -> CheckpointError:
@@ -229,7 +219,7 @@ def refused(name: str, tensor: Tensor) -> CheckpointError:
 
 
 def _encode(value: Any, path: tuple[str, ...], add: Add) -> Any:
-    """A value as JSON. Each tensor is added and replaced by its entry."""
+    """A value as JSON, in which each tensor is replaced by the entry that ``add`` returns."""
     if len(path) > 1 + _DEEPEST:
         raise CheckpointError(f"{path[0]} holds itself, or is more than {_DEEPEST} levels deep")
 
@@ -253,8 +243,8 @@ def _encode(value: Any, path: tuple[str, ...], add: Add) -> Any:
             pairs = [[inside(key, "key"), inside(item, key)] for key, item in value.items()]
             return {"dict": pairs}
         case _ if type(value) in _CLASSES.values():
-            made = {f.name: inside(getattr(value, f.name), f.name) for f in _written_fields(value)}
-            return {"class": type(value).__name__, "fields": made}
+            inner = {f.name: inside(getattr(value, f.name), f.name) for f in _written_fields(value)}
+            return {"class": type(value).__name__, "fields": inner}
     raise CheckpointError(
         f"{'/'.join(path)} is a {type(value).__name__}, which a checkpoint cannot hold; it holds "
         "tensors, numbers, strings, and lists, tuples and dicts of them"
@@ -269,16 +259,16 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         case {"complex": str(path)}:
             return torch.view_as_complex(tensors[path])
         case {"sparse": str(kind), "size": list(size), "coalesced": bool(sorted_), "pieces": parts}:
-            return _sparse(kind, [_decode(each, tensors) for each in parts], size, sorted_)
+            return _sparse(kind, [_decode(part, tensors) for part in parts], size, sorted_)
         case {"tuple": list(items)}:
             return tuple(_decode(item, tensors) for item in items)
         case {"dict": list(pairs)}:
-            made = {_decode(key, tensors): _decode(item, tensors) for key, item in pairs}
-            if len(made) < len(pairs):
+            decoded = {_decode(key, tensors): _decode(item, tensors) for key, item in pairs}
+            if len(decoded) < len(pairs):
                 raise ValueError("two items have the same key")
-            return made
+            return decoded
         case {"class": str(name), "fields": dict(inner)}:
-            return _made(_CLASSES[name], {k: _decode(v, tensors) for k, v in inner.items()})
+            return _build(_CLASSES[name], {k: _decode(v, tensors) for k, v in inner.items()})
         case list():
             return [_decode(item, tensors) for item in value]
         case dict():
@@ -286,8 +276,8 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return value
 
 
-def _made(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """A dataclass from values that were read. Raises ValueError where a value has a wrong type."""
+def _build(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Make a dataclass of values that were read. Raises ValueError if one has a wrong type."""
     for name, hint in get_type_hints(kind).items():
         if name in values and not _fits(values[name], hint):
             raise ValueError(f"{name!r} of its {kind.__name__} is {reprlib.repr(values[name])}")
@@ -300,7 +290,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is Any:
         return True
     if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in inner)
+        return any(_fits(value, option) for option in inner)
     if origin is Mapping:
         return isinstance(value, dict) and all(
             _fits(key, inner[0]) and _fits(item, inner[1]) for key, item in value.items()
@@ -311,7 +301,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _sparse(layout: str, parts: Sequence[Tensor], size: list[int], coalesced: bool) -> Tensor:
-    """A sparse tensor from its parts. Raises RuntimeError where they do not fit together."""
+    """A sparse tensor from its parts. Raises RuntimeError if they do not fit together."""
     if SPARSE[layout] is torch.sparse_coo:
         indices, values = parts
         return torch.sparse_coo_tensor(

@@ -18,8 +18,8 @@ from fxpipe.runtime.weights.checkpoint import Checkpoint, checksum, decode, enco
 from fxpipe.runtime.weights.replacing import replacing
 
 FORMAT = 3
-"""The format that this version writes. It also reads the earlier ones: 2 had no checksum, and 1 had
-no checksum, ``device_random`` or ``extra``."""
+"""The format that this version writes. It also reads formats 2, without a checksum, and 1, without
+checksum, ``device_random`` and ``extra``."""
 
 _KEY = "fxpipe"
 _SUM = "fxpipe.crc32"
@@ -46,18 +46,18 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a file; no code in it can run.
 
     Raises:
-        CheckpointError: there is no such file, or it is truncated, damaged, no checkpoint, or
-            newer.
+        CheckpointError: there is no such file, or it is truncated, damaged, no checkpoint, or in a
+            newer format.
     """
     shown = repr(str(path))
     try:
-        # by its descriptor: header and tensors are of one file, even if it is replaced meanwhile
+        # by descriptor, so that header and tensors are of one file even if it is replaced meanwhile
         with (
             Path(path).open("rb") as opened,
             safetensors.safe_open(f"/dev/fd/{opened.fileno()}", framework="pt") as file,
         ):
             told = file.metadata() or {}
-            # copies, which do not change when the file does
+            # copies, as the tensors are mapped from the file and would change with it
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read the checkpoint {shown}: {error}") from error
@@ -90,11 +90,10 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
-    """The checksum of a file's contents."""
-    found = zlib.crc32(header.encode())
+    total = zlib.crc32(header.encode())
     for name, tensor in sorted(tensors.items()):
-        found = checksum(name, tensor, found)
-    return f"{found:08x}"
+        total = checksum(name, tensor, total)
+    return f"{total:08x}"
 
 
 class _Tensors:
@@ -105,11 +104,7 @@ class _Tensors:
         self._storages: set[int] = set()
 
     def add(self, path: tuple[str, ...], tensor: Tensor) -> dict[str, str]:
-        """Add a tensor; see ``Add``.
-
-        Raises:
-            CheckpointError: the file cannot hold it.
-        """
+        """Add a tensor, see ``Add``. Raises CheckpointError if the file cannot hold it."""
         name = "/".join(path)
         try:
             plain = tensor.detach().resolve_conj().resolve_neg()

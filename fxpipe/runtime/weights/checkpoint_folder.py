@@ -1,20 +1,20 @@
 """A checkpoint as a folder of torch.distributed.checkpoint (DCP), written by many processes.
 
-Every tensor has a path there, whichever process has written it, so that other processes can read
-it, each its own ones. Everything else is JSON, one text for each process that has written; it names
-the tensors and has their checksums.
+Every tensor has a path that does not depend on the process that wrote it, so any process can read
+the tensors it needs. Everything else is JSON, one text per process that wrote a part; it names the
+tensors and has their checksums.
 
     model                    name → parameter or persistent buffer, as in the model's state dict
     buffers, gradients       name → another buffer, or ``.grad``
-    optimizer                name → key → what the optimizer keeps for the parameter
+    optimizer                name → key → the optimizer's state for the parameter
     older, predicted         version → name → value
     random, device_random    states of generators
     groups, extra            tensors among the optimizers' settings and the user's own values
     sparse                   indices and values of sparse tensors
-    fxpipe                   number of the process → its JSON (header), and that one's checksum
+    fxpipe                   number of the process → its JSON (header) and the JSON's checksum
 
-The steps are those of DCP's ``save`` and ``load``. Between them, though, processes talk in the
-pipe's way, so that what fails in one is known to all; and no code in its pickles is run."""
+The steps are those of DCP's ``save`` and ``load``, but between them processes talk over the pipe's
+own group, so that all learn of a failure in one; and no code in the folder's pickles is run."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ from fxpipe.runtime.weights.checkpoint import (
 from fxpipe.runtime.weights.replacing import replacing, standing
 
 FORMAT = 2
-"""The newest format, which has parts of sharded optimizers."""
+"""The newest format, which can hold parts of sharded optimizers."""
 
 WHOLE = 1
-"""The format without any, which older versions can read, too."""
+"""The format without such parts, which older versions can read, too."""
 
 _SHARED = ("parameters", "buffers", "gradients", "history", "optimizer")
-"""What each process has a part of. Everything else is written by the first one."""
+"""The attributes of which each process writes a part. The first process writes all others."""
 
 METADATA = ".metadata"
-"""The file with the names of all that is in a folder, and where."""
+"""DCP's file with the name and the place of everything in a folder."""
 
 _PLAIN = {
     ("torch", "Size"),
@@ -79,7 +79,7 @@ _PLAIN = {
         )
     ),
 }
-"""The classes and functions that a folder's metadata is made of."""
+"""The classes and functions that the pickle of a folder's metadata may name."""
 
 Folder = str | os.PathLike[str]
 
@@ -88,11 +88,11 @@ def write(checkpoint: Checkpoint, state: Mapping[str, Any], path: Folder, group:
     """Write a folder; an older one is replaced only once the new one is complete.
 
     Args:
-        checkpoint: what this process has of the checkpoint.
-        state: the state dict of what it has of the model.
+        checkpoint: this process's part of the checkpoint.
+        state: this process's part of the model's state dict.
         path: the folder, which all processes can reach.
-        group: the processes; each of them calls this, inside of ``calling``, and those of the first
-            replica write; those of the others only what they have of sharded optimizers.
+        group: the processes; each of them calls this inside of ``calling``. Those of the first
+            replica write everything, the others only their parts of sharded optimizers.
 
     Raises:
         CheckpointError: the folder cannot hold a value, or cannot be written. An older folder stays
@@ -107,36 +107,32 @@ def write(checkpoint: Checkpoint, state: Mapping[str, Any], path: Folder, group:
             checkpoint, parts = replace(checkpoint, optimizer=shards), ("optimizer",)
         tensors.seal(encode(checkpoint, tensors.add, parts), FORMAT if sharded else WHOLE)
         with ExitStack() as stack:
-            made = None
+            unfinished = None
             if group.rank == 0:
                 _refuse_others(path)
-                made = stack.enter_context(replacing(path, folder=True))
-            known = group.exchange("folder", (made and str(made), sharded))
-            writer = Writer(known[0][0])
-            writes = not group.replica or any(shards for _, shards in known)
-            made_here = writer.write(tensors.nested, group.rank) if writes else None
-            files = group.exchange("files", made_here)
+                unfinished = stack.enter_context(replacing(path, folder=True))
+            told = group.exchange("folder", (unfinished and str(unfinished), sharded))
+            writer = Writer(told[0][0])
+            writes = not group.replica or any(shards for _, shards in told)
+            written = writer.write(tensors.nested, group.rank) if writes else None
+            files = group.exchange("files", written)
             if group.rank == 0:
                 writer.complete([part for part in files if part is not None])
-        group.exchange("checkpoint", None)  # which is in its place now
+        group.exchange("checkpoint", None)  # return only once the folder is in place
     except (OSError, ValueError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write the checkpoint {str(path)!r}: {why}") from error
 
 
 def _refuse_others(path: Folder) -> None:
-    """Raises OSError where replacing a folder would remove more than a checkpoint."""
+    """Raises OSError if replacing a folder would remove more than a checkpoint."""
     folder = Path(os.path.realpath(path))
-    inside = sorted(folder.iterdir()) if folder.is_dir() else []
-    other = next((each.name for each in inside if not _is_part(each)), None)
-    if other is not None:
-        raise OSError(
-            f"it holds {other!r}, which is no part of a checkpoint; give a folder of its own"
-        )
-
-
-def _is_part(file: Path) -> bool:
-    return file.name == METADATA or file.suffix == ".distcp"
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if file.name != METADATA and file.suffix != ".distcp":
+            raise OSError(
+                f"it holds {file.name!r}, which is no part of a checkpoint; give a folder of its "
+                "own"
+            )
 
 
 class _Tensors:
@@ -153,11 +149,7 @@ class _Tensors:
         self._sums: dict[str, int] = {}
 
     def add(self, path: tuple[str, ...], tensor: Tensor) -> dict[str, str]:
-        """Add a tensor; see ``Add``.
-
-        Raises:
-            CheckpointError: the folder cannot hold it.
-        """
+        """Add a tensor, see ``Add``. Raises CheckpointError if the folder cannot hold it."""
         *place, last = self._place(path)
         while (name := ".".join((*place, last))) in self._sums:  # keys with dots or slashes
             last += "'"
@@ -168,14 +160,15 @@ class _Tensors:
         return {"tensor": name}
 
     def seal(self, content: Mapping[str, Any], format_: int) -> None:
-        """Add the JSON, and parameters under their other names."""
+        """Add the JSON, and tied parameters under their other names, too."""
         for name, value in self._state.items():
             plain = isinstance(value, Tensor) and value.layout is torch.strided
             if plain and f"model.{name}" not in self._sums:
                 self._put(("model", name), value)
         header = json.dumps({"format": format_, "content": content, "crc32": self._sums})
-        own = {"header": header, "crc32": zlib.crc32(header.encode())}
-        self.nested["fxpipe"] = {self._rank: own}
+        self.nested["fxpipe"] = {
+            self._rank: {"header": header, "crc32": zlib.crc32(header.encode())}
+        }
 
     def _put(self, place: tuple[str, ...], tensor: Tensor) -> Tensor:
         plain = tensor.detach().resolve_conj().resolve_neg().cpu()
@@ -187,7 +180,7 @@ class _Tensors:
         return plain
 
     def _place(self, path: tuple[str, ...]) -> tuple[str, ...]:
-        """Where a tensor is in the folder, from where it is in the checkpoint."""
+        """Map a tensor's path in the checkpoint to its path in the folder."""
         match path:
             case ("parameters" | "buffers", name) if name in self._state:
                 return "model", name
@@ -205,8 +198,8 @@ class _Tensors:
 
 
 def exists(path: Folder) -> bool:
-    """Whether there is anything that a checkpoint could be read from. Raises CheckpointError where
-    that cannot be found out, as of a name that is too long."""
+    """Whether there is a file, or a folder that is not empty, to read a checkpoint from. Raises
+    CheckpointError if the path cannot be looked up, as one that is too long."""
     try:
         folder = standing(path)
         return any(folder.iterdir()) if folder.is_dir() else folder.exists()
@@ -219,12 +212,12 @@ def read(path: Folder, own: Collection[str] | None = None) -> Checkpoint:
 
     Args:
         path: the folder.
-        own: the names of the parameters and buffers whose tensors are read. Those of others are on
-            the meta device, without values. None for all.
+        own: the names of the parameters and buffers whose tensors are read; None for all. Tensors
+            of others are returned on the meta device.
 
     Raises:
-        CheckpointError: there is no such folder, or it is not whole, damaged, no checkpoint, or
-            newer.
+        CheckpointError: there is no such folder, or it is incomplete, damaged, no checkpoint, or in
+            a newer format.
     """
     shown, folder = repr(str(path)), standing(path)
     if not (folder / METADATA).exists():
@@ -248,14 +241,14 @@ def read(path: Folder, own: Collection[str] | None = None) -> Checkpoint:
             header = texts[f"fxpipe.{rank}.header"]
             if texts[f"fxpipe.{rank}.crc32"] != zlib.crc32(header.encode()):
                 raise ValueError("the checksum of its header is another")
-            found = json.loads(header)
-            if found["format"] > FORMAT:
+            part = json.loads(header)
+            if part["format"] > FORMAT:
                 raise CheckpointError(
-                    f"{shown} has format {found['format']}, and this fxpipe reads those up to "
+                    f"{shown} has format {part['format']}, and this fxpipe reads those up to "
                     f"{FORMAT}; install the fxpipe that wrote it"
                 )
-            contents.append(found["content"])
-            sums |= found["crc32"]
+            contents.append(part["content"])
+            sums |= part["crc32"]
         kept = {None} if own is None else {None, *own}
         wanted = [name for name in sums if own is None or _owner(places[name]) in kept]
         tensors = reader.read(wanted)
@@ -266,14 +259,14 @@ def read(path: Folder, own: Collection[str] | None = None) -> Checkpoint:
         return decode(contents, {**others, **tensors})
     except CheckpointError:
         raise
-    except Exception as error:  # torch raises anything at all where a file is damaged
+    except Exception as error:  # torch raises all kinds of errors if a file is damaged
         raise CheckpointError(
             f"{shown} is damaged, or not all of a checkpoint ({told(error)}); load an older one"
         ) from error
 
 
 def _owner(place: tuple[str, ...]) -> str | None:
-    """The parameter or buffer that a tensor in a folder belongs to; None where to none."""
+    """The name of the parameter or buffer that a tensor in a folder belongs to, if any."""
     match place:
         case ("model" | "parameters" | "buffers" | "gradients" | "optimizer", name, *_):
             return name
@@ -283,11 +276,18 @@ def _owner(place: tuple[str, ...]) -> str | None:
 
 
 class Writer(FileSystemWriter):
-    """Writes a folder, or the part of one process."""
+    """Writes a folder, each process a part of it."""
 
     def write(self, values: dict[str, Any], rank: int) -> Tensor:
-        """Write files, and sync them to disk. The keys of the nested dicts give what is in them a
-        path; ``rank`` is the number of this process. Returns what ``complete`` wants to know."""
+        """Write the part of this process, and sync it to disk.
+
+        Args:
+            values: tensors and strings in nested dicts, whose keys make their paths.
+            rank: the number of this process.
+
+        Returns:
+            The metadata of the part, for ``complete``.
+        """
         planner = DefaultSavePlanner()
         planner.set_up_planner(values, is_coordinator=True)
         self.set_up_storage_writer(True)
@@ -295,22 +295,22 @@ class Writer(FileSystemWriter):
         (plan,), metadata = planner.create_global_plan([plan])
         plan = self.prepare_global_plan([*([SavePlan([])] * rank), plan])[rank]
         plan = planner.finish_plan(plan)
-        made = self.write_data(plan, planner).wait()
-        metadata.storage_data = {each.index: each.storage_data for each in made}
+        results = self.write_data(plan, planner).wait()
+        metadata.storage_data = {result.index: result.storage_data for result in results}
         return torch.frombuffer(bytearray(pickle.dumps(metadata)), dtype=torch.uint8)
 
     def complete(self, parts: Sequence[Tensor]) -> None:
-        """Write the metadata of all files, of what ``write`` has returned in each process. Raises
-        OSError where a file is missing, or cannot be written."""
+        """Write the metadata of all files, joined from what ``write`` returned in each process.
+        Raises OSError if a file is missing, or cannot be written."""
         whole = Metadata({}, planner_data={})
         results: list[WriteResult] = []
         for part in parts:
-            found: Metadata = _Unpickler(BytesIO(part.numpy().tobytes())).load()
-            whole.state_dict_metadata |= found.state_dict_metadata
-            whole.planner_data |= found.planner_data
-            for index, place in found.storage_data.items():
+            metadata: Metadata = _Unpickler(BytesIO(part.numpy().tobytes())).load()
+            whole.state_dict_metadata |= metadata.state_dict_metadata
+            whole.planner_data |= metadata.planner_data
+            for index, place in metadata.storage_data.items():
                 results.append(WriteResult(index, 0, place))
-        for name in {each.storage_data.relative_path for each in results}:
+        for name in {result.storage_data.relative_path for result in results}:
             if not (Path(self.path) / name).exists():
                 raise OSError(
                     f"the file {name!r} of another process is not there; give a folder that all "
@@ -319,7 +319,7 @@ class Writer(FileSystemWriter):
         self.finish(whole, [results])
 
     def storage_meta(self) -> StorageMeta | None:
-        """None, as it would have a path, which another version of Python may be unable to read."""
+        """None: DCP's would hold a path object, which another Python may be unable to unpickle."""
         return None
 
 
@@ -342,15 +342,15 @@ class Reader(FileSystemReader):
             return metadata
 
     def read(self, names: Collection[str]) -> dict[str, Any]:
-        """Name → what is under it: tensors, and other values."""
-        made = {name: self.empty(name) for name in names}
+        """Name → its tensor or other value."""
+        values = {name: self.empty(name) for name in names}
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(made, self._metadata, is_coordinator=True)
+        planner.set_up_planner(values, self._metadata, is_coordinator=True)
         self.read_data(planner.create_local_plan(), planner).wait()
-        return made
+        return values
 
     def empty(self, name: str, device: str = "cpu") -> Any:
-        """A tensor like the one under a name; None where there is none."""
+        """An uninitialised tensor like the one with this name; None if it is another value."""
         kind = self._metadata.state_dict_metadata[name]
         if not isinstance(kind, TensorStorageMetadata):
             return None
@@ -364,10 +364,10 @@ class _Planner(DefaultLoadPlanner):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes only what a folder's metadata consists of."""
+    """Makes only objects that a folder's metadata consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module in ("pathlib", "pathlib._local"):  # where others have written it
+        if module in ("pathlib", "pathlib._local"):  # in folders that DCP's own writer wrote
             return PurePosixPath
         kind = getattr(torch, name, None) if module == "torch" else None
         if isinstance(kind, torch.dtype) or (module, name) in _PLAIN:

@@ -1,7 +1,7 @@
-"""Initial values of parameters and buffers, as one process draws them that builds the whole model.
+"""Initial values of parameters and buffers, the same as if one process built the whole model.
 
-A process draws the numbers of all modules, one after another. What it keeps none of is drawn into
-memory that all such tensors share, so that what it keeps gets the same values.
+Each process draws the random numbers of all modules, one after another, so that the tensors that it
+keeps get the same values everywhere. All tensors that it does not keep share one scratch memory.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def initialise(model: nn.Module, own: Iterable[Tensor], function: Initialise | N
     Args:
         model: the model.
         own: the parameters and buffers that this process keeps; they get memory if they have none.
-        function: called with every module, after the modules inside of it; by default the
-            module's own ``reset_parameters``, if it has one.
+        function: called with every module, after the modules inside of it; by default each module's
+            ``reset_parameters`` is called, if it has one.
 
     Raises:
         InputError: a module's function fails, or one of the tensors gets no value.
     """
-    with allocated(own) as given, standing_in(model, lambda x: True) as others, torch.no_grad():
-        writes = _Writes({memory(tensor) for tensor in given}, others)
+    with allocated(own) as kept, standing_in(model, lambda x: True) as others, torch.no_grad():
+        writes = _Writes({memory(tensor) for tensor in kept}, others)
         drawn: set[Tensor] = set()
         for name, module in _inside_out(model, every=function is not None):
             reset = _reset_of(module) if function is None else partial(function, module)
@@ -57,9 +57,8 @@ def initialise(model: nn.Module, own: Iterable[Tensor], function: Initialise | N
 
 
 def _inside_out(model: nn.Module, every: bool) -> Iterator[tuple[str, nn.Module]]:
-    """The modules with their names, after those inside of them. Each comes once, in the order in
-    which their constructors end, or with ``every`` once in each module that has it, as in
-    ``model.apply``."""
+    """The modules with their names, each after those inside of it: once, in the order in which
+    their constructors end, or with ``every`` once for each parent, as in ``model.apply``."""
     seen: set[nn.Module] = set()
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -73,17 +72,17 @@ def _inside_out(model: nn.Module, every: bool) -> Iterator[tuple[str, nn.Module]
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """The method that gives a module its initial values; in some of PyTorch's it is private."""
-    found = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
-    return next(filter(callable, found), None)
+    """The method that gives a module its initial values; some of PyTorch's have a private one."""
+    methods = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return next(filter(callable, methods), None)
 
 
 @contextmanager
 def _tied_kept(module: nn.Module, drawn: set[Tensor]) -> Iterator[None]:
-    """Inside, a module has others for the parameters that earlier modules have drawn: where weights
-    are tied, each module had drawn its own, and that of the first is used."""
-    own = [(name, p) for name, p in module._parameters.items() if p is not None]
-    tied = [(name, parameter) for name, parameter in own if parameter in drawn]
+    """In the block, replace those of a module's parameters that earlier modules have drawn. So each
+    module draws its random numbers, but a tied weight keeps the values of its first module."""
+    named = [(name, p) for name, p in module._parameters.items() if p is not None]
+    tied = [(name, parameter) for name, parameter in named if parameter in drawn]
     for name, parameter in tied:
         setattr(module, name, nn.Parameter(torch.empty_like(parameter), parameter.requires_grad))
     try:
@@ -91,18 +90,19 @@ def _tied_kept(module: nn.Module, drawn: set[Tensor]) -> Iterator[None]:
     finally:
         for name, parameter in tied:
             setattr(module, name, parameter)
-        drawn.update(parameter for _, parameter in own)
+        drawn.update(parameter for _, parameter in named)
 
 
 class _Writes(TorchDispatchMode):
-    """Watches the operations inside, and refuses values that come from tensors kept elsewhere.
+    """Watches the operations in its block, and refuses to compute a kept tensor from one that is
+    not kept here, as that has no meaningful values.
 
     Attributes:
         unwritten: the storages that are kept here and were not written yet.
     """
 
     def __init__(self, kept: set[int], others: Iterable[Tensor]) -> None:
-        """Args: kept: the storages that are kept here. others: what stands for other tensors."""
+        """Watch writes to the storages ``kept`` here. ``others`` stand in for all other tensors."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.unwritten = {*kept}
         self._kept = kept
@@ -117,23 +117,23 @@ class _Writes(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         pairs = zip(func._schema.arguments, args, strict=False)
-        written = [x for one, x in pairs if one.is_write and isinstance(x, Tensor)]
+        written = [x for argument, x in pairs if argument.is_write and isinstance(x, Tensor)]
         reads = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         elsewhere = any(memory(tensor) in self._others for tensor in reads)
         if elsewhere and any(memory(tensor) in self._kept for tensor in written):
             raise InputError(
                 "it computes values from those of a tensor that another rank keeps; let every "
-                "module draw its own values alone"
+                "module compute its values without those of other modules"
             )
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         self.unwritten.difference_update(map(memory, written))
         if elsewhere:
-            results = pytree.tree_leaves(made)
+            results = pytree.tree_leaves(result)
             self._note([*written, *(x for x in results if isinstance(x, Tensor))])
-        return made
+        return result
 
     def _note(self, tensors: Iterable[Tensor]) -> None:
-        """Remember, as long as they live, that these have not the values of the whole model."""
+        """Note, while these tensors live, that their values are not those of the whole model."""
         for tensor in tensors:
             key, storage = memory(tensor), pieces(tensor)[-1].untyped_storage()
             self._others[key] = weakref.ref(storage, partial(self._forget, key))
@@ -144,7 +144,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _check(model: nn.Module, unwritten: Collection[int]) -> None:
-    """Raises InputError where parameters or buffers were given no values."""
+    """Raises InputError if a parameter or buffer got no values."""
     for name, module in model.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or memory(tensor) not in unwritten:

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 _PARAMETERS = ("params", "param_names")
-"""What a parameter group has besides settings."""
+"""The keys of a parameter group that are not settings."""
 
 
 class OptimizerSnapshot:
     """A copy of an optimizer's state, its groups' settings and its own attributes; with ``weights``
     also of the parameters that it trains.
 
-    The optimizer's ``load_state_dict`` could not restore it exactly: it casts the state to the
-    dtypes of the parameters.
+    ``load_state_dict`` could not restore these exactly: it casts the state to the parameters'
+    dtypes.
     """
 
     def __init__(self, optimizer: Optimizer, *, weights: bool = False) -> None:
@@ -45,10 +45,10 @@ class OptimizerSnapshot:
         states = all_copied([*optimizer.state.values()])
         self._state = dict(zip(optimizer.state, states, strict=True))
         self._groups = [(group, copied(settings(group))) for group in optimizer.param_groups]
-        self._attributes = {} if is_torchs(optimizer) else values_of(optimizer)
+        self._attributes = values_of(optimizer)
 
     def put_back(self) -> None:
-        """Make it so again."""
+        """Restore the optimizer, and the parameters if they were copied."""
         for parameter, value in zip(self._parameters, self._values, strict=True):
             parameter.copy_(value)
         self._optimizer.state.clear()
@@ -60,39 +60,34 @@ class OptimizerSnapshot:
         put_back(self._optimizer, self._attributes)
 
 
-def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether it is one of those in ``torch.optim``."""
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in _PARAMETERS}
 
 
 def unshared(value: Any) -> Any:
-    """A setting that nobody else changes in place: a copy where it is a tensor, as a learning rate
-    may be."""
+    """A setting that nobody else changes in place: tensors, which learning rates may be, are
+    copied."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def shown(setting: Any) -> str:
-    """A setting with all of its digits, and without a place in memory."""
+    """The text of a setting: with all digits, and without memory addresses."""
     value = setting.tolist() if isinstance(setting, Tensor) else setting
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 Mark = tuple[Any, int]
-"""A setting, and how often it was changed in place."""
+"""A setting, and its version counter, which counts changes in place."""
 
 
 def mark(value: Any) -> Mark:
-    """What ``differs`` compares with later."""
+    """A setting as it is now, for ``differs`` to compare with later."""
     return value, value._version if isinstance(value, Tensor) else 0
 
 
 def differs(before: Mark, value: Any) -> bool:
-    """Whether a setting was replaced, or changed in place."""
+    """Whether a setting was replaced, or changed in place, since it was marked."""
     return before[0] is not value or before[1] != mark(value)[1]
 
 
@@ -102,10 +97,10 @@ def copied(values: Any) -> Any:
 
 
 def all_copied(states: Sequence[Any]) -> list[Any]:
-    """The same for several states, whose tensors are copied together."""
-    made = [dict(each) if isinstance(each, dict) else copy.deepcopy(each) for each in states]
+    """Copies of several states; their tensors are copied together, see ``clones``."""
+    copies = [dict(each) if isinstance(each, dict) else copy.deepcopy(each) for each in states]
     tensors: list[tuple[dict[Any, Any], Any]] = []
-    for state in made:
+    for state in copies:
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, Tensor):
                 tensors.append((state, key))
@@ -114,32 +109,31 @@ def all_copied(states: Sequence[Any]) -> list[Any]:
     values = clones([state[key] for state, key in tensors])
     for (state, key), value in zip(tensors, values, strict=True):
         state[key] = value
-    return made
+    return copies
 
 
 def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A detached clone of each; on a device those of one dtype take one launch together."""
-    made = [tensor.detach() for tensor in tensors]
+    """Detached clones of tensors; those of one device and dtype are copied in one launch."""
+    results = [tensor.detach() for tensor in tensors]
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for index, tensor in enumerate(made):
+    for index, tensor in enumerate(results):
         if type(tensor) is Tensor and tensor.layout is torch.strided:
             alike[tensor.device, tensor.dtype].append(index)
         else:
-            made[index] = tensor.clone()
+            results[index] = tensor.clone()
     for indices in alike.values():
-        sources = [made[index] for index in indices]
+        sources = [results[index] for index in indices]
         copies = [torch.empty_like(source) for source in sources]
         torch._foreach_copy_(copies, sources)
         for index, value in zip(indices, copies, strict=True):
-            made[index] = value
-    return made
+            results[index] = value
+    return results
 
 
 class Weights:
     """Reads and updates the model's parameters and buffers, by stage and version."""
 
     def __init__(self) -> None:
-        """No plan is bound yet, see ``bind``."""
         self._state: Mapping[str, Tensor] = {}
         self._names: list[list[str]] = []
         self._buffers: list[list[Tensor]] = []
@@ -154,18 +148,23 @@ class Weights:
         state: Mapping[str, Tensor],
         deferred: Sequence[DeferredNorm] = (),
     ) -> None:
-        """Look up a plan's tensors, by their names in the model. The statistics of deferred
-        BatchNorms are updated once per batch."""
+        """Look up the tensors of a plan's stages.
+
+        Args:
+            stages: the stages.
+            state: name in the model → parameter or buffer.
+            deferred: the BatchNorms whose statistics are updated once per batch.
+        """
         self._state = state
         self._deferred = deferred
         self._names = [[a.target for a in stage.parameters] for stage in stages]
         written = {write.target for stage in stages for write in stage.writes}
-        # copies: a backward may read what its forward read, and ``commit`` changes the buffers
-        first = dict(zip(written, clones([state[n] for n in written]), strict=True))
-        self._buffers = [[first.get(a.target, state[a.target]) for a in s.buffers] for s in stages]
+        # copies, as ``commit`` changes the buffers: backward must read the values that forward read
+        copies = dict(zip(written, clones([state[n] for n in written]), strict=True))
+        self._buffers = [[copies.get(a.target, state[a.target]) for a in s.buffers] for s in stages]
 
     def parameters(self, stage: int, version: int) -> Sequence[Tensor]:
-        """A stage's parameters of a version."""
+        """A stage's parameters in a version."""
         raise NotImplementedError
 
     @property
@@ -174,11 +173,11 @@ class Weights:
         return bool(self._deferred)
 
     def pooled(self, written: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """What all replicas together have written: name → value, of replica → name → the newest
-        one. The moments of BatchNorms are those of all replicas, and every other buffer is that of
-        the first one."""
+        """Join the buffers that the replicas have written (replica → name → value) into one mapping
+        name → value: BatchNorm moments are merged over all replicas, every other buffer is the
+        first replica's."""
         names = [norm.moments for norm in self._deferred if norm.moments in written[0]]
-        merged = {name: moments.merged([own[name] for own in written]) for name in names}
+        merged = {name: moments.merged([values[name] for values in written]) for name in names}
         return written[0] | merged
 
     def buffers(self, stage: int) -> Sequence[Tensor]:
@@ -186,25 +185,25 @@ class Weights:
         return self._buffers[stage]
 
     def started(self, stage: int) -> list[Tensor | None]:
-        """The initial values of the sums of a stage's gradients, to add to in place; None for 0."""
+        """The tensors from which the sums of a stage's gradients start, to be added to in place;
+        None for 0."""
         return [None] * len(self._names[stage])
 
     def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Update a stage, which has the version ``reads``, with a batch's gradients.
-
-        ``.grad`` is left as it was.
+        """Update a stage with the gradients of a batch that read the version ``reads``. ``.grad``
+        stays as it was.
 
         Returns:
-            This replica's parts of the new weights, where it updates no more than these.
+            This replica's parts of the new weights where the optimizers are sharded, else nothing.
         """
         raise NotImplementedError
 
     def gather(self, stage: int, version: int, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Take a stage's new version from the parts that the updates of all replicas have made."""
+        """Join a stage's new version from its parts, replica → what ``update`` returned there."""
         raise NotImplementedError
 
     def stop(self) -> bool:
-        """Let no more updates start. Returns whether one is running; the caller waits for it."""
+        """Let no more updates start. Returns whether one is running, for which the caller waits."""
         with self._lock:
             self._stopped = True
             self._lock.notify_all()
@@ -212,7 +211,8 @@ class Weights:
 
     @contextmanager
     def _updating(self, may: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Wait until an update may start; the block runs it. Raises Stopped after ``stop``."""
+        """Wait until an update may start, which then runs in the block. Raises Stopped after
+        ``stop``."""
         with self._lock:
             self._lock.wait_for(lambda: self._stopped or may())
             if self._stopped:
@@ -227,14 +227,14 @@ class Weights:
 
 
 def joined(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """A tensor like a parameter from its flat parts in the replicas, in their order."""
-    made = torch.empty_like(like, requires_grad=False)
-    fill(made, parts)
-    return made
+    """Join flat parts, in the order of the replicas, to a tensor like a parameter."""
+    whole = torch.empty_like(like, requires_grad=False)
+    fill(whole, parts)
+    return whole
 
 
 def fill(target: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write a tensor from its flat parts in the replicas, in their order."""
+    """Write flat parts, in the order of the replicas, to a tensor."""
     if target.is_contiguous():
         torch.cat(list(parts), out=target.view(-1))
     else:
@@ -242,11 +242,10 @@ def fill(target: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 class LiveWeights(Weights):
-    """One version of the weights: the model's own tensors, changed in place at the update.
+    """One version of the weights: the model's own tensors, which updates change in place.
 
-    An update is part of a transaction: until ``commit`` every stage can be rolled back. This needs
-    copies from a stage's update until the commit. At that time no activation is alive, so the
-    copies seldom raise the memory peak.
+    A run is a transaction: until ``commit`` every stage can be rolled back, for which copies are
+    kept from its update on. No activation is alive then, so they seldom raise the memory peak.
 
     Attributes:
         constants: the buffers that no stage writes.
@@ -262,13 +261,13 @@ class LiveWeights(Weights):
         deferred: Sequence[DeferredNorm] = (),
         shards: Mapping[Optimizer, Shards] = MappingProxyType({}),
     ) -> None:
-        """Bind stages to tensors, see ``bind``, and to their optimizers.
+        """Bind the stages to their tensors and optimizers.
 
         Args:
             stages, state, deferred: as for ``bind``.
-            optimizers: stage → its optimizer; None for a stage that has none.
+            optimizers: stage → its optimizer, or None.
             onto_grad: whether the sums of gradients start from ``.grad`` and then replace it.
-            shards: optimizer → the parts of parameters that it trains in place of the whole.
+            shards: optimizer → the parts of parameters that it trains, if it is sharded.
         """
         super().__init__()
         self.bind(stages, state, deferred)
@@ -285,11 +284,11 @@ class LiveWeights(Weights):
 
     @property
     def by_name(self) -> dict[str, Tensor]:
-        """Name in the model → parameter, of all stages."""
+        """Name in the model → parameter, over all stages."""
         return {name: self._state[name] for names in self._names for name in names}
 
     def named(self, gradients: Mapping[int, Sequence[Tensor | None]]) -> dict[str, Tensor]:
-        """Name in the model → gradient, where there is one."""
+        """Name in the model → gradient, for parameters that have one."""
         return {
             name: total
             for stage, totals in gradients.items()
@@ -301,7 +300,7 @@ class LiveWeights(Weights):
         return self._gathered.get(stage) or self._parameters[stage]
 
     def started(self, stage: int) -> list[Tensor | None]:
-        """See Weights.started: copies of ``.grad`` where the step adds to it, as torch does."""
+        """See Weights.started: copies of ``.grad`` if the step accumulates into it."""
         if not self._onto_grad:
             return super().started(stage)
         before = [parameter.grad for parameter in self._parameters[stage]]
@@ -309,7 +308,7 @@ class LiveWeights(Weights):
         return [None if gradient is None else next(copies) for gradient in before]
 
     def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """See Weights.update. Parts are copies; the parameters change at the ``commit``."""
+        """See Weights.update. Returned parts are copies: parameters change only at ``commit``."""
         optimizer = self._optimizers[stage]
         if optimizer is None or not gradients:
             return []
@@ -320,13 +319,13 @@ class LiveWeights(Weights):
                 shards.follow()
                 shards.hold()
             trained = parameters if shards is None else shards.parts_of(parameters)
-            own = [parameter.grad for parameter in trained]
+            before = [parameter.grad for parameter in trained]
             try:
                 for parameter, gradient in zip(trained, gradients, strict=True):
                     parameter.grad = gradient
                 optimizer.step()
             finally:
-                for parameter, gradient in zip(trained, own, strict=True):
+                for parameter, gradient in zip(trained, before, strict=True):
                     parameter.grad = gradient
         return [] if shards is None else shards.trained(parameters)
 
@@ -340,12 +339,12 @@ class LiveWeights(Weights):
     def roll_back(self) -> None:
         """Restore every stage that this run has updated."""
         with torch.no_grad():
-            for before in self._before:
-                before.put_back()
+            for snapshot in self._before:
+                snapshot.put_back()
         self._forget()
 
     def _forget(self) -> None:
-        """Forget how the updates of this run are undone."""
+        """Drop what was kept to undo the updates of this run."""
         self._before.clear()
         self._gathered.clear()
         for optimizer in self._optimizers:
@@ -359,8 +358,9 @@ class LiveWeights(Weights):
     ) -> None:
         """Write the results of a run to the model.
 
-        ``state`` has the last micro-batch's value of each buffer, by its name in the model, and
-        ``gradients`` the sums of each stage, for ``.grad``.
+        Args:
+            state: name of a buffer in the model → its value after the last micro-batch.
+            gradients: stage → the sums of its gradients, for ``.grad``.
         """
         with torch.no_grad():
             for stage, values in self._gathered.items():

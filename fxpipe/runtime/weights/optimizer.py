@@ -1,10 +1,10 @@
-"""What a user gives as ``optimizer=``, and the optimizers that are made of it."""
+"""Makes the optimizers of stages from what a user gives as ``optimizer=``."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,27 +23,27 @@ OptimizerLike = (
 )
 
 NAMED = "named_parameters"
-"""The argument of a function that is given names as well."""
+"""A function whose first argument has this name is called with (name, parameter) pairs."""
 
 _CURE = "such as lambda parameters: torch.optim.AdamW(parameters)"
 
 
 class GivenOptimizer:
-    """Makes the optimizers of stages of what ``compile`` was given.
+    """Makes the optimizer of each stage from the ``optimizer=`` that ``compile`` was given.
 
     A function of parameters is called for each stage. An optimizer, or what a function of named
-    parameters returns, has the parameters of the whole model; a stage's is then a copy of it with
-    those that are the stage's own, in the same groups.
+    parameters returns, has the parameters of the whole model; each stage then gets a copy of it
+    with the stage's parameters, in the same groups.
 
     Attributes:
-        whole: the optimizer over the parameters of the whole model, where there is one yet.
+        whole: the optimizer over the parameters of the whole model; None if there is none yet.
     """
 
     def __init__(self, given: OptimizerLike, model: nn.Module) -> None:
-        """Check what was given.
+        """Check ``given``.
 
         Raises:
-            InputError: it is neither an optimizer nor a function, or makes none that fits.
+            InputError: it is neither an optimizer nor a function, or the optimizer does not fit.
         """
         self.whole: Optimizer | None = None
         self._given: Any = given
@@ -59,86 +59,84 @@ class GivenOptimizer:
                 f"{_CURE}, or such an optimizer over model.parameters()"
             )
         elif _first_argument(given) == NAMED:
-            made = _optimizer(_called(given, [*model.named_parameters()]))
-            self.whole = self._checked(made, "what optimizer returns")
+            returned = _optimizer(_called(given, [*model.named_parameters()]))
+            self.whole = self._checked(returned, "what optimizer returns")
 
     def of_all(self) -> Optimizer:
-        """The optimizer over the parameters of the whole model; a function of parameters is called
-        once more for that."""
-        return self.whole or self._made([*self._model.parameters()])
+        """The optimizer over the parameters of the whole model. Calls a function of parameters once
+        more."""
+        return self.whole or self._call([*self._model.parameters()])
 
     def of(self, parameters: Mapping[str, Tensor]) -> Optimizer:
-        """The optimizer of a stage, whose parameters, or what stands for them, are given by name.
+        """The optimizer of a stage with these parameters, by name; tensors may stand in for them.
 
         Raises:
             InputError: the function raises, returns no optimizer, one over other parameters, or one
                 whose step needs a closure.
         """
         if self.whole is None:
-            return self._made([*parameters.values()])
-        own = {id(self._known[name]): parameter for name, parameter in parameters.items()}
+            return self._call([*parameters.values()])
+        # id of the model's parameter → the stage's, which may be a stand-in
+        staged = {id(self._known[name]): parameter for name, parameter in parameters.items()}
         groups, state = [], {}
         for group in self.whole.param_groups:
-            held = [parameter for parameter in group["params"] if id(parameter) in own]
-            groups.append({**settings(group), "params": [own[id(p)] for p in held]})
+            held = [parameter for parameter in group["params"] if id(parameter) in staged]
+            groups.append({**settings(group), "params": [staged[id(p)] for p in held]})
             for parameter in held:
-                kept, other = self.whole.state.get(parameter), own[id(parameter)]
-                if kept and not other.is_meta:
+                kept, target = self.whole.state.get(parameter), staged[id(parameter)]
+                if kept and not target.is_meta:
                     _refuse_without_data(self.whole, kept)
-                    state[other] = placed(kept, other, group)
-        made: Optimizer = alone(self.whole, groups)
-        made.state.update(state)
-        note_made(made, self.whole)
-        return made
+                    state[target] = placed(kept, target, group)
+        optimizer: Optimizer = alone(self.whole, groups)
+        optimizer.state.update(state)
+        note_made(optimizer, self.whole)
+        return optimizer
 
     def of_one(self, parameter: nn.Parameter) -> Any:
-        """An optimizer like a stage's over a parameter of no model, for a trial."""
+        """An optimizer like a stage's over one parameter that is not the model's, for a trial."""
         if self.whole is None:
-            return self._made([parameter])
+            return self._call([parameter])
         return alone(self.whole, [{**settings(self.whole.param_groups[0]), "params": [parameter]}])
 
-    def _made(self, parameters: list[Any]) -> Optimizer:
-        """What the function makes of parameters. Raises InputError, see ``of``."""
-        made = _optimizer(_called(self._given, [*parameters]))
-        own = {id(parameter) for parameter in parameters}
-        if any(id(parameter) not in own for parameter in _parameters(made)):
+    def _call(self, parameters: list[Any]) -> Optimizer:
+        """Call the user's function. Raises InputError, see ``of``."""
+        optimizer = _optimizer(_called(self._given, [*parameters]))
+        known = {id(parameter) for parameter in parameters}
+        if any(id(parameter) not in known for parameter in _parameters(optimizer)):
             raise InputError(
                 "optimizer is built over other parameters than those of the stage that it was "
                 f"called with, once a stage; let it use its argument, {_CURE}, or give the "
                 "optimizer itself: optimizer=torch.optim.AdamW(model.parameters())"
             )
-        note_made(made)
-        return made
+        note_made(optimizer)
+        return optimizer
 
-    def _checked(self, made: Optimizer, what: str) -> Optimizer:
-        """Raises InputError where it has hooks on its step, or other parameters than the model."""
-        refuse_hooks(made, what)
-        note_made(made)
+    def _checked(self, optimizer: Optimizer, what: str) -> Optimizer:
+        """Return a whole-model optimizer. Raises InputError if it has hooks on its step, or
+        parameters that the model has not."""
+        refuse_hooks(optimizer, what)
+        note_made(optimizer)
         known = {id(parameter) for parameter in self._known.values()}
-        for parameter in _parameters(made):
+        for parameter in _parameters(optimizer):
             if id(parameter) not in known:
                 raise InputError(
                     f"{what} has a parameter of shape {tuple(parameter.shape)} that is none of the "
-                    f"{type(self._model).__name__}'s; make it of the parameters of the model that "
-                    "is compiled"
+                    f"{type(self._model).__name__}'s; make it over the parameters of the model "
+                    "that is compiled"
                 )
-        return made
+        return optimizer
 
 
-def refuse_hooks(whole: Optimizer, what: str) -> None:
-    """Raises InputError where an optimizer whose copies update the stages has hooks on its step, or
-    another step than its class."""
-    if hooks_of(whole):
-        refuse_step(what, "a hook on its step")
-    if step_of(whole) is not None:
-        refuse_step(what, "a step of its own in place of its class's")
-
-
-def refuse_step(what: str, has: str) -> NoReturn:
-    """Raises InputError about an optimizer that has what no step of a pipe would call."""
-    cure = "the handle that register_step_post_hook gave has .remove()"
-    if "hook" not in has:
-        cure = "del optimizer.step"
+def refuse_hooks(whole: Optimizer, what: str, hooks: int = 0, step: Any = None) -> None:
+    """Raises InputError if the whole optimizer has more ``hooks`` on its step than these, or a
+    ``step_of`` other than this one: the stages' optimizers, copies of it, would call neither."""
+    if hooks_of(whole) > hooks:
+        has = "a hook on its step"
+        cure = "the handle that register_step_post_hook gave has .remove()"
+    elif step_of(whole) is not step:
+        has, cure = "a step of its own in place of its class's", "del optimizer.step"
+    else:
+        return
     raise InputError(
         f"{what} has {has}, which no step of a pipe would call, as each stage updates on its own; "
         f"remove it ({cure}), and do after pipe.step() what it did"
@@ -146,23 +144,22 @@ def refuse_step(what: str, has: str) -> NoReturn:
 
 
 def hooks_of(optimizer: Optimizer) -> int:
-    """How many hooks an optimizer has on its step."""
     return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
 
 def step_of(optimizer: Optimizer) -> Any:
-    """The step that was set in an optimizer in place of its class's; None where it is the same, or
-    the wrapper in which a learning-rate scheduler notes that it is called."""
-    own = vars(optimizer).get("step")
-    same = getattr(own, "__func__", None) is type(optimizer).step
-    return None if same or hasattr(own, "_wrapped_by_lr_sched") else own
+    """The ``step`` that was set on an optimizer object in place of its class's; None if it still
+    is the class's, or a learning-rate scheduler's wrapper of it."""
+    step = vars(optimizer).get("step")
+    same = getattr(step, "__func__", None) is type(optimizer).step
+    return None if same or hasattr(step, "_wrapped_by_lr_sched") else step
 
 
 def state_size(given: GivenOptimizer | None) -> float:
     """The size of an optimizer's state, in multiples of the size of its parameters.
 
-    It is found by a step on a small parameter made for that. Where there is no optimizer, or it
-    does not take that parameter, it is Adam's.
+    A trial step on a small parameter tells it. Without an optimizer, or where the trial fails, it
+    is Adam's, 2.0.
     """
     if given is None:
         return 2.0
@@ -171,10 +168,10 @@ def state_size(given: GivenOptimizer | None) -> float:
     try:
         optimizer = given.of_one(parameter)
         type(optimizer).step(optimizer)
-        held = [x for each in optimizer.state.values() for x in each.values()]
+        values = [x for state in optimizer.state.values() for x in state.values()]
     except Exception:
         return 2.0
-    sizes = [x.numel() for x in held if isinstance(x, Tensor) and x.numel() > 1]
+    sizes = [x.numel() for x in values if isinstance(x, Tensor) and x.numel() > 1]
     return sum(sizes) / parameter.numel()
 
 
@@ -188,28 +185,29 @@ def _called(factory: Callable[[Any], object], given: list[Any]) -> object:
         ) from error
 
 
-def _optimizer(made: object) -> Optimizer:
-    """Raises InputError where it is none, steps another one, or its step needs a closure."""
-    if not isinstance(made, Optimizer):
-        what = "nothing" if made is None else f"a {type(made).__name__}"
+def _optimizer(value: object) -> Optimizer:
+    """Return an optimizer. Raises InputError if it is none, wraps another optimizer, or has a step
+    that needs a closure."""
+    if not isinstance(value, Optimizer):
+        what = "nothing" if value is None else f"a {type(value).__name__}"
         raise InputError(
             f"optimizer returns {what}; give a function from a stage's parameters to a torch "
             f"optimizer, {_CURE}"
         )
-    inner = next((name for name, it in vars(made).items() if isinstance(it, Optimizer)), None)
+    inner = next((name for name, it in vars(value).items() if isinstance(it, Optimizer)), None)
     if inner is not None:
         raise InputError(
-            f"{type(made).__name__} steps another optimizer, its .{inner}, which knows no stages "
+            f"{type(value).__name__} steps another optimizer, its .{inner}, which knows no stages "
             "and whose state no checkpoint would have; give that one, and do after pipe.step() "
             "what the outer one adds, or write both as one optimizer"
         )
-    closure = inspect.signature(made.step).parameters.get("closure")
+    closure = inspect.signature(value.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise InputError(
-            f"{type(made).__name__} evaluates the loss anew inside of its step, which a pipeline "
+            f"{type(value).__name__} evaluates the loss anew inside of its step, which a pipeline "
             "cannot do; give one that needs the gradients alone, such as torch.optim.AdamW"
         )
-    return made
+    return value
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:
@@ -219,7 +217,7 @@ def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:
 def _first_argument(function: Any) -> str | None:
     try:
         return next(iter(inspect.signature(function).parameters), None)
-    except (TypeError, ValueError):  # as of a function written in C
+    except (TypeError, ValueError):  # a function written in C may have no signature
         return None
 
 

@@ -1,4 +1,4 @@
-"""The state of all stages' optimizers by names in the model, to save it and load it anywhere."""
+"""The state of all stages' optimizers, by parameter names, so that any partition can load it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GroupState:
         kind: the optimizer's class.
         index: the group's index among the optimizer's groups.
         settings: the group without its parameters.
-        attributes: what the optimizer keeps outside of groups and states, see ``own_attributes``.
+        attributes: the optimizer's attributes that a checkpoint needs, see ``own_attributes``.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class ParameterState:
 
     Attributes:
         group: the index of its group in ``OptimizerState.groups``.
-        state: what the optimizer keeps for it.
+        state: the optimizer's state for the parameter.
     """
 
     group: int
@@ -55,7 +55,7 @@ class OptimizerState:
     """The state of the optimizers of all stages.
 
     Attributes:
-        groups: the parameter groups of all optimizers; equal ones only once.
+        groups: the parameter groups of all optimizers; equal ones once.
         parameters: name in the model → the state of that parameter.
     """
 
@@ -65,23 +65,23 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class Parts:
-    """What sharded optimizers keep of one kind for a parameter, as far as it is known here.
+    """The parts of one tensor of a parameter's state in sharded optimizers, as far as known here.
 
     Attributes:
-        shape: of the whole.
-        tensors: index of an element in the flat whole → the part of a replica that begins there.
+        shape: the shape of the whole tensor.
+        tensors: offset in the flattened whole → the replica's part that begins there.
     """
 
     shape: Sequence[int]
     tensors: Mapping[int, Tensor]
 
     def whole(self) -> Tensor:
-        """All of it. Raises RuntimeError where a part is missing."""
+        """The whole tensor. Raises RuntimeError if a part is missing."""
         return torch.cat([part for _, part in sorted(self.tensors.items())]).view(self.shape)
 
 
 def frozen(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings, none of which anybody else changes in place."""
+    """A group's settings, with copies of those that could be changed in place."""
     return {key: unshared(value) for key, value in settings(group).items()}
 
 
@@ -91,13 +91,19 @@ def trial(
     states: Mapping[nn.Parameter, Mapping[Any, Any]],
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """A copy of an optimizer over the parameters of these states, which are in one of its groups,
-    with these settings in place of that group's."""
+    """A copy of an optimizer over other parameters, all in one group.
+
+    Args:
+        optimizer: the optimizer.
+        index: the index of the group.
+        states: parameter → its optimizer state, which may be empty.
+        values: settings in place of the group's.
+    """
     groups = [{**frozen(group), "params": []} for group in optimizer.param_groups]
     groups[index] |= {**values, "params": [*states]}
-    made = alone(optimizer, groups)
-    made.state.update({parameter: state for parameter, state in states.items() if state})
-    return made
+    tried = alone(optimizer, groups)
+    tried.state.update({parameter: state for parameter, state in states.items() if state})
+    return tried
 
 
 Optimizers = Sequence[Optimizer | None]
@@ -106,10 +112,10 @@ Names = Mapping[nn.Parameter, str]
 
 
 def take(optimizers: Optimizers, names: Names) -> OptimizerState:
-    """The current state of the optimizers. The tensors are the optimizers' own, not copies.
+    """Return the current state of the optimizers; its tensors are not copied.
 
     Raises:
-        CheckpointError: an optimizer keeps something that belongs to no parameter.
+        CheckpointError: an optimizer keeps state that belongs to no parameter.
     """
     groups: list[GroupState] = []
     parameters: dict[str, ParameterState] = {}
@@ -120,9 +126,9 @@ def take(optimizers: Optimizers, names: Names) -> OptimizerState:
             raise CheckpointError(
                 f"{kind} keeps state under {strange[0]!r}, which is no parameter of the model"
             )
-        made = GroupState(kind, index, settings(group), own_attributes.changed(optimizer))
-        place = next((i for i, other in enumerate(groups) if _same(made, other)), len(groups))
-        groups[place:] = groups[place:] or [made]
+        taken = GroupState(kind, index, settings(group), own_attributes.changed(optimizer))
+        place = next((i for i, known in enumerate(groups) if _same(taken, known)), len(groups))
+        groups[place:] = groups[place:] or [taken]
         for parameter in group["params"]:
             state = dict(optimizer.state.get(parameter, {}))
             parameters[names[parameter]] = ParameterState(place, state)
@@ -130,8 +136,8 @@ def take(optimizers: Optimizers, names: Names) -> OptimizerState:
 
 
 def loading(saved: OptimizerState, optimizers: Optimizers, names: Names) -> Callable[[], None]:
-    """Check that these optimizers could have made a state, and that they can step with it. Returns
-    a function that loads it.
+    """Check that a state is of these optimizers, and that they can step with it. Returns a function
+    that loads it.
 
     Raises:
         CheckpointError: an optimizer is of another class or has other parameters, parameters of one
@@ -145,28 +151,27 @@ def loading(saved: OptimizerState, optimizers: Optimizers, names: Names) -> Call
             )
     groups: list[tuple[Optimizer, dict[str, Any], dict[str, Any]]] = []
     held: set[str] = set()
-    with torch.random.fork_rng(_cuda(names)):
+    with torch.random.fork_rng({parameter.device for parameter in names if parameter.is_cuda}):
         for optimizer, index, group in _groups(optimizers):
             held |= {names[parameter] for parameter in group["params"]}
             for parameter in group["params"]:
                 _check_kind(saved, optimizer, names[parameter])
-                own = saved.parameters[names[parameter]]
-                tried = saved.groups[own.group].settings
-                _check_step(optimizer, index, parameter, names[parameter], tried, own.state)
+                kept = saved.parameters[names[parameter]]
+                tried = saved.groups[kept.group].settings
+                _check_step(optimizer, index, parameter, names[parameter], tried, kept.state)
             kind = type(optimizer).__qualname__
             groups.append((optimizer, group, _settings(saved, kind, index, group, names)))
     missing = next((name for name in saved.parameters if name not in held), None)
     if missing is not None:
         raise CheckpointError(
-            f"the checkpoint holds the state of an optimizer for {missing!r}, and none of the "
-            "pipe's trains it; give compile() the optimizer that it was made with"
+            f"the checkpoint holds the state of an optimizer for {missing!r}, and no optimizer of "
+            "the pipe trains it; give compile() the optimizer that it was made with"
         )
     states = [
         (optimizer, parameter, placed(saved.parameters[names[parameter]].state, parameter, values))
         for optimizer, group, values in groups
         for parameter in group["params"]
     ]
-
     put = [
         own_attributes.setting(optimizer, _attributes(saved, optimizer, names))
         for optimizer in filter(None, optimizers)
@@ -189,13 +194,13 @@ def _check_kind(saved: OptimizerState, optimizer: Optimizer, name: str) -> None:
     kind = type(optimizer).__qualname__
     if name not in saved.parameters:
         raise CheckpointError(
-            f"the optimizer trains {name!r}, and the one of the checkpoint did not; give "
-            "compile() the optimizer that the checkpoint was made with"
+            f"the optimizer trains {name!r}, and the checkpoint's did not; give compile() the "
+            "optimizer that the checkpoint was made with"
         )
-    other = saved.groups[saved.parameters[name].group].kind
-    if kind != other:
+    saved_kind = saved.groups[saved.parameters[name].group].kind
+    if kind != saved_kind:
         raise CheckpointError(
-            f"the checkpoint holds the state of {other} for {name!r}, and the pipe trains "
+            f"the checkpoint holds the state of {saved_kind} for {name!r}, and the pipe trains "
             f"it with {kind}; give compile() the optimizer that it was made with"
         )
 
@@ -208,12 +213,12 @@ def _check_step(
     saved: Mapping[str, Any],
     state: Mapping[Any, Any],
 ) -> None:
-    """Check that an optimizer can step over a parameter of one of its groups with saved settings
-    and a saved state. It is tried on a copy, with a gradient of zeros."""
+    """Check that an optimizer can step a parameter of one of its groups with saved settings and
+    state: try it on a copy with a gradient of zeros. Raises CheckpointError."""
     kind, group = type(optimizer).__qualname__, optimizer.param_groups[index]
 
     def step(values: Mapping[str, Any], state: Any) -> tuple[dict[Any, Any], Exception | None]:
-        """The optimizer state after a step, and the exception of the step, if any."""
+        """The optimizer state after a step, or the exception that it raised."""
         tried = nn.Parameter(torch.zeros_like(parameter))
         tried.grad = torch.zeros_like(tried)
         stepped = trial(optimizer, index, {tried: state}, copied(values))
@@ -236,12 +241,12 @@ def _check_step(
         first = optimizer.state.get(parameter, {})
         made, error = step(saved, copied(first))
         if error is not None and step(settings(group), copied(first))[1] is not None:
-            return  # it cannot step over one parameter alone, so nothing can be checked
+            return  # it cannot step a single parameter, so nothing can be checked
     for key, value in made.items() if state else ():
         if key not in state or not _alike(value, state[key], exactly=True):
-            found = described(state[key]) if key in state else "missing"
+            text = described(state[key]) if key in state else "missing"
             raise CheckpointError(
-                f"{key!r}, which {kind} keeps for {name!r}, is {found} in the checkpoint, and "
+                f"{key!r}, which {kind} keeps for {name!r}, is {text} in the checkpoint, and "
                 f"{described(value)} here"
             )
     if error is None and state:
@@ -252,25 +257,19 @@ def _check_step(
         ) from error
 
 
-def _cuda(names: Names) -> list[torch.device]:
-    """The CUDA devices of parameters."""
-    return list({parameter.device for parameter in names if parameter.is_cuda})
-
-
 _KINDS = (Tensor, int | float, str, list | tuple, dict)
 
 
-def _alike(own: Any, other: Any, *, exactly: bool = False) -> bool:
-    """Whether a value that was read can replace an optimizer's own value. None matches anything,
-    and a number matches a tensor of one number. ``exactly``: tensors must have the same shape and
-    dtype."""
-    if own is None or other is None:
+def _alike(current: Any, saved: Any, *, exactly: bool = False) -> bool:
+    """Whether a saved value can replace an optimizer's current value. None matches anything, and a
+    number a tensor of one number. With ``exactly`` tensors must have the same shape and dtype."""
+    if current is None or saved is None:
         return True
-    if _is_number(own):
-        return _is_number(other)
-    if exactly and isinstance(own, Tensor) and isinstance(other, Tensor):
-        return (own.shape, own.dtype) == (other.shape, other.dtype)
-    return all(isinstance(own, kind) == isinstance(other, kind) for kind in _KINDS)
+    if _is_number(current):
+        return _is_number(saved)
+    if exactly and isinstance(current, Tensor) and isinstance(saved, Tensor):
+        return (current.shape, current.dtype) == (saved.shape, saved.dtype)
+    return all(isinstance(current, kind) == isinstance(saved, kind) for kind in _KINDS)
 
 
 def _is_number(value: Any) -> bool:
@@ -278,8 +277,8 @@ def _is_number(value: Any) -> bool:
 
 
 def described(value: Any) -> str:
-    """``6×6 of float32``, and ``6×6 of float32, sparse_coo with 9 entries``; what is no tensor as
-    it is."""
+    """A tensor as ``6×6 of float32`` or ``6×6 of float32, sparse_coo with 9 entries``; any other
+    value as its short repr."""
     if not isinstance(value, Tensor):
         return reprlib.repr(value)
     sizes = "×".join(map(str, value.shape)) or "a scalar"
@@ -291,61 +290,62 @@ def described(value: Any) -> str:
 
 
 def _groups(optimizers: Optimizers) -> Iterator[tuple[Optimizer, int, dict[str, Any]]]:
-    for optimizer in optimizers:
-        if optimizer is not None:
-            for index, group in enumerate(optimizer.param_groups):
-                yield optimizer, index, group
+    for optimizer in filter(None, optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            yield optimizer, index, group
 
 
 def _settings(
     saved: OptimizerState, kind: str, index: int, group: Mapping[str, Any], names: Names
 ) -> dict[str, Any]:
-    """The saved settings for a group: those of its parameters; if it has none, those of the saved
-    group with the same class and index."""
+    """The saved settings for a group: those of its parameters, or for an empty group those of the
+    saved group of the same class and index. Raises CheckpointError if they differ."""
     held = [names[parameter] for parameter in group["params"]]
     if not held:
         like = (g.settings for g in saved.groups if (g.kind, g.index) == (kind, index))
         return dict(copied(next(like, {})))
     first = saved.groups[saved.parameters[held[0]].group]
     for name in held[1:]:
-        other = saved.groups[saved.parameters[name].group]
-        key = differing(first.settings, other.settings)
+        key = differing(first.settings, saved.groups[saved.parameters[name].group].settings)
         if key is not None:
             raise CheckpointError(
                 f"{held[0]!r} and {name!r} are in one parameter group here, and had different "
-                f"{key!r} in the checkpoint; let the optimizer function part them as then, or, if "
-                "it goes by the stage, call prepare() before restore()"
+                f"{key!r} in the checkpoint; let the optimizer function put them in different "
+                "groups as then, or, if its groups depend on the stage, call prepare() before "
+                "restore()"
             )
     return dict(copied(first.settings))
 
 
 def _attributes(saved: OptimizerState, optimizer: Optimizer, names: Names) -> Mapping[str, Any]:
-    """The saved attributes for an optimizer: those of the ones that had its parameters."""
+    """The saved attributes for an optimizer: those of the saved optimizers that had its parameters.
+    Raises CheckpointError if they differ."""
     held = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    found = [saved.groups[saved.parameters[name].group].attributes for name in held]
-    for name, attributes in zip(held[1:], found[1:], strict=True):
-        if (key := differing(found[0], attributes)) is not None:
+    kept = [saved.groups[saved.parameters[name].group].attributes for name in held]
+    for name, attributes in zip(held[1:], kept[1:], strict=True):
+        if (key := differing(kept[0], attributes)) is not None:
             raise CheckpointError(
                 f"{held[0]!r} and {name!r} are on one stage here, and in the checkpoint their "
                 f"{type(optimizer).__name__}s had different attributes {key!r}; go on with the "
                 "stages that it was made with, or keep that in self.state[parameter]"
             )
-    return found[0] if found else {}
+    return kept[0] if kept else {}
 
 
-def _same(one: GroupState, other: GroupState) -> bool:
-    alike = (one.kind, one.index) == (other.kind, other.index)
-    pairs = (one.settings, other.settings), (one.attributes, other.attributes)
-    return alike and all(differing(*pair) is None for pair in pairs)
+def _same(a: GroupState, b: GroupState) -> bool:
+    return (
+        (a.kind, a.index) == (b.kind, b.index)
+        and differing(a.settings, b.settings) is None
+        and differing(a.attributes, b.attributes) is None
+    )
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
     """The name of the first setting that differs, or None."""
-    for key in (*one, *other):
-        if key not in one or key not in other:
+    for key in (*a, *b):
+        if key not in a or key not in b:
             return key
-        pair = (one[key], other[key])
-        first, second = (x.tolist() if isinstance(x, Tensor) else x for x in pair)
+        first, second = (x.tolist() if isinstance(x, Tensor) else x for x in (a[key], b[key]))
         if first != second:
             return key
     return None
@@ -354,10 +354,8 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
 def placed(
     state: Mapping[str, Any], parameter: Tensor, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A parameter's state on the device and in the layout that its optimizer expects.
-
-    Step counts stay on the CPU, as in torch's optimizers, unless a kernel on the device reads them.
-    """
+    """A copy of a parameter's state on the device and in the layout of the parameter. Step counts
+    stay on the CPU, as in torch's optimizers, unless a kernel on the device reads them."""
     on_device = settings.get("capturable") or settings.get("fused")
 
     def place(key: str, value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What an optimizer keeps in attributes of its own, outside of the state of its parameters.
+"""The values that optimizers written by users keep in attributes, outside of parameter states.
 
-Torch's optimizers keep nothing there, and ``state_dict`` leaves it out. Those that users write may
-count steps there, or keep tensors. A checkpoint has what differs from what the constructor made.
+They may count steps there, or keep tensors. Torch's own optimizers do not, and ``state_dict``
+leaves attributes out. A checkpoint has those that differ from what the constructor set.
 """
 
 from __future__ import annotations
@@ -22,61 +22,66 @@ from fxpipe.torchtools.optimizers import unshared_items
 _PLAIN = (type(None), bool, int, float, str)
 _KEPT = (*_PLAIN, complex, Tensor, dict, list, tuple, deque, set, frozenset)
 
-# optimizer → its attributes when it was made; none where it had trained before
-_made: WeakKeyDictionary[Optimizer, dict[str, Any]] = WeakKeyDictionary()
+# optimizer → its attributes after construction; empty if it had already trained when noted
+_initial: WeakKeyDictionary[Optimizer, dict[str, Any]] = WeakKeyDictionary()
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's class is from ``torch.optim``."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def note_made(optimizer: Optimizer, copy_of: Optimizer | None = None) -> None:
-    """Take note of the attributes of an optimizer that was just made, maybe as a copy of one whose
-    own attributes are known."""
-    made = {} if optimizer.state else values_of(optimizer)
-    _made[optimizer] = made if copy_of is None else _made.get(copy_of, made)
+    """Note the attributes of a new optimizer, or for a copy those that its original was made
+    with."""
+    values = {} if optimizer.state else values_of(optimizer)
+    _initial[optimizer] = values if copy_of is None else _initial.get(copy_of, values)
 
 
 def values_of(optimizer: Optimizer) -> dict[str, Any]:
-    """A copy of what its attributes hold."""
+    """Copies of an optimizer's ``attributes``."""
     return {name: unshared_items(value) for name, value in attributes(optimizer).items()}
 
 
 def put_back(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-    """Let its attributes be what ``values_of`` returned, and no others."""
+    """Set the attributes that ``values_of`` returned, and remove those added since."""
     for name in attributes(optimizer).keys() - values.keys():
         delattr(optimizer, name)
     vars(optimizer).update(values)
 
 
 def changed(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes that are others than when it was made; not copied.
+    """The attributes that changed since the optimizer was made; not copied.
 
     Raises:
-        CheckpointError: one holds what no checkpoint can.
+        CheckpointError: an attribute cannot be stored in a checkpoint.
     """
-    made, found = _made.get(optimizer, {}), {}
+    initial, result = _initial.get(optimizer, {}), {}
     for name, value in attributes(optimizer).items():
-        if name in made and _same(made[name], value):
+        if name in initial and _same(initial[name], value):
             continue
         if _is_plain(value):
-            found[name] = value
-        elif _tells(value):
+            result[name] = value
+        elif _has_numbers(value):
             raise CheckpointError(
                 f"{type(optimizer).__name__} keeps {name!r}, a {type(value).__name__}, outside of "
                 "its state in a form that no checkpoint can hold; keep what belongs to a parameter "
                 "in self.state[parameter], and other tensors and numbers as attributes, or in "
                 "lists, tuples and dicts with names"
             )
-    return found
+    return result
 
 
 def setting(optimizer: Optimizer, saved: Mapping[str, Any]) -> Callable[[], None]:
-    """Check that an optimizer can have these attributes. Returns a function that sets them, and all
-    others to what they were when it was made.
+    """Check that an optimizer takes saved attributes. Returns a function that sets them, and resets
+    all others to what they were when the optimizer was made.
 
     Raises:
-        CheckpointError: it cannot.
+        CheckpointError: it does not take one.
     """
-    own, kind = vars(optimizer), type(optimizer)
+    current, kind = vars(optimizer), type(optimizer)
     for name, value in saved.items():
-        fits = _is_plain(value) and _fits(own.get(name), value)
+        fits = _is_plain(value) and _fits(current.get(name), value)
         if name in _of_torch() or hasattr(kind, name) or not fits:
             raise CheckpointError(
                 f"the checkpoint has {value!r:.60} for the attribute {name!r} of {kind.__name__}, "
@@ -84,16 +89,17 @@ def setting(optimizer: Optimizer, saved: Mapping[str, Any]) -> Callable[[], None
             )
 
     def put() -> None:
-        if first := _made.get(optimizer):
-            put_back(optimizer, unshared_items(first))
-        own.update(unshared_items({**saved}))
+        if initial := _initial.get(optimizer):
+            put_back(optimizer, unshared_items(initial))
+        current.update(unshared_items({**saved}))
 
     return put
 
 
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Those that hold values, and that not every optimizer of torch's has; not copied."""
-    if type(optimizer).__module__.startswith("torch.optim."):
+    """The attributes that a user's optimizer has besides those of ``torch.optim.Optimizer``, as far
+    as they hold values; not copied."""
+    if is_torchs(optimizer):
         return {}
     return {
         name: value
@@ -108,28 +114,28 @@ def _of_torch() -> frozenset[str]:
     return frozenset(vars(base)) | {"step", "_opt_called"}
 
 
-def _fits(own: Any, value: Any) -> bool:
-    """Whether a value that was read can replace an own one."""
+def _fits(current: Any, value: Any) -> bool:
+    """Whether a saved value has a type that can replace the current value."""
     numbers = (int, float, Tensor)
-    if own is None or value is None:
+    if current is None or value is None:
         return True
-    return isinstance(value, numbers if isinstance(own, numbers) else type(own))
+    return isinstance(value, numbers if isinstance(current, numbers) else type(current))
 
 
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
         return True
-    if type(one) is not type(other):
+    if type(a) is not type(b):
         return False
-    match one:
+    match a:
         case Tensor():
-            alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-            return alike and not isinstance(one, nn.Parameter) and torch.equal(one, other)
+            alike = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+            return alike and not isinstance(a, nn.Parameter) and torch.equal(a, b)
         case dict():
-            return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+            return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
         case list() | tuple() | deque():
-            return len(one) == len(other) and all(map(_same, one, other))
-    return isinstance(one, _KEPT) and bool(one == other)
+            return len(a) == len(b) and all(map(_same, a, b))
+    return isinstance(a, _KEPT) and bool(a == b)
 
 
 def _is_plain(value: Any) -> bool:
@@ -144,11 +150,11 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _tells(value: Any) -> bool:
-    """Whether it holds tensors or numbers, and not parameters and other objects alone."""
+def _has_numbers(value: Any) -> bool:
+    """Whether a value holds tensors or numbers, and not only parameters or other objects."""
     match value:
         case dict():
-            return any(map(_tells, value.values()))
+            return any(map(_has_numbers, value.values()))
         case list() | tuple() | deque() | set() | frozenset():
-            return any(map(_tells, value))
+            return any(map(_has_numbers, value))
     return isinstance(value, Tensor | int | float | complex) and not isinstance(value, nn.Parameter)

@@ -1,8 +1,8 @@
-"""Weight prediction: where the optimizer's momentum says the weights will be, some updates later.
+"""Weight prediction: extrapolate the weights some updates ahead with the optimizer's momentum.
 
 SpecTrain (arXiv 1809.02839) for SGD with momentum: W − s·η·v. XPipe (arXiv 1911.04610) for Adam
-and AdamW: W − s·η·m̂ / (√v̂ + ε), where v is the greatest so far with ``amsgrad``. Weight decay is
-left out of both, as in the papers.
+and AdamW: W − s·η·m̂ / (√v̂ + ε), where v is the greatest so far with ``amsgrad``. Both leave out
+weight decay, as the papers do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxpipe.errors import InputError
 
 
 def check_predictable(optimizer: Optimizer) -> None:
-    """Raises InputError for an optimizer whose next update cannot be predicted."""
+    """Raises InputError if an optimizer has no momentum to predict updates from."""
     if isinstance(optimizer, SGD):
         if all(group["momentum"] for group in optimizer.param_groups):
             return
@@ -28,8 +28,8 @@ def check_predictable(optimizer: Optimizer) -> None:
         )
     if not isinstance(optimizer, Adam):  # AdamW is one
         raise InputError(
-            f"predict=True knows no momentum of {type(optimizer).__name__}; take SGD with "
-            "momentum, Adam or AdamW, or leave predict out"
+            f"predict=True cannot predict from the state of {type(optimizer).__name__}; take SGD "
+            "with momentum, Adam or AdamW, or leave predict out"
         )
 
 
@@ -39,10 +39,13 @@ def predict(
     weights: Mapping[Tensor, Tensor],
     updates: int,
 ) -> None:
-    """Change weights in place by some predicted updates, each like the optimizer's momentum.
+    """Change weights in place by some predicted updates.
 
-    The optimizer has its state after the last update, at which its groups had these settings.
-    ``weights`` is parameter → the tensor to change.
+    Args:
+        optimizer: has the state after the last update.
+        groups: the settings of its groups at that update.
+        weights: parameter → the tensor to change.
+        updates: how many updates to predict.
     """
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         for parameter in group["params"]:
@@ -54,7 +57,7 @@ def predict(
 
 
 def _update(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor | None:
-    """What the optimizer would subtract if the next gradient equalled its momentum."""
+    """The step that the optimizer would subtract if the next gradient equalled its momentum."""
     rate = float(group["lr"])
     if "momentum" in group:
         velocity: Tensor | None = state.get("momentum_buffer")
@@ -64,5 +67,4 @@ def _update(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor | None
     mean = state["exp_avg"] / (1 - first**count)
     squares = state.get("max_exp_avg_sq", state["exp_avg_sq"])
     spread = (squares / (1 - second**count)).sqrt_()
-    made: Tensor = torch.div(mean, spread.add_(group["eps"])).mul_(rate)
-    return made
+    return torch.div(mean, spread.add_(group["eps"])).mul_(rate)

@@ -1,4 +1,4 @@
-"""Files and folders that are replaced only once the new ones are whole."""
+"""Replaces files and folders, each only once the new one is complete."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ _UNFINISHED = ".fxpipe-"
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[Path]:
-    """Yields a path to write to; if the block succeeds, what is there then replaces ``path``.
+    """Yield a path to write to; if the block succeeds, the file or folder there replaces ``path``.
 
-    It is in a folder of its own beside ``path``. A writer keeps its folder locked while it lives,
-    so that the next writer can recognise and remove the folders of writers that were killed.
+    The yielded path is in a temporary folder beside ``path``. Each writer keeps its temporary
+    folder locked while it lives, so that later writers can remove those of killed writers.
 
     Args:
         path: the file or folder to replace.
-        folder: whether it is a folder. Its replacement is two steps: ``standing`` gives the old one
-            if the process is killed in between.
+        folder: whether it is a folder. Replacing one takes two steps; if the process is killed
+            between them, ``standing`` returns the old folder.
 
     Raises:
         OSError: something else is there, or it cannot be written.
     """
-    target = Path(os.path.realpath(path))  # of a symbolic link, what it points to
+    target = Path(os.path.realpath(path))  # a symbolic link stays, its target is replaced
     there = target.is_dir() if folder else target.is_file()
     if target.is_symlink() or (target.exists() and not there):
         kind = "folder" if folder else "file"
-        raise OSError(f"there is something that is no {kind}; move {str(target)!r} away")
+        raise OSError(f"there is something that is not a {kind}; move {str(target)!r} away")
     with suppress(OSError):  # a later writer tries again
         for left in target.parent.glob(f"{_UNFINISHED}*"):
             _remove_left(left)
     while True:
-        own = target.with_name(f"{_UNFINISHED}{uuid4().hex}")
-        own.mkdir()
+        temporary = target.with_name(f"{_UNFINISHED}{uuid4().hex}")
+        temporary.mkdir()
         try:
-            lock = os.open(own, os.O_DIRECTORY)
-        except FileNotFoundError:  # another writer was faster than the lock
+            lock = os.open(temporary, os.O_DIRECTORY)
+        except FileNotFoundError:  # another writer removed the folder before it was locked
             continue
-        with suppress(OSError):  # where there are no locks, nobody removes anything
+        with suppress(OSError):  # without locks on this file system, no writer removes folders
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if own.exists():
+        if temporary.exists():
             break
         os.close(lock)
     try:
-        unfinished = own / "checkpoint"
+        unfinished = temporary / "checkpoint"
         yield unfinished
-        if not folder:
-            unfinished.chmod(own.stat().st_mode & 0o666)  # the permissions that the umask gives
+        if not folder:  # give the file the permissions of the umask
+            unfinished.chmod(temporary.stat().st_mode & 0o666)
         _sync(unfinished)
         _exchange(unfinished, target)
         with suppress(OSError):  # not every file system can sync a folder
@@ -62,24 +62,24 @@ def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator
         if folder:
             shutil.rmtree(_old(target), ignore_errors=True)
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
 
 
 def standing(path: str | os.PathLike[str]) -> Path:
-    """A folder that ``replacing`` has written, also where a writer was killed in the middle of
-    exchanging it."""
+    """The folder that ``replacing`` last completed: if a writer was killed between the two steps of
+    a replacement, the old one."""
     target = Path(os.path.realpath(path))
     return _old(target) if not target.exists() and _old(target).exists() else target
 
 
 def _exchange(unfinished: Path, target: Path) -> None:
-    """Put the new one in the old one's place; a folder must be moved away before."""
+    """Put the new file or folder in the old one's place; an old folder must be moved away first."""
     if not target.is_dir():
         unfinished.replace(target)
         return
     shutil.rmtree(_old(target), ignore_errors=True)
-    with HeldSignals(wake=lambda: None):  # a signal must not come in between
+    with HeldSignals(wake=lambda: None):  # a signal must not interrupt between the two steps
         target.rename(_old(target))
         try:
             unfinished.replace(target)
@@ -89,12 +89,12 @@ def _exchange(unfinished: Path, target: Path) -> None:
 
 
 def _old(target: Path) -> Path:
-    """Where an old folder is while the new one takes its place."""
+    """Where an old folder is kept while the new one takes its place."""
     return target.with_name(f".{target.name}.fxpipe-old")
 
 
 def _remove_left(folder: Path) -> None:
-    """Remove the folder of a writer that no longer runs."""
+    """Remove the temporary folder of a writer that no longer runs."""
     with suppress(OSError):
         lock = os.open(folder, os.O_DIRECTORY)
         try:

@@ -1,16 +1,15 @@
-"""A replica's parts of the parameters, which its optimizers train in place of the whole ones: the
-first stage of ZeRO (arXiv 1910.02054).
+"""Sharded optimizers: each replica trains a part of every parameter. Stage 1 of ZeRO (arXiv
+1910.02054).
 
-A parameter is cut where its gradient is cut to be summed: flat, into as many parts as there are
-replicas. So they differ by one element a parameter at most, and each doubling of the replicas
-halves what an optimizer keeps; whole parameters could not be dealt out as evenly. An optimizer
-that treats each element by itself gives the same bits on a part as on the whole. Any other is
-refused; a trial step tells them apart.
+A parameter is flattened and cut into as many parts as there are replicas, just as its gradient is
+cut to be summed. Parts differ by one element at most, so each doubling of the replicas halves an
+optimizer's state; whole parameters could not be dealt out as evenly. An elementwise optimizer gives
+the same bits on a part as on the whole. Any other is refused, after a trial step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +20,7 @@ from torch.optim import Optimizer
 from fxpipe.errors import InputError, told
 from fxpipe.ir.value import part_of
 from fxpipe.runtime.weights.live import copied, fill
-from fxpipe.runtime.weights.optimizer_state import (
-    OptimizerState,
-    ParameterState,
-    Parts,
-    trial,
-)
+from fxpipe.runtime.weights.optimizer_state import OptimizerState, Parts, trial
 from fxpipe.runtime.weights.stage_weights import StageWeights, memory_like, retire
 from fxpipe.torchtools.meta import become
 
@@ -35,7 +29,7 @@ class Shards:
     """One replica's parts of the parameters of a stage.
 
     Attributes:
-        of: parameter → this replica's part of it, which the optimizer trains.
+        of: parameter → this replica's part, which the optimizer trains in its place.
     """
 
     def __init__(
@@ -45,20 +39,19 @@ class Shards:
         replica: int,
         replicas: int,
     ) -> None:
-        """Let a new optimizer train a replica's parts of a stage's parameters, all of which it was
-        made with; its groups and their settings stay."""
+        """Let a stage's new optimizer, made over all these parameters, train this replica's parts
+        in their place; its groups and their settings stay."""
         self._replica, self._replicas = replica, replicas
         self.of: dict[nn.Parameter, nn.Parameter]
         self.of = {p: nn.Parameter(self._cut(p.data), p.requires_grad) for p in parameters}
         for group in optimizer.param_groups:
             group["params"] = [self.of[p] for p in group["params"]]
-        for parameter, part in self.of.items():  # some make it in their constructor
+        for parameter, part in self.of.items():  # some optimizers make state in their constructor
             if parameter in optimizer.state:
-                made = optimizer.state.pop(parameter)
-                optimizer.state[part] = self._state(parameter, made)
+                optimizer.state[part] = self._state(parameter, optimizer.state.pop(parameter))
 
     def follow(self) -> None:
-        """Let the parts be those of the parameters as they are, in their memory where they can."""
+        """Make the parts equal to the current parameters again, if possible as views of them."""
         for parameter, part in self.of.items():
             if part.is_meta != parameter.is_meta:
                 become(part, self._cut(parameter.data))
@@ -66,7 +59,7 @@ class Shards:
             part.requires_grad_(parameter.requires_grad)
 
     def hold(self) -> None:
-        """Give the parts that are trained memory of their own; what they had stays as it is."""
+        """Copy the trained parts to memory of their own, so that updates leave the parameters."""
         for part in self.of.values():
             if part.requires_grad:
                 part.data = part.data.clone()
@@ -76,37 +69,44 @@ class Shards:
         return [self.of[p] for p in parameters]  # type: ignore[index]
 
     def trained(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The parts of those parameters that are trained, for the other replicas."""
+        """This replica's parts of those parameters that are trained, for the other replicas."""
         pairs = zip(parameters, self.parts_of(parameters), strict=True)
         return [part.data for parameter, part in pairs if parameter.requires_grad]
 
     def named(self, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
-        """Each part under the name of its parameter."""
+        """Part → its parameter's name."""
         return {part: names[p] for p, part in self.of.items() if p in names}
 
     def cut_out(self, saved: OptimizerState, names: Mapping[nn.Parameter, str]) -> OptimizerState:
-        """The state of whole parameters with that of these parts in their place."""
-        own = dict(saved.parameters)
-        for parameter in self.of:
-            if (each := own.get(names[parameter])) is not None:
-                own[names[parameter]] = replace(each, state=self._state(parameter, each.state))
-        return OptimizerState(saved.groups, own)
+        """Cut the state of whole parameters down to these parts."""
+        return self._mapped(saved, names, self._state)
 
     def told(self, state: OptimizerState, names: Mapping[nn.Parameter, str]) -> OptimizerState:
-        """The state of these parts, each tensor with its place in that of the whole parameter."""
-        own: dict[str, ParameterState] = dict(state.parameters)
-        for parameter, part in self.of.items():
-            if (each := own.get(names[parameter])) is not None:
-                told = {
-                    key: self._part(parameter, value) if _is_like(value, part, key) else value
-                    for key, value in each.state.items()
-                }
-                own[names[parameter]] = replace(each, state=told)
-        return OptimizerState(state.groups, own)
+        """Add to each tensor in the state of these parts its place in the whole, see ``Parts``."""
 
-    def _part(self, parameter: Tensor, value: Tensor) -> Parts:
-        start = self._span(parameter).start
-        return Parts(tuple(parameter.shape), {start: value} if value.numel() else {})
+        def placed(parameter: nn.Parameter, kept: Mapping[Any, Any]) -> dict[Any, Any]:
+            shape, start = tuple(parameter.shape), self._span(parameter).start
+            return {
+                key: Parts(shape, {start: value} if value.numel() else {})
+                if _is_like(value, self.of[parameter], key)
+                else value
+                for key, value in kept.items()
+            }
+
+        return self._mapped(state, names, placed)
+
+    def _mapped(
+        self,
+        state: OptimizerState,
+        names: Mapping[nn.Parameter, str],
+        change: Callable[[nn.Parameter, Mapping[Any, Any]], dict[Any, Any]],
+    ) -> OptimizerState:
+        """Change the states of those parameters that have a part here."""
+        parameters = dict(state.parameters)
+        for parameter in self.of:
+            if (kept := parameters.get(names[parameter])) is not None:
+                parameters[names[parameter]] = replace(kept, state=change(parameter, kept.state))
+        return OptimizerState(state.groups, parameters)
 
     def _span(self, parameter: Tensor) -> range:
         return part_of(parameter.numel(), self._replica, self._replicas)
@@ -123,15 +123,16 @@ class Shards:
 
 
 def _is_like(value: Any, parameter: Tensor, key: Any) -> bool:
-    """Whether what an optimizer keeps has an element for each of the parameter's."""
-    counts = key in ("step", "eta", "mu", "mu_product")  # torch's, also of parameters of no shape
+    """Whether a value in a parameter's state is a tensor with one element for each of its own."""
+    counts = key in ("step", "eta", "mu", "mu_product")  # a scalar parameter has their shape, too
     return isinstance(value, Tensor) and value.shape == parameter.shape and not counts
 
 
 class ShardedStage(StageWeights):
-    """The versions of a stage of whose weights each replica updates a part.
+    """The versions of a stage whose optimizer is sharded.
 
-    A version is there once the parts of all are gathered; the own part may be ahead.
+    A version is there once the parts of all replicas are gathered; this replica's part may be
+    ahead.
     """
 
     def __init__(
@@ -142,10 +143,8 @@ class ShardedStage(StageWeights):
         shards: Shards,
     ) -> None:
         self._shards = shards
-        self._made = 0  # the newest version whose part the optimizer has made
+        self._made = 0  # the newest version whose part this replica has made
         super().__init__(parameters, optimizer, delay, predicts=False)
-
-    sharded = True
 
     def restart(self, version: int) -> None:
         super().restart(version)
@@ -159,7 +158,7 @@ class ShardedStage(StageWeights):
         groups: Sequence[dict[str, Any]],
         slowest: int,
     ) -> list[dict[str, Any]]:
-        """Make the own part of the next version; the gradients are parts, too."""
+        """Make this replica's part of the next version; the gradients are parts, too."""
         self.refuse_changed()
         parts = {name: self._shards.of[p] for name, p in self.parameters.items()}
         memory = {n: p.data.clone() if p.requires_grad else p.data for n, p in parts.items()}
@@ -171,6 +170,8 @@ class ShardedStage(StageWeights):
         return self._shards.trained(list(self.parameters.values()))
 
     def gather(self, version: int, parts: Sequence[Sequence[Tensor]], slowest: int) -> None:
+        """Join a version from its parts, replica → what ``parts`` returned there. ``slowest``, the
+        newest version that every stage has, is kept for a roll-back."""
         self.refuse_changed()
         spare = retire(self.live, min(version - self.delay, slowest))
         tensors = memory_like(self.live[self.newest], spare)
@@ -186,11 +187,11 @@ class ShardedStage(StageWeights):
 def refuse_others(optimizer: Optimizer) -> None:
     """Check that an optimizer computes the same on the parts of a parameter as on the whole.
 
-    A copy of it makes two steps over a small random parameter, or a copy of one that it already
-    has state for, and over two parts of the same.
+    Copies of the optimizer make two steps over a random parameter and over two parts of the same.
+    It is small, or like a parameter that the optimizer already has state for.
 
     Raises:
-        InputError: it does not.
+        InputError: the results differ.
     """
     kind = type(optimizer).__name__
     cure = (
@@ -200,59 +201,59 @@ def refuse_others(optimizer: Optimizer) -> None:
     if any(p.layout is not torch.strided for g in optimizer.param_groups for p in g["params"]):
         raise InputError(f"a parameter of {kind} is sparse, and cannot be cut into parts; {cure}")
     for index, group in enumerate(optimizer.param_groups):
-        own = max(group["params"], key=lambda p: (p.ndim, -p.numel()), default=None)
-        state = {} if own is None else optimizer.state.get(own, {})
-        if own is None or (own.is_meta and state):
+        like = max(group["params"], key=lambda p: (p.ndim, -p.numel()), default=None)
+        state = {} if like is None else optimizer.state.get(like, {})
+        if like is None or (like.is_meta and state):
             continue
-        shape, dtype = (own.shape, own.dtype) if state else ((5, 6)[-own.ndim :], torch.float64)
+        shape, dtype = (like.shape, like.dtype) if state else ((5, 6)[-like.ndim :], torch.float64)
         generator = torch.Generator().manual_seed(0)
-        start, *gradients = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+        tensors = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
         try:
             with torch.random.fork_rng([]):
-                whole = _stepped(optimizer, index, [start], [[g] for g in gradients], [state])
-                middle = start.numel() // 3
-                sizes = [middle, start.numel() - middle]
-                parts = _stepped(
-                    optimizer,
-                    index,
-                    start.view(-1).split(sizes),
-                    [g.view(-1).split(sizes) for g in gradients],
-                    [
-                        {
-                            k: x[at] if (x := _split(v, own, k, sizes)) else v
-                            for k, v in state.items()
-                        }
-                        for at in range(2)
-                    ],
-                )
+                whole = _stepped(optimizer, index, like, tensors, lambda tensor: [tensor])
+                parts = _stepped(optimizer, index, like, tensors, _in_two)
         except Exception as error:
             raise InputError(
                 f"{kind} cannot train parts of parameters ({told(error).splitlines()[0]}); {cure}"
             ) from error
         close = 1e-9 if dtype is torch.float64 else 100 * torch.finfo(dtype).eps
-        if not torch.allclose(whole[0].view(-1), torch.cat(parts), rtol=close, atol=close):
+        if not torch.allclose(whole, parts, rtol=close, atol=close):
             raise InputError(
                 f"{kind} computes something else on parts of a parameter than on the whole; {cure}"
             )
 
 
-def _split(value: Any, own: Tensor, key: Any, sizes: list[int]) -> Sequence[Tensor] | None:
-    return value.reshape(-1).split(sizes) if _is_like(value, own, key) else None
+def _in_two(tensor: Tensor) -> Sequence[Tensor]:
+    flat, third = tensor.reshape(-1), tensor.numel() // 3
+    return [flat[:third], flat[third:]]
 
 
 def _stepped(
     optimizer: Optimizer,
     index: int,
-    values: Sequence[Tensor],
-    gradients: Sequence[Sequence[Tensor]],
-    states: Sequence[Mapping[Any, Any]],
-) -> list[Tensor]:
-    """Parameters with these values after steps of a copy of the optimizer, in one of its groups."""
-    parameters = [nn.Parameter(value.clone()) for value in values]
-    kept = {p: copied(s) for p, s in zip(parameters, states, strict=True)}
-    stepped = trial(optimizer, index, kept)
-    for step in gradients:
-        for parameter, gradient in zip(parameters, step, strict=True):
-            parameter.grad = gradient.clone()
+    like: Tensor,
+    tensors: Sequence[Tensor],
+    cut: Callable[[Tensor], Sequence[Tensor]],
+) -> Tensor:
+    """Step a copy of the optimizer over the parts of a parameter, and return their new values.
+
+    Args:
+        optimizer: the optimizer.
+        index: the index of the parameter's group.
+        like: a parameter of that group, whose optimizer state is copied.
+        tensors: the parameter's value, and a gradient for each step.
+        cut: cuts a tensor into parts.
+    """
+    start, *gradients = tensors
+    parameters = [nn.Parameter(part.clone()) for part in cut(start)]
+    state = optimizer.state.get(like, {})
+    states = {
+        parameter: copied({k: cut(v)[i] if _is_like(v, like, k) else v for k, v in state.items()})
+        for i, parameter in enumerate(parameters)
+    }
+    stepped = trial(optimizer, index, states)
+    for gradient in gradients:
+        for parameter, part in zip(parameters, cut(gradient), strict=True):
+            parameter.grad = part.clone()
         type(optimizer).step(stepped)
-    return [parameter.detach() for parameter in parameters]
+    return torch.cat([parameter.detach().view(-1) for parameter in parameters])

@@ -1,7 +1,7 @@
 """The versions of one stage's weights, and the update that makes the next one.
 
-An update writes into the memory of a version that no batch will read again, so that a stage with
-delay d needs only d + 1 copies of its weights.
+An update overwrites a version that no batch will read again, so a stage with delay d needs only
+d + 1 copies of its weights.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ class History:
     Attributes:
         newest: the newest version: how many batches have updated the weights. Its values are the
             model's own parameters.
-        base: the oldest version that can be read; batches that ask for earlier ones read this one.
-        older: the versions before the newest; empty where weights are predicted.
-        predicted: version → the predicted weights that its batches read; the newest version
-            included.
+        base: the oldest version that can be read; batches that ask for an older one read this one.
+        older: the versions before the newest; empty if weights are predicted.
+        predicted: version → the predicted weights that its batches read, up to the newest version.
     """
 
     newest: int
@@ -46,11 +45,11 @@ class History:
     predicted: Versions = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> History:
-        """The same under other names; parameters that ``names`` lacks are left out."""
+        """The same with ``names``, old name → new name; parameters that it lacks are left out."""
 
         def rename(versions: Versions) -> Versions:
             return {
-                version: {names[name]: own for name, own in tensors.items() if name in names}
+                version: {names[name]: x for name, x in tensors.items() if name in names}
                 for version, tensors in versions.items()
             }
 
@@ -69,13 +68,10 @@ class StageWeights:
     Attributes:
         newest: the number of the newest version.
         live: version → its tensors. Those of the newest share memory with the model's parameters.
-        predicted: version → the predicted weights that its batches read, if they are predicted.
+        predicted: version → the predicted weights that its batches read; empty without prediction.
         undo: version → the optimizer as it was before it made that version.
-        oldest: the version that batches read which ask for an earlier one.
+        oldest: the oldest version that can be read; batches that ask for an older one read it.
     """
-
-    sharded = False
-    """Whether each replica updates a part of the weights."""
 
     def __init__(
         self,
@@ -107,10 +103,10 @@ class StageWeights:
             self._predict()
 
     def resume(self, newest: int, base: int, known: Versions) -> None:
-        """Take the current parameters as the newest version, and these as the ones before it.
+        """Take the current parameters as the newest version, and the known versions as older ones.
 
-        Where a parameter lacks some of these, because it was on a stage that needed fewer, its
-        oldest value stands for them.
+        A parameter may lack older versions, as the stage that it was on needed fewer. Its oldest
+        value then stands for them.
         """
         self.restart(newest)
         for version in range(max(base, newest - self.delay), newest + self.predicts):
@@ -124,7 +120,7 @@ class StageWeights:
         self.oldest = max(base, newest - self.delay)
 
     def follow(self, delay: int) -> None:
-        """Have batches read so many versions behind the newest; none may be in flight."""
+        """Change the delay, while no batch is in flight."""
         if delay == self.delay:
             return
         self.delay = delay
@@ -146,12 +142,12 @@ class StageWeights:
         }
 
     def read(self, version: int) -> Buffers:
-        """The weights of a version, or the oldest that are there, if those are newer."""
+        """The weights that batches of a version read: the oldest ones if the version is older."""
         version = max(version, self.oldest)
         return self.predicted[version] if self.predicts else self.live[version]
 
     def written(self) -> Iterator[str]:
-        """The names of parameters that were changed, or whose memory was replaced, from outside."""
+        """The names of the parameters that the user changed, or gave other memory."""
         newest = self.live[self.newest]
         for name, parameter in self.parameters.items():
             moved = parameter.data_ptr() != newest[name].data_ptr()
@@ -159,7 +155,7 @@ class StageWeights:
                 yield name
 
     def refuse_changed(self) -> None:
-        """Raises InputError where a parameter was changed from outside."""
+        """Raises InputError if the user changed a parameter."""
         if name := next(self.written(), None):
             raise InputError(
                 f"the parameter {name!r} was changed by hand while batches were in flight; call "
@@ -167,12 +163,8 @@ class StageWeights:
             )
 
     def parts(self) -> list[Tensor]:
-        """This replica's parts of the weights that its last update has made."""
+        """This replica's parts of the weights that its last update made, if it is sharded."""
         return []
-
-    def gather(self, version: int, parts: Sequence[Sequence[Tensor]], slowest: int) -> None:
-        """Take the parts of a version that the updates of all replicas have made, replica → its
-        ``parts``. ``slowest``, the newest version that every stage has, is kept for a roll-back."""
 
     def update(
         self,
@@ -188,7 +180,7 @@ class StageWeights:
             slowest: the newest version that every stage has; it is kept for a roll-back.
 
         Returns:
-            For each group the settings that the optimizer has changed in its step.
+            Group → the settings that the optimizer changed in its step.
         """
         self.refuse_changed()
         needed = min(self.newest + 1 - (0 if self.predicts else self.delay), slowest)
@@ -213,35 +205,35 @@ class StageWeights:
         gradients: Mapping[str, Tensor | None],
         groups: Sequence[dict[str, Any]],
     ) -> list[dict[str, Any]]:
-        """Step the optimizer to a version with what it trains in other memory, which has the one
-        before. See ``update``; after a failure all is as it was."""
+        """Step the optimizer to a version, see ``update``. ``memory`` has a copy of the version
+        before, which the step changes in place. After a failure all is as it was."""
         assert self.optimizer is not None
-        before = OptimizerSnapshot(self.optimizer)
-        own = {name: (parameter.data, parameter.grad) for name, parameter in trained.items()}
+        snapshot = OptimizerSnapshot(self.optimizer)
+        before = {name: (parameter.data, parameter.grad) for name, parameter in trained.items()}
         try:
             for name, parameter in trained.items():
                 parameter.data, parameter.grad = memory[name], gradients.get(name)
             changed = step_with(self.optimizer, groups)
         except BaseException:
-            before.put_back()
+            snapshot.put_back()
             for name, parameter in trained.items():
-                parameter.data = own[name][0]
+                parameter.data = before[name][0]
             raise
         finally:
             for name, parameter in trained.items():
-                parameter.grad = own[name][1]
-        self.undo[version] = before
+                parameter.grad = before[name][1]
+        self.undo[version] = snapshot
         return changed
 
     def _append(self, tensors: Buffers) -> None:
-        """Take these, which the parameters have the memory of, as the next version."""
+        """Take these tensors, whose memory the parameters share, as the next version."""
         self.newest += 1
         self.live[self.newest] = tensors
         self._note()
 
     def _predict(self, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Predict the weights that the batches of the newest version read, with these settings of
-        the optimizer's groups, or those that they have."""
+        the optimizer's groups, or the current ones."""
         assert self.optimizer is not None
         groups = self.optimizer.param_groups if groups is None else groups
         spare = retire(self.predicted, self.newest - self.delay)
@@ -256,8 +248,8 @@ class StageWeights:
         self.predicted[self.newest] = tensors
 
     def forget(self, slowest: int) -> None:
-        """Drop what was kept to roll back to versions before this one, which every stage has."""
-        # over copies of the keys: the stage's own device may add versions meanwhile
+        """Drop what was kept to roll back beyond ``slowest``, a version that every stage has."""
+        # over copies of the keys, as the stage's device may add versions meanwhile
         for version in list(self.undo):
             if version <= slowest:
                 self.undo.pop(version, None)
@@ -274,7 +266,7 @@ class StageWeights:
                 del self.live[version]
 
     def return_to(self, version: int) -> None:
-        """Roll back to an older version, and drop all others."""
+        """Roll back to a version, and drop all others."""
         if version + 1 in self.undo:
             self.undo[version + 1].put_back()
         if version < self.newest:
@@ -291,7 +283,8 @@ class StageWeights:
 
 
 def retire(versions: dict[int, Buffers], needed: int) -> Buffers:
-    """Drop the versions before ``needed``. Returns the tensors of one of them, to be reused."""
+    """Drop the versions before ``needed``. Returns the tensors of one of them, for reuse; empty if
+    there are none, or a later version shares them."""
     spare: Buffers = {}
     for version in sorted(versions):
         if version < needed:
@@ -301,8 +294,8 @@ def retire(versions: dict[int, Buffers], needed: int) -> Buffers:
 
 
 def memory_like(now: Buffers, spare: Buffers) -> Buffers:
-    """Tensors for a version: the spare ones where there are any. What is not trained never changes,
-    so all versions share it."""
+    """Tensors to write the next version to, spare ones where possible. Parameters that are not
+    trained never change, so all versions share them."""
     tensors = dict(now)
     for name, tensor in now.items():
         if tensor.requires_grad:
@@ -313,7 +306,7 @@ def memory_like(now: Buffers, spare: Buffers) -> Buffers:
 
 
 def _copied(now: Buffers, spare: Buffers) -> Buffers:
-    """A copy of a version, in the spare tensors where there are any."""
+    """A copy of a version, in spare tensors where possible."""
     tensors = memory_like(now, spare)
     trained = [name for name, tensor in now.items() if tensor.requires_grad]
     if trained:
@@ -323,32 +316,29 @@ def _copied(now: Buffers, spare: Buffers) -> Buffers:
 
 
 def _alias(parameter: Tensor) -> Tensor:
-    """A tensor with the same memory but a version counter of its own.
-
-    The next update changes the parameter in other memory, and autograd must not take that for a
-    change of this tensor.
-    """
+    """A tensor with the same memory but its own version counter: autograd must not take later
+    updates of the parameter, which are in other memory, for changes of this tensor."""
     return parameter.data.requires_grad_(parameter.requires_grad)
 
 
 def step_with(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Step an optimizer with older settings of its groups.
 
-    A learning-rate scheduler may have changed the current settings already, for a later batch. So
-    a copy of the optimizer makes the step, with groups of its own and the same state. Attributes
-    that the step changes in the copy are then set in the optimizer.
+    A learning-rate scheduler may already have changed the current settings for a later batch. So a
+    copy of the optimizer, with other groups and the same state, makes the step. Attributes that the
+    step changes in the copy are then set in the optimizer.
 
     Returns:
-        For each group the settings that the step has changed.
+        Group → the settings that the step changed.
     """
-    given = [frozen(group) for group in groups]
-    own = zip(optimizer.param_groups, given, strict=True)
-    stepped = twin(optimizer, [{**group, **values} for group, values in own])
-    known = dict(vars(stepped))
-    before = [{key: mark(value) for key, value in group.items()} for group in given]
+    values = [frozen(group) for group in groups]
+    pairs = zip(optimizer.param_groups, values, strict=True)
+    stepped = twin(optimizer, [{**group, **older} for group, older in pairs])
+    attributes = dict(vars(stepped))
+    before = [{key: mark(value) for key, value in group.items()} for group in values]
     type(optimizer).step(stepped)
     for name, value in vars(stepped).items():
-        if name != "param_groups" and value is not known.get(name):
+        if name != "param_groups" and value is not attributes.get(name):
             setattr(optimizer, name, value)
     return [
         {

@@ -2,15 +2,16 @@
 
 PipeDream-2BW's double buffering (arXiv 2006.09503), for any delay d: batch t reads version
 max(t − d, 0), and the update from batch t writes version t + 1. A stage has d + 1 copies of its
-weights, and an update overwrites the one whose version no batch will read again. Where the
+weights, and an update overwrites the one whose version no batch will read again. If the
 micro-batches of a stage have different delays, d is the greatest of them.
 
-After a failure all stages roll back to the same version, the newest that every stage has. An update
-that would overwrite that version therefore waits until the slowest stage has the next one, so that
-d + 1 copies are enough. It has to wait where d · m is p − 1, and never where it is more (the paper
-asks m ≥ p). The next forward of any stage needs the slowest stage's update anyway, so the wait
-costs no time in the long run. Where it might cause a deadlock, see ``fxpipe.verify.versions``, or
-where one thread runs all devices, one more version may be kept instead while batches are in flight.
+After a failure all stages roll back to the newest version that every stage has. An update that
+would overwrite that version therefore waits until the slowest stage has the next one, so d + 1
+copies are enough. With m micro-batches and p stages it waits only if d · m = p − 1, never if d · m
+is greater (the paper asks for m ≥ p). The wait costs no time in the long run, as the next forward
+of any stage needs the slowest stage's update anyway. If the wait might cause a deadlock (see
+``fxpipe.verify.versions``), or if one thread runs all devices, the update does not wait, and one
+more version may be kept while batches are in flight.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from fxpipe.torchtools.moments import DeferredNorm
 class VersionedWeights(Weights):
     """The parameters of all stages, in as many versions as the schedule's delay requires.
 
-    Where delays differ, as in PipeDream without vertical sync, a stage may be further ahead of the
-    slowest than its own delay. It then keeps more versions than its batches read, for a roll-back.
+    If delays differ, as in PipeDream without vertical sync, a stage may be ahead of the slowest by
+    more than its delay. It then keeps more versions than its batches read, for a roll-back.
 
     Attributes:
         base: the oldest version that any stage can read.
@@ -59,15 +60,15 @@ class VersionedWeights(Weights):
         """Take the current parameters as version 0.
 
         Args:
-            parameters: stage → name in the model → the parameters that it owns.
+            parameters: stage → name in the model → parameter, for the stages of this process.
             optimizers: stage → its optimizer.
             delays: stage → by how many versions its batches read behind the newest.
             predicts: whether batches read predicted weights instead.
             awaits: whether an update may wait for another stage's, see ``Versions.awaited``.
-            owns: whether this process updates a stage; of the others only the newest version's
-                number is known, see ``note``.
-            others: the numbers of the other replicas, whose versions are known likewise.
-            shards: optimizer → the parts of parameters that it trains in place of the whole.
+            owns: whether this process updates a stage. Of other processes' stages only the number
+                of the newest version is known, see ``note``.
+            others: the numbers of the other replicas, of which also only that is known.
+            shards: optimizer → the parts of parameters that it trains, if it is sharded.
 
         Raises:
             InputError: weights are to be predicted, and an optimizer has no momentum.
@@ -79,25 +80,25 @@ class VersionedWeights(Weights):
         super().__init__()
         self.base = 0
         self._stages = [
-            StageWeights(own, optimizer, delay, predicts)
+            StageWeights(named, optimizer, delay, predicts)
             if optimizer is None or (parts := shards.get(optimizer)) is None
-            else ShardedStage(own, optimizer, delay, parts)
-            for own, optimizer, delay in zip(parameters, optimizers, delays, strict=True)
+            else ShardedStage(named, optimizer, delay, parts)
+            for named, optimizer, delay in zip(parameters, optimizers, delays, strict=True)
         ]
         for stage in self._stages:
             stage.restart(0)
-        # other replica → stage → its newest version
+        # another replica → stage → its newest version there
         self._elsewhere = {replica: [0] * len(self._stages) for replica in others}
         self._groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._awaits = awaits
-        self._own = [own for stage, own in enumerate(self._stages) if owns(stage)]
+        self._own = [stage for index, stage in enumerate(self._stages) if owns(index)]
         self._updated: Callable[[int, int], None] = lambda stage, version: None
 
     @property
     def slowest(self) -> int:
         """The newest version that every stage has, in all replicas."""
-        own = [stage.newest for stage in self._stages]
-        return min(map(min, [own, *self._elsewhere.values()]))
+        here = [stage.newest for stage in self._stages]
+        return min(map(min, [here, *self._elsewhere.values()]))
 
     @property
     def own_slowest(self) -> int:
@@ -105,11 +106,11 @@ class VersionedWeights(Weights):
         return min(stage.newest for stage in self._own)
 
     def when_updated(self, updated: Callable[[int, int], None]) -> None:
-        """Call a function with each stage that this process updates, and its new version."""
+        """Have a function called after each update in this process, with stage and new version."""
         self._updated = updated
 
     def note(self, stage: int, version: int, replica: int) -> None:
-        """Take note of a version that another process, of a replica, has made of a stage."""
+        """Note that another process, which belongs to a replica, made a version of a stage."""
         with self._lock:
             if replica in self._elsewhere:
                 self._elsewhere[replica][stage] = version
@@ -120,39 +121,36 @@ class VersionedWeights(Weights):
             self._lock.notify_all()
 
     def _at(self, version: int) -> None:
-        """Take note that all other replicas have the same version."""
+        """Note that all stages of all other replicas have this version."""
         self._elsewhere = {replica: [version] * len(self._stages) for replica in self._elsewhere}
 
     @property
     def versions(self) -> list[int]:
-        """Stage → how many versions are alive now. It waits for a running update."""
-        with self._no_update():
-            return [len(own) for own in self._alive()]
+        """Stage → how many versions are alive now. Waits for a running update."""
+        with self._alive() as alive:
+            return [len(versions) for versions in alive]
 
     @property
     def bytes(self) -> list[int]:
-        """Stage → the bytes of all its versions; shared memory counts once. It waits for a running
+        """Stage → the bytes of all its versions; shared memory counts once. Waits for a running
         update."""
-        with self._no_update():
+        with self._alive() as alive:
             storages = [
-                [t.untyped_storage() for own in each for t in own.values()]
-                for each in self._alive()
+                [tensor.untyped_storage() for tensors in versions for tensor in tensors.values()]
+                for versions in alive
             ]
-        return [sum({s.data_ptr(): s.nbytes() for s in own}.values()) for own in storages]
-
-    def _alive(self) -> list[list[Buffers]]:
-        """Stage → its versions, none of a stage of another process."""
-        return [
-            [*stage.live.values(), *stage.predicted.values()] if stage in self._own else []
-            for stage in self._stages
-        ]
+        return [sum({s.data_ptr(): s.nbytes() for s in each}.values()) for each in storages]
 
     @contextmanager
-    def _no_update(self) -> Iterator[None]:
-        """Inside the block no update runs, which would have a version dropped or half made."""
+    def _alive(self) -> Iterator[list[list[Buffers]]]:
+        """Stage → its versions, empty for another process's stage. No update runs in the block, as
+        it would drop a version, or leave one half made."""
         with self._lock:
             self._lock.wait_for(lambda: self._running == 0)
-            yield
+            yield [
+                [*stage.live.values(), *stage.predicted.values()] if stage in self._own else []
+                for stage in self._stages
+            ]
 
     def open(
         self,
@@ -162,8 +160,8 @@ class VersionedWeights(Weights):
         *,
         changed: bool,
     ) -> None:
-        """Bind a plan, see ``bind``; no batch may be in flight. Where parameters were ``changed``
-        since the last batch, they become the only version."""
+        """Bind a plan, see ``bind``, while no batch is in flight. If the user ``changed``
+        parameters since the last batch, the current ones become the only version."""
         if changed:
             self.base = self.slowest
             for stage in self._stages:
@@ -172,11 +170,12 @@ class VersionedWeights(Weights):
         self.bind(stages, state, deferred)
 
     def follow(self, delays: Sequence[int], *, awaits: bool) -> None:
-        """Read as late as another schedule says; no batch may be in flight. Where that is later
-        than before, the oldest version that a stage has stands for those that it has no more.
+        """Change to the delays of another schedule, while no batch is in flight. If a delay grows,
+        the oldest version that a stage has stands for those that it no longer has.
 
-        ``delays`` are by how many versions the batches of each stage read behind the newest, and
-        ``awaits`` says whether an update may wait for another stage's.
+        Args:
+            delays: stage → by how many versions its batches read behind the newest.
+            awaits: whether an update may wait for another stage's.
         """
         self._awaits = awaits
         for stage, delay in zip(self._stages, delays, strict=True):
@@ -184,12 +183,12 @@ class VersionedWeights(Weights):
 
     @property
     def written(self) -> set[str]:
-        """The parameters of this process that were changed since the last batch."""
+        """The names of this process's parameters that the user changed since the last batch."""
         return {name for stage in self._own for name in stage.written()}
 
     def history(self, *, changed: bool) -> History:
-        """The versions for a checkpoint; no batch may be in flight. Where parameters were
-        ``changed`` since the last batch, the next one reads no older version."""
+        """The versions for a checkpoint, while no batch is in flight. If the user ``changed``
+        parameters since the last batch, the next batch reads no older version."""
         newest = self.slowest
         if changed:
             return History(newest, newest)
@@ -202,7 +201,7 @@ class VersionedWeights(Weights):
         return History(newest, self.base, older=kept)
 
     def resume(self, history: History) -> None:
-        """Go on from a checkpoint whose newest version the parameters already have."""
+        """Go on from a checkpoint; the parameters have the values of its newest version already."""
         known = history.predicted if any(s.predicts for s in self._stages) else history.older
         self.base = max(history.base, min(known, default=history.newest))
         for stage in self._stages:
@@ -226,39 +225,40 @@ class VersionedWeights(Weights):
         ]
 
     def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        own = self._stages[stage]
-        kept = own.newest + 1 - own.delay
-        waits = self._awaits and not own.sharded
+        weights = self._stages[stage]
+        kept = weights.newest + 1 - weights.delay
+        sharded = isinstance(weights, ShardedStage)
+        waits = self._awaits and not sharded
         with self._updating(lambda: not waits or self.slowest >= kept):
             named = dict(zip(self._names[stage], gradients, strict=True)) if gradients else {}
             with self._lock:
                 groups = self._groups.pop((stage, reads), [])
-            changed = own.update(named, groups, self.slowest)
+            changed = weights.update(named, groups, self.slowest)
             self._carry(stage, changed)
             self._forget()
-        if not own.sharded:
-            self._updated(stage, own.newest)
-        return own.parts()
+        if not sharded:
+            self._updated(stage, weights.newest)
+        return weights.parts()
 
     def gather(self, stage: int, version: int, parts: Sequence[Sequence[Tensor]]) -> None:
-        """See Weights.gather. It writes over an older version as an update does elsewhere, and
-        waits for the slowest stage as that does."""
-        own = self._stages[stage]
-        if not own.sharded:
+        """See Weights.gather. It overwrites an older version, as ``update`` does for a stage that
+        is not sharded, and waits for the slowest stage in the same way."""
+        weights = self._stages[stage]
+        if not isinstance(weights, ShardedStage):
             return
-        with self._updating(lambda: not self._awaits or self.slowest >= version - own.delay):
-            own.gather(version, parts, self.slowest)
+        with self._updating(lambda: not self._awaits or self.slowest >= version - weights.delay):
+            weights.gather(version, parts, self.slowest)
             self._forget()
-        self._updated(stage, own.newest)
+        self._updated(stage, weights.newest)
 
     def _forget(self) -> None:
-        """Drop what was kept to roll back further than will be necessary."""
+        """Drop what was kept to roll back beyond the slowest stage's version."""
         slowest = self.slowest
-        for each in self._stages:
-            each.forget(slowest)
+        for stage in self._stages:
+            stage.forget(slowest)
 
     def _carry(self, stage: int, changed: Sequence[Mapping[str, Any]]) -> None:
-        """Use the settings that an optimizer's step has changed for later batches, too."""
+        """Set the settings that an optimizer's step changed for later batches, too."""
         optimizer = self._stages[stage].optimizer
         if optimizer is None or not any(changed):
             return
@@ -269,8 +269,8 @@ class VersionedWeights(Weights):
                     group.update(values)
 
     def recover(self, version: int) -> None:
-        """After ``stop``: roll all stages back to a version that every stage has, which is then the
-        only one. It is the number of batches that count."""
+        """After ``stop``: roll all stages back to a version that every stage has. It is then the
+        only version, and so many batches count as trained."""
         self.base = version
         with torch.no_grad():
             for stage in self._stages:
@@ -283,20 +283,18 @@ class VersionedWeights(Weights):
         self._stopped = False
 
     def gathered(self, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values of the buffers that a device has written in a batch's forwards: of the newest
-        values by name, or of the moments for a deferred statistic."""
+        """The values of buffers after a batch, from what a device's forwards have written by name:
+        their newest values, or moments for the statistics of a deferred BatchNorm."""
         return moments.commit(self._deferred, {**self._state, **written}, written)
 
     def trim(self) -> None:
-        """Keep only the versions that the next batch may read; no batch may be in flight.
-
-        A stage that did not wait for the slowest may have kept one more for a roll-back.
-        """
+        """Keep only the versions that the next batch may read, while no batch is in flight: a stage
+        that did not wait for the slowest may have kept one more for a roll-back."""
         for stage in self._stages:
             stage.trim()
 
     def commit(self, state: Mapping[str, Tensor]) -> None:
-        """Write these values to the model's buffers."""
+        """Write values to the model's buffers, by name."""
         with torch.no_grad():
             for name, value in state.items():
                 self._state[name].copy_(value)
