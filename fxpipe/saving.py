@@ -31,7 +31,8 @@ class Saved(Inspected):
         entries of its stages; the rank of stage 0 also returns those that belong to no stage.
 
         Args:
-            *args, **kwargs: as for the model's ``state_dict``.
+            *args: as for the model's ``state_dict``.
+            **kwargs: the same.
             full: return all entries on every rank, as new tensors. Every rank has to call it then.
         """
         self._engine.flush()
