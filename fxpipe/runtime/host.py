@@ -287,7 +287,7 @@ def join(
             if all(part.shape[dim] == size for part, size in zip(parts, sizes, strict=True)):
                 return torch.cat(list(parts), dim)
         if all(equal(part, first) for part in parts):
-            return first
+            return first.clone()
     raise InputError(
         f"{name} differs between micro-batches and has no batch dimension to join it along; "
         "return it per sample, or only the mean as a scalar"
@@ -299,7 +299,7 @@ def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     total: Tensor | None = None
     for part, weight in zip(parts, weights, strict=True):
         if weight:
-            weighted = part if weight == 1 else part * weight
+            weighted = part * weight  # even by 1: a device may soon reuse the part's memory
             total = weighted if total is None else total + weighted
     assert total is not None, "some weight is not zero"
     return total
