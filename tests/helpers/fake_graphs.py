@@ -162,6 +162,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Graphs:
         "graph_pool_handle": lambda: (0, next(numbers)),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+
     def end_allocate(device: int, pool: Any) -> None:
         if pool not in counted.allocating:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
