@@ -169,10 +169,9 @@ class Captured(Wrapping):
         graphs: Callable[[], Graphs],
         changing: Sequence[bool],
     ) -> None:
-        """Prepare; nothing is captured yet.
+        """Wrap a kernel; nothing is captured yet.
 
         Args:
-            kernel: the kernel to wrap.
             stage: the stage's number, for messages.
             graphs: makes the object that captures for a slot.
             changing: for each buffer whether micro-batches write it. Such a buffer has another
