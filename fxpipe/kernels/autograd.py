@@ -138,9 +138,7 @@ class AutogradKernel:
             gradient = next(rest) if weight.requires_grad else None
             if gradient is not None:
                 if gradient._base is not None or _storage(gradient) in seen:
-                    gradient = (
-                        gradient.clone()
-                    )  # a sum is changed in place, and needs its own memory
+                    gradient = gradient.clone()  # sums are changed in place, so they share nothing
                 gradient = onto(None, gradient, strides_of_sum(gradient, weight))
                 seen.add(_storage(gradient))
             fresh.append(gradient)

@@ -64,7 +64,7 @@ class PartialResult(NamedTuple):
 
 
 Totals = Sequence[Tensor | None]
-"""For each of a stage's parameters the sum of its gradients, or None; empty if there are no sums."""
+"""For each of a stage's parameters the sum of its gradients, or None; empty if none has a sum."""
 
 
 class Kernel(Protocol):
@@ -143,7 +143,7 @@ class Kernel(Protocol):
 
         Args:
             kind: "B" for a whole backward, "W" for its second half.
-            bucket: index of the bucket; −1 is the last, which also does the rest.
+            bucket: index of the bucket; the last one (−1) is the rest of the backward.
             left: what the bucket before left. For the first bucket, what ``forward`` saved and the
                 gradients of outputs, or what ``input_grad`` deferred. Emptied.
             totals: as for ``backward``.

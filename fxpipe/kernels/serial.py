@@ -68,19 +68,19 @@ def run_serially(
         (name, HOST): gradient for name, gradient in output_gradients.items()
     }
     wanted = range(len(plan.stages)) if own is None else own
-    last = plan.stages[min(wanted) :] if wanted and output_gradients else ()
-    for stage in reversed(last):
+    needed = plan.stages[min(wanted) :] if wanted and output_gradients else ()
+    for stage in reversed(needed):
         assert stage.kernel is not None
-        totals = [
+        incoming = [
             reduce(add, [crossing[edge.value, edge.target] for edge in group])
             for group in gradient_groups(plan.edges_from(stage.index))
         ]
         kernel, kept = stage.kernel, saved[stage.index]
         if halves:
-            inputs, deferred = kernel.input_grad(kept, totals)
+            inputs, deferred = kernel.input_grad(kept, incoming)
             back = BackwardResult(inputs, kernel.weight_grad(deferred))
         else:
-            back = kernel.backward(kept, totals)
+            back = kernel.backward(kept, incoming)
         carried = [edge for edge in plan.edges_into(stage.index) if edge.gradient]
         for edge, gradient in zip(carried, back.inputs, strict=True):
             crossing[edge.value, stage.index] = gradient
