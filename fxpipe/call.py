@@ -97,28 +97,25 @@ class _Call:
         """Let the pipeline drain; see torch.autograd.Function."""
         self._lock.until_pass_ends()
         with self._group.calling("backward"):
-            return self._backward(gradients)
-
-    def _backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        run = self.run
-        if run is None:
-            raise InputError(
-                "backward ran a second time through one call of the pipe, whose activations are "
-                "freed; call the pipe again"
-            )
-        if [tensor._version for tensor in self.watched] != self.versions:
-            raise InputError(
-                "a parameter, buffer or input of the pipe was changed in place between its call "
-                "and backward; run backward before the optimizer's step"
-            )
-        self.run = None
-        totals: dict[str, Tensor | None] = dict.fromkeys(self.differentiable)
-        for spec, gradient in zip(self.compiled.traced.outputs, gradients, strict=True):
-            if isinstance(spec, Value) and spec.name in totals and gradient is not None:
-                before = totals[spec.name]
-                totals[spec.name] = gradient if before is None else before + gradient
-        self.host.set_output_gradients(list(totals), list(totals.values()))
-        made = run.advance(lambda: {**self.host.gradients_of_inputs(), **run.take_gradients()})
+            run = self.run
+            if run is None:
+                raise InputError(
+                    "backward ran a second time through one call of the pipe, whose activations "
+                    "are freed; call the pipe again"
+                )
+            if [tensor._version for tensor in self.watched] != self.versions:
+                raise InputError(
+                    "a parameter, buffer or input of the pipe was changed in place between its "
+                    "call and backward; run backward before the optimizer's step"
+                )
+            self.run = None
+            totals: dict[str, Tensor | None] = dict.fromkeys(self.differentiable)
+            for spec, gradient in zip(self.compiled.traced.outputs, gradients, strict=True):
+                if isinstance(spec, Value) and spec.name in totals and gradient is not None:
+                    before = totals[spec.name]
+                    totals[spec.name] = gradient if before is None else before + gradient
+            self.host.set_output_gradients(list(totals), list(totals.values()))
+            made = run.advance(lambda: {**self.host.gradients_of_inputs(), **run.take_gradients()})
         if None in totals.values():
             used = [name for name, total in totals.items() if total is not None]
             with_gradient = reached(self.compiled.traced, used)

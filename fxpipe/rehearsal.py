@@ -117,7 +117,9 @@ class _Steps:
             program = compiler.lowered(plan, schedule, "step", engine.updates)
         self._program = program
         self._count = count = compiled.schedule.microbatches
-        self._batch = _random(call, compiled.samples * count)
+        samples = compiled.samples * count
+        like = call.zeros().resized(samples).random()
+        self._batch = replace(like.batch, leaves=tuple(like.leaves), size=samples)
         self._arguments = self._batch.unflatten(self._batch.leaves)
         self._kernels = [[stage.kernel for stage in plan.stages if stage.kernel]] * count
         self._updates: dict[int, _Update] = {}
@@ -229,12 +231,6 @@ class _Update:
 
     def commit(self) -> None:
         self._weights.commit({}, {})
-
-
-def _random(call: Call, samples: int) -> Batch:
-    """A batch of random numbers in the shapes of a call."""
-    like = call.zeros().resized(samples).random()
-    return replace(like.batch, leaves=tuple(like.leaves), size=samples)
 
 
 def _flushing(schedule: Schedule) -> Schedule:

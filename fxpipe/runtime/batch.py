@@ -79,7 +79,7 @@ class Batch:
         wanted = _wanted(batch_dims, leaves, named(), signature) if batch_dims else {}
         size = _batch_size(leaves, wanted, named)
         dims = tuple(
-            wanted[index] if index in wanted else 0 if _is_split(leaf, size) else None
+            wanted.get(index, 0 if isinstance(leaf, Tensor) and leaf.shape[:1] == (size,) else None)
             for index, leaf in enumerate(leaves)
         )
         count = spec.child(0).num_leaves + spec.child(1).num_leaves
@@ -229,10 +229,6 @@ def _copied(leaf: Any) -> Any:
     memory = torch.empty(before + extent, dtype=leaf.dtype, device=leaf.device)
     memory[before:] = leaf.as_strided((extent,), (1,))
     return memory.as_strided(leaf.shape, leaf.stride(), before)
-
-
-def _is_split(leaf: Any, size: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
 
 
 def _ordinary(leaf: Any) -> Any:

@@ -66,10 +66,10 @@ class Choice:
 
     def threads(self, plan: Plan) -> int:
         """How many threads run the devices' lists: 1, or one for each device."""
-        kernel = _first(plan)
+        first = plan.stages[0]
+        kernel, measured = first.kernel, first.costs is not None
         if self._fixed or kernel is None:
             return self.most
-        measured = plan.stages[0].costs is not None
         if kernel not in self._threads or (measured and kernel in self._unmeasured):
             self.trials.pop(kernel, None)
             self._take(kernel, self._choose(plan))
@@ -92,7 +92,7 @@ class Choice:
             microbatches: how many micro-batches it ran.
             backward: whether it ran backwards, too.
         """
-        kernel = _first(plan)
+        kernel = plan.stages[0].kernel
         if kernel is None or kernel not in self.trials:
             return
         count = operations(plan, backward)
@@ -108,7 +108,7 @@ class Choice:
         if several != (self._threads[kernel] > 1):
             self._take(kernel, self.most if several else 1)
             who = "a thread for each device" if several else "one thread for all devices"
-            noted(f"{who} from now on: {_compared(min(times), hand_over())}")
+            noted(f"{who} from now on: {_compared(min(times))}")
 
     def _choose(self, plan: Plan) -> int:
         if processors() == 1:
@@ -124,22 +124,17 @@ class Choice:
         if mean > LONG:
             noted(f"a thread for each device: an operation takes {1e6 * mean:.1f} µs on average")
             return self.most
-        lock = hand_over()
-        one = mean < lock
+        one = mean < hand_over()
         who = "one thread runs the lists of all devices" if one else "a thread for each device"
-        noted(f"{who}: {_compared(mean, lock)}")
+        noted(f"{who}: {_compared(mean)}")
         return 1 if one else self.most
 
 
-def _compared(operation: float, lock: float) -> str:
+def _compared(operation: float) -> str:
     return (
-        f"an operation takes {1e6 * operation:.1f} µs on average, and {1e6 * lock:.1f} µs to hand "
-        "the interpreter lock over"
+        f"an operation takes {1e6 * operation:.1f} µs on average, and {1e6 * hand_over():.1f} µs "
+        "to hand the interpreter lock over"
     )
-
-
-def _first(plan: Plan) -> Kernel | None:
-    return plan.stages[0].kernel
 
 
 def operations(plan: Plan, backward: bool) -> int:

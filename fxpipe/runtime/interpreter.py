@@ -261,14 +261,15 @@ def _run_forward(
 
 def _backward(machine: Machine, instruction: ins.Backward) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    kept = machine.store.take(machine.program.operands[stage, i, batch].kept)
+    operands, store = machine.program.operands[stage, i, batch], machine.store
+    kept = store.take(operands.kept)
     kernel, totals = machine.kernel(stage, i, batch), _totals(machine, instruction)
     if instruction.rest:
         inputs, sums = kernel.partial_backward("B", -1, kept, totals)
     else:
         inputs, sums = kernel.backward(kept, _output_gradients(machine, instruction), totals)
-    machine.store.gradients[stage, batch] = sums
-    _give_back(machine, instruction, inputs)
+    store.gradients[stage, batch] = sums
+    store.values.update(zip(operands.returned, inputs, strict=True))
 
 
 def _partial_backward(machine: Machine, instruction: ins.PartialBackward) -> None:
@@ -290,12 +291,12 @@ def _partial_backward(machine: Machine, instruction: ins.PartialBackward) -> Non
 
 def _input_grad(machine: Machine, instruction: ins.InputGrad) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    buffer = machine.program.operands[stage, i, batch].kept
-    kept = machine.store.values.pop(buffer)  # counted until the weight gradient
+    operands, values = machine.program.operands[stage, i, batch], machine.store.values
+    kept = values.pop(operands.kept)  # counts as kept until the weight gradient
     kernel = machine.kernel(stage, i, batch)
     result = kernel.input_grad(kept, _output_gradients(machine, instruction))
-    _give_back(machine, instruction, result.inputs)
-    machine.store.values[own_buffer("deferred", stage, i, batch)] = result.deferred
+    values.update(zip(operands.returned, result.inputs, strict=True))
+    values[own_buffer("deferred", stage, i, batch)] = result.deferred
 
 
 def _weight_grad(machine: Machine, instruction: ins.WeightGrad) -> None:
@@ -327,15 +328,6 @@ def _output_gradients(
     key = instruction.stage, instruction.microbatch, instruction.batch
     groups, values = machine.program.operands[key].gradients, machine.store.values
     return [reduce(add, [values[buffer] for buffer in group]) for group in groups]
-
-
-def _give_back(
-    machine: Machine, instruction: ins.Backward | ins.InputGrad, gradients: Sequence[Tensor]
-) -> None:
-    """Store the gradients of the stage's inputs for the edges that brought the inputs."""
-    key = instruction.stage, instruction.microbatch, instruction.batch
-    returned = machine.program.operands[key].returned
-    machine.store.values.update(zip(returned, gradients, strict=True))
 
 
 def _free(machine: Machine, instruction: ins.Free) -> None:

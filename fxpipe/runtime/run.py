@@ -81,16 +81,9 @@ class Run(Generic[W]):
     ) -> None:
         """Make the machines and channels; nothing runs yet.
 
-        Args:
-            program: a verified program.
-            plan: the plan of its stages.
-            workers: one for each device that this process runs, or one for all.
-            backend: runs the devices.
-            weights: parameters and buffers.
-            first: the number of the first step.
-            times: device → a list that gets the times of its instructions, see Machine; by default
-                no times are taken.
-            expected: predicts what the devices hold, for messages.
+        There is one worker for each device that this process runs, or one for all. ``first`` is the
+        number of the first step. ``times`` has for each device the list that gets the times of its
+        instructions, see Machine. ``expected`` predicts what the devices hold, for messages.
         """
         self.program = program
         self.threads = len(workers)
