@@ -115,12 +115,14 @@ class _Call:
                     before = totals[spec.name]
                     totals[spec.name] = gradient if before is None else before + gradient
             self.host.set_output_gradients(list(totals), list(totals.values()))
-            made = run.advance(lambda: {**self.host.gradients_of_inputs(), **run.take_gradients()})
+            by_name = run.advance(
+                lambda: {**self.host.gradients_of_inputs(), **run.take_gradients()}
+            )
         if None in totals.values():
             used = [name for name, total in totals.items() if total is not None]
-            with_gradient = reached(self.compiled.traced, used)
-            made = {name: gradient for name, gradient in made.items() if name in with_gradient}
-        return (None, *(made.get(name) for name in (*self.inputs, *self.parameters)))
+            flows = reached(self.compiled.traced, used)
+            by_name = {name: gradient for name, gradient in by_name.items() if name in flows}
+        return (None, *(by_name.get(name) for name in (*self.inputs, *self.parameters)))
 
 
 def reached(traced: Traced, outputs: Sequence[str]) -> set[str]:

@@ -68,14 +68,14 @@ class Changes:
         writes = sum(
             now[name][1] - left[name][1] + (now[name][0] != left[name][0]) for name in changed
         )
-        own = changed & self._own
+        trained = changed & self._own
         if versions is not None:  # updates write at other times; the versions know other writes
-            own = versions.written
-            writes = int(bool(own))
+            trained = versions.written
+            writes = int(bool(trained))
         changes = changes._replace(writes=writes)
         if self._compiled is None:
             return changes
-        return changes._replace(own=sorted(own), strays=sorted(changed & self._others))
+        return changes._replace(own=sorted(trained), strays=sorted(changed & self._others))
 
     def hear(self, ranks: Sequence[Changed]) -> None:
         """Take what all ranks have told. If weights were written in one replica and not in another,
@@ -92,11 +92,11 @@ class Changes:
             return
         state = dict(self._options.model.named_parameters())
         kept = {name: (name in self._own, digest(state[name])) for name in sorted(alone)}
-        every = group.exchange("weights that were written", kept)
+        digests = group.exchange("weights that were written", kept)
         for name in _alone(replicas[group.replica]):
-            owner = next(rank for rank in group.pipeline if every[rank][name][0])
+            owner = next(rank for rank in group.pipeline if digests[rank][name][0])
             for rank in group.pipeline:
-                differs = every[rank][name][1] != every[owner][name][1]
+                differs = digests[rank][name][1] != digests[owner][name][1]
                 if name in ranks[rank].strays and differs:
                     LOGGER.warning(
                         "%s has written the parameter %r, which %s trains and has not written, so "
@@ -115,8 +115,8 @@ class Changes:
         if not self._several or self._same_weights:
             return
         state = compiled.traced.state_of(self._options.model)
-        own = filter(self._options.owns, range(len(compiled.plan.stages)))
-        names = frozenset[str]().union(*map(compiled.names, own))
+        stages = filter(self._options.owns, range(len(compiled.plan.stages)))
+        names = frozenset[str]().union(*map(compiled.names, stages))
         if self._compared:
             names &= {name for name, x in state.items() if isinstance(x, nn.Parameter)}
         self._agree([f"{name}: {digest(state[name])}" for name in sorted(names)])

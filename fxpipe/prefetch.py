@@ -71,9 +71,9 @@ class prefetch(Generic[B]):
             if not tensor.is_cpu or tensor.layout is not torch.strided:
                 return tensor
             pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-            made = torch.empty_like(pinned, device=device)
-            sources.append((made, pinned))
-            return made
+            target = torch.empty_like(pinned, device=device)
+            sources.append((target, pinned))
+            return target
 
         sources: list[tuple[Tensor, Tensor]] = []
         moved: Any = pytree.tree_map_only(Tensor, copy, batch)
@@ -81,8 +81,8 @@ class prefetch(Generic[B]):
         before.record(torch.cuda.current_stream(device))
         stream.wait_event(before)
         with torch.cuda.stream(stream):
-            for made, pinned in sources:
-                made.copy_(pinned, non_blocking=True)
+            for target, pinned in sources:
+                target.copy_(pinned, non_blocking=True)
         after.record(stream)
         return moved, after
 

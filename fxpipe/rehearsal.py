@@ -62,10 +62,10 @@ class Rehearsals:
         """The rehearsal of a call's program; None if there is none and it cannot be made now."""
         rehearsals = self._made.setdefault(compiled.plan.stages[0].kernel, {})
         if id(compiled.program) not in rehearsals:
-            made = self.rehearse(compiled, self._compiler.plans.graph_of(compiled.traced).call)
-            if made is None:
+            rehearsal = self.rehearse(compiled, self._compiler.plans.graph_of(compiled.traced).call)
+            if rehearsal is None:
                 return None
-            rehearsals[id(compiled.program)] = compiled.program, made
+            rehearsals[id(compiled.program)] = compiled.program, rehearsal
         return rehearsals[id(compiled.program)][1]
 
     def learn(self, compiled: Compiled, took: StepTimes, steps: int) -> None:
@@ -73,11 +73,12 @@ class Rehearsals:
         if self._on_processors:
             rehearsals = self._made.setdefault(compiled.plan.stages[0].kernel, {})
             before = rehearsals.get(id(compiled.program))
-            made = learned(
+            rehearsal = learned(
                 compiled.program, [took], overheads(), serial=compiled.threads == 1, steps=steps
             )
-            made = replace(made, off=max(made.off, before[1].off)) if before else made
-            rehearsals[id(compiled.program)] = compiled.program, made
+            if before:
+                rehearsal = replace(rehearsal, off=max(rehearsal.off, before[1].off))
+            rehearsals[id(compiled.program)] = compiled.program, rehearsal
 
     @property
     def _on_processors(self) -> bool:
@@ -130,14 +131,14 @@ class _Steps:
 
     def rehearsal(self) -> Rehearsal:
         """Run steps until the times are stable, and return what they teach."""
-        took: list[StepTimes] = []
+        times: list[StepTimes] = []
         self._step()  # warms up
         latest = perf_counter() + _SECONDS
-        while len(took) < _LEAST or (len(took) < _MOST and perf_counter() < latest):
-            took.append(self._step())
+        while len(times) < _LEAST or (len(times) < _MOST and perf_counter() < latest):
+            times.append(self._step())
         shares = {stage: update.share for stage, update in self._updates.items()}
         serial = self._compiled.threads == 1
-        return learned(self._program, took, overheads(), serial=serial, shares=shares)
+        return learned(self._program, times, overheads(), serial=serial, shares=shares)
 
     def _step(self) -> StepTimes:
         """Do all that a call does, but drop its results."""

@@ -199,15 +199,15 @@ class Discarding(Wrapping):
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
     ) -> BackwardResult:
         """See Kernel.backward. The gradients of the inputs may be NaN."""
-        made = self.kernel.backward(saved, gradients)
-        return BackwardResult(made.inputs, list(totals) or [None] * len(made.parameters))
+        result = self.kernel.backward(saved, gradients)
+        return BackwardResult(result.inputs, list(totals) or [None] * len(result.parameters))
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
-        made = self.kernel.weight_grad(deferred)
-        return list(totals) or [None] * len(made)
+        result = self.kernel.weight_grad(deferred)
+        return list(totals) or [None] * len(result)
 
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
     ) -> PartialResult:
-        made = self.kernel.partial_backward(kind, bucket, left)
-        return PartialResult(made.left, list(totals) or [None] * len(made.parameters))
+        result = self.kernel.partial_backward(kind, bucket, left)
+        return PartialResult(result.left, list(totals) or [None] * len(result.parameters))

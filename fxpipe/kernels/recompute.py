@@ -53,8 +53,8 @@ class CheckedRecompute(Wrapping):
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
     ) -> ForwardResult:
         """See Kernel.forward. Raises RecomputeError where the second forward differs."""
-        made = self.kernel.forward(parameters, buffers, inputs)
-        values = dict(zip(_returned(self.forward_graph), chain(*made), strict=False))
+        result = self.kernel.forward(parameters, buffers, inputs)
+        values = dict(zip(_returned(self.forward_graph), chain(*result), strict=False))
         tensors = {node: value for node, value in values.items() if isinstance(value, Tensor)}
         # a list: fingerprints may be on several devices, as a seed stays on the CPU
         prints = [fingerprint(value) for value in tensors.values()]
@@ -65,7 +65,7 @@ class CheckedRecompute(Wrapping):
             differing = {node for node, before, now in pairs if not torch.equal(before, now)}
             if differing:
                 raise self._error(differing)
-        return made
+        return result
 
     def _error(self, differing: set[fx.Node]) -> RecomputeError:
         node = next(node for node in self.forward_graph.graph.nodes if node in differing)

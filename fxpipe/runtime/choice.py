@@ -124,10 +124,10 @@ class Choice:
         if mean > LONG:
             noted(f"a thread for each device: an operation takes {1e6 * mean:.1f} µs on average")
             return self.most
-        one = mean < hand_over()
-        who = "one thread runs the lists of all devices" if one else "a thread for each device"
+        single = mean < hand_over()
+        who = "one thread runs the lists of all devices" if single else "a thread for each device"
         noted(f"{who}: {_compared(mean)}")
-        return 1 if one else self.most
+        return 1 if single else self.most
 
 
 def _compared(operation: float) -> str:
@@ -171,10 +171,10 @@ def hand_over() -> float:
     so that other work on the machine matters little.
     """
     there, back = SimpleQueue[None](), SimpleQueue[None]()
-    every = range(_ROUNDS * _TURNS)
+    exchanges = range(_ROUNDS * _TURNS)
 
     def answer() -> None:
-        for _ in every:
+        for _ in exchanges:
             back.put(there.get())
 
     thread = threading.Thread(target=answer, name="fxpipe-measure", daemon=True)

@@ -69,6 +69,6 @@ def add(machine: Machine, instruction: ins.Add) -> None:
     for buffer in machine.program.reads(instruction):
         gradients, written = machine.store.values[buffer]
         totals = added(totals, gradients)
-        for name, more in written.items():  # only moments, see ``refuse_copied``
-            state[name] = merged([state[name], more]) if name in state else more
+        for name, moments in written.items():  # only moments, see ``refuse_copied``
+            state[name] = merged([state[name], moments]) if name in state else moments
     machine.store.gradients[key] = list(totals)

@@ -49,8 +49,8 @@ class _Place(NamedTuple):
     def tensor(self, memories: Sequence[Tensor]) -> Tensor:
         """The same tensor in new memory."""
         storage = memories[self.memory].untyped_storage()
-        made = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return made.set_(storage, self.offset, self.shape, self.strides)
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.strides)
 
 
 class Offloaded(NamedTuple):

@@ -333,7 +333,7 @@ class FlushedRun(Run[LiveWeights]):
                 self._wait(signals, lambda: self.running == 0)
                 self._backend.end()
                 self._settle()
-                made = result()
+                returned = result()
                 self.weights.commit(self._written(), self._gradients())
             except BaseException as error:
                 late = explained_late(error, "a step began or ended", self._backend)
@@ -347,7 +347,7 @@ class FlushedRun(Run[LiveWeights]):
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose results are kept")
             self._clear(values=all(machine.at_end for machine in self.machines))
-        return made
+        return returned
 
     def take_gradients(self) -> dict[str, Tensor]:
         """Return the summed gradients by name in the model, and keep them out of ``.grad``."""

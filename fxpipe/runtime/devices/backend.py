@@ -292,7 +292,7 @@ class Backend:
 
     def memory(self, device: int) -> DeviceMemory:
         """The memory of a device; CPU devices share the machine's."""
-        known = "SC_PHYS_PAGES" in os.sysconf_names
+        known = "SC_PHYS_PAGES" in os.sysconf_names  # not on every platform
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
         return DeviceMemory("the CPU", None, total)
 

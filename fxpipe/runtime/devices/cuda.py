@@ -136,21 +136,21 @@ class CudaLanes:
         if value.is_cpu and value.dim() == 0 and not value.is_floating_point():
             return value  # such as a seed: the host would have to wait to read it from the device
         with torch.cuda.stream(self.stream(COMPUTE)):
-            made = torch.empty_like(value, device=self.device)
+            target = torch.empty_like(value, device=self.device)
         if value.device.type != "cuda":
             pinned = value if value.is_pinned() else value.pin_memory()
-            made.copy_(pinned, non_blocking=True)
+            target.copy_(pinned, non_blocking=True)
             if pinned is value and stream != PREFETCH:  # nobody overwrites what was offloaded
                 self._reading = self.mark(stream)
-            return made
+            return target
         if value.device == self.device:
-            return made.copy_(value, non_blocking=True)
+            return target.copy_(value, non_blocking=True)
         # torch copies on the current streams of both devices and makes each wait for the other
         leaving = self._leaving_stream(stream, value.device)
         with torch.cuda.stream(leaving), torch.cuda.stream(self.stream(stream)):
             if reaches(self.device, value.device):
-                return made.copy_(value, non_blocking=True)
-        return self._through_host(made, value, self.stream(stream), leaving)
+                return target.copy_(value, non_blocking=True)
+        return self._through_host(target, value, self.stream(stream), leaving)
 
     def _leaving_stream(self, stream: str, source: torch.device) -> torch.cuda.Stream:
         """The stream of the source device that copies for one of this device's streams."""
@@ -161,7 +161,7 @@ class CudaLanes:
 
     def _through_host(
         self,
-        made: Tensor,
+        target: Tensor,
         value: Tensor,
         arriving: torch.cuda.Stream,
         leaving: torch.cuda.Stream,
@@ -173,7 +173,7 @@ class CudaLanes:
             staged.copy_(value, non_blocking=True)
         arriving.wait_event(_recorded(leaving))
         with torch.cuda.stream(arriving):
-            return made.copy_(staged, non_blocking=True)
+            return target.copy_(staged, non_blocking=True)
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:

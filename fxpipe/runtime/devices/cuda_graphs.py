@@ -106,7 +106,7 @@ class CudaGraphs:
                     graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
                 ):
                     try:
-                        made = run()
+                        result = run()
                     except Exception as error:
                         failure = error  # ending a broken capture raises another error
                         raise
@@ -122,7 +122,7 @@ class CudaGraphs:
                     "compile with cuda_graphs=False, or let it work on the device alone"
                 ) from cause
             self._first = self._first or graph
-        return made, graph.replay
+        return result, graph.replay
 
 
 def _end_allocation(device: torch.device, pool: Any) -> None:
