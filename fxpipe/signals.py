@@ -72,9 +72,13 @@ class HeldSignals:
         if HeldSignals._innermost is self:
             HeldSignals._innermost, self._around = self._around, None
         self._put_back()
+        self.raise_held(error)
+
+    def raise_held(self, other_than: BaseException | None = None) -> None:
+        """Raise the held exception, if there is one and it is another than the given one."""
         held = self.take()
         try:
-            if held is not None and held is not error:
+            if held is not None and held is not other_than:
                 raise held
         finally:
             held = None  # else the exception and this frame would refer to each other
@@ -103,12 +107,7 @@ def raise_held() -> None:
     """Raise the exception that the innermost block holds, if any; for waits inside the block."""
     holder = HeldSignals._innermost
     if holder is not None and threading.current_thread() is threading.main_thread():
-        held = holder.take()
-        try:
-            if held is not None:
-                raise held
-        finally:
-            held = None  # else the exception and this frame would refer to each other
+        holder.raise_held()
 
 
 def _users(number: int, handler: Any) -> Any:

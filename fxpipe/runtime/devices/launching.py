@@ -138,8 +138,8 @@ class Events:
         default all."""
         here = range(program.devices) if devices is None else devices
         launches = [launch for device in here for launch in program.launches[device]]
-        self._recorded = {launch.record.number for launch in launches if launch.record is not None}
-        self._all = devices is None
+        self._here = {launch.record.number for launch in launches if launch.record is not None}
+        self._elsewhere = devices is not None  # whether other processes record events, too
         self._waits = Counter(event.number for launch in launches for event in launch.waits)
         self._marks: dict[Event, tuple[Any, int]] = {}
         self._changed = threading.Condition()
@@ -158,7 +158,7 @@ class Events:
         Raises:
             Stopped: the run is stopped.
         """
-        if not self._all and event.number not in self._recorded:
+        if self._elsewhere and event.number not in self._here:
             return None
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or event in self._marks)
@@ -287,17 +287,17 @@ class LaunchingMachine(Machine):
 
     def _launch(self, instruction: ins.Instruction, launch: Launch) -> None:
         with self.lanes.on(launch.stream, print_instruction(instruction)):
-            if not isinstance(instruction, ins.Arrival):
+            if isinstance(instruction, ins.Load):
+                buffer = instruction.buffer
+                value = self.jobs[self.step + buffer.batch].host.give(buffer)
+                self.store.values[buffer] = self.lanes.bring(launch.stream, value)
+            elif isinstance(instruction, ins.Arrival):
+                value = self.channels.arrive(self, launch.stream, self.named(instruction.buffer))
+                self.store.values[instruction.buffer] = value
+            else:
                 if isinstance(instruction, ins.Free):
                     self.channels.leave(self.named(instruction.buffer))
                 HANDLERS[type(instruction)](self, instruction)
-                return
-            buffer, stream = instruction.buffer, launch.stream
-            if isinstance(instruction, ins.Load):
-                value = self.jobs[self.step + buffer.batch].host.give(buffer)
-                self.store.values[buffer] = self.lanes.bring(stream, value)
-            else:
-                self.store.values[buffer] = self.channels.arrive(self, stream, self.named(buffer))
 
 
 class Launcher(Backend):
