@@ -72,9 +72,14 @@ def test_a_copy_from_another_device_is_ordered_with_the_callers_work_there(
     backend.begin()
     late: Any = backend.lanes[1]._leaving_stream("in0", here)
     assert early.given == late.given == ["wait"]
+    elsewhere: Any = backend.lanes[1]._leaving_stream("in", torch.device("xla"))
+    assert elsewhere.given == ["wait"]  # for the default stream there
+    current[elsewhere.device] = Stream(elsewhere.device)
     before = current[here].given.count("wait")
     backend.end()
     assert current[here].given.count("wait") - before == 3  # for what computes, and both of these
+    backend.begin()
+    assert elsewhere.given.count("wait") == 2 and current[elsewhere.device].given[-1] == "record"
 
 
 def test_the_default_stream_is_captured_on_another(graphs: Graphs, cuda: Cuda) -> None:

@@ -61,8 +61,11 @@ class CudaLanes:
         return self._streams[name]
 
     def _after_caller(self, stream: torch.cuda.Stream) -> torch.cuda.Stream:
+        """Order a stream after what the caller had launched on its device before the run."""
         if stream.device in self._before:
             stream.wait_event(self._before[stream.device])
+        elif self._before:  # an input lies on a device that no earlier run has read from
+            stream.wait_event(_recorded(torch.cuda.default_stream(stream.device)))
         return stream
 
     @contextmanager
@@ -93,20 +96,20 @@ class CudaLanes:
     def begin(self, before: Mapping[torch.device, torch.cuda.Event]) -> None:
         """Order all streams after an event on their device. The caller holds ``ALONE``."""
         self._before = before
-        for stream in self._every():
+        for stream in self.every():
             self._after_caller(stream)
 
     def end(self) -> None:
         """Order what the calling thread launches next after all streams. The thread itself waits
         only for copies from its pinned memory, which it may overwrite afterwards."""
         with ALONE:
-            for stream in self._every():
+            for stream in self.every():
                 torch.cuda.current_stream(stream.device).wait_event(_recorded(stream))
             if self._reading is not None:
                 self._reading.synchronize()
                 self._reading = None
 
-    def _every(self) -> list[torch.cuda.Stream]:
+    def every(self) -> list[torch.cuda.Stream]:
         """All streams; a copy of the list, as another thread may add one meanwhile."""
         return [*self._streams.values(), *self._leaving.values()]
 
@@ -210,9 +213,9 @@ class CudaBackend(Launcher):
         super().__init__(self.lanes, [str(lanes.device) for lanes in self.lanes], group)
 
     def begin(self) -> None:
-        # a value may come from another device than the one that loads it, so all are asked
-        devices = dict.fromkeys(lanes.device for lanes in self.lanes)
         with ALONE:
+            # with those of other devices, from which inputs are loaded
+            devices = {stream.device for lanes in self.lanes for stream in lanes.every()}
             before = {device: _recorded(torch.cuda.current_stream(device)) for device in devices}
             for lanes in self.lanes:
                 lanes.begin(before)
