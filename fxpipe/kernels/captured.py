@@ -297,8 +297,8 @@ class Captured(Wrapping):
         self._dropped += key not in slot.captures and len(slot.captures) >= self.versions
         if self._dropped > max(PATIENCE * self.slots, self._forwards / SELDOM):
             LOGGER.warning(
-                "stage %d runs uncaptured from now on: its parameters are at other addresses again "
-                "and again; take an optimizer that changes them in place, or leave cuda_graphs out",
+                "stage %d runs uncaptured from now on: its parameters keep moving to other "
+                "addresses; take an optimizer that changes them in place, or leave cuda_graphs out",
                 self._stage,
             )
             self.given_up, self._free = True, []

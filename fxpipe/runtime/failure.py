@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 Expected = Callable[[], Sequence[int]]
 """Predicts for each device the most bytes that it holds."""
 
-LOST = (
-    "what this process has on the device is lost with it: start it again, from the last checkpoint"
-)
-"""What it means for the weights when a device reports an error late."""
-
 SHOWN = 4
 """How many of a stream's suspected instructions a message names at most from the start and from the
 end."""
@@ -135,10 +130,11 @@ def explained_late(
     stage, microbatch = _place(first.instruction)
     streams = "".join(f"\n  {_suspected(stream)}" for stream in left)
     return DeviceError(
-        f"a device reported, when {when}, that something had failed which it was given earlier "
-        f"({told(cause)}). As far as is known it is one of:{streams}\n"
+        f"when {when}, a device reported that an instruction launched earlier had failed "
+        f"({told(cause)}). As far as is known it is one of these:{streams}\n"
         "Set the environment variable CUDA_LAUNCH_BLOCKING=1 and run it again: then the error "
-        f"names the instruction itself. {LOST[0].upper()}{LOST[1:]}",
+        "names the instruction itself. All that this process had on the device is lost: start it "
+        "again, from the last checkpoint",
         suspects=suspects,
         device=left[0].device,
         instruction=suspects[0],
