@@ -1,7 +1,7 @@
 """Offload what stages keep for their backwards or recomputations, and prefetch it.
 
-Only memory that nobody else holds is stored: not the model, not the caller, and no value that is
-sent. Prefetching gives the same tensors in new memory; those that shared memory share it again.
+Only memory that nobody else holds is stored: neither the model nor the caller, and no other value
+on the device. Prefetched tensors lie in new memory; those that shared memory share it again.
 """
 
 from __future__ import annotations

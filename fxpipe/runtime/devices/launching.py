@@ -136,10 +136,10 @@ class Events:
     def __init__(self, program: Program, devices: Sequence[int] | None = None) -> None:
         """Count the waits for each event. ``devices`` are the devices that this process runs, by
         default all."""
-        here = range(program.devices) if devices is None else devices
-        launches = [launch for device in here for launch in program.launches[device]]
-        self._here = {launch.record.number for launch in launches if launch.record is not None}
-        self._elsewhere = devices is not None  # whether other processes record events, too
+        indices = range(program.devices) if devices is None else devices
+        launches = [launch for device in indices for launch in program.launches[device]]
+        # the events that this process records; None if it records all
+        self._here = None if devices is None else {x.record.number for x in launches if x.record}
         self._waits = Counter(event.number for launch in launches for event in launch.waits)
         self._marks: dict[Event, tuple[Any, int]] = {}
         self._changed = threading.Condition()
@@ -158,7 +158,7 @@ class Events:
         Raises:
             Stopped: the run is stopped.
         """
-        if self._elsewhere and event.number not in self._here:
+        if self._here is not None and event.number not in self._here:
             return None
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or event in self._marks)
