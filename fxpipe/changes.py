@@ -44,7 +44,6 @@ class Changes:
     """Compares what was changed on the ranks of a pipe; all ranks call the same methods."""
 
     def __init__(self, options: Options, progress: Progress) -> None:
-        """Prepare; nothing was trained yet."""
         self._options = options
         self._progress = progress
         self._several = options.replicas > 1

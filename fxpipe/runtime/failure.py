@@ -89,8 +89,8 @@ def explained(
     text = given(machine)
     stage, microbatch = _place(instruction)
     line = source.of_failure(cause)
-    named = _named(stage, microbatch)
-    where = f"device {machine.device}, instruction {machine.position}: {text}{named} failed"
+    which = text + _named(stage, microbatch)
+    where = f"device {machine.device}, instruction {machine.position}: {which} failed"
     where += f" at {line}" if line else ""
     place: dict[str, Any] = {
         "device": machine.device,
@@ -151,11 +151,9 @@ def given(machine: Machine) -> str:
 
 def whereabouts(machine: Machine) -> str:
     """``device 1 was at instruction 3, forward s1[0] v0 keep``."""
-    instructions = machine.program.lists[machine.device]
-    if machine.position >= len(instructions):
+    if machine.at_end:
         return f"device {machine.device} was done"
-    text = print_instruction(instructions[machine.position])
-    return f"device {machine.device} was at instruction {machine.position}, {text}"
+    return f"device {machine.device} was at instruction {machine.position}, {given(machine)}"
 
 
 def _lack(device: int, memories: Sequence[DeviceMemory], peaks: Sequence[int] | None) -> str:

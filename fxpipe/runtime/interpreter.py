@@ -67,8 +67,7 @@ class Store:
         self.peak[stage] = max(self.peak[stage], self.kept[stage])
 
     def take(self, buffer: Buffer) -> list[Any]:
-        """Remove and return what the last part of a backward reads; its micro-batch counts as
-        kept no more."""
+        """Remove and return what a backward reads last; its micro-batch is kept no more."""
         self.kept[buffer.source] -= 1
         saved: list[Any] = self.values.pop(buffer)
         return saved
@@ -81,7 +80,6 @@ class Store:
             self.gradients = {(s, batch - steps): g for (s, batch), g in self.gradients.items()}
 
     def clear(self) -> None:
-        """Drop all values."""
         self.laid.clear()
         self.values.clear()
         self.gradients.clear()

@@ -180,7 +180,6 @@ class Run(Generic[W]):
             self.running += len(driver.machines)
 
     def _drive(self, driver: Driver, step: int, work: Callable[[Driver], None]) -> None:
-        """A worker's job."""
         try:
             if self._channels.stopping:
                 raise Stopped
@@ -290,7 +289,7 @@ class Run(Generic[W]):
         raise NotImplementedError
 
     def _note(self, report: Finished) -> None:
-        """Handle a report."""
+        """Take note of a report that is not of a failure."""
 
 
 class FlushedRun(Run[LiveWeights]):

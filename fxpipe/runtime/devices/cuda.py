@@ -81,7 +81,7 @@ class CudaLanes:
         return _recorded(self.stream(stream))
 
     def bring(self, stream: str, value: Any) -> Any:
-        """See Lanes.bring. Copies the tensors in any container, except integer scalars."""
+        """See Lanes.bring. Copies tensors in any container, but no integer scalars of the host."""
         return pytree.tree_map_only(Tensor, lambda tensor: self._copied(stream, tensor), value)
 
     def take(self, value: Tensor) -> Tensor:
@@ -225,7 +225,6 @@ class CudaBackend(Launcher):
             lanes.end()
 
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
-        """See Backend.nanoseconds; the times are taken on the streams of the instructions."""
         return self.lanes[device].nanoseconds(times)
 
     def memory(self, device: int) -> DeviceMemory:

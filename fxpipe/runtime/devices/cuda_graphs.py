@@ -80,7 +80,6 @@ class CudaGraphs:
     """
 
     def __init__(self) -> None:
-        """Prepare; CUDA is not used yet."""
         self._streams = Streams()
         self._aside: torch.cuda.Stream | None = None  # captures in place of the default stream
         self._pool: Any = None

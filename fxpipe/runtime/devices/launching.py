@@ -201,7 +201,6 @@ class LaunchingChannels(Channels):
     """
 
     def __init__(self, program: Program, threads: int) -> None:
-        """Make empty channels. See Channels."""
         super().__init__(program, threads)
         self.events = Events(program)
 
@@ -306,13 +305,8 @@ class Launcher(Backend):
     def __init__(
         self, lanes: Sequence[Lanes], places: Sequence[str], group: RankGroup | None = None
     ) -> None:
-        """Prepare to launch.
-
-        Args:
-            lanes: the streams of each device that this process runs.
-            places: the devices' names in messages.
-            group: see Backend.
-        """
+        """``lanes`` are the streams of each device that this process runs, and ``places`` the
+        devices' names in messages."""
         super().__init__(group)
         first = self.group.device
         self._lanes = dict(enumerate(lanes, first))
