@@ -17,6 +17,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.predict import held_sizes, predicted_peaks
 from fxpipe.errors import InputError
 from fxpipe.ir.traced import Traced
+from fxpipe.kernels.kernel import Kernel
 from fxpipe.locks import PipeLock, locked
 from fxpipe.metrics import Meter, clocks, measured
 from fxpipe.runtime.batch import MicroBatches
@@ -128,7 +129,7 @@ class Engine:
 
         host.weigh_loss(*self._dtype_and_scale(compiled, 0))
         run = self._flushed(compiled, state, optimizers, onto_grad=not self.updates)
-        run.feed(self._job(compiled, host))
+        run.feed(Job(self._kernels(compiled), host, self._clipping, compiled.specs))
         try:
             returned = run.advance(result)
         finally:
@@ -269,7 +270,7 @@ class Engine:
         draw_seed(compiled.traced)
         lock = self._lock
         loss = PendingLoss(dtype, lambda: lock.call(run.wait_for, [number]))
-        job = self._job(compiled, host)
+        job = Job(self._kernels(compiled), host, self._clipping, compiled.specs)
         run.step(job, lambda: loss.come(host.loss()), whole=with_output)
         self.stashed = run.peak_kept
         return (loss.read(), host.output()) if with_output else loss
@@ -295,7 +296,7 @@ class Engine:
         none = [None] * len(compiled.plan.stages)
         state = self.progress.state_of(traced)
         run = self._flushed(compiled, state, none, onto_grad=False)
-        run.feed(self._job(compiled, host))
+        run.feed(Job(self._kernels(compiled), host, self._clipping, compiled.specs))
         return host, run
 
     def _flushed(
@@ -373,9 +374,8 @@ class Engine:
         times = {device: self._backend.nanoseconds(device, marks) for device, marks in taken}
         return measured(meter.program, times) if times and meter.program else {}
 
-    def _job(self, compiled: Compiled, host: BatchHost) -> Job:
-        kernels = compiled.rechecked() if self._options.recompute_check else compiled.kernels
-        return Job(kernels, host, self._clipping, compiled.specs)
+    def _kernels(self, compiled: Compiled) -> Sequence[Sequence[Kernel]]:
+        return compiled.rechecked() if self._options.recompute_check else compiled.kernels
 
     def _took(
         self, compiled: Compiled, seconds: float, microbatches: int, *, backward: bool

@@ -41,8 +41,7 @@ def weights(machine: Machine, stage: int, version: int) -> Weights:
 
 def turn(machine: Machine, stage: int) -> AbstractContextManager[object]:
     """A lock for leaf modules that several devices call, each with its weights put into them."""
-    program = machine.program
-    shared = program.copies and machine.stages[stage].leaves and program.copies_of(stage)
+    shared = machine.stages[stage].leaves and machine.program.copies_of(stage)
     return _TURN if shared else _NOBODY_ELSE
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -251,9 +252,9 @@ def _run_forward(
     fetched: Sequence[Any] = (),
 ) -> ForwardResult:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    values, operands = machine.store.values, machine.program.operands[stage, i, batch]
-    inputs = [*fetched] or [values[buffer] for buffer in operands.inputs]
-    with copies.turn(machine, stage):
+    program, values = machine.program, machine.store.values
+    inputs = [*fetched] or [values[buffer] for buffer in program.operands[stage, i, batch].inputs]
+    with copies.turn(machine, stage) if program.copies else nullcontext():
         return machine.kernel(stage, i, batch).forward(weights, buffers, inputs)
 
 
