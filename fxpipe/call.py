@@ -1,7 +1,7 @@
 """A differentiable call: autograd sees the whole pipeline as one function.
 
-Forward fills the pipeline and pauses the program; backward gives it the gradients of the outputs
-and lets it drain.
+Its forward fills the pipeline and pauses the program. Its backward feeds the gradients of the
+outputs and lets the pipeline drain.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def outputs_of(host: BatchHost, run: FlushedRun) -> list[Any]:
     """Run the forwards and return the flat outputs, joined over micro-batches."""
 
     def result() -> list[Any]:
-        found = host.flat_output()
+        outputs = host.flat_output()
         draw_seed(host.traced)
-        return found
+        return outputs
 
     return run.advance(result)
 
@@ -40,10 +40,11 @@ def outputs_of(host: BatchHost, run: FlushedRun) -> list[Any]:
 def differentiable_call(
     compiled: Compiled, host: BatchHost, run: FlushedRun, lock: PipeLock, group: RankGroup
 ) -> list[Any]:
-    """The same for autograd. An input that the model returns unchanged is returned as it is.
+    """Run the forwards and return the flat outputs with a backward for autograd. An input that the
+    model returns unchanged is returned as it is.
 
-    Backward may be called from any thread; it then waits until no other thread uses the pipe, and
-    what reads ``.grad`` in other threads waits until autograd has added to it.
+    Backward may be called from any thread. It waits until no other thread uses the pipe, and other
+    threads cannot use the pipe before autograd has added to ``.grad``.
     """
     inputs = {
         name: leaf
@@ -64,7 +65,14 @@ def differentiable_call(
 
 @dataclass(eq=False)
 class _Call:
-    """What forward keeps for backward."""
+    """What forward keeps for backward.
+
+    Attributes:
+        inputs: names of the inputs that get a gradient.
+        parameters: names of the parameters in the model.
+        watched: tensors that must not change in place between forward and backward.
+        versions: the versions of those tensors after forward.
+    """
 
     _lock: PipeLock
     _group: RankGroup
@@ -89,39 +97,38 @@ class _Call:
         """Let the pipeline drain; see torch.autograd.Function."""
         self._lock.until_pass_ends()
         with self._group.calling("backward"):
-            return self._backward(gradients)
-
-    def _backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        run = self.run
-        if run is None:
-            raise InputError(
-                "backward ran a second time through one call of the pipe, whose activations are "
-                "freed; call the pipe again"
+            run = self.run
+            if run is None:
+                raise InputError(
+                    "backward ran a second time through one call of the pipe, whose activations "
+                    "are freed; call the pipe again"
+                )
+            if [tensor._version for tensor in self.watched] != self.versions:
+                raise InputError(
+                    "a parameter, buffer or input of the pipe was changed in place between its "
+                    "call and backward; run backward before the optimizer's step"
+                )
+            self.run = None
+            totals: dict[str, Tensor | None] = dict.fromkeys(self.differentiable)
+            for spec, gradient in zip(self.compiled.traced.outputs, gradients, strict=True):
+                if isinstance(spec, Value) and spec.name in totals and gradient is not None:
+                    before = totals[spec.name]
+                    totals[spec.name] = gradient if before is None else before + gradient
+            self.host.set_output_gradients(list(totals), list(totals.values()))
+            by_name = run.advance(
+                lambda: {**self.host.gradients_of_inputs(), **run.take_gradients()}
             )
-        if [tensor._version for tensor in self.watched] != self.versions:
-            raise InputError(
-                "a parameter, buffer or input of the pipe was changed in place between its call "
-                "and backward; run backward before the optimizer's step"
-            )
-        self.run = None
-        totals: dict[str, Tensor | None] = dict.fromkeys(self.differentiable)
-        for spec, gradient in zip(self.compiled.traced.outputs, gradients, strict=True):
-            if isinstance(spec, Value) and spec.name in totals and gradient is not None:
-                before = totals[spec.name]
-                totals[spec.name] = gradient if before is None else before + gradient
-        self.host.set_output_gradients(list(totals), list(totals.values()))
-        found = run.advance(lambda: {**self.host.gradients_of_inputs(), **run.take_gradients()})
         if None in totals.values():
             used = [name for name, total in totals.items() if total is not None]
-            known = reached(self.compiled.traced, used)
-            found = {name: gradient for name, gradient in found.items() if name in known}
-        return (None, *(found.get(name) for name in (*self.inputs, *self.parameters)))
+            flows = reached(self.compiled.traced, used)
+            by_name = {name: gradient for name, gradient in by_name.items() if name in flows}
+        return (None, *(by_name.get(name) for name in (*self.inputs, *self.parameters)))
 
 
 def reached(traced: Traced, outputs: Sequence[str]) -> set[str]:
-    """The inputs, and by their names in the model the parameters, to which gradients of these
-    outputs flow. The others have none; in the program theirs are zeros, by which an optimizer with
-    momentum or weight decay would move them."""
+    """The inputs, and the parameters by their names in the model, to which gradients of these
+    outputs flow. The program gives zeros to the others, by which an optimizer with momentum or
+    weight decay would move them; so they must get None instead."""
     wanted = {*outputs}
     rest = [node for node in traced.graph.nodes if node.name in wanted]
     seen = {*rest}
@@ -130,14 +137,16 @@ def reached(traced: Traced, outputs: Sequence[str]) -> set[str]:
         above = () if _ends_gradients(node) else node.all_input_nodes
         rest += {*above} - seen
         seen.update(above)
-    read = readers(traced)
-    ways = {name: {node for node in read[name] if not _ends_gradients(node)} for name in read}
-    used = {name for name, nodes in ways.items() if not seen.isdisjoint(nodes)}
+    used = {
+        name
+        for name, nodes in readers(traced).items()
+        if any(node in seen and not _ends_gradients(node) for node in nodes)
+    }
     return used | {node.name for node in seen if node.op == "placeholder"}
 
 
 def _ends_gradients(node: fx.Node) -> bool:
-    """Whether a node passes no gradient on: it detaches, or gives indices or truth values."""
+    """Whether a node passes no gradient on: it detaches, or returns integers or booleans."""
     value = node.meta.get("val")
     discrete = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
     return discrete or node.target in _DETACH

@@ -1,4 +1,4 @@
-"""The engine runs a pipe's batches and keeps what lasts from one run to the next."""
+"""The engine runs a pipe's batches and keeps its workers and batches in flight between runs."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ R = TypeVar("R", bound=Run[Any])
 
 
 class Engine:
-    """The workers, how far training has come, and the batches in flight.
+    """The workers, the progress of training, and the batches in flight.
 
     Attributes:
         updates: whether a step updates the weights; else it adds to ``.grad``.
         progress: optimizers, versions of the weights, and the number of batches.
-        stashed: stage → the most micro-batches that it kept for backward at once, as counted in
-            the last training step.
+        stashed: stage → the most micro-batches that it kept for backward at once in the last
+            training step.
         closed: whether the workers have ended.
-        meter: measures steps; None as long as nobody has asked for metrics.
+        meter: measures steps; None until somebody asks for metrics.
     """
 
     def __init__(self, options: Options, choice: Choice) -> None:
-        """Start the workers: as many threads as ``choice`` may need to run the devices' lists."""
+        """Start as many worker threads as ``choice`` may need to run the devices' lists."""
         backend = backend_of(options.group, options.here, options.devices, options.ordered_sums)
         clipping = None
         if options.clips:
             clipping = Clipping(options.clip_norm, options.scaler, options.model)
-        others = [each for each in range(options.replicas) if each != options.group.replica]
-        given, stages = options.optimizer, None
-        if given is not None:
+        others = [other for other in range(options.replicas) if other != options.group.replica]
+        stages = None
+        if options.optimizer is not None:
             shard = (options.group.replica, options.replicas) if options.shards else None
-            stages = Optimizers(options.model, given, options.owns, self.flush, shard)
+            stages = Optimizers(options.model, options.optimizer, options.owns, self.flush, shard)
         self.progress = Progress(
             options.model, stages, clipping, backend.generators, options.owns, others
         )
@@ -89,14 +89,14 @@ class Engine:
 
     @property
     def grad_norm(self) -> float | None:
-        """The gradient norm of the last batch; where some are in flight, of the newest one that all
-        devices are through with for certain; None before, and without clipping."""
+        """The gradient norm of the last batch; with batches in flight, of the newest batch that all
+        devices have certainly finished. None before there is one, and without clipping."""
         if self._clipping is None:
             return None
         self._backend.end()  # batches may be in flight
         run = self._overlapping
-        # all devices have forwarded the batch before the last, so that they are through with their
-        # lists of the step before that
+        # Batch count - 2 has left the last device's forward, so all devices have finished the lists
+        # of the step before it.
         return self._clipping.norm(inf if run is None else run.count - 2 - run.program.depth)
 
     def step(
@@ -106,13 +106,13 @@ class Engine:
         *,
         with_output: bool,
     ) -> Any:
-        """Train on a batch. Returns the loss, or with ``with_output`` the pair of loss and output.
-        See ``Pipeline.step``, also for errors."""
+        """Train on a batch. Returns the loss, or with ``with_output`` loss and output. See
+        ``Pipeline.step``, also for errors."""
         traced = compiled.traced
         assert traced.loss is not None
         keep = frozenset({traced.loss}) | (compiled.results if with_output else frozenset())
         overlaps = compiled.schedule.overlaps
-        if overlaps:  # the caller may fill it anew before all of it is read
+        if overlaps:  # the caller may overwrite the batch before all of it is read
             micro = micro.copied()
         host = BatchHost(traced, micro, keep, self._seed(traced), self._place)
         if overlaps:
@@ -123,37 +123,37 @@ class Engine:
 
         def result() -> Any:
             loss = host.loss()
-            found = (loss, host.output()) if with_output else loss
+            returned = (loss, host.output()) if with_output else loss
             draw_seed(traced)
-            return found
+            return returned
 
         host.weigh_loss(*self._dtype_and_scale(compiled, 0))
         run = self._flushed(compiled, state, optimizers, onto_grad=not self.updates)
         run.feed(Job(self._kernels(compiled), host, self._clipping, compiled.specs))
         try:
-            made = run.advance(result)
+            returned = run.advance(result)
         finally:
-            if run.committed:  # an interrupt may come after that
+            if run.committed:  # even if an interrupt came after the commit
                 self.progress.count()
                 if self._clipping is not None:
                     self._clipping.settle(1)
         self.stashed = run.peak_kept
         self._took(compiled, run.busy, len(micro), backward=True)
-        return made
+        return returned
 
     def infer(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, without gradients."""
         host, run = self._called(compiled, micro)
-        made = outputs_of(host, run)
+        outputs = outputs_of(host, run)
         self._took(compiled, run.busy, len(micro), backward=False)
-        return made
+        return outputs
 
     def call(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""
         host, run = self._called(compiled, micro)
-        made = differentiable_call(compiled, host, run, self._lock, self._options.group)
+        outputs = differentiable_call(compiled, host, run, self._lock, self._options.group)
         self._took(compiled, run.busy, len(micro), backward=False)
-        return made
+        return outputs
 
     @contextmanager
     def timed(self, devices: int) -> Iterator[list[list[int]]]:
@@ -171,28 +171,30 @@ class Engine:
             self.flush()
         finally:
             self._times = []
-        own = [self._backend.nanoseconds(device, each) for device, each in enumerate(taken)]
+        local = [self._backend.nanoseconds(device, marks) for device, marks in enumerate(taken)]
         group = self._options.group
-        ranks = [*zip(clocks(group), group.exchange("times", own), strict=True)]
+        ranks = [*zip(clocks(group), group.exchange("times", local), strict=True)]
         ranks = [ranks[rank] for rank in group.pipeline]
-        times += ([t - more for more, its in ranks for t in its[d]] for d in range(devices))
+        times += ([t - ahead for ahead, lists in ranks for t in lists[d]] for d in range(devices))
 
     @locked
     def held(self, compiled: Compiled) -> Sizes:
         """The bytes of what the stages and their optimizers hold, on all ranks."""
         return self._sizes(compiled, self.progress.optimizers_of(compiled.plan), stepping=True)
 
-    def _sizes(self, compiled: Compiled, own: Sequence[Optimizer | None], stepping: bool) -> Sizes:
+    def _sizes(
+        self, compiled: Compiled, optimizers: Sequence[Optimizer | None], stepping: bool
+    ) -> Sizes:
         state = self.progress.state_of(compiled.traced)
-        return held_sizes(compiled, self._options, state, own, stepping=stepping)
+        return held_sizes(compiled, self._options, state, optimizers, stepping=stepping)
 
     def joins(self, compiled: Compiled) -> bool:
-        """Whether a batch can join those in flight, which are of the same program."""
+        """Whether a batch of this program can join the batches in flight."""
         run = self._overlapping
         return run is None or (run.program is compiled.program and run.threads == compiled.threads)
 
     def check(self) -> None:
-        """Raises InputError where the pipe can run nothing any more."""
+        """Check that the pipe can still run. Raises InputError if not."""
         if self.closed:
             raise InputError("the pipe is closed; compile the model again")
         if self._options.ranks:
@@ -203,7 +205,7 @@ class Engine:
             worker.check()
 
     def quiet(self) -> AbstractContextManager[None]:
-        """Flush, and return a context manager inside which no other pipe runs anything either."""
+        """Flush, and return a context manager inside which no other pipe runs anything."""
         self.flush()
         return self._lock.exclusive()
 
@@ -244,8 +246,8 @@ class Engine:
             self._backend.close()
 
     def _roll_back(self) -> str:
-        """After a call that failed, possibly on another rank: drop the batches in flight. Returns
-        which batches count, in words, if there were any."""
+        """Drop the batches in flight after a call that failed, possibly on another rank. Returns in
+        words which batches count; empty if none were in flight."""
         return "" if self._overlapping is None else self._overlapping.abandon()
 
     def _overlap(
@@ -255,13 +257,13 @@ class Engine:
         optimizers: Sequence[Optimizer | None],
         with_output: bool,
     ) -> Any:
-        """Train on a batch that overlaps with others; its loss may come later."""
+        """Train on a batch that overlaps with others; the loss that it returns may come later."""
         run = self._overlapped(compiled, optimizers)
         number = run.count
         if run.busy_step is not None:
             self._took(compiled, run.busy_step, len(host.micro), backward=True)
         if self._clipping is not None:
-            # whether later batches update may not be decided yet
+            # for later batches it may not be decided yet whether they update
             self._clipping.settle(number - 2 - compiled.schedule.depth)
         dtype, scale = self._dtype_and_scale(compiled, number)
         host.weigh_loss(dtype, scale)
@@ -274,19 +276,21 @@ class Engine:
         return (loss.read(), host.output()) if with_output else loss
 
     def _seed(self, traced: Traced) -> int:
-        """The seed of a run, which all ranks have from the first one."""
+        """The seed of a run, which the first rank gives to all."""
         if not traced.seeded:
             return 0
         seed: int = self._options.group.share("seed", lambda: next_seed(traced))
         return seed
 
     def _dtype_and_scale(self, compiled: Compiled, batch: int) -> tuple[torch.dtype, float]:
-        """The dtype of a batch's losses, and the scaler's scale for their gradients."""
+        """The dtype of a batch's losses, and the factor by which the scaler scales their
+        gradients."""
         assert compiled.traced.loss is not None
         scale = 1.0 if self._clipping is None else self._clipping.begin(batch)
         return compiled.plan.specs[compiled.traced.loss].dtype, scale
 
     def _called(self, compiled: Compiled, micro: MicroBatches) -> tuple[BatchHost, FlushedRun]:
+        """A run for a call without updates, which has been fed the batch."""
         traced = compiled.traced
         host = BatchHost(traced, micro, compiled.results, self._seed(traced), self._place)
         none = [None] * len(compiled.plan.stages)
@@ -316,7 +320,7 @@ class Engine:
     def _overlapped(
         self, compiled: Compiled, optimizers: Sequence[Optimizer | None]
     ) -> OverlappingRun:
-        """The run that a batch joins; the batches of another program are flushed first."""
+        """The run that a batch joins; batches of another program are flushed first."""
         if not self.updates:
             raise InputError(
                 f"schedule {compiled.schedule.name!r} updates the weights while batches are in "
@@ -359,16 +363,16 @@ class Engine:
         )
 
     def _metered(self, compiled: Compiled) -> Sequence[list[Any]]:
-        """The lists for the times of a step that is measured for a logger."""
+        """The lists for the times of a step, if the meter measures it."""
         steps = compiled.purpose == "step" and not compiled.schedule.overlaps
         return self.meter.times if self.meter is not None and steps else ()
 
     def measured(self, meter: Meter) -> dict[str, Any]:
-        """The bubble and the times of stages in the last step, see ``metrics.measured``; empty
-        where none was measured."""
-        lists = enumerate(meter.times)
-        own = {device: self._backend.nanoseconds(device, each) for device, each in lists if each}
-        return measured(meter.program, own) if own and meter.program else {}
+        """The bubble and the stages' times in the last step, see ``metrics.measured``; empty if no
+        step was measured."""
+        taken = [(device, marks) for device, marks in enumerate(meter.times) if marks]
+        times = {device: self._backend.nanoseconds(device, marks) for device, marks in taken}
+        return measured(meter.program, times) if times and meter.program else {}
 
     def _kernels(self, compiled: Compiled) -> Sequence[Sequence[Kernel]]:
         return compiled.rechecked() if self._options.recompute_check else compiled.kernels
@@ -376,6 +380,6 @@ class Engine:
     def _took(
         self, compiled: Compiled, seconds: float, microbatches: int, *, backward: bool
     ) -> None:
-        """Judge by the processor time of a run whether one thread is still the better choice."""
+        """Let the choice of threads learn from the processor time of a run."""
         if self._choice.trials:
             self._choice.took(compiled.plan, seconds, microbatches, backward=backward)

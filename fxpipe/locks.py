@@ -1,16 +1,16 @@
 """Locking for threads that share pipes: one thread at a time in a pipe, none during a trace.
 
-Tracing changes PyTorch for every thread: a model's tensors are replaced for its duration, modules
-are called differently, and an optimizer that steps meanwhile takes itself for a part of the trace
-and rounds differently. So a thread that traces waits until no pipe runs, and a thread that calls a
-pipe waits for the trace to end. No thread holds one pipe while it waits for a trace. A pipe's own
-worker threads, in which a leaf module may call another pipe, never wait for a trace; the trace
-waits for them.
+Tracing changes PyTorch for every thread: while it lasts, a model's tensors are replaced, modules
+are called differently, and an optimizer that steps in another thread takes the path for traces and
+rounds differently. So a thread that traces waits until no pipe runs, and a thread that calls a pipe
+waits for the trace to end. No thread holds one pipe while it waits for a trace. A pipe's worker
+threads, in which a leaf module may call another pipe, never wait for a trace; the trace waits for
+them.
 
-Autograd adds the gradients that a pipe's backward returns to ``.grad`` when the backward has left
+Autograd adds the gradients that a pipe's backward returns to ``.grad`` after the backward has left
 the pipe. A step that ran at that time would lose them, as it replaces ``.grad`` by its own sum. So
-other threads are kept out until the whole backward pass has ended, but for other backward passes
-and what those run again.
+other threads cannot enter the pipe until the whole backward pass has ended; only other backward
+passes can, and the forwards that they run again.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class PipeLock:
     _every: ClassVar[weakref.WeakValueDictionary[int, PipeLock]] = weakref.WeakValueDictionary()
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        """No thread is inside; ``workers`` are the pipe's."""
+        """Make the lock of the pipe with these workers; no thread is inside."""
         self._workers = workers
         self._threads = frozenset(worker.thread for worker in workers)
         self._lock = threading.RLock()
         self._inside: int | None = None  # the thread that is inside
-        self._waits = False  # whether that thread only waits to trace
+        self._waits = False  # whether that thread is waiting to trace
         self._passes: dict[threading.Event, int] = {}  # backward pass: when it ends → its thread
         PipeLock._every[id(self)] = self
 
@@ -68,8 +68,8 @@ class PipeLock:
     ) -> R:
         """Call a function as the only thread inside, besides the pipe's own workers.
 
-        One that backward passes call, ``in_backward``, does not wait for those of others, which may
-        wait for this one's in turn.
+        With ``in_backward``, which backward passes set, it does not wait for the backward passes of
+        other threads: they may be waiting for this one.
         """
         me = threading.get_ident()
         if self._inside == me or threading.current_thread() in self._threads:
@@ -89,13 +89,13 @@ class PipeLock:
                 pass  # the trace of another thread is over
 
     def until_pass_ends(self) -> None:
-        """Keep other threads out until the backward pass of this one ends, be it by an error."""
+        """Keep other threads out until this thread's backward pass ends, even by an error."""
 
         def callback() -> None: ...
 
         ended = threading.Event()
         self._passes[ended] = threading.get_ident()
-        # dropped with the pass, also with one that fails, where autograd does not call it
+        # Autograd drops the callback at the end of the pass. It does not call it if the pass fails.
         weakref.finalize(callback, self._end, ended).atexit = False
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -104,12 +104,12 @@ class PipeLock:
         ended.set()
 
     def _others(self, me: int) -> Sequence[threading.Event]:
-        """The backward passes of other threads."""
+        """The events at the ends of other threads' backward passes."""
         return [ended for ended, thread in self._passes.copy().items() if thread != me]
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Inside the block nothing else runs in any pipe. Ctrl-C ends the wait for that."""
+        """Run the block while nothing runs in any pipe. Ctrl-C ends the wait for that."""
         if is_worker():
             yield
             return
@@ -132,7 +132,7 @@ class PipeLock:
                 PipeLock._tracing.release()
 
     def _quiet(self) -> bool:
-        """Whether nothing runs in the pipe; the caller makes sure that nothing starts meanwhile."""
+        """Whether nothing runs in the pipe. The caller makes sure that nothing can start."""
         if not self._waits:
             if not self._lock.acquire(blocking=False):
                 return False
@@ -141,7 +141,7 @@ class PipeLock:
 
     @classmethod
     def _forked(cls) -> None:
-        """Reset all locks in a forked process, which has none of the other threads."""
+        """Reset all locks in a forked process, which does not have the other threads."""
         cls._tracing, cls._tracer = threading.RLock(), None
         for lock in cls._known():
             lock._lock, lock._inside, lock._waits = threading.RLock(), None, False
@@ -149,7 +149,7 @@ class PipeLock:
 
     @classmethod
     def _known(cls) -> list[PipeLock]:
-        """The locks of all pipes, as a list: other threads may make pipes at any time."""
+        """The locks of all pipes; a list, as other threads may make pipes meanwhile."""
         return [lock for ref in cls._every.valuerefs() if (lock := ref()) is not None]
 
 
@@ -158,7 +158,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def locked(method: M) -> M:
-    """Decorate a method so that one thread at a time runs it; its object has a ``_lock``.
+    """Decorate a method of an object with a ``_lock``, so that one thread at a time runs it.
 
     ``torch.compile`` leaves the method as it is: what a pipe runs is compiled already.
     """
@@ -166,7 +166,7 @@ def locked(method: M) -> M:
 
 
 def locked_in_backward(method: M) -> M:
-    """The same for a method that backward passes call, or what those run again."""
+    """Decorate like ``locked`` a method that runs in backward passes."""
     return _locking(method, in_backward=True)
 
 
@@ -175,9 +175,9 @@ def _locking(method: M, *, in_backward: bool) -> M:
     def call_locked(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._lock.call(method, (self, *args), kwargs, in_backward=in_backward)
-        except PassError:  # where in the library is what matters
+        except PassError:  # a bug of a pass: the traceback is what matters
             raise
-        except FxpipeError as error:  # it names the user's place; where else is for the log
+        except FxpipeError as error:  # names the user's line; the traceback goes to the log
             LOGGER.debug("a call fails", exc_info=error)
             error.__traceback__ = None
             if isinstance(error, TraceError):

@@ -15,11 +15,11 @@ B = TypeVar("B")
 
 
 class prefetch(Generic[B]):
-    """The batches of a loader, each on the pipe's device before its turn.
+    """The batches of a loader, each copied to the pipe's device before its turn.
 
-    While the pipe trains on a batch, the next one is loaded and copied, out of pinned memory and on
-    a stream of its own, to the first device, or over several ranks to this rank's. Tensors in
-    tuples, lists and dicts are copied, and at most three batches are there at a time. Where devices
+    While the pipe trains on a batch, the next batch is loaded and copied to the first device, or
+    over several ranks to this rank's, out of pinned memory and on a separate stream. Tensors in
+    tuples, lists and dicts are copied, and at most three batches exist at a time. Where devices
     are CPUs, batches are passed on unchanged, as they come.
 
     ::
@@ -29,12 +29,12 @@ class prefetch(Generic[B]):
     """
 
     def __init__(self, loader: Iterable[B], pipe: Pipeline) -> None:
-        """Nothing is loaded before the first iteration.
+        """Load nothing before the first iteration.
 
         Args:
-            loader: gives the batches; it is iterated anew each time, and has the length. It may
-                fill the same tensors again for the next batch.
-            pipe: the pipe that trains on them.
+            loader: yields the batches; each iteration iterates it anew. It may fill the same
+                tensors again for the next batch. ``len`` is its length.
+            pipe: the pipe that trains on the batches.
         """
         self._loader = loader
         self._options = pipe._options
@@ -49,28 +49,31 @@ class prefetch(Generic[B]):
         device = self._options.here
         stream = torch.cuda.Stream(device)
         ready: tuple[B, torch.cuda.Event] | None = None
-        for batch in self._loader:
-            following = self._copied(batch, stream, device)
+        try:
+            for batch in self._loader:
+                following = self._copied(batch, stream, device)
+                if ready is not None:
+                    yield self._handed(*ready, device)
+                following[1].synchronize()  # the loader may write into this batch's memory now
+                ready = following
             if ready is not None:
                 yield self._handed(*ready, device)
-            following[1].synchronize()  # the loader may write into this batch's memory now
-            ready = following
-        if ready is not None:
-            yield self._handed(*ready, device)
+        finally:  # the loop may be left, and its memory reused, while a copy goes on
+            torch.cuda.current_stream(device).wait_stream(stream)
 
     def _copied(
         self, batch: B, stream: torch.cuda.Stream, device: torch.device
     ) -> tuple[B, torch.cuda.Event]:
-        """The batch on the device, and the end of its copy. The memory is that of the current
-        stream, which the pipe's own streams are ordered with; so no ``record_stream`` is needed."""
+        """The batch on the device, and an event at the end of its copy. Its memory belongs to the
+        current stream, after which the pipe's streams are ordered; so no ``record_stream``."""
 
         def copy(tensor: Tensor) -> Tensor:
             if not tensor.is_cpu or tensor.layout is not torch.strided:
                 return tensor
             pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-            made = torch.empty_like(pinned, device=device)
-            sources.append((made, pinned))
-            return made
+            target = torch.empty_like(pinned, device=device)
+            sources.append((target, pinned))
+            return target
 
         sources: list[tuple[Tensor, Tensor]] = []
         moved: Any = pytree.tree_map_only(Tensor, copy, batch)
@@ -78,12 +81,12 @@ class prefetch(Generic[B]):
         before.record(torch.cuda.current_stream(device))
         stream.wait_event(before)
         with torch.cuda.stream(stream):
-            for made, pinned in sources:
-                made.copy_(pinned, non_blocking=True)
+            for target, pinned in sources:
+                target.copy_(pinned, non_blocking=True)
         after.record(stream)
         return moved, after
 
     def _handed(self, batch: B, copied: torch.cuda.Event, device: torch.device) -> B:
-        """The batch, for whatever runs on the current stream from now on."""
+        """The batch, which what runs on the current stream from now on can read."""
         torch.cuda.current_stream(device).wait_event(copied)
         return batch

@@ -1,8 +1,7 @@
-"""Rehearse a program, for predictions: run its steps and take their times.
+"""Rehearse a program for predictions: run steps of it and take their times.
 
-A rehearsed step is a real one on the pipe's own threads, with random numbers for a batch. Only its
-end is another: what it has made is dropped, and the updates are those of copies. So nothing of it
-changes the model.
+A rehearsed step runs on the pipe's own threads, with random numbers for a batch. It drops its
+results and updates copies of the weights, so it does not change the model.
 """
 
 from __future__ import annotations
@@ -41,43 +40,45 @@ from fxpipe.simulator.costs import Rehearsal
 from fxpipe.torchtools.optimizers import alone
 
 _LEAST, _MOST, _SECONDS = 4, 20, 0.5
-"""Rehearsed steps at least and at most, after one that warms up, and for how many seconds."""
+"""The least and the most steps to rehearse after a warm-up step, and for how many seconds."""
 
 _SAMPLED = 1 << 22
-"""Elements of a stage's parameters after which no further one is updated; the time is scaled."""
+"""A rehearsed update leaves out the parameters of a stage after this many elements; its time is
+scaled up."""
 
 
 class Rehearsals:
     """The rehearsals of a pipe's programs, each made when somebody asks for it."""
 
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
-        """Nothing is rehearsed yet."""
         self._options = options
         self._compiler = compiler
         self._engine = engine
-        # the kernel of the first stage identifies the plan
+        # first stage's kernel, which identifies the plan → id of a program → this and its rehearsal
         self._made: WeakKeyDictionary[Any, dict[int, tuple[Program, Rehearsal]]]
         self._made = WeakKeyDictionary()
 
     def of(self, compiled: Compiled) -> Rehearsal | None:
-        """That of a call's program; None where its times are not known and cannot be taken now."""
-        known = self._made.setdefault(compiled.plan.stages[0].kernel, {})
-        if id(compiled.program) not in known:
-            made = self.rehearse(compiled, self._compiler.plans.graph_of(compiled.traced).call)
-            if made is not None:
-                known[id(compiled.program)] = compiled.program, made
-        return known.get(id(compiled.program), (None, None))[1]
+        """The rehearsal of a call's program; None if there is none and it cannot be made now."""
+        rehearsals = self._made.setdefault(compiled.plan.stages[0].kernel, {})
+        if id(compiled.program) not in rehearsals:
+            rehearsal = self.rehearse(compiled, self._compiler.plans.graph_of(compiled.traced).call)
+            if rehearsal is None:
+                return None
+            rehearsals[id(compiled.program)] = compiled.program, rehearsal
+        return rehearsals[id(compiled.program)][1]
 
     def learn(self, compiled: Compiled, took: StepTimes, steps: int) -> None:
-        """Take the times of a real run from now on."""
+        """Replace the rehearsal of a program by the times of a real run."""
         if self._on_processors:
-            known = self._made.setdefault(compiled.plan.stages[0].kernel, {})
-            before = known.get(id(compiled.program))
-            made = learned(
+            rehearsals = self._made.setdefault(compiled.plan.stages[0].kernel, {})
+            before = rehearsals.get(id(compiled.program))
+            rehearsal = learned(
                 compiled.program, [took], overheads(), serial=compiled.threads == 1, steps=steps
             )
-            made = replace(made, off=max(made.off, before[1].off)) if before else made
-            known[id(compiled.program)] = compiled.program, made
+            if before:
+                rehearsal = replace(rehearsal, off=max(rehearsal.off, before[1].off))
+            rehearsals[id(compiled.program)] = compiled.program, rehearsal
 
     @property
     def _on_processors(self) -> bool:
@@ -85,17 +86,17 @@ class Rehearsals:
         return self._options.group.size == 1 and not self._options.places
 
     def rehearse(self, compiled: Compiled, call: Call) -> Rehearsal | None:
-        """Run some steps of a call's program. None where this process does not run all devices on
-        CPUs, batches are in flight, or stages run leaf modules; and where it fails, as the log
+        """Run some steps of a call's program. Returns None if this process does not run all devices
+        on CPUs, batches are in flight, or stages run leaf modules; or if a step fails, as the log
         says.
 
         Args:
             compiled: the call.
-            call: one like it, with micro-batches of any size.
+            call: a similar call, with micro-batches of any size.
         """
         engine = self._engine
-        unknown = compiled.traced.leaves or self._options.hollow or not engine.flushed
-        if unknown or not self._on_processors:
+        cannot = compiled.traced.leaves or self._options.hollow or not engine.flushed
+        if cannot or not self._on_processors:
             return None
         try:
             engine.check()
@@ -112,12 +113,14 @@ class _Steps:
     def __init__(self, compiler: Compiler, engine: Engine, compiled: Compiled, call: Call) -> None:
         self._compiler, self._engine, self._compiled = compiler, engine, compiled
         plan, program = compiled.plan, compiled.program
-        if program.depth or any(isinstance(x, ins.Run) for own in program.lists for x in own):
+        if program.depth or any(isinstance(x, ins.Run) for list_ in program.lists for x in list_):
             schedule = _flushing(compiled.schedule)
             program = compiler.lowered(plan, schedule, "step", engine.updates)
         self._program = program
         self._count = count = compiled.schedule.microbatches
-        self._batch = _random(call, compiled.samples * count)
+        samples = compiled.samples * count
+        like = call.zeros().resized(samples).random()
+        self._batch = replace(like.batch, leaves=tuple(like.leaves), size=samples)
         self._arguments = self._batch.unflatten(self._batch.leaves)
         self._kernels = [[stage.kernel for stage in plan.stages if stage.kernel]] * count
         self._updates: dict[int, _Update] = {}
@@ -127,25 +130,25 @@ class _Steps:
                 self._updates[stage.index] = _Update(stage, state, optimizer)
 
     def rehearsal(self) -> Rehearsal:
-        """What so many of them teach that they are stable."""
-        took: list[StepTimes] = []
+        """Run steps until the times are stable, and return what they teach."""
+        times: list[StepTimes] = []
         self._step()  # warms up
         latest = perf_counter() + _SECONDS
-        while len(took) < _LEAST or (len(took) < _MOST and perf_counter() < latest):
-            took.append(self._step())
+        while len(times) < _LEAST or (len(times) < _MOST and perf_counter() < latest):
+            times.append(self._step())
         shares = {stage: update.share for stage, update in self._updates.items()}
         serial = self._compiled.threads == 1
-        return learned(self._program, took, overheads(), serial=serial, shares=shares)
+        return learned(self._program, times, overheads(), serial=serial, shares=shares)
 
     def _step(self) -> StepTimes:
-        """All that a call does, but for its results."""
+        """Do all that a call does, but drop its results."""
         compiled, engine, compiler = self._compiled, self._engine, self._compiler
         times: list[list[int]] = [[] for _ in self._program.lists]
         start = perf_counter()
         with SignalsAtOperations():
             args, kwargs, targets = self._arguments
             options = compiler.options
-            Batch.of(options.model, args, kwargs, targets, options.batch_dims)  # it takes a while
+            Batch.of(options.model, args, kwargs, targets, options.batch_dims)  # for its time
             micro = self._batch.in_parts(self._count)
             compiler.known(micro, Kind(compiled.purpose, engine.updates))
             traced = compiled.traced
@@ -161,7 +164,7 @@ class _Steps:
             )
             run.feed(Job(self._kernels, host, None, [compiled.plan.specs] * self._count))
             run.advance(host.loss if compiled.purpose == "step" else lambda: None)
-            if not all(machine.at_end for machine in run.machines):  # the outputs' gradients come
+            if not all(machine.at_end for machine in run.machines):  # at the pause before backward
                 edges = [e for e in compiled.plan.edges if e.gradient and e.target == HOST]
                 values = [*dict.fromkeys(edge.value for edge in edges)]
                 host.set_output_gradients(values, [None] * len(values))
@@ -169,17 +172,17 @@ class _Steps:
         return StepTimes(perf_counter() - start, times)
 
     def _optimizers(self, state: Mapping[str, Tensor]) -> Sequence[Optimizer | None]:
-        """Stage → its optimizer, or before there are any one like it."""
+        """Stage → its optimizer, or a new one of this kind if the pipe has none yet."""
         progress, stages = self._engine.progress, self._compiled.plan.stages
-        given = self._compiler.options.optimizer
-        if given is None or self._compiled.purpose != "step":
+        optimizer = self._compiler.options.optimizer
+        if optimizer is None or self._compiled.purpose != "step":
             return [None] * len(stages)
-        own = [{a.target: state[a.target] for a in stage.parameters} for stage in stages]
-        return progress.optimizers or [given.of(each) if each else None for each in own]
+        trained = [{a.target: state[a.target] for a in stage.parameters} for stage in stages]
+        return progress.optimizers or [optimizer.of(named) if named else None for named in trained]
 
 
 class _Unchanged(LiveWeights):
-    """The model's weights, which no update and no commit changes."""
+    """The model's weights, which neither updates nor commits change."""
 
     def __init__(
         self, plan: Plan, state: Mapping[str, Tensor], updates: Mapping[int, _Update]
@@ -188,7 +191,7 @@ class _Unchanged(LiveWeights):
         self._updates = updates
 
     def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Update copies."""
+        """Update the copies instead."""
         if gradients and stage in self._updates:
             self._updates[stage](gradients)
         return []
@@ -202,16 +205,20 @@ class _Unchanged(LiveWeights):
 
 
 class _Update:
-    """The update of a stage on copies of its parameters, with an optimizer like its own."""
+    """The update of copies of a stage's parameters, with an optimizer like the stage's.
+
+    Attributes:
+        share: the share of the parameters' elements that are copied and updated.
+    """
 
     def __init__(self, stage: Stage, state: Mapping[str, Tensor], optimizer: Optimizer) -> None:
         sizes = [state[argument.target].numel() for argument in stage.parameters]
         before = accumulate(sizes, initial=0)
         kept = [a for a, n in zip(stage.parameters, before, strict=False) if n < _SAMPLED]
         self.share = sum(sizes[: len(kept)]) / max(sum(sizes), 1)
-        own = {a.target: state[a.target] for a in kept}
-        copies = {n: nn.Parameter(t.detach().clone(), t.requires_grad) for n, t in own.items()}
-        like = {id(tensor): copies[name] for name, tensor in own.items()}
+        model = {a.target: state[a.target] for a in kept}
+        copies = {n: nn.Parameter(t.detach().clone(), t.requires_grad) for n, t in model.items()}
+        like = {id(tensor): copies[name] for name, tensor in model.items()}
         groups = [
             {**frozen(group), "params": [like[id(p)] for p in group["params"] if id(p) in like]}
             for group in optimizer.param_groups
@@ -224,30 +231,23 @@ class _Update:
         self._weights.update(0, 0, gradients[: self._count])
 
     def commit(self) -> None:
-        """Keep it."""
         self._weights.commit({}, {})
 
 
-def _random(call: Call, samples: int) -> Batch:
-    """A batch like that of a call, of random numbers."""
-    made = call.zeros().resized(samples).random()
-    return replace(made.batch, leaves=tuple(made.leaves), size=samples)
-
-
 def _flushing(schedule: Schedule) -> Schedule:
-    """The library's own tasks of one batch with a flush, all forwards first: what overlaps with
-    other batches, and what a user's task does, would change what is kept."""
+    """A schedule of one batch with a flush, all forwards first, with the library's tasks alone:
+    overlapping batches, and tasks of the user's, would change what lasts."""
     again = {task.stage for row in schedule.rows for task in row if task.kind == "R"}
     halves = "I" in schedule.kinds
 
     def row(device: int) -> list[Task]:
-        own = [stage for stage, home in enumerate(schedule.placement) if home == device]
-        made = [Task("F", i, s) for s in own for i in range(schedule.microbatches)]
-        for s in reversed(own):
+        stages = [stage for stage, home in enumerate(schedule.placement) if home == device]
+        tasks = [Task("F", i, s) for s in stages for i in range(schedule.microbatches)]
+        for s in reversed(stages):
             for i in range(schedule.microbatches):
-                made += [Task("R", i, s)] if s in again else []
-                made += [Task(kind, i, s) for kind in ("IW" if halves else "B")]
-        return [*made, *(Task("U", None, s) for s in own)]
+                tasks += [Task("R", i, s)] if s in again else []
+                tasks += [Task(kind, i, s) for kind in ("IW" if halves else "B")]
+        return [*tasks, *(Task("U", None, s) for s in stages)]
 
     rows = tuple(tuple(row(device)) for device in range(schedule.devices))
     return Schedule(schedule.name, schedule.microbatches, schedule.placement, rows)

@@ -1,4 +1,4 @@
-"""Makes Ctrl-C safe: an exception of a signal handler is held and raised at a safe point."""
+"""Make Ctrl-C safe: hold an exception of a signal handler, and raise it at a safe point."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, ClassVar
 
-# signal.getsignal looks each handler up in an enumeration, which takes twenty times as long: for
-# all signals a tenth of the smallest steps
+# _signal.getsignal is twenty times faster than signal.getsignal, which looks each handler up in an
+# enumeration. For all signals, that took a tenth of the smallest steps.
 _SIGNALS = tuple(signal.valid_signals())
 
 _OPERATIONS = frozenset(
     ("forward", "_call_impl", "__call__", "run_node", "run", "node_copy", "create_node")
 )
 _COMPILING = ("fxpipe.passes.", "fxpipe.compiler.")
-"""Modules whose function calls are safe points, too: they change nothing of the model."""
+"""Modules whose function calls are safe points, too: they do not change the model."""
 
 _DELICATE = frozenset(("__enter__", "__exit__", "__del__", "__torch_dispatch__"))
-"""Functions inside which nothing may be raised: they make changes that must be undone, or they are
-called from C++, which does not pass every exception on."""
+"""Functions inside which no held exception is raised: they make changes that must be undone, or C++
+calls them, which does not pass every exception on."""
 
 
 class HeldSignals:
-    """Inside the block, an exception that a signal handler raises is held back.
+    """Hold back the exceptions that signal handlers raise inside the block.
 
     Python raises KeyboardInterrupt between any two instructions of the main thread, so without
     this no code could promise that something happens completely or not at all. Inside, every
@@ -42,16 +42,12 @@ class HeldSignals:
     _innermost: ClassVar[HeldSignals | None] = None  # the innermost block of the main thread
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """Nothing is held yet.
-
-        Args:
-            wake: called after an exception was held; this may happen anywhere in the block.
-        """
+        """``wake`` is called after an exception was held, anywhere in the block."""
         self.held: BaseException | None = None
         self._wake = wake
-        self._before: dict[int, Any] = {}
-        self._called: dict[int, Any] = {}
-        self._own: Any = None
+        self._before: dict[int, Any] = {}  # signal → the handler installed before the block
+        self._called: dict[int, Any] = {}  # signal → the user's handler
+        self._installed: Any = None
         self._around: HeldSignals | None = None
 
     def __enter__(self) -> HeldSignals:
@@ -61,11 +57,11 @@ class HeldSignals:
         numbers = _SIGNALS if around is None else tuple(around._before)
         handlers = {number: getsignal(number) for number in numbers}
         self._before = {n: handler for n, handler in handlers.items() if callable(handler)}
-        self._called = {n: _in_the_end(n, handler) for n, handler in self._before.items()}
-        self._own = self._hold  # one object: a bound method is a new one each time
+        self._called = {n: _users(n, handler) for n, handler in self._before.items()}
+        self._installed = self._hold  # kept to compare: each access makes another bound method
         try:
             for number in self._before:
-                signal.signal(number, self._own)
+                signal.signal(number, self._installed)
             self._around, HeldSignals._innermost = around, self
         except BaseException:
             self._put_back()
@@ -76,12 +72,16 @@ class HeldSignals:
         if HeldSignals._innermost is self:
             HeldSignals._innermost, self._around = self._around, None
         self._put_back()
+        self.raise_held(error)
+
+    def raise_held(self, other_than: BaseException | None = None) -> None:
+        """Raise the held exception, if there is one and it is another than the given one."""
         held = self.take()
         try:
-            if held is not None and held is not error:
+            if held is not None and held is not other_than:
                 raise held
         finally:
-            held = None  # or the exception and this frame would hold each other
+            held = None  # else the exception and this frame would refer to each other
 
     def take(self) -> BaseException | None:
         """Return the held exception and forget it; the caller has to raise it."""
@@ -89,11 +89,11 @@ class HeldSignals:
         return held
 
     def _put_back(self) -> None:
-        """Restore the signal handlers; that of Ctrl-C last."""
+        """Restore the signal handlers, the one for Ctrl-C last."""
         for number, handler in reversed(self._before.items()):
-            if getsignal(number) is self._own:  # else a handler has installed another one
+            if getsignal(number) is self._installed:  # else a handler has installed another one
                 signal.signal(number, handler)
-        self._before, self._called, self._own = {}, {}, None
+        self._before, self._called, self._installed = {}, {}, None
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         try:
@@ -104,31 +104,26 @@ class HeldSignals:
 
 
 def raise_held() -> None:
-    """Raise the held exception now, in a wait inside a block that would not raise it itself."""
+    """Raise the exception that the innermost block holds, if any; for waits inside the block."""
     holder = HeldSignals._innermost
     if holder is not None and threading.current_thread() is threading.main_thread():
-        held = holder.take()
-        try:
-            if held is not None:
-                raise held
-        finally:
-            held = None  # or the exception and this frame would hold each other
+        holder.raise_held()
 
 
-def _in_the_end(number: int, handler: Any) -> Any:
-    """The handler that the user installed, found behind those of the surrounding blocks."""
+def _users(number: int, handler: Any) -> Any:
+    """The user's handler, which the handler of a surrounding block stands for."""
     owner = getattr(handler, "__self__", None)
     return owner._called[number] if isinstance(owner, HeldSignals) else handler
 
 
 class SignalsAtOperations(HeldSignals):
-    """Inside the block, an exception of a signal handler is raised where an operation could fail.
+    """Inside the block, raise an exception of a signal handler only where an operation could fail.
 
-    Tracing changes much inside PyTorch while it runs, and an exception in the middle of such a
-    change makes all later traces wrong. An exception in a weak reference's callback, of which a
-    trace makes thousands, is dropped by Python. So once an exception is held, this watches function
-    calls and raises it at the first one that is an operation of a model, a node of a graph or a
-    part of a pass, where errors are expected; never while a context manager is entered or left.
+    Tracing changes much inside PyTorch while it runs; an exception in the middle of such a change
+    makes all later traces wrong. And Python drops an exception in the callback of a weak reference,
+    of which a trace makes thousands. So once an exception is held, this watches function calls and
+    raises it at the first operation of a model, node of a graph or part of a pass, where errors are
+    expected; never while a context manager is entered or left.
     """
 
     def __init__(self) -> None:
@@ -163,18 +158,18 @@ class SignalsAtOperations(HeldSignals):
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
         if not _may_fail(frame, event):
             return
-        each: FrameType | None = frame
-        while each is not None and each is not self._base:
-            if each.f_code.co_name in _DELICATE:
+        caller: FrameType | None = frame
+        while caller is not None and caller is not self._base:
+            if caller.f_code.co_name in _DELICATE:
                 return
-            each = each.f_back
+            caller = caller.f_back
         if self.held is not None:
             self._unwatch()
             raise self.held
 
 
 def signals_at_operations() -> AbstractContextManager[object]:
-    """A ``SignalsAtOperations``, unless the code is inside of one already."""
+    """A ``SignalsAtOperations``, unless a surrounding block holds signals already."""
     around = HeldSignals._innermost
     main = threading.current_thread() is threading.main_thread()
     return nullcontext() if main and around is not None else SignalsAtOperations()
@@ -191,7 +186,7 @@ def _may_fail(frame: FrameType, event: str) -> bool:
 def put_back(profiler: Any) -> None:
     """Set the thread's profiler to one that ``sys.getprofile`` returned before.
 
-    A profiler written in C, such as cProfile's, is no function that Python can call.
+    A profiler written in C, such as cProfile's, is not callable and enables itself.
     """
     if profiler is None or callable(profiler):
         sys.setprofile(profiler)

@@ -1,4 +1,4 @@
-"""The kernel of a stage with leaf modules: they are called as they are, autograd runs backward."""
+"""The kernel of a stage with leaf modules: calls them as they are; autograd runs backward."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from fxpipe.random.leaf_draws import SeededDraws, draw_from, others_kept
 from fxpipe.torchtools.state import called_under, uncached, under
 
 _TURN = RLock()
-"""Held while PyTorch may trace, as two threads that trace see each other's unfinished state, and
-while leaf modules draw from generators that all threads share."""
+"""Held while leaf modules may trace, as threads that trace see each other's unfinished state, and
+while they draw from generators that all threads share."""
 
 
 @dataclass(eq=False, repr=False)
 class AutogradKernel:
-    """Runs a stage with leaf modules: they are called as they are, and autograd runs backward.
+    """Runs a stage with leaf modules: calls them as they are, and has autograd run backward.
 
     Attributes:
         forward_graph: a graph that calls leaf modules: inputs → a tuple of the outputs.
@@ -43,7 +43,7 @@ class AutogradKernel:
         differentiable: for each input whether it needs a gradient.
         input_gradients: for each input whether its gradient is handed back.
         output_gradients: for each output whether it gets a gradient.
-        recording: whether gradients are enabled, as leaf modules may check; not in inference.
+        recording: whether gradients are enabled, which leaf modules may check; False in inference.
     """
 
     forward_graph: fx.GraphModule
@@ -61,16 +61,16 @@ class AutogradKernel:
 
     def __post_init__(self) -> None:
         nodes = self.forward_graph.graph.nodes
-        begun = [node.args for node in nodes if node.target is draw_from]
+        draws = [node.args for node in nodes if node.target is draw_from]
         self._written = frozenset(self.written)
-        self._draws = bool(begun)
-        self._draws_from_others = any(True in args[3:] for args in begun)
+        self._draws = bool(draws)
+        self._draws_from_others = any(True in args[3:] for args in draws)
         self._takes_turns = any(node.meta.get(TAKES_TURNS) for node in nodes)
         self._casts = any(node.meta.get(AUTOCAST) for node in nodes)
         self._run = _under_autocast(self.forward_graph) if self._casts else self.forward_graph
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> AutogradKernel:
-        """The same kernel with its graph module changed; the leaf modules stay the same."""
+        """The same kernel with its graph module changed; it keeps the leaf modules."""
         return replace(self, forward_graph=change(self.forward_graph))
 
     def forward(
@@ -79,8 +79,8 @@ class AutogradKernel:
         """See Kernel.forward. ``saved`` holds what autograd keeps."""
         weights = [p.detach().requires_grad_(p.requires_grad) for p in parameters]
         for weight, name in zip(weights, self.parameters, strict=True):
-            if more := vars(attrgetter(name)(self.forward_graph)):  # attributes of the user's
-                vars(weight).update(more)
+            if attributes := vars(attrgetter(name)(self.forward_graph)):  # set by the user
+                vars(weight).update(attributes)
         # modules write their buffers in place, so they get copies, which become the writes
         state = {
             name: buffer.clone() if name in self._written else buffer
@@ -97,8 +97,8 @@ class AutogradKernel:
         kept = others_kept() if shared else nullcontext()
         casts = under(()) if self._casts else nullcontext()
         with self._turn(shared), kept, torch.set_grad_enabled(self.recording), seeded, casts:
-            given = tuple(map(uncached, sources)) if self._casts else tuple(sources)
-            outputs = torch.func.functional_call(self._run, tensors, given)
+            arguments = tuple(map(uncached, sources)) if self._casts else tuple(sources)
+            outputs = torch.func.functional_call(self._run, tensors, arguments)
         keeps = any(self.output_gradients)
         saved = [list(outputs), sources, weights] if keeps else []
         return ForwardResult(
@@ -120,48 +120,48 @@ class AutogradKernel:
         count = len(wanted)
         trained = [weight for weight in weights if weight.requires_grad]
         with self._turn():
-            found: list[Tensor | None] = list(
+            computed: list[Tensor | None] = list(
                 torch.autograd.grad(roots, [*wanted, *trained], gradients, allow_unused=True)
                 if wanted or trained
                 else ()
             )
         gradients.clear()
         del roots
-        seen: set[int] = set()
-        for index in range(count):
-            if found[index] is None:
-                found[index] = torch.zeros_like(wanted[index])
-            seen.add(_storage(found[index]))
-        rest = iter(found[count:])
+        inputs = [
+            torch.zeros_like(x) if gradient is None else gradient
+            for x, gradient in zip(wanted, computed[:count], strict=True)
+        ]
+        seen = set(map(_storage, inputs))
+        rest = iter(computed[count:])
         fresh: list[Tensor | None] = []
         for weight in weights:
             gradient = next(rest) if weight.requires_grad else None
-            if gradient is not None and (gradient._base is not None or _storage(gradient) in seen):
-                gradient = gradient.clone()
             if gradient is not None:
+                if gradient._base is not None or _storage(gradient) in seen:
+                    gradient = gradient.clone()  # sums are changed in place, so they share nothing
                 gradient = onto(None, gradient, strides_of_sum(gradient, weight))
                 seen.add(_storage(gradient))
             fresh.append(gradient)
-        return BackwardResult([g for g in found[:count] if g is not None], added(totals, fresh))
+        return BackwardResult(inputs, added(totals, fresh))
 
     def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGradResult:
         """See Kernel.input_grad.
 
-        Autograd runs once for all gradients, and the parameters' gradients are deferred as they
+        Autograd computes all gradients here, and the parameters' gradients are deferred as they
         are: running it once for each half would compute the gradients between the layers twice.
         """
         return InputGradResult(*self.backward(saved, gradients))
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
-        """See Kernel.weight_grad. It adds the gradients that ``input_grad`` has computed."""
-        found = list(deferred)
+        """See Kernel.weight_grad. Adds the gradients that ``input_grad`` has computed."""
+        gradients = list(deferred)
         deferred.clear()
-        return added(totals, found)
+        return added(totals, gradients)
 
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
     ) -> PartialResult:
-        """See Kernel.partial_backward. No plan has buckets for leaf modules."""
+        """Raise PassError: no plan has buckets for leaf modules."""
         raise PassError("autograd computes all gradients at once; sum them in one bucket")
 
     def _turn(self, shared: bool = False) -> AbstractContextManager[Any]:
@@ -169,7 +169,7 @@ class AutogradKernel:
 
 
 def _under_autocast(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, in which each node runs under the autocast that it was traced under."""
+    """The same graph, whose nodes each run under the autocast they were traced under."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
@@ -191,5 +191,5 @@ def _call_method(name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
     return getattr(owner, name)(*args, **kwargs)
 
 
-def _storage(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.untyped_storage().data_ptr()
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

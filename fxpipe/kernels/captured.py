@@ -3,12 +3,12 @@
 A CUDA graph has fixed addresses: a replay reads its inputs and writes its results at the addresses
 of the capture. So each micro-batch in flight at a stage uses a slot of fixed memory.
 
-    forward    a slot is taken   inputs → copied into it → replay → outputs copied out of it
-    backward                     gradients → copied in → replay → input gradients copied out,
-                                 those of parameters added to their sums; the slot is free
+    forward    take a slot; copy the inputs into it; replay; copy the outputs out
+    backward   copy the output gradients in; replay; copy the input gradients out; add the parameter
+               gradients to their sums; free the slot
 
-What forward saves stays in the slot; a ``SlotLease`` represents it in the store. Everything on a
-slot runs on one stream, so its memory is reused only after the work before is done.
+What forward saves stays in the slot; in the store a ``SlotLease`` stands for it. Everything in a
+slot runs on one stream, so its memory is reused only after earlier work on it is done.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from fxpipe.log import LOGGER
 T = TypeVar("T")
 
 Key = tuple[Any, ...]
-"""What a capture is valid for: the addresses of parameters, and the inputs that are no tensors."""
+"""What a capture is valid for: the addresses of the parameters, and the values on the host."""
 
 WARM_UP = 3
 """Runs before the first capture, in which libraries choose kernels and allocate their own memory,
 as torch's notes on CUDA graphs require."""
 
 PATIENCE = 8
-"""How often each slot may be captured again, at least, before capturing is given up."""
+"""How often each slot may be captured again before capturing can be given up."""
 
 SELDOM = 100
-"""How many forwards a capture has to serve on average, or capturing is given up: an optimizer that
-moves its parameters to other memory in every step would cause a capture in every step."""
+"""How many forwards a capture has to serve on average, or capturing is given up: with an optimizer
+that puts its parameters into new memory in every step, every step would capture again."""
 
 
 class Graphs(Protocol):
-    """Captures for one slot; all captures of a slot are replayed on one stream.
+    """Captures calls for one slot; all captures of a slot are replayed on one stream.
 
     Captures share memory: a replay may overwrite the results of later captures, and those of
     earlier captures that are no longer referenced. One micro-batch at a time uses a slot, so the
@@ -50,13 +50,13 @@ class Graphs(Protocol):
     """
 
     def capture(self, run: Callable[[], T], what: str) -> tuple[T, Callable[[], None]]:
-        """Capture a call, which computes nothing yet; ``what`` is its name in messages.
+        """Capture a call without computing anything; ``what`` is its name in messages.
 
         Returns:
-            The result of the call, and a function that replays it, which fills those tensors.
+            The result of the call, and a function whose every call computes the result's tensors.
 
         Raises:
-            CaptureError: something in it cannot be captured.
+            CaptureError: an operation of the call cannot be captured.
         """
         ...
 
@@ -65,11 +65,11 @@ class Fixed:
     """Tensors at fixed addresses, which are filled with new values.
 
     Attributes:
-        values: the tensors, and the last given values that are no tensors.
+        values: the tensors, and in place of values that are no tensors the latest ones.
     """
 
     def __init__(self, like: Sequence[Any], strides: Sequence[tuple[int, ...] | None]) -> None:
-        """Allocate memory for values like these; strides of None are a value's own."""
+        """Allocate memory for values like these; where a stride is None, keep the value's own."""
         self.values = [
             torch.empty_strided(
                 x.shape, layout(x, wanted or x.stride()), dtype=x.dtype, device=x.device
@@ -78,21 +78,18 @@ class Fixed:
             else x
             for x, wanted in zip(like, strides, strict=True)
         ]
-        self._targets = [x for x in self.values if isinstance(x, Tensor)]
 
     def fill(self, values: Sequence[Any]) -> None:
-        """Copy new values into the tensors; values that are no tensors are kept as they are."""
+        """Copy new values into the tensors; replace values that are no tensors."""
         pairs = list(zip(self.values, values, strict=True))
-        if self._targets:
-            sources = [value for own, value in pairs if isinstance(own, Tensor)]
-            torch._foreach_copy_(self._targets, sources)
-        self.values = [own if isinstance(own, Tensor) else value for own, value in pairs]
+        _copy_into([pair for pair in pairs if isinstance(pair[0], Tensor)])
+        self.values = [fixed if isinstance(fixed, Tensor) else value for fixed, value in pairs]
 
 
 class Part(NamedTuple):
     """One captured call: its result, whose tensors every replay overwrites, and the replay."""
 
-    made: Any
+    result: Any
     replay: Callable[[], None]
 
 
@@ -104,22 +101,22 @@ class Slot:
         graphs: captures on this slot.
         inputs: the inputs of forward: the stage's inputs, then the buffers that change.
         gradients: the gradients of the stage's outputs.
-        takes: key → name of a task → its capture; the most recently used key comes last.
+        captures: key → name of a task → its capture; the most recently used key comes last.
     """
 
     graphs: Graphs
     inputs: Fixed | None = None
     gradients: Fixed | None = None
-    takes: dict[Key, dict[str, Part]] = field(default_factory=dict)
+    captures: dict[Key, dict[str, Part]] = field(default_factory=dict)
 
     def parts(self, key: Key, most: int) -> dict[str, Part]:
-        """Task → the capture that is valid for a key. The captures of at most ``most`` keys are
-        kept, those of the least recently used are dropped."""
-        found = self.takes.pop(key, {})
-        while len(self.takes) >= most:
-            del self.takes[next(iter(self.takes))]
-        self.takes[key] = found
-        return found
+        """Return task → capture for a key. Drops the captures of the least recently used keys, so
+        that those of at most ``most`` keys are kept."""
+        parts = self.captures.pop(key, {})
+        while len(self.captures) >= most:
+            del self.captures[next(iter(self.captures))]
+        self.captures[key] = parts
+        return parts
 
 
 class SlotLease:
@@ -130,23 +127,22 @@ class SlotLease:
     """
 
     def __init__(self, slot: Slot, free: list[Slot]) -> None:
-        """Take a slot; it returns to ``free``, as appending is atomic in any thread."""
+        """Take a slot, which returns to ``free``. Any thread may do that: appending is atomic."""
         self.slot = slot
         self.parts: dict[str, Part] = {}
         self._free: list[Slot] | None = free
 
     @property
     def saved(self) -> list[Any]:
-        return list(self.parts["forward"].made.saved)
+        return list(self.parts["forward"].result.saved)
 
     def release(self) -> None:
-        """Give the slot back, once."""
+        """Give the slot back; further calls do nothing."""
         free, self._free = self._free, None
         if free is not None:
             free.append(self.slot)
 
-    def __del__(self) -> None:
-        self.release()
+    __del__ = release
 
 
 class Captured(Wrapping):
@@ -157,11 +153,11 @@ class Captured(Wrapping):
     with several differentiable calls at once, the wrapped kernel runs instead.
 
     Attributes:
-        slots: the most slots that there may be; they are made when needed.
+        slots: the maximum number of slots; they are made when needed.
         versions: for how many sets of addresses a slot keeps captures.
         captures: how many graphs were captured so far.
         overflows: how many forwards found no free slot.
-        given_up: whether it captures no more, as the parameters' addresses change too often.
+        given_up: whether it has stopped capturing, as the addresses changed too often.
     """
 
     kernel: GraphKernel
@@ -173,10 +169,9 @@ class Captured(Wrapping):
         graphs: Callable[[], Graphs],
         changing: Sequence[bool],
     ) -> None:
-        """Nothing is captured yet.
+        """Wrap a kernel; nothing is captured yet.
 
         Args:
-            kernel: the kernel to wrap.
             stage: the stage's number, for messages.
             graphs: makes the object that captures for a slot.
             changing: for each buffer whether micro-batches write it. Such a buffer has another
@@ -196,7 +191,6 @@ class Captured(Wrapping):
         self._forwards = 0
         self._dropped = 0
         self._warm: set[str] = set()
-        # the newest backward's parameter gradients, added to the sums before the next backward
         self._fresh: list[Tensor] = []
 
     def forward(
@@ -205,36 +199,32 @@ class Captured(Wrapping):
         """See Kernel.forward. ``saved`` is a SlotLease."""
         changing = self._changing
         moving = [buffer for buffer, moves in zip(buffers, changing, strict=True) if moves]
-        lease = self._take(
-            (
-                *map(_address, parameters),
-                *[_address(b) for b, moves in zip(buffers, changing, strict=True) if not moves],
-                *[(type(x), x) for x in inputs if not isinstance(x, Tensor)],
-            )
-        )
+        staying = [buffer for buffer, moves in zip(buffers, changing, strict=True) if not moves]
+        key = (*map(_address, [*parameters, *staying]), *map(_constant, inputs))
+        lease = self._take(key)
         if lease is None:
             return self.kernel.forward(parameters, buffers, inputs)
         try:
             count = len(inputs)
-            given = self._inputs(lease.slot, inputs, moving)
+            values = self._inputs(lease.slot, inputs, moving)
 
             def run() -> ForwardResult:
-                copies = iter(given[count:])
+                copies = iter(values[count:])
                 return self.kernel.forward(
                     [parameter.detach() for parameter in parameters],
                     [next(copies) if c else b for b, c in zip(buffers, changing, strict=True)],
-                    given[:count],
+                    values[:count],
                 )
 
-            made: ForwardResult = self._replayed(lease, "forward", run)
-            copied = ForwardResult(_copies(made.outputs), _copies(made.writes), [lease])
+            result: ForwardResult = self._replayed(lease, "forward", run)
+            copied = ForwardResult(_copies(result.outputs), _copies(result.writes), [lease])
         except BaseException:
             lease.release()
             raise
-        if self.backward_graph is None:
-            lease.release()
-            return copied._replace(saved=[])
-        return copied
+        if self.backward_graph is not None:
+            return copied
+        lease.release()
+        return copied._replace(saved=[])
 
     def backward(
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
@@ -244,12 +234,12 @@ class Captured(Wrapping):
         if lease is None:
             return self.kernel.backward(saved, gradients, totals)
         try:
-            slot = self._given(lease, gradients)
+            fixed = self._gradients(lease, gradients)
 
             def run() -> list[Tensor]:
-                made = self.kernel.backward(lease.saved, list(slot.values))
-                self._keep(made.parameters)
-                return made.inputs
+                result = self.kernel.backward(lease.saved, list(fixed.values))
+                self._keep(result.parameters)
+                return result.inputs
 
             inputs: list[Tensor] = self._replayed(lease, "backward", run)
             return BackwardResult(_copies(inputs), self._added(totals))
@@ -262,12 +252,11 @@ class Captured(Wrapping):
         if lease is None:
             return self.kernel.input_grad(saved, gradients)
         try:
-            slot = self._given(lease, gradients)
-
-            def run() -> InputGradResult:
-                return self.kernel.input_grad(lease.saved, list(slot.values))
-
-            inputs = _copies(self._replayed(lease, "input_grad", run).inputs)
+            fixed = self._gradients(lease, gradients)
+            result: InputGradResult = self._replayed(
+                lease, "input_grad", lambda: self.kernel.input_grad(lease.saved, list(fixed.values))
+            )
+            inputs = _copies(result.inputs)
         except BaseException:
             lease.release()
             raise
@@ -282,7 +271,7 @@ class Captured(Wrapping):
         if lease is None:
             return self.kernel.weight_grad(deferred, totals)
         try:
-            left = lease.parts["input_grad"].made.deferred
+            left = lease.parts["input_grad"].result.deferred
             self._replayed(
                 lease, "weight_grad", lambda: self._keep(self.kernel.weight_grad(list(left)))
             )
@@ -291,11 +280,11 @@ class Captured(Wrapping):
             lease.release()
 
     def _take(self, key: Key) -> SlotLease | None:
-        """Take a free slot, preferably one with captures for these addresses."""
+        """Take a free slot, preferably one with captures for this key; None to run uncaptured."""
         if self.given_up:
             return None
         self._forwards += 1
-        at = next((at for at, slot in enumerate(self._free) if key in slot.takes), -1)
+        at = next((at for at, slot in enumerate(self._free) if key in slot.captures), -1)
         if self._free:
             slot = self._free.pop(at)
         elif self._made < self.slots:
@@ -305,11 +294,11 @@ class Captured(Wrapping):
             self.overflows += 1
             return None
         lease = SlotLease(slot, self._free)
-        self._dropped += key not in slot.takes and len(slot.takes) >= self.versions
+        self._dropped += key not in slot.captures and len(slot.captures) >= self.versions
         if self._dropped > max(PATIENCE * self.slots, self._forwards / SELDOM):
             LOGGER.warning(
-                "stage %d runs uncaptured from now on: its parameters are at other addresses again "
-                "and again; take an optimizer that changes them in place, or leave cuda_graphs out",
+                "stage %d runs uncaptured from now on: its parameters keep moving to other "
+                "addresses; take an optimizer that changes them in place, or leave cuda_graphs out",
                 self._stage,
             )
             self.given_up, self._free = True, []
@@ -326,7 +315,7 @@ class Captured(Wrapping):
         slot.inputs.fill(values)
         return slot.inputs.values
 
-    def _given(self, lease: SlotLease, gradients: list[Tensor]) -> Fixed:
+    def _gradients(self, lease: SlotLease, gradients: list[Tensor]) -> Fixed:
         """Copy gradients of outputs into a slot; empties the list."""
         slot = lease.slot
         slot.gradients = slot.gradients or Fixed(gradients, self.kernel.gradient_strides)
@@ -335,7 +324,7 @@ class Captured(Wrapping):
         return slot.gradients
 
     def _replayed(self, lease: SlotLease, task: str, run: Callable[[], Any]) -> Any:
-        """Replay a task, or capture it the first time. Its results are in the slot's memory."""
+        """Replay a task, which the first time is captured. Its results are in the slot's memory."""
         part = lease.parts.get(task)
         if part is None:
             if task not in self._warm:
@@ -343,52 +332,67 @@ class Captured(Wrapping):
                     run()
                 self._warm.add(task)
             what = f"{task.replace('_', ' ')} of stage {self._stage}"
-            part = lease.parts[task] = Part(*lease.slot.graphs.capture(run, what))
+            lease.parts[task] = part = Part(*lease.slot.graphs.capture(run, what))
             self.captures += 1
         part.replay()
-        return part.made
+        return part.result
 
     def _keep(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy parameter gradients to memory that all slots share, so that none keeps its own."""
-        found = [gradient for gradient in gradients if gradient is not None]
+        """Copy a backward's parameter gradients to ``_fresh``, which all slots share."""
+        present = [gradient for gradient in gradients if gradient is not None]
         if not self._fresh:
-            self._fresh = [torch.empty_like(gradient) for gradient in found]
-        if found:
-            torch._foreach_copy_(self._fresh, found)
+            self._fresh = [torch.empty_like(gradient) for gradient in present]
+        _copy_into([*zip(self._fresh, present, strict=True)])
 
     def _added(self, totals: Totals) -> list[Tensor | None]:
-        """The sums with the newest gradients added; None for parameters without a gradient."""
+        """The sums with the latest gradients added; None for parameters without a gradient."""
         has = self.kernel.parameter_gradients
         fresh = iter(self._fresh)
         sums: list[Tensor | None] = []
         begun: list[tuple[Tensor, Tensor]] = []
         more: list[tuple[Tensor, Tensor]] = []
-        for total, own in zip(totals or [None] * len(has), has, strict=True):
-            gradient = next(fresh) if own else None
-            if gradient is not None and total is None:
-                total = torch.empty_like(gradient)
-                begun.append((total, gradient))
-            elif gradient is not None and total is not None:
-                more.append((total, gradient))
+        for total, has_gradient in zip(totals or [None] * len(has), has, strict=True):
+            if has_gradient:
+                gradient = next(fresh)
+                if total is None:
+                    total = torch.empty_like(gradient)
+                    begun.append((total, gradient))
+                else:
+                    more.append((total, gradient))
             sums.append(total)
-        if begun:
-            torch._foreach_copy_([total for total, _ in begun], [g for _, g in begun])
+        _copy_into(begun)
         if more:
             torch._foreach_add_([total for total, _ in more], [g for _, g in more])
         return sums
+
+
+def _copy_into(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first, all at once."""
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources)
 
 
 def _address(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.stride()
 
 
+def _constant(value: Any) -> Any:
+    """What a capture fixes of an input: a value on the host. None for tensors on the device."""
+    if not isinstance(value, Tensor):
+        return type(value), value
+    if value.is_cpu and value.dim() == 0 and not value.is_floating_point():
+        return value.dtype, value.item()  # on the host by ``CudaLanes.bring``
+    return None
+
+
 def _copies(values: Sequence[Any]) -> list[Any]:
-    """Copies outside the slot, which no replay overwrites."""
+    """Copies in other memory than the slot's, which no replay overwrites."""
     return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
 def _held(saved: list[Any]) -> SlotLease | None:
-    """Take the SlotLease out of ``saved``; None where the list holds the values themselves."""
+    """Take the SlotLease out of ``saved``; None where the list has the values themselves."""
     if len(saved) == 1 and isinstance(saved[0], SlotLease):
         lease: SlotLease = saved[0]
         saved.clear()

@@ -20,11 +20,11 @@ from fxpipe.kernels.kernel import (
 
 
 class BucketGraph(NamedTuple):
-    """The graph of a bucket of gradients.
+    """The graph that computes a bucket of gradients.
 
     Attributes:
         graph: ``[left, totals]`` → left, new totals.
-        left: how many of its results come before the totals.
+        left: how many of its results come before the new totals.
         parameters: for each total the position of its parameter among those of the stage.
     """
 
@@ -35,25 +35,26 @@ class BucketGraph(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class GraphKernel:
-    """Runs a stage by explicit graphs with the boxed calling convention, for one micro-batch size.
+    """Runs a stage for one micro-batch size by explicit graphs, with boxed calling convention.
 
     Attributes:
         forward_graph: ``[parameters, buffers, inputs]`` → outputs, writes, saved.
         backward_graph: ``[saved, gradients, totals]`` → input gradients, new totals.
-        functional_backward: ``[saved, gradients]`` → input gradients, parameter gradients;
-            no operation in it writes in place.
+        functional_backward: ``[saved, gradients]`` → input gradients, parameter gradients, without
+            operations in place.
         outputs: how many outputs the forward graph returns.
         writes: how many buffer writes follow them.
-        input_strides: the strides that each input was traced with; None for no tensor.
-        gradient_outputs: which of the outputs get a gradient.
-        gradient_strides: the strides that each of these was traced with.
+        input_strides: the strides that each input was traced with; None for values that are no
+            tensors.
+        gradient_outputs: the indices of the outputs that get a gradient.
+        gradient_strides: the strides that each of these gradients was traced with.
         input_gradients: how many gradients of inputs the backward graph returns.
         parameter_gradients: for each parameter whether the backward graph returns its gradient.
-        parameter_strides: the strides that each parameter was traced with; None for no matter.
-            Empty if none matter.
+        parameter_strides: the strides that each parameter was traced with; None if any will do.
+            Empty if any will do for all.
         input_grad_graph: ``[saved, gradients]`` → input gradients, deferred; see ``part_backward``.
         weight_grad_graph: ``[deferred, totals]`` → new totals; None if there are none.
-        functional_weight_grad: ``[deferred]`` → parameter gradients, likewise.
+        functional_weight_grad: ``[deferred]`` → parameter gradients, without operations in place.
         buckets: letter of a backward task → for each bucket of gradients the graph
             ``[left, totals]`` → left or input gradients, new totals; see ``part_gradients``.
     """
@@ -77,8 +78,8 @@ class GraphKernel:
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
     ) -> ForwardResult:
-        given = laid_out(parameters, self.parameter_strides)
-        arguments = [*given, *buffers, *map(_laid_out, inputs, self.input_strides)]
+        weights = laid_out(parameters, self.parameter_strides)
+        arguments = [*weights, *buffers, *map(_laid_out, inputs, self.input_strides)]
         inputs.clear()
         flat = self.forward_graph.forward(arguments)
         a, b = self.outputs, self.outputs + self.writes
@@ -105,8 +106,8 @@ class GraphKernel:
             input_grad_graph=self.input_grad_graph and change(self.input_grad_graph),
             weight_grad_graph=self.weight_grad_graph and change(self.weight_grad_graph),
             buckets={
-                kind: [each._replace(graph=change(each.graph)) for each in own]
-                for kind, own in self.buckets.items()
+                kind: [bucket._replace(graph=change(bucket.graph)) for bucket in buckets]
+                for kind, buckets in self.buckets.items()
             },
         )
 
@@ -128,30 +129,30 @@ class GraphKernel:
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
     ) -> PartialResult:
-        own = self.buckets[kind][bucket]
+        graph, count, indices = self.buckets[kind][bucket]
         sums = list(totals) or [None] * len(self.parameter_gradients)
         if kind == "B" and bucket == 0:
             first = len(left) - len(self.gradient_strides)
             left[first:] = map(_laid_out, left[first:], self.gradient_strides)
-        arguments = left + [sums[index] for index in own.parameters]
+        arguments = left + [sums[index] for index in indices]
         left.clear()
-        flat = own.graph.forward(arguments)
-        for index, total in zip(own.parameters, flat[own.left :], strict=True):
+        flat = graph.forward(arguments)
+        for index, total in zip(indices, flat[count:], strict=True):
             sums[index] = total
-        return PartialResult(list(flat[: own.left]), sums)
+        return PartialResult(list(flat[:count]), sums)
 
     def _added_to(self, totals: Totals) -> list[Tensor | None]:
-        """The sums that a graph with parameter gradients adds to, as its argument."""
-        every = totals or [None] * len(self.parameter_gradients)
-        return [total for total, has in zip(every, self.parameter_gradients, strict=True) if has]
+        """The sums that a graph takes as arguments, to add its parameter gradients to them."""
+        sums = totals or [None] * len(self.parameter_gradients)
+        return [total for total, has in zip(sums, self.parameter_gradients, strict=True) if has]
 
     def _totals(self, new: Sequence[Tensor], totals: Totals) -> list[Tensor | None]:
-        """For each parameter its new sum, or the earlier one where there is no new one."""
-        every = totals or [None] * len(self.parameter_gradients)
+        """For each parameter its new sum, or the earlier one if it has no gradient here."""
+        sums = totals or [None] * len(self.parameter_gradients)
         rest = iter(new)
         return [
             next(rest) if has else total
-            for total, has in zip(every, self.parameter_gradients, strict=True)
+            for total, has in zip(sums, self.parameter_gradients, strict=True)
         ]
 
     def _backward_arguments(self, saved: list[Any], gradients: list[Tensor]) -> list[Any]:
@@ -171,12 +172,12 @@ class GraphKernel:
 def laid_out(
     parameters: Sequence[Tensor], strides: Sequence[tuple[int, ...] | None]
 ) -> Sequence[Tensor]:
-    """Parameters as ``parameter_strides`` says; copies of those that lie otherwise."""
+    """Parameters in the strides that a kernel asks for; copies of those in other strides."""
     return [*map(_laid_out, parameters, strides)] if strides else parameters
 
 
 def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
-    """The value with the strides that the graph was traced with, on which its views depend."""
+    """The value in the strides that the graph was traced with, on which its views depend."""
     if strides is None or value.stride() == strides:
         return value
     return torch.empty_strided(
@@ -187,9 +188,8 @@ def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
 def layout(value: Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a copy for a graph that was traced with ``strides``.
 
-    They are dense where traced elements lie in the same memory, as with ``expand`` and ``unfold``:
-    a copy may have other values there, and a dense tensor allows all views that the traced one
-    allowed.
+    If traced elements share memory, as after ``expand`` or ``unfold``, the copy is dense: its
+    elements may differ there, and a dense tensor allows all views that the traced one allowed.
     """
     extent = 1
     for stride, size in sorted(zip(strides, value.shape, strict=True)):
@@ -200,34 +200,35 @@ def layout(value: Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def onto(total: Tensor | None, gradient: Tensor, strides: tuple[int, ...] | None = None) -> Tensor:
-    """A sum with a gradient added, in place; the first gradient is the sum itself, or a copy with
-    ``strides`` where it has others."""
+    """Add a gradient to a sum in place. The first gradient becomes the sum, or a copy of it with
+    ``strides`` if its own are different."""
     if total is not None:
         return total.add_(gradient)
     if strides is None or gradient.stride() == strides:
         return gradient.detach()  # it may be a view, which would keep its base alive
-    made = torch.empty_strided(
+    return torch.empty_strided(
         gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
-    )
-    return made.copy_(gradient)
+    ).copy_(gradient)
 
 
 def strides_of_sum(gradient: Tensor, parameter: Tensor) -> tuple[int, ...] | None:
-    """The strides that the sum of a parameter's gradients gets, as autograd gives them to
-    ``.grad``: the parameter's, or those of a new tensor where the parameter is not dense. None
-    where the gradient has them: norms and updates round by the order of memory."""
+    """The strides of the sum of a parameter's gradients; None if the gradient has them already.
+
+    As for autograd's ``.grad`` they are the parameter's, or those of a new tensor if the parameter
+    is not dense: norms and updates round by the order of memory.
+    """
     if gradient.layout is not torch.strided:
         return None
     wanted = parameter.stride()
     if not parameter.is_contiguous():
         like = torch.empty_like(parameter, device="meta").stride()
         wanted = wanted if like == wanted else torch.empty(parameter.shape, device="meta").stride()
-    real = zip(gradient.shape, gradient.stride(), wanted, strict=True)
-    return None if all(size == 1 or own == other for size, own, other in real) else wanted
+    strides = zip(gradient.shape, gradient.stride(), wanted, strict=True)
+    return None if all(size == 1 or has == wants for size, has, wants in strides) else wanted
 
 
 def added(totals: Totals, gradients: Totals) -> list[Tensor | None]:
-    """For each parameter the sum with its gradient added, or None where there is neither."""
+    """For each parameter its sum with its gradient added; None if there is neither."""
     return [
         total if gradient is None else onto(total, gradient)
         for total, gradient in zip(totals or [None] * len(gradients), gradients, strict=True)

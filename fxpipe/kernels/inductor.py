@@ -3,11 +3,11 @@
 before:  drawn = fxpipe.bernoulli(x, 0.9, seed, 3);  m = mul(x, drawn);  t = onto(total, m)
          return (t, x)
 after:   the library:  m = mul(x, drawn);  add_(total, m)
-         around it:    drawn is drawn before, from the same seed; total and x are handed through
+         around it:    draws ``drawn`` first, from the same seed; returns ``total`` and ``x``
 
-Libraries are called through AOTInductor's C interface, without the interpreter lock: the threads of
-two devices run theirs side by side. Where there is no such way (on CUDA devices, where a call only
-launches, or with operators of Python in the graph), torch's own loader of packages runs them.
+Libraries are called through AOTInductor's C interface, without the interpreter lock, so that the
+threads of several devices run theirs at the same time. On CUDA devices, where a call only launches,
+and for graphs with operators in Python, torch's package loader runs them instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from fxpipe.errors import FxpipeError, told
 
 _RUNNERS = 16
-"""So many threads may run one library at once."""
+"""How many threads may run one library at once."""
 
 
 class TensorLayout(NamedTuple):
@@ -42,17 +42,17 @@ class TensorLayout(NamedTuple):
         return cls(tuple(value.shape), value.stride(), value.dtype, value.device)
 
     def fits(self, value: Tensor) -> bool:
-        """Whether a tensor has this layout; of a dimension of one, any stride will do."""
+        """Whether a tensor has this layout; the stride of a dimension of size 1 does not matter."""
         if value.shape != self.shape or value.dtype is not self.dtype:
             return False
         strides = value.stride()
         return strides == self.strides or all(
-            size == 1 or own == other
-            for size, own, other in zip(self.shape, self.strides, strides, strict=True)
+            size == 1 or wanted == stride
+            for size, wanted, stride in zip(self.shape, self.strides, strides, strict=True)
         )
 
     def empty(self) -> Tensor:
-        """A tensor like this whose values are not set."""
+        """A new tensor of this layout, with undefined values."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
 
@@ -60,12 +60,12 @@ class Draw(NamedTuple):
     """A random operation, which runs before the library.
 
     Attributes:
-        operator: one of ``fxpipe.random``, which reads no values.
-        given: its operands, with the layout of one in its place.
-        options: what it is given by name.
-        made: the layout of what it draws.
-        seed: which of the graph's arguments the seed is.
-        node: its number.
+        operator: an operator of ``fxpipe.random``, which reads no values.
+        given: its operands, with a layout in place of a tensor.
+        options: its keyword arguments.
+        made: the layout of its result.
+        seed: index of the seed among the graph's arguments.
+        node: its number, for the random stream.
     """
 
     operator: Any
@@ -77,23 +77,22 @@ class Draw(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What is drawn takes so many."""
+        """The size of the result."""
         return math.prod(self.made.shape) * self.made.dtype.itemsize
 
     def run(self, arguments: Sequence[Any]) -> Tensor:
-        """Draw."""
-        given = [each.empty() if isinstance(each, TensorLayout) else each for each in self.given]
-        drawn: Tensor = self.operator(*given, arguments[self.seed], self.node, **self.options)
+        operands = [x.empty() if isinstance(x, TensorLayout) else x for x in self.given]
+        drawn: Tensor = self.operator(*operands, arguments[self.seed], self.node, **self.options)
         return drawn
 
 
 class Indices(NamedTuple):
-    """An argument that says which rows of another are read.
+    """An argument of indices into the rows of another tensor.
 
     Attributes:
-        argument: which of the graph's arguments it is.
-        size: of how many rows.
-        ignored: an index for no row; None if there is none.
+        argument: its index among the graph's arguments.
+        size: the number of rows.
+        ignored: an index that stands for no row; None if there is none.
     """
 
     argument: int
@@ -101,30 +100,30 @@ class Indices(NamedTuple):
     ignored: int | None
 
     def hold(self, arguments: Sequence[Any]) -> bool:
-        """Whether there are all of these rows."""
+        """Whether all indices are valid."""
         value: Tensor = arguments[self.argument]
         if not value.numel():
             return True
         least, most = torch.aminmax(value)
         if least >= 0 and most < self.size:
             return True
-        right = (value >= 0) & (value < self.size)
-        return bool((right if self.ignored is None else right | (value == self.ignored)).all())
+        valid = (value >= 0) & (value < self.size)
+        return bool((valid if self.ignored is None else valid | (value == self.ignored)).all())
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """How the arguments and results of a graph are those of its library.
+    """How the arguments and results of a graph map to those of its library.
 
     Attributes:
-        draws: what is drawn first; it counts as further arguments.
-        takes: the arguments that the library takes, in order.
+        draws: the random operations that run first; their results follow the graph's arguments.
+        takes: the indices of the arguments that the library takes, in order.
         looks: the layout of each of these.
-        indices: the arguments that are checked first: on a CPU, a thread of a library that finds a
-            wrong one ends the process.
-        totals: the arguments that are sums, to which the library adds.
-        gives: the graph's results: whether it is one of the library's, an argument, or a constant;
-            and which.
+        indices: the arguments whose indices are checked first: on a CPU, a library that meets an
+            invalid index ends the process.
+        totals: the indices of the arguments that are sums, to which the library adds.
+        gives: for each result of the graph ``("made", index of a result of the library)``,
+            ``("argument", index)`` or ``("constant", value)``.
     """
 
     draws: tuple[Draw, ...]
@@ -136,14 +135,10 @@ class Wiring:
 
 
 class Library:
-    """A compiled library. ``run`` takes tensors in a list, and empties it."""
+    """A compiled library. ``run`` takes tensors in a list, which it empties."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        """Load it: a shared library (.so), or a package of one (.pt2).
-
-        Args:
-            path: the file.
-            device: where it runs.
+        """Load a shared library (.so), or a package with one (.pt2), to run on a device.
 
         Raises:
             FxpipeError: it cannot be loaded.
@@ -158,7 +153,7 @@ class Library:
 
 
 ELSEWHERE = "peak of the library"
-"""Where a graph notes what another rank has told of the library that runs it there."""
+"""Key in a graph's ``meta``: the peak that another rank has told of the library that runs there."""
 
 
 class Compiled:
@@ -166,7 +161,7 @@ class Compiled:
 
     Attributes:
         library: the library.
-        peak: the most bytes that a call was seen to add while it ran.
+        peak: the most bytes that a call was measured to allocate at once.
     """
 
     def __init__(
@@ -176,18 +171,18 @@ class Compiled:
         as_it_is: Callable[[list[Any]], Any],
         peak: int = 0,
     ) -> None:
-        """Like its attributes; ``as_it_is`` runs the graph itself."""
+        """``as_it_is`` runs the graph itself."""
         self.library = library
         self.peak = peak
         self._wiring = wiring
         self._as_it_is = as_it_is
 
     def __call__(self, arguments: list[Any]) -> tuple[Any, ...]:
-        """Run it. Arguments of another layout, such as a parameter's after it was changed, are
-        given to the graph as it is, and so are indices of no row: PyTorch says what is wrong."""
+        """Run the library. The graph itself runs if an argument has another layout, such as a
+        parameter that was replaced, or an index is invalid, so that PyTorch says what is wrong."""
         wiring, count = self._wiring, len(arguments)
         results: tuple[Any, ...]
-        if not all(each.hold(arguments) for each in wiring.indices):
+        if not all(indices.hold(arguments) for indices in wiring.indices):
             results = self._as_it_is(arguments)
             return results
         arguments += [draw.run(arguments) for draw in wiring.draws]
@@ -199,39 +194,39 @@ class Compiled:
                 del arguments[count:]
                 results = self._as_it_is(arguments)
                 return results
-        given = [arguments[index] for index in wiring.takes]
+        taken = [arguments[index] for index in wiring.takes]
         through = {at: arguments[at] for kind, at in wiring.gives if kind == "argument"}
         arguments.clear()
-        found: dict[str, Any] = {"argument": through, "made": self.library.run(given)}
-        return tuple(at if kind == "constant" else found[kind][at] for kind, at in wiring.gives)
+        sources: dict[str, Any] = {"argument": through, "made": self.library.run(taken)}
+        return tuple(at if kind == "constant" else sources[kind][at] for kind, at in wiring.gives)
 
 
 def compiled(module: fx.GraphModule | None) -> Compiled | None:
-    """What runs a graph module; None where it runs as it is."""
-    found = None if module is None else vars(module).get("forward")
-    return found if isinstance(found, Compiled) else None
+    """The ``Compiled`` that runs a graph module; None if it runs as it is."""
+    forward = None if module is None else vars(module).get("forward")
+    return forward if isinstance(forward, Compiled) else None
 
 
 def peak_of(module: fx.GraphModule | None) -> int | None:
-    """The most bytes that a call of a graph's library adds, here or on the rank that runs it; None
-    where it runs as it is."""
-    found = compiled(module)
-    if found is None:
+    """The most bytes that a call of a graph's library allocates at once, here or on the rank that
+    runs it; None if it runs as it is."""
+    runner = compiled(module)
+    if runner is None:
         return None if module is None else module.meta.get(ELSEWHERE)
-    return found.peak
+    return runner.peak
 
 
 def _loaded(path: Path, device: torch.device) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     index = -1 if device.type == "cpu" else device.index or 0
     loader: Any = torch._C._aoti.AOTIModelPackageLoader
-    # what aoti_load_package makes as well, which has no call that empties its list
+    # aoti_load_package makes the same loader, but its call does not empty the list
     package = loader(str(path), "model", False, _RUNNERS, index)
     run: Callable[[list[Tensor]], Sequence[Tensor]] = package.boxed_run
     return run
 
 
 def _called(path: Path) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-    """The functions of AOTInductor's ``interface.h``, for a library that is loaded for ever."""
+    """Load a library for ever, and return a caller through AOTInductor's ``interface.h``."""
     library = ctypes.CDLL(str(path))
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     container, count = pointer(), size()
@@ -246,14 +241,13 @@ def _called(path: Path) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     returned = pointer * count.value
 
     def run(tensors: list[Tensor]) -> Sequence[Tensor]:
-        # the library owns the handles it gets, and lets each go after its last use
-        owned = [read(each, None) for each in handles.unsafe_alloc_void_ptrs_from_tensors(tensors)]
+        # the library owns the handles of its arguments, and frees each after its last use
+        owned = [read(x, None) for x in handles.unsafe_alloc_void_ptrs_from_tensors(tensors)]
         tensors.clear()
-        found = returned()
-        given = (pointer * len(owned))(*owned)
-        _check(enter(container, given, len(owned), found, len(found), None, None), path)
+        inputs, results = (pointer * len(owned))(*owned), returned()
+        _check(enter(container, inputs, len(owned), results, len(results), None, None), path)
         made: list[Tensor] = handles.alloc_tensors_by_stealing_from_void_ptrs(
-            [make(each, None, None) for each in found]
+            [make(result, None, None) for result in results]
         )
         return made
 
@@ -262,7 +256,7 @@ def _called(path: Path) -> Callable[[list[Tensor]], Sequence[Tensor]]:
 
 @cache
 def _capsules() -> tuple[Any, Any]:
-    """What reads an address from a capsule, and what makes a capsule of one."""
+    """The functions that read the address in a capsule, and make a capsule of an address."""
     read, make = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
     read.restype, read.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     make.restype = ctypes.py_object

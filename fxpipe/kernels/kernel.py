@@ -1,6 +1,6 @@
-"""Kernel: the interface of what runs a stage, by explicit graphs or by autograd.
+"""Kernel: the interface for running a stage, by explicit graphs or by autograd.
 
-``GraphKernel`` and ``AutogradKernel`` implement it; ``Discarding`` wraps either.
+``GraphKernel`` and ``AutogradKernel`` implement it; subclasses of ``Wrapping`` wrap either.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class ForwardResult(NamedTuple):
     """The results of a stage's forward.
 
     Attributes:
-        outputs: one for each value that leaves the stage along an edge, in the edges' order.
+        outputs: the values that leave the stage along edges, in the edges' order.
         writes: the new values of the buffers that the stage writes, in the stage's order.
-        saved: the values that its backward needs; empty where it has no backward.
+        saved: the values that the backward needs; empty if there is no backward.
     """
 
     outputs: list[Any]
@@ -29,9 +29,9 @@ class BackwardResult(NamedTuple):
     """The results of a stage's backward.
 
     Attributes:
-        inputs: a gradient for each edge into the stage that carries one back, in their order.
-        parameters: for each of the stage's parameters the sum of its gradients so far, this
-            micro-batch's included; None where there is none. A new sum has memory of its own,
+        inputs: a gradient for each edge into the stage that carries one back, in the edges' order.
+        parameters: for each of the stage's parameters the sum of its gradients, including this
+            micro-batch's; None if there is none. No other value shares the memory of a new sum,
             so the caller may keep and change it.
     """
 
@@ -44,7 +44,7 @@ class InputGradResult(NamedTuple):
 
     Attributes:
         inputs: as in BackwardResult.
-        deferred: the values that the weight-gradient half needs; empty when it has no work.
+        deferred: the values that the weight-gradient half needs; empty if it has no work.
     """
 
     inputs: list[Tensor]
@@ -55,7 +55,7 @@ class PartialResult(NamedTuple):
     """The results of a backward, or of its second half, up to a bucket of gradients.
 
     Attributes:
-        left: the values that the rest of it needs; of the rest the gradients of the inputs.
+        left: the values that the next bucket needs; after the last, the gradients of the inputs.
         parameters: as in BackwardResult.
     """
 
@@ -64,7 +64,7 @@ class PartialResult(NamedTuple):
 
 
 Totals = Sequence[Tensor | None]
-"""For each of a stage's parameters the sum of its gradients, or None; empty for no sums at all."""
+"""For each of a stage's parameters the sum of its gradients, or None; empty if none has a sum."""
 
 
 class Kernel(Protocol):
@@ -72,13 +72,13 @@ class Kernel(Protocol):
 
     Attributes:
         forward_graph: the graph of forward.
-        backward_graph: the graph of backward; None where autograd runs it, or there is none.
-        input_grad_graph: the half of backward that other stages wait for; None also where backward
-            is not split.
-        weight_grad_graph: the half that no other stage waits for; None also where no parameter has
-            a gradient.
-        parameter_strides: the strides that forward reads each parameter with, which it copies
-            where it gets it otherwise; None for any strides. Empty for any of all.
+        backward_graph: the graph of backward; None if autograd runs it, or there is none.
+        input_grad_graph: the half of backward that other stages wait for; None also if backward is
+            not split.
+        weight_grad_graph: the half that no other stage waits for; None also if no parameter has a
+            gradient.
+        parameter_strides: the strides in which forward reads each parameter; it copies a parameter
+            that has others. None if any will do; empty if any will do for all.
     """
 
     forward_graph: fx.GraphModule
@@ -93,10 +93,10 @@ class Kernel(Protocol):
         """Run the stage on one micro-batch.
 
         Args:
-            parameters: one for each of the stage's parameters; the caller picks the version.
-            buffers: one for each of the stage's buffers.
-            inputs: one for each edge into the stage, in order. The list is emptied, so that its
-                values can be freed.
+            parameters: the stage's parameters; the caller picks the version.
+            buffers: the stage's buffers.
+            inputs: a value for each edge into the stage, in order. The list is emptied, so that
+                its values can be freed.
         """
         ...
 
@@ -107,43 +107,45 @@ class Kernel(Protocol):
 
         Args:
             saved: what ``forward`` saved.
-            gradients: one for each output that gets a gradient, in the order of the stage's
-                outputs; the gradients of several edges of one value are summed already.
+            gradients: the gradients of the outputs that get one, in the order of the stage's
+                outputs, each summed over the edges of its value.
             totals: for each parameter the sum of earlier micro-batches' gradients, to which this
-                micro-batch's is added in place; None where there is none. Empty for no sums at all.
+                micro-batch's is added in place; None if there is none. Empty if there are no sums.
         """
         ...
 
     def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGradResult:
         """Compute the inputs' gradients: the half of ``backward`` that other stages wait for.
 
-        Both halves together give ``backward``'s gradients to the bit. Empties both lists, which are
-        as for ``backward``.
+        Both halves together give ``backward``'s gradients to the bit. The lists are those of
+        ``backward``, and are emptied.
 
         Raises:
-            PassError: the stage's backward is not parted.
+            PassError: the stage's backward is not split.
         """
         ...
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
-        """Compute the parameters' gradients, the other half, of what ``input_grad`` deferred, which
-        is emptied. ``totals`` is as for ``backward``. Returns the sums as in BackwardResult.
+        """Compute the parameters' gradients, the other half, from what ``input_grad`` deferred.
+
+        Empties ``deferred``; ``totals`` is as for ``backward``. Returns the sums as in
+        BackwardResult.
 
         Raises:
-            PassError: the stage's backward is not parted.
+            PassError: the stage's backward is not split.
         """
         ...
 
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
     ) -> PartialResult:
-        """Compute the gradients of one bucket. All buckets in turn do what the whole does.
+        """Compute the gradients of one bucket. All buckets in turn equal the whole.
 
         Args:
             kind: "B" for a whole backward, "W" for its second half.
-            bucket: which one; the last one is the rest.
-            left: what the bucket before left; for the first one, what ``forward`` saved and the
-                gradients of outputs, or what ``input_grad`` returned. Emptied.
+            bucket: index of the bucket; the last one (−1) is the rest of the backward.
+            left: what the bucket before left. For the first bucket, what ``forward`` saved and the
+                gradients of outputs, or what ``input_grad`` deferred. Emptied.
             totals: as for ``backward``.
         """
         ...
@@ -189,23 +191,23 @@ class Wrapping:
 class Discarding(Wrapping):
     """Runs a micro-batch of weight 0, and adds no gradients of parameters.
 
-    These gradients are 0, but computing them may give NaN: where the loss divides by the number of
-    targets that count, a gradient is 0 times infinity.
+    These gradients are 0, but computing them may give NaN: if the loss divides by the number of
+    targets that are not ignored, a gradient is 0 times infinity.
     """
 
     def backward(
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
     ) -> BackwardResult:
         """See Kernel.backward. The gradients of the inputs may be NaN."""
-        made = self.kernel.backward(saved, gradients)
-        return BackwardResult(made.inputs, list(totals) or [None] * len(made.parameters))
+        result = self.kernel.backward(saved, gradients)
+        return BackwardResult(result.inputs, list(totals) or [None] * len(result.parameters))
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
-        made = self.kernel.weight_grad(deferred)
-        return list(totals) or [None] * len(made)
+        result = self.kernel.weight_grad(deferred)
+        return list(totals) or [None] * len(result)
 
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
     ) -> PartialResult:
-        made = self.kernel.partial_backward(kind, bucket, left)
-        return PartialResult(made.left, list(totals) or [None] * len(made.parameters))
+        result = self.kernel.partial_backward(kind, bucket, left)
+        return PartialResult(result.left, list(totals) or [None] * len(result.parameters))

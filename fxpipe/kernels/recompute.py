@@ -1,4 +1,4 @@
-"""Recomputations: tell modules of them, and check that they give the results of their forwards."""
+"""Recomputations: modules can ask for them, and ``recompute_check`` compares their results."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _here = threading.local()
 def is_recomputing() -> bool:
     """Whether the running forward is a recomputation.
 
-    For leaf modules: one that counts its calls should not count a recomputation.
+    For leaf modules that count their calls, for example, and should not count recomputations.
     """
     return bool(getattr(_here, "active", False))
 
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Inside, on this thread, ``is_recomputing`` is true."""
+    """Make ``is_recomputing`` true inside the block, on this thread."""
     _here.active = True
     try:
         yield
@@ -39,11 +39,11 @@ def recomputing() -> Iterator[None]:
 class CheckedRecompute(Wrapping):
     """Runs one micro-batch with the wrapped kernel, and compares its two forwards to the bit.
 
-    Of the first forward it keeps a fingerprint of each value, not the values.
+    It keeps a fingerprint of each value of the first forward, not the values.
     """
 
     def __init__(self, kernel: Kernel, stage: int, microbatch: int) -> None:
-        """Nothing ran yet; ``microbatch`` is the only one that it runs."""
+        """Wrap a kernel for a single micro-batch."""
         super().__init__(kernel)
         self._stage = stage
         self._microbatch = microbatch
@@ -53,8 +53,8 @@ class CheckedRecompute(Wrapping):
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
     ) -> ForwardResult:
         """See Kernel.forward. Raises RecomputeError where the second forward differs."""
-        made = self.kernel.forward(parameters, buffers, inputs)
-        values = dict(zip(_returned(self.forward_graph), chain(*made), strict=False))
+        result = self.kernel.forward(parameters, buffers, inputs)
+        values = dict(zip(_returned(self.forward_graph), chain(*result), strict=False))
         tensors = {node: value for node, value in values.items() if isinstance(value, Tensor)}
         # a list: fingerprints may be on several devices, as a seed stays on the CPU
         prints = [fingerprint(value) for value in tensors.values()]
@@ -62,18 +62,18 @@ class CheckedRecompute(Wrapping):
             self._first = prints
         elif self._first is not None:
             pairs = zip(tensors, self._first, prints, strict=True)
-            other = {node for node, before, now in pairs if not torch.equal(before, now)}
-            if other:
-                raise self._error(other)
-        return made
+            differing = {node for node, before, now in pairs if not torch.equal(before, now)}
+            if differing:
+                raise self._error(differing)
+        return result
 
-    def _error(self, other: set[fx.Node]) -> RecomputeError:
-        node = next(node for node in self.forward_graph.graph.nodes if node in other)
+    def _error(self, differing: set[fx.Node]) -> RecomputeError:
+        node = next(node for node in self.forward_graph.graph.nodes if node in differing)
         line = source.of_node(node)
         return RecomputeError(
             f"stage {self._stage} recomputes something else for micro-batch {self._microbatch} "
             f"than its forward made: node {node.name}{f' at {line}' if line else ''} differs, the "
-            f"first of {len(other)} that are kept. Its gradients would be wrong; let what it "
+            f"first of {len(differing)} that are kept. Its gradients would be wrong; let what it "
             "calls depend on its inputs alone, take deterministic kernels "
             "(torch.use_deterministic_algorithms(True)), or do not recompute this stage"
         )
@@ -85,14 +85,14 @@ _MIX = 0x1E3779B97F4A7C15
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A 64-bit hash of a tensor. It changes when a bit of an element or the order of the elements
-    changes, but for a coincidence of one in 2⁶⁴. It is an integer sum over hashes of each element
-    with its index, so the order of summation does not matter."""
+    """A 64-bit hash of a tensor's elements and their order; two tensors that differ have the same
+    hash with a probability of 2⁻⁶⁴. It is an integer sum of a hash of each element with its index,
+    so the order of summation does not matter."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
     places = 2 * torch.arange(bits.numel(), device=bits.device) + 1
     mixed = (bits + 1) * (places * _MIX)
-    # not a product alone, which is linear: small changes of two elements could cancel
+    # a product alone is linear: small changes of two elements could cancel
     mixed = (mixed ^ (mixed >> 29)) * _MIX
     return (mixed ^ (mixed >> 32)).sum()
 

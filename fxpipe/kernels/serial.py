@@ -1,4 +1,4 @@
-"""Runs a plan's kernels one after another in this thread: the reference for what a plan means."""
+"""Run a plan's kernels one after another in this thread: the reference for a plan's meaning."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SerialResult:
     """The results of one micro-batch.
 
     Attributes:
-        values: every value that crosses between stages, by name.
-        state: buffer → what was written to it.
+        values: name → value, of all values that cross between stages.
+        state: buffer → its new value, if it was written.
         gradients: parameter → its gradient.
     """
 
@@ -49,7 +49,7 @@ def run_serially(
         halves: whether to run every backward as its two halves.
         own: the stages whose parameters' gradients are wanted; by default all.
     """
-    found = dict(values)
+    crossed = dict(values)
     written: dict[str, Tensor] = {}
     saved: list[list[Any]] = []
     for stage in plan.stages:
@@ -57,10 +57,10 @@ def run_serially(
         result = stage.kernel.forward(
             [state[a.target] for a in stage.parameters],
             [state[a.target] for a in stage.buffers],
-            [found[edge.value] for edge in plan.edges_into(stage.index)],
+            [crossed[edge.value] for edge in plan.edges_into(stage.index)],
         )
         names = outputs_of(plan.edges_from(stage.index))
-        found.update(zip(names, result.outputs, strict=True))
+        crossed.update(zip(names, result.outputs, strict=True))
         written.update(zip((w.target for w in stage.writes), result.writes, strict=True))
         saved.append(result.saved)
     gradients: dict[str, Tensor] = {}
@@ -68,19 +68,19 @@ def run_serially(
         (name, HOST): gradient for name, gradient in output_gradients.items()
     }
     wanted = range(len(plan.stages)) if own is None else own
-    last = plan.stages[min(wanted) :] if wanted and output_gradients else ()
-    for stage in reversed(last):
+    needed = plan.stages[min(wanted) :] if wanted and output_gradients else ()
+    for stage in reversed(needed):
         assert stage.kernel is not None
-        totals = [
+        incoming = [
             reduce(add, [crossing[edge.value, edge.target] for edge in group])
             for group in gradient_groups(plan.edges_from(stage.index))
         ]
         kernel, kept = stage.kernel, saved[stage.index]
         if halves:
-            inputs, deferred = kernel.input_grad(kept, totals)
+            inputs, deferred = kernel.input_grad(kept, incoming)
             back = BackwardResult(inputs, kernel.weight_grad(deferred))
         else:
-            back = kernel.backward(kept, totals)
+            back = kernel.backward(kept, incoming)
         carried = [edge for edge in plan.edges_into(stage.index) if edge.gradient]
         for edge, gradient in zip(carried, back.inputs, strict=True):
             crossing[edge.value, stage.index] = gradient
@@ -88,4 +88,4 @@ def run_serially(
             if parameter is not None and stage.index in wanted:
                 gradients[argument.target] = parameter
         del back
-    return SerialResult(found, written, gradients)
+    return SerialResult(crossed, written, gradients)

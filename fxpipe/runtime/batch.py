@@ -16,24 +16,24 @@ from fxpipe.errors import InputError, near
 from fxpipe.torchtools.pytrees import flatten
 
 BatchDims = Mapping[str, int | None]
-"""Input → the dimension that is the batch, or None for one that every micro-batch gets whole.
+"""Input → its batch dimension, or None for an input that every micro-batch gets whole.
 
-A name stands for all that is in it: ``"mask"`` for ``mask['left']`` as well. Targets are called
-``target``, or ``target[0]``, ``target[1]`` … where there are several.
+A name covers everything nested in it: ``"mask"`` covers ``mask['left']``. A target is called
+``target``; several are called ``target[0]``, ``target[1]`` …
 """
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The inputs of one call, flat.
+    """The inputs and targets of one call, flattened.
 
     Attributes:
         leaves: all tensors and other values in order: positional, keyword (by name), targets.
         spec: how they nest: ``(args, kwargs, targets)``.
-        dims: for each leaf the dimension that is split; None for what each micro-batch gets whole.
+        dims: for each leaf the dimension that is split; None if each micro-batch gets it whole.
         size: the batch size: the size of that dimension in every tensor that is split.
         inputs: how many of the leaves are inputs of the model; the rest are targets.
-        signature: of the model, whose arguments give the leaves their names.
+        signature: the signature of the model's forward, which gives the leaves their names.
     """
 
     leaves: tuple[Any, ...]
@@ -54,9 +54,9 @@ class Batch:
     ) -> Batch:
         """Flatten a call.
 
-        A tensor that ``batch_dims`` does not name is split along dimension 0; one without
-        dimensions, or with size 1 where the batch is larger, goes whole to every micro-batch.
-        ``hint`` is what an error for arguments that do not fit says at its end.
+        A tensor that ``batch_dims`` does not name is split along dimension 0. A tensor without
+        dimensions, or of size 1 in a larger batch, goes whole to every micro-batch. ``hint`` is
+        appended to the error for arguments that do not fit.
 
         Raises:
             InputError: the arguments do not fit the model, no tensor has a batch dimension, or
@@ -79,7 +79,7 @@ class Batch:
         wanted = _wanted(batch_dims, leaves, named(), signature) if batch_dims else {}
         size = _batch_size(leaves, wanted, named)
         dims = tuple(
-            wanted[index] if index in wanted else 0 if _is_split(leaf, size) else None
+            wanted.get(index, 0 if isinstance(leaf, Tensor) and leaf.shape[:1] == (size,) else None)
             for index, leaf in enumerate(leaves)
         )
         count = spec.child(0).num_leaves + spec.child(1).num_leaves
@@ -87,7 +87,7 @@ class Batch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What each leaf is called in messages: ``x``, ``mask['left']``, ``target[0]``."""
+        """The name of each leaf in messages: ``x``, ``mask['left']``, ``target[0]``."""
         return tuple(name for _, name in self._named)
 
     @property
@@ -101,14 +101,14 @@ class Batch:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a trace depends on besides the batch size."""
+        """Everything that a trace depends on besides the batch size."""
         return (self.spec, self.inputs, tuple(map(_leaf_key, self.leaves, self.dims)))
 
     def wants(self, purpose: str) -> tuple[bool, ...]:
         """For each leaf: whether a call for this purpose returns a gradient for it.
 
         Raises:
-            InputError: it would have to, and is a step.
+            InputError: a leaf requires a gradient in a step.
         """
         trains = [isinstance(x, Tensor) and x.requires_grad for x in self.leaves]
         if purpose == "step" and any(trains):
@@ -117,11 +117,11 @@ class Batch:
                 f"{name} requires a gradient, and a step gives gradients to parameters alone; give "
                 f"{name}.detach(), or call the pipe itself, and backward of a loss of its output"
             )
-        return tuple(purpose == "call" and each for each in trains)
+        return tuple(purpose == "call" and wants for wants in trains)
 
     def check_devices(self, *kinds: str) -> None:
-        """Raises InputError where a tensor is on another kind of device than these, or where a
-        sparse tensor would be split."""
+        """Check that all tensors are on these kinds of devices, and that no sparse tensor would be
+        split. Raises InputError."""
         for index, (leaf, dim) in enumerate(zip(self.leaves, self.dims, strict=True)):
             if not isinstance(leaf, Tensor):
                 continue
@@ -137,7 +137,7 @@ class Batch:
                 )
 
     def split(self, microbatches: int) -> list[list[Any]]:
-        """The leaves of each micro-batch: sizes differ by at most one, the larger first.
+        """Split the leaves: micro-batch → its leaves. Sizes differ by at most one, larger first.
 
         Raises:
             InputError: there are more micro-batches than samples.
@@ -156,7 +156,7 @@ class Batch:
         return [list(microbatch) for microbatch in zip(*parts, strict=True)]
 
     def sizes(self, microbatches: int) -> list[int]:
-        """Samples in each micro-batch."""
+        """The number of samples in each micro-batch."""
         base, more = divmod(self.size, microbatches)
         return [base + (i < more) for i in range(microbatches)]
 
@@ -165,7 +165,7 @@ class Batch:
         return replace(self, leaves=pytree.tree_map_only(Tensor, change, self.leaves))
 
     def in_parts(self, microbatches: int, replica: int = 0) -> MicroBatches:
-        """The batch and its micro-batches, each weighted by its samples. Raises like ``split``."""
+        """Split into micro-batches, weighted by their samples. Raises like ``split``."""
         leaves, sizes = self.split(microbatches), self.sizes(microbatches)
         return MicroBatches(self, leaves, [size / self.size for size in sizes], replica)
 
@@ -182,11 +182,11 @@ class MicroBatches:
     Attributes:
         batch: the whole batch.
         leaves: micro-batch → its leaves.
-        weights: micro-batch → the weight of its loss in that of the batch: its share of the
-            samples, or with ``loss_weight`` or ignored targets another one. Over several replicas
-            they are weights in the loss of the batches of all replicas.
+        weights: micro-batch → the weight of its loss in the loss of the batch: its share of the
+            samples, unless ``loss_weight`` or ignored targets change it. With several replicas, the
+            weight in the loss over the batches of all replicas.
         replica: the replica whose batch this is.
-        all_weights: replica → the weights of its micro-batches, of a step over several replicas.
+        all_weights: in a step with several replicas, replica → the weights of its micro-batches.
     """
 
     batch: Batch
@@ -200,24 +200,24 @@ class MicroBatches:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Samples in each micro-batch."""
+        """The number of samples in each micro-batch."""
         return self.batch.sizes(len(self.leaves))
 
     def copied(self) -> MicroBatches:
-        """A copy that can be read after the caller has changed the tensors of the batch."""
+        """A copy that stays the same when the caller changes the tensors of the batch."""
         batch = replace(self.batch, leaves=tuple(map(_copied, self.batch.leaves)))
         return replace(self, batch=batch, leaves=batch.split(len(self)))
 
 
 def _split(leaf: Tensor, microbatches: int, dim: int) -> Sequence[Tensor]:
     parts = leaf.tensor_split(microbatches, dim)
-    # a slice of rows has the strides of the whole; other slices have strides that depend on the
-    # size of the batch, and are copied
+    # A slice of rows has the strides of the whole. The strides of other slices depend on the size
+    # of the batch, so those are copied.
     return parts if dim == 0 else [part.contiguous() for part in parts]
 
 
 def _copied(leaf: Any) -> Any:
-    """A copy with the same strides and alignment, so that the same kernels run and round alike."""
+    """Copy with the same strides and alignment, so that the same kernels run and round alike."""
     if not isinstance(leaf, Tensor):
         return leaf
     leaf = leaf.detach()
@@ -226,17 +226,13 @@ def _copied(leaf: Any) -> Any:
     leaf = leaf.resolve_conj().resolve_neg()
     before = leaf.data_ptr() % 64 // leaf.element_size()
     extent = 1 + sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
-    made = torch.empty(before + extent, dtype=leaf.dtype, device=leaf.device)
-    made[before:] = leaf.as_strided((extent,), (1,))
-    return made.as_strided(leaf.shape, leaf.stride(), before)
-
-
-def _is_split(leaf: Any, size: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+    memory = torch.empty(before + extent, dtype=leaf.dtype, device=leaf.device)
+    memory[before:] = leaf.as_strided((extent,), (1,))
+    return memory.as_strided(leaf.shape, leaf.stride(), before)
 
 
 def _ordinary(leaf: Any) -> Any:
-    """A tensor made under ``torch.inference_mode`` as one that autograd takes."""
+    """Clone a tensor made under ``torch.inference_mode``, so that autograd takes it."""
     if not isinstance(leaf, Tensor) or not leaf.is_inference() or torch.is_inference_mode_enabled():
         return leaf
     return leaf.clone()
@@ -250,26 +246,26 @@ def _leaf_key(leaf: Any, dim: int | None) -> Any:
 
 
 def _named(nested: Sequence[Any], signature: inspect.Signature) -> list[tuple[str, str]]:
-    """For each leaf of ``(args, kwargs, targets)`` the name of its argument, and its own."""
+    """For each leaf of ``(args, kwargs, targets)``: the name of its argument, and its own name."""
     positional = [
         p.name
         for p in signature.parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    found = []
+    named = []
     for path, _ in pytree.tree_flatten_with_path(nested)[0]:
         part: Any = path[0].idx  # type: ignore[attr-defined]
         key: Any = path[1]
         inner = path[2:]
         if part == 0:
-            known = key.idx < len(positional)
-            argument = positional[key.idx] if known else f"argument {key.idx}"
+            has_name = key.idx < len(positional)
+            argument = positional[key.idx] if has_name else f"argument {key.idx}"
         elif part == 1:
             argument = str(key.key)
         else:
             argument, inner = "target", inner if len(nested[2]) == 1 else path[1:]
-        found.append((argument, argument + pytree.keystr(inner)))
-    return found
+        named.append((argument, argument + pytree.keystr(inner)))
+    return named
 
 
 def _wanted(
@@ -278,14 +274,14 @@ def _wanted(
     named: Sequence[tuple[str, str]],
     signature: inspect.Signature,
 ) -> dict[int, int | None]:
-    """Leaf → the dimension that the user asks for, counted from the front.
+    """Leaf → the batch dimension that the user asks for, counted from the front.
 
     Raises:
         InputError: a leaf does not have that dimension, or no leaf has that name. Optional inputs
             of the model may be missing in the call, and so may the targets.
     """
-    found: dict[int, int | None] = {}
-    known = {each for names in named for each in names}
+    wanted: dict[int, int | None] = {}
+    known = {name for names in named for name in names}
     absent = {*signature.parameters, "target"} - known
     absent |= {name for (_, name), leaf in zip(named, leaves, strict=True) if leaf is None}
     for name in batch_dims:
@@ -300,15 +296,15 @@ def _wanted(
             continue
         dim = batch_dims[key]
         if dim is None or (leaf.dim() == 0 and key != name):
-            found[index] = None
+            wanted[index] = None
         elif -leaf.dim() <= dim < leaf.dim():
-            found[index] = dim % leaf.dim()
+            wanted[index] = dim % leaf.dim()
         else:
             raise InputError(
                 f"batch_dims says {dim} for {key!r} and {name} has {leaf.dim()} dimensions; "
                 "give one that it has, or None where every micro-batch gets all of it"
             )
-    return found
+    return wanted
 
 
 def _batch_size(
@@ -316,7 +312,11 @@ def _batch_size(
     wanted: Mapping[int, int | None],
     named: Callable[[], Sequence[tuple[str, str]]],
 ) -> int:
-    """The batch size that all tensors agree on; those that ``wanted`` names must have it."""
+    """The batch size that all tensors agree on; the leaves in ``wanted`` must have it exactly.
+
+    Raises:
+        InputError: they disagree, or there is none.
+    """
     sizes = {
         index: leaf.shape[dim]
         for index, leaf in enumerate(leaves)
@@ -330,9 +330,9 @@ def _batch_size(
                 f"{named()[index][1]} has no samples (dimension {wanted.get(index, 0)} is 0); give "
                 "a batch that has some"
             )
-    # a single row is for every sample, unless the user has said that it is the batch
-    found = {size for index, size in sizes.items() if size != 1 or index in wanted}
-    if len(found) > 1:
+    # a single row is shared by all samples, unless the user has said that it is the batch
+    distinct = {size for index, size in sizes.items() if size != 1 or index in wanted}
+    if len(distinct) > 1:
         names = named()
         shown = ", ".join(f"{names[index][1]} has {size}" for index, size in sizes.items())
         which = "dimension 0, or as batch_dims says" if wanted else "dimension 0"
@@ -341,11 +341,11 @@ def _batch_size(
             "batch size, or of size 1 where every sample shares them, or say which dimension is "
             "the batch, as with batch_dims={'x': 1, 'table': None}"
         )
-    return found.pop() if found else 1
+    return distinct.pop() if distinct else 1
 
 
 def check_surroundings(*, step: bool) -> None:
-    """Raises InputError where new tensors would have no data, or a step no gradients."""
+    """Check that new tensors would have data, and that a step has gradients. Raises InputError."""
     if torch.get_default_device().type == "meta":
         raise InputError(
             'torch\'s default device is "meta" here, so that what is computed would have no data; '

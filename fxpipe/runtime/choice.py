@@ -1,10 +1,10 @@
-"""Chooses whether one thread or one per device runs the lists of CPU devices, by measuring.
+"""Choose by measuring whether one thread or one per device runs the lists of CPU devices.
 
 A thread releases the interpreter lock at every operation. If it has to wait to get the lock back,
-the hand-over costs a few microseconds, and on some machines some tens. Two threads that run an
-operation of time t side by side and wait w for the lock take t + w; one thread takes 2t. So
-operations that are shorter than a hand-over are faster one after another. With more threads it is
-the same, as all of them wait for one lock.
+the hand-over costs a few microseconds, on some machines tens of microseconds. Two threads that each
+run an operation of time t at once and wait w for the lock take t + w; one thread takes 2t. So
+operations shorter than a hand-over are faster one after another. More threads change nothing, as
+all of them wait for one lock.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Dispatch = Literal["device", "thread"]
 """Which threads run or launch the devices' lists: one for each device, or one for all."""
 
 LONG = 5e-5
-"""Seconds of an operation that is worth a hand-over on any machine."""
+"""Operations of at least this many seconds are worth a hand-over on any machine."""
 
 CLEARLY = 2.0
 """How many times longer than a hand-over an operation must be before one thread is given up for
-several: the time of a step also contains updates and all that is between operations."""
+several: the time of a step also contains updates and the work between operations."""
 
 RUNS = 3
-"""So many runs are timed; the best of them counts."""
+"""How many runs are timed; the best of them counts."""
 
 _ROUNDS = 15
 _TURNS = 40
@@ -49,14 +49,15 @@ class Choice:
     Attributes:
         most: the greatest number of threads that any plan may need.
         changes: how often a choice was revised.
-        trials: the first stage's kernel of each plan that one thread runs for now, or whose costs
-            were not known → seconds of an operation in each run so far, see ``took``.
+        trials: the plans whose choice may be revised, because one thread runs them for now or their
+            costs were not known: kernel of the first stage → seconds of an operation in each run
+            so far, see ``took``.
     """
 
     def __init__(self, devices: int, dispatch: Dispatch | None) -> None:
-        """Nothing is chosen yet, unless the user gave ``dispatch`` for all plans."""
+        """Choose later for each plan, unless the user gave ``dispatch`` for all plans."""
         self.most = 1 if dispatch == "thread" else devices
-        self._given = dispatch is not None or devices == 1
+        self._fixed = dispatch is not None or devices == 1
         # the kernel of the first stage identifies the plan
         self._threads: WeakKeyDictionary[Kernel, int] = WeakKeyDictionary()
         self.changes = 0
@@ -65,10 +66,10 @@ class Choice:
 
     def threads(self, plan: Plan) -> int:
         """How many threads run the devices' lists: 1, or one for each device."""
-        kernel = _first(plan)
-        if self._given or kernel is None:
+        first = plan.stages[0]
+        kernel, measured = first.kernel, first.costs is not None
+        if self._fixed or kernel is None:
             return self.most
-        measured = plan.stages[0].costs is not None
         if kernel not in self._threads or (measured and kernel in self._unmeasured):
             self.trials.pop(kernel, None)
             self._take(kernel, self._choose(plan))
@@ -82,17 +83,16 @@ class Choice:
         self._threads[kernel] = threads
 
     def took(self, plan: Plan, seconds: float, microbatches: int, *, backward: bool) -> None:
-        """Take note of a run. If operations are long, later runs have more threads, else one.
-
-        The first choice may have been made for smaller micro-batches, or without any costs.
+        """Note the time of a run, and revise the choice after some runs. The first choice may have
+        been made for smaller micro-batches, or without any costs.
 
         Args:
-            plan: what ran.
+            plan: the plan that ran.
             seconds: processor time of the threads.
-            microbatches: how many it ran.
+            microbatches: how many micro-batches it ran.
             backward: whether it ran backwards, too.
         """
-        kernel = _first(plan)
+        kernel = plan.stages[0].kernel
         if kernel is None or kernel not in self.trials:
             return
         count = operations(plan, backward)
@@ -108,7 +108,7 @@ class Choice:
         if several != (self._threads[kernel] > 1):
             self._take(kernel, self.most if several else 1)
             who = "a thread for each device" if several else "one thread for all devices"
-            noted(f"{who} from now on: {_compared(min(times), hand_over())}")
+            noted(f"{who} from now on: {_compared(min(times))}")
 
     def _choose(self, plan: Plan) -> int:
         if processors() == 1:
@@ -124,26 +124,21 @@ class Choice:
         if mean > LONG:
             noted(f"a thread for each device: an operation takes {1e6 * mean:.1f} µs on average")
             return self.most
-        lock = hand_over()
-        one = mean < lock
-        who = "one thread runs the lists of all devices" if one else "a thread for each device"
-        noted(f"{who}: {_compared(mean, lock)}")
-        return 1 if one else self.most
+        single = mean < hand_over()
+        who = "one thread runs the lists of all devices" if single else "a thread for each device"
+        noted(f"{who}: {_compared(mean)}")
+        return 1 if single else self.most
 
 
-def _compared(operation: float, lock: float) -> str:
+def _compared(operation: float) -> str:
     return (
-        f"an operation takes {1e6 * operation:.1f} µs on average, and {1e6 * lock:.1f} µs to hand "
-        "the interpreter lock over"
+        f"an operation takes {1e6 * operation:.1f} µs on average, and {1e6 * hand_over():.1f} µs "
+        "to hand the interpreter lock over"
     )
 
 
-def _first(plan: Plan) -> Kernel | None:
-    return plan.stages[0].kernel
-
-
 def operations(plan: Plan, backward: bool) -> int:
-    """How many operations a micro-batch takes, over all stages."""
+    """The number of operations that all stages run for a micro-batch."""
     count = 0
     for stage in plan.stages:
         if stage.forward is not None:
@@ -151,12 +146,13 @@ def operations(plan: Plan, backward: bool) -> int:
         if backward and stage.backward is not None:
             count += _count(stage.backward)
         elif backward and stage.leaves and stage.forward is not None:
-            count += _count(stage.forward)  # autograd has about as many
+            count += _count(stage.forward)  # autograd runs about as many
     return count
 
 
 def _count(graph: fx.GraphModule) -> int:
-    """A leaf module counts as many as it has modules in it, and a compiled graph as one."""
+    """The operations of a graph: a leaf module counts as its number of modules, a compiled graph
+    as one."""
     if compiled(graph) is not None:
         return 1
     return sum(
@@ -169,16 +165,16 @@ def _count(graph: fx.GraphModule) -> int:
 
 @cache
 def hand_over() -> float:
-    """Seconds from when a thread starts to wait until the thread that it woke goes on.
+    """Seconds from when one thread starts to wait until the thread that it woke goes on.
 
-    It is measured once, in some hundredths of a second: the lower quartile, so that other work on
-    the machine counts little.
+    Measured once, which takes some hundredths of a second. The lower quartile of the rounds counts,
+    so that other work on the machine matters little.
     """
     there, back = SimpleQueue[None](), SimpleQueue[None]()
-    every = range(_ROUNDS * _TURNS)
+    exchanges = range(_ROUNDS * _TURNS)
 
     def answer() -> None:
-        for _ in every:
+        for _ in exchanges:
             back.put(there.get())
 
     thread = threading.Thread(target=answer, name="fxpipe-measure", daemon=True)

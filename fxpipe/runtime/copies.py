@@ -1,10 +1,9 @@
-"""What a stage's own device and its copies on other devices give each other, once a step.
+"""A stage's copies on other devices: they get its weights and give back gradients, once a step.
 
-The weights and buffers are those of the stage's own device. A copy gets them at the begin of the
-step, and gives back the gradients that it has summed over its micro-batches, and the moments of its
-BatchNorms; the stage's own device adds them to its own, those of the first copy first, and alone
-updates. So nothing can part the copies, and all that lasts from step to step, such as optimizers,
-checkpoints and the model itself where a rank has a copy, knows of none.
+The stage's home device owns the weights and buffers. A copy gets them at the begin of the step. At
+the end it gives back the gradients that it has summed over its micro-batches, and the moments of
+its BatchNorms. The home device adds them to its own sums, in the order of the copies, and updates.
+So copies cannot diverge, and optimizers and checkpoints need not know of them.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ Weights = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 def weights(machine: Machine, stage: int, version: int) -> Weights:
-    """A stage's parameters and buffers as they were before the run, of its own device."""
-    own = machine.weights.parameters(stage, machine.step + version), machine.weights.buffers(stage)
+    """A stage's parameters of a version, and its buffers as before the run, on this device."""
+    home = machine.weights.parameters(stage, machine.step + version), machine.weights.buffers(stage)
     if machine.device not in machine.program.copies_of(stage):
-        return own
-    given: Weights = machine.store.values[own_buffer("weights", stage, machine.device, version)]
-    for parameter, like in zip(given[0], own[0], strict=True):
-        parameter.requires_grad_(like.requires_grad)  # what comes from another rank has none
-    return given
+        return home
+    copied: Weights = machine.store.values[own_buffer("weights", stage, machine.device, version)]
+    for parameter, like in zip(copied[0], home[0], strict=True):
+        parameter.requires_grad_(like.requires_grad)  # not sent from one rank to another
+    return copied
 
 
 def turn(machine: Machine, stage: int) -> AbstractContextManager[object]:
-    """Held while leaf modules run that several devices call: a call shows them its own weights."""
+    """A lock for leaf modules that several devices call, each with its weights put into them."""
     shared = machine.stages[stage].leaves and machine.program.copies_of(stage)
     return _TURN if shared else _NOBODY_ELSE
 
@@ -50,9 +49,8 @@ _TURN, _NOBODY_ELSE = RLock(), nullcontext()
 
 
 def share(machine: Machine, instruction: ins.Share) -> None:
-    given = weights(machine, instruction.stage, instruction.batch)
-    for buffer in machine.program.writes(instruction):
-        machine.store.values[buffer] = given
+    shared = weights(machine, instruction.stage, instruction.batch)
+    machine.store.values.update(dict.fromkeys(machine.program.writes(instruction), shared))
 
 
 def give(machine: Machine, instruction: ins.Give) -> None:
@@ -70,6 +68,6 @@ def add(machine: Machine, instruction: ins.Add) -> None:
     for buffer in machine.program.reads(instruction):
         gradients, written = machine.store.values[buffer]
         totals = added(totals, gradients)
-        for name, more in written.items():  # only moments, see ``refuse_copied``
-            state[name] = merged([state[name], more]) if name in state else more
+        for name, moments in written.items():  # only moments, see ``refuse_copied``
+            state[name] = merged([state[name], moments]) if name in state else moments
     machine.store.gradients[key] = list(totals)

@@ -1,6 +1,5 @@
-"""The errors of a run: they name the device and the instruction that it was running.
-
-With what devices tell of themselves for them: what was launched, what may be unfinished, memory.
+"""The errors of a run, which name the device and the instruction that it was running; and what
+devices report for them: launched and unfinished instructions, and their memory.
 """
 
 from __future__ import annotations
@@ -19,15 +18,11 @@ if TYPE_CHECKING:
     from fxpipe.runtime.devices.backend import Backend
 
 Expected = Callable[[], Sequence[int]]
-"""Predicts, for each device, the most bytes that it holds."""
-
-LOST = (
-    "what this process has on the device is lost with it: start it again, from the last checkpoint"
-)
-"""What it means for the weights when a device reports an error late."""
+"""Predicts for each device the most bytes that it holds."""
 
 SHOWN = 4
-"""How many of a stream's suspected instructions a message names, at the start and at the end."""
+"""How many of a stream's suspected instructions a message names at most from the start and from the
+end."""
 
 
 class Launched(NamedTuple):
@@ -52,7 +47,7 @@ class Unfinished(NamedTuple):
         place: the device's name, such as ``cuda:1``.
         stream: the stream's name in programs.
         done: the last instruction that is known to be done, or None.
-        since: the instructions that were launched after that one, in order.
+        since: the instructions that were launched after it, in order.
     """
 
     device: int
@@ -66,9 +61,9 @@ class DeviceMemory(NamedTuple):
     """The memory of a device.
 
     Attributes:
-        place: the device's name; devices with one name share the memory.
-        used: the most bytes that this process has allocated there, or None where not counted.
-        total: the bytes of the memory, or None where not known.
+        place: the device's name; devices with the same name share the memory.
+        used: the most bytes that this process has allocated there; None if they are not counted.
+        total: the size of the memory in bytes; None if it is not known.
     """
 
     place: str
@@ -83,10 +78,10 @@ def explained(
     backend: Backend,
     expected: Expected | None = None,
 ) -> ExecutionError:
-    """The error to raise for an exception of the instruction that a machine is running.
+    """Make the error to raise for an exception of the instruction that a machine is running.
 
-    ``consequence`` is what it means for the weights, one clause, empty where that is not known yet.
-    ``expected`` predicts what the devices hold.
+    ``consequence`` says in one clause what it means for the weights; it is empty if that is not
+    known yet. ``expected`` predicts what the devices hold.
     """
     if isinstance(cause, ExecutionError):
         return cause
@@ -94,8 +89,8 @@ def explained(
     text = given(machine)
     stage, microbatch = _place(instruction)
     line = source.of_failure(cause)
-    named = _named(stage, microbatch)
-    where = f"device {machine.device}, instruction {machine.position}: {text}{named} failed"
+    which = text + _named(stage, microbatch)
+    where = f"device {machine.device}, instruction {machine.position}: {which} failed"
     where += f" at {line}" if line else ""
     place: dict[str, Any] = {
         "device": machine.device,
@@ -122,23 +117,24 @@ def explained(
 def explained_late(
     cause: BaseException, when: str, backend: Backend, noticed: int | None = None
 ) -> DeviceError | None:
-    """The error for a failure that a device reports late; None where ``cause`` is none of these.
+    """Make the error for a failure that a device reports late; None if ``cause`` is not one.
 
-    ``when`` is what was running when it was raised, one clause. The suspects of the device that has
-    noticed it, if known, come first.
+    ``when`` says in one clause what was running when it was raised. The suspects of the device that
+    ``noticed`` it come first.
     """
-    left = sorted(backend.unfinished(cause), key=lambda each: each.device != noticed)
+    left = sorted(backend.unfinished(cause), key=lambda stream: stream.device != noticed)
     if not left:
         return None
-    suspects = tuple(print_instruction(each.instruction) for own in left for each in own.since)
+    suspects = tuple(print_instruction(x.instruction) for stream in left for x in stream.since)
     first = left[0].since[0]
     stage, microbatch = _place(first.instruction)
-    streams = "".join(f"\n  {_suspected(own)}" for own in left)
+    streams = "".join(f"\n  {_suspected(stream)}" for stream in left)
     return DeviceError(
-        f"a device reported, when {when}, that something had failed which it was given earlier "
-        f"({told(cause)}). As far as is known it is one of:{streams}\n"
+        f"when {when}, a device reported that an instruction launched earlier had failed "
+        f"({told(cause)}). As far as is known it is one of these:{streams}\n"
         "Set the environment variable CUDA_LAUNCH_BLOCKING=1 and run it again: then the error "
-        f"names the instruction itself. {LOST[0].upper()}{LOST[1:]}",
+        "names the instruction itself. All that this process had on the device is lost: start it "
+        "again, from the last checkpoint",
         suspects=suspects,
         device=left[0].device,
         instruction=suspects[0],
@@ -149,37 +145,35 @@ def explained_late(
 
 
 def given(machine: Machine) -> str:
-    """The instruction that a machine is running."""
+    """The text of the instruction that a machine is running."""
     return print_instruction(machine.program.lists[machine.device][machine.position])
 
 
 def whereabouts(machine: Machine) -> str:
     """``device 1 was at instruction 3, forward s1[0] v0 keep``."""
-    instructions = machine.program.lists[machine.device]
-    if machine.position >= len(instructions):
+    if machine.at_end:
         return f"device {machine.device} was done"
-    text = print_instruction(instructions[machine.position])
-    return f"device {machine.device} was at instruction {machine.position}, {text}"
+    return f"device {machine.device} was at instruction {machine.position}, {given(machine)}"
 
 
 def _lack(device: int, memories: Sequence[DeviceMemory], peaks: Sequence[int] | None) -> str:
-    """Which device is out of memory, what was predicted, and what to change."""
+    """Say which device is out of memory, what was predicted, and what to change."""
     place, used, total = memories[device]
     facts = []
     if used is not None:
         facts.append(f"it held up to {bytes_text(used)}")
     if peaks is not None:
-        beside = [d for d, memory in enumerate(memories) if memory.place == place]
-        together = sum(peaks[d] for d in beside)
-        more = f", and {bytes_text(together)} for the {len(beside)} devices that share it"
+        sharing = [d for d, memory in enumerate(memories) if memory.place == place]
+        together = sum(peaks[d] for d in sharing)
+        more = f", and {bytes_text(together)} for the {len(sharing)} devices that share it"
         facts.append(
             f"{bytes_text(peaks[device])} ({peaks[device]} bytes) were predicted at the device's "
-            f"peak{more if len(beside) > 1 else ''}"
+            f"peak{more if len(sharing) > 1 else ''}"
         )
     size = "" if total is None else f" of its {bytes_text(total)}"
-    told = f": {'; '.join(facts)}" if facts else ""
+    details = f": {'; '.join(facts)}" if facts else ""
     return (
-        f"{place} has no memory left{size}{told}. Take more micro-batches or a smaller batch; "
+        f"{place} has no memory left{size}{details}. Take more micro-batches or a smaller batch; "
         'recompute ("always", "except_last", or this stage alone); a schedule that keeps fewer '
         "micro-batches, such as 1f1b; or a partition that gives this stage less"
     )
@@ -194,21 +188,26 @@ def _peaks(expected: Expected | None) -> Sequence[int] | None:
         return None
 
 
-def _suspected(own: Unfinished) -> str:
+def _suspected(stream: Unfinished) -> str:
     """``device 1 (cuda:1), stream compute, since forward s1[0] v0 was done: …``."""
-    since = [*map(_line, own.since)]
+    since = [*map(_line, stream.since)]
     if len(since) > 2 * SHOWN + 1:
         left_out = len(since) - 2 * SHOWN
         since[SHOWN:-SHOWN] = [f"… ({left_out} more)"]
-    after = "" if own.done is None else f", since {_line(own.done)} was done"
-    return f"device {own.device} ({own.place}), stream {own.stream}{after}: {', '.join(since)}"
+    after = "" if stream.done is None else f", since {_line(stream.done)} was done"
+    return (
+        f"device {stream.device} ({stream.place}), stream {stream.stream}{after}: "
+        f"{', '.join(since)}"
+    )
 
 
-def _line(one: Launched) -> str:
-    return f"{print_instruction(one.instruction)} (step {one.step}, at {one.position})"
+def _line(launched: Launched) -> str:
+    text = print_instruction(launched.instruction)
+    return f"{text} (step {launched.step}, at {launched.position})"
 
 
 def _place(instruction: ins.Instruction) -> tuple[int | None, int | None]:
+    """The stage and the micro-batch of an instruction, None where it has none."""
     buffer = getattr(instruction, "buffer", None)
     if buffer is not None:
         here = isinstance(instruction, ins.Arrival)

@@ -1,5 +1,5 @@
-"""The caller's side of one run: what Load instructions read and Output instructions hand over;
-and all that a run needs for one batch."""
+"""The caller's side of a run: the values that Load instructions read and Output instructions hand
+over, and everything else that a run needs for one batch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.torchtools.pytrees import equal, together
 
 _DRAWING = threading.RLock()
-"""Held while torch's generator, which all pipes share, is read or drawn from."""
+"""Held while drawing from torch's generator, which all pipes share, or while reading its state."""
 
 
 class BatchHost:
-    """Gives a batch's micro-batches and gradients, and collects outputs."""
+    """Gives a run the micro-batches and gradients of a batch, and collects the outputs."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class BatchHost:
             traced: the graph that runs, which names inputs and outputs.
             micro: the inputs.
             keep: the outputs that the caller wants; others are dropped at once.
-            seed: the seed of this step, where the graph draws random numbers.
-            place: the device on which the caller gets what comes from other ranks, through host
-                memory; by default it stays there.
+            seed: the seed of this step, if the graph draws random numbers.
+            place: the device to which values from other ranks are moved; by default they stay in
+                host memory.
         """
         microbatches = len(micro)
         self.traced = traced
@@ -60,7 +60,7 @@ class BatchHost:
             if name is not None:
                 self.inputs[name] = column
         if traced.seeded:
-            before = micro.replica * microbatches  # of the replicas before this one
+            before = micro.replica * microbatches  # micro-batches of the replicas before this one
             self.inputs[SEED] = [torch.tensor(mix(seed, before + i)) for i in range(microbatches)]
         self.keep = keep
         self._place = place
@@ -77,7 +77,7 @@ class BatchHost:
         self._lock = threading.Lock()
 
     def when_complete(self, complete: Callable[[], None]) -> None:
-        """Call a function as soon as all outputs are there."""
+        """Have a function called as soon as all outputs have come."""
         self._complete = complete
 
     def give(self, buffer: Buffer) -> Any:
@@ -86,16 +86,16 @@ class BatchHost:
         return source[buffer.value][buffer.microbatch]
 
     def wants(self, buffer: Buffer) -> bool:
-        """Whether ``take`` keeps what an Output hands over."""
+        """Whether ``take`` keeps the value that an Output hands over."""
         return buffer.kind == "grad" or buffer.value in self.keep
 
     @property
     def shared(self) -> str | None:
-        """The output that all replicas hand to each other: the loss of a step."""
+        """The output that replicas send each other: the loss of a step, if there are several."""
         return self.traced.loss if self._elsewhere else None
 
     def take(self, buffer: Buffer, value: Any, replica: int | None = None) -> None:
-        """Keep what an Output hands over, in this replica or in another one."""
+        """Keep the value that an Output hands over, in this replica or in another one."""
         if buffer.kind == "grad":
             by_microbatch = self.input_gradients.setdefault(buffer.value, {})
             by_microbatch.setdefault(buffer.microbatch, {})[buffer.source] = value
@@ -110,35 +110,31 @@ class BatchHost:
                     self._complete()
 
     def weigh_loss(self, dtype: torch.dtype, scale: float = 1.0) -> None:
-        """Give each micro-batch's loss, which has this dtype, its weight in the loss of the
-        batch. ``scale`` is an additional factor for the gradients, which the reported loss does
-        not have."""
+        """Set the gradient of each micro-batch's loss to its weight in the loss of the batch, times
+        ``scale``. The reported loss is not scaled. ``dtype`` is that of the losses."""
         assert self.traced.loss is not None
         scaled = [weight * scale for weight in self.micro.weights]
         self.gradients[self.traced.loss] = torch.tensor(scaled, dtype=dtype).unbind()
 
     def loss(self) -> Tensor:
-        """The loss of the batch, summed in micro-batch order; then over the replicas in theirs."""
+        """The loss of the batch, summed over micro-batches in order, then over replicas."""
         assert self.traced.loss is not None
-        own = self._parts(self.traced.loss)
+        here = self._parts(self.traced.loss)
         if not self._elsewhere:
-            return weighted_sum(own, self.micro.weights)
-        weights = self.micro.all_weights
-        return reduce(
-            add,
-            [
-                weighted_sum(self._elsewhere.get(replica, own), each)
-                for replica, each in enumerate(weights)
-                if any(each)
-            ],
-        )
+            return weighted_sum(here, self.micro.weights)
+        losses = [
+            weighted_sum(self._elsewhere.get(replica, here), weights)
+            for replica, weights in enumerate(self.micro.all_weights)
+            if any(weights)
+        ]
+        return reduce(add, losses)
 
     def output(self) -> Any:
         """The model's output for the whole batch."""
         return together(self.flat_output(), self.traced.out_spec)
 
     def flat_output(self) -> list[Any]:
-        """The flat outputs, each joined."""
+        """The flat outputs, each joined over the micro-batches."""
         return [self._joined(index, out) for index, out in enumerate(self.traced.outputs)]
 
     def _joined(self, index: int, out: Value | Literal) -> Any:
@@ -162,7 +158,7 @@ class BatchHost:
     def set_output_gradients(
         self, names: Sequence[str], gradients: Sequence[Tensor | None]
     ) -> None:
-        """Split the gradients of the joined outputs; None stands for zeros."""
+        """Split the gradients of the joined outputs over the micro-batches; None means zeros."""
         dims = {out.name: out.dims for out in self.traced.outputs if isinstance(out, Value)}
         for name, gradient in zip(names, gradients, strict=True):
             parts = self.outputs[name]
@@ -173,17 +169,17 @@ class BatchHost:
 
     def gradients_of_inputs(self) -> Mapping[str, Tensor]:
         """The gradient of each input that gets one, for the whole batch."""
-        found: dict[str, Tensor] = {}
+        joined: dict[str, Tensor] = {}
         dims = dict(zip(self.traced.inputs, self.micro.batch.dims, strict=True))
         for name, by_microbatch in self.input_gradients.items():
-            # the last stage's first, as backwards run
+            # beginning with the last stage, in the order of the backwards
             parts = [
                 reduce(add, [self._here(of_stage[s]) for s in sorted(of_stage, reverse=True)])
                 for _, of_stage in sorted(by_microbatch.items())
             ]
             dim = dims[name]
-            found[name] = reduce(add, parts) if dim is None else torch.cat(parts, dim)
-        return found
+            joined[name] = reduce(add, parts) if dim is None else torch.cat(parts, dim)
+        return joined
 
 
 @dataclass(frozen=True)
@@ -193,8 +189,8 @@ class Job:
     Attributes:
         kernels: micro-batch → stage → the kernel that runs it.
         host: the caller's side.
-        clipping: how the batch's gradients are clipped, if the program clips.
-        specs: micro-batch → what is known of its values.
+        clipping: clips the batch's gradients, if the program clips.
+        specs: micro-batch → name of a value → its spec.
     """
 
     kernels: Sequence[Sequence[Kernel]]
@@ -204,8 +200,8 @@ class Job:
 
 
 def alone(value: Any) -> Any:
-    """A scalar with a storage of its own. The loss of ``mse_loss``, say, lies in a storage as large
-    as the output, which would stay allocated until all micro-batches are finished."""
+    """Clone a scalar that lies in a large storage. That of ``mse_loss``, say, is as large as the
+    output and would stay allocated until all micro-batches are finished."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.untyped_storage().nbytes() > 64:
         return value.clone()
     return value
@@ -217,7 +213,7 @@ def _split_like(
     sizes: Sequence[int],
     dims: tuple[int, ...] | None,
 ) -> list[Tensor]:
-    """The gradient of each micro-batch's output: the backward of ``join``."""
+    """The gradient of each micro-batch's part of an output: the backward of ``join``."""
     if gradient is None:
         return [torch.zeros_like(part) for part in parts]
     if len(parts) == 1:
@@ -227,11 +223,11 @@ def _split_like(
     dim = 0 if dims is None else next(iter(dims), None)
     if dim is not None and gradient.shape[dim] == sum(sizes):
         return list(gradient.split(list(sizes), dim))
-    return [gradient, *(torch.zeros_like(gradient) for _ in parts[1:])]  # ``join`` took the first
+    return [gradient, *(torch.zeros_like(gradient) for _ in parts[1:])]  # ``join`` copied the first
 
 
 def draw_seed(traced: Traced) -> int:
-    """A new seed from torch's generator, if the graph draws random numbers at all."""
+    """Draw a seed from torch's generator; return 0 if the graph draws no random numbers."""
     if not traced.seeded:
         return 0
     with _DRAWING:
@@ -239,7 +235,7 @@ def draw_seed(traced: Traced) -> int:
 
 
 def next_seed(traced: Traced) -> int:
-    """The next result of ``draw_seed``, without drawing. A run draws it only if it succeeds."""
+    """The next result of ``draw_seed``, without drawing: a run draws only when it succeeds."""
     if not traced.seeded:
         return 0
     with _DRAWING:
@@ -253,7 +249,7 @@ def next_seed(traced: Traced) -> int:
 def join(
     parts: Sequence[Any], sizes: Sequence[int], dims: tuple[int, ...] | None, name: str
 ) -> Any:
-    """One output of the whole batch from those of its micro-batches.
+    """Join the parts of an output from all micro-batches.
 
     Tensors are concatenated along the batch dimension. Floating-point scalar tensors are averaged
     by samples. Python numbers that count samples are added. Anything else must be the same in every
@@ -261,9 +257,9 @@ def join(
 
     Args:
         parts: the output of each micro-batch.
-        sizes: samples in each.
-        dims: the batch dimensions; None to find out by the sizes whether dimension 0 is one.
-        name: what the output is called in the error.
+        sizes: the number of samples in each.
+        dims: the batch dimensions; None if the sizes tell whether dimension 0 is one.
+        name: the output's name in the error.
 
     Raises:
         InputError: the parts differ and cannot be joined.
@@ -287,7 +283,7 @@ def join(
             if all(part.shape[dim] == size for part, size in zip(parts, sizes, strict=True)):
                 return torch.cat(list(parts), dim)
         if all(equal(part, first) for part in parts):
-            return first
+            return first.clone()
     raise InputError(
         f"{name} differs between micro-batches and has no batch dimension to join it along; "
         "return it per sample, or only the mean as a scalar"
@@ -295,18 +291,18 @@ def join(
 
 
 def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The sum of parts times weights, in order. Parts of weight 0 are left out, even NaNs."""
+    """The sum of parts times weights, in order. Parts of weight 0 are left out, even NaN."""
     total: Tensor | None = None
     for part, weight in zip(parts, weights, strict=True):
         if weight:
-            weighted = part if weight == 1 else part * weight
+            weighted = part * weight  # even by 1: a device may soon reuse the part's memory
             total = weighted if total is None else total + weighted
     assert total is not None, "some weight is not zero"
     return total
 
 
 class PendingLoss(Tensor):
-    """A scalar tensor whose value is computed later, like that of a tensor on a CUDA device.
+    """A scalar tensor whose value comes later.
 
     Every operation on it, by PyTorch or by Python, first waits for the value and then uses a plain
     tensor. So a training loop that does not read its losses never waits for them.
@@ -317,8 +313,8 @@ class PendingLoss(Tensor):
 
     @staticmethod
     def __new__(cls, dtype: torch.dtype, wait: Callable[[], None]) -> PendingLoss:
-        """A loss without a value yet; ``wait`` returns once ``come`` was called, or raises the
-        error that prevents it."""
+        """Make a loss without a value. ``wait`` returns once ``come`` was called, or raises the
+        error that prevents the value."""
         pending: PendingLoss = torch.Tensor._make_subclass(cls, torch.zeros((), dtype=dtype))
         with torch._C.DisableTorchFunctionSubclass():
             pending._value = torch.zeros((), dtype=dtype)
@@ -334,7 +330,7 @@ class PendingLoss(Tensor):
     def read(self) -> Tensor:
         """The value, as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
-            wait = self._wait  # another thread may set the value meanwhile
+            wait = self._wait  # read once: another thread may clear it meanwhile
             if wait is not None:
                 wait()
             return self._value

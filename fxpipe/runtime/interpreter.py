@@ -1,7 +1,7 @@
 """The interpreter: one dispatch table and one loop over a device's instructions.
 
-It decides nothing. What an instruction means on its device is a function below; how values move
-between devices is the backend's, behind ``Channels``.
+It decides nothing. Each instruction has a function below; ``Channels`` of the backend move values
+between devices.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Store:
 
     Attributes:
         values: the live buffers.
-        gradients: stage and batch → the gradients of its parameters so far, None where there is
-            none yet.
+        gradients: stage and batch → the sums of its parameters' gradients so far, None where there
+            is none yet.
         state: name in the model → the newest value of a buffer that this run has written.
-        kept: stage → the micro-batches whose backward is not finished.
+        kept: stage → the number of micro-batches whose backward is not finished.
         peak: stage → the most micro-batches that were kept at once.
-        laid: stage → which version of its parameters lies ready in the strides that its kernel asks
-            for, and these parameters, for the rest of the step.
+        laid: stage → the version of its parameters that was laid out in the kernel's strides in
+            this step, with the strides, and these parameters.
     """
 
     def __init__(self) -> None:
@@ -61,29 +61,26 @@ class Store:
         self.laid: dict[int, tuple[object, Sequence[Tensor]]] = {}
 
     def keep(self, buffer: Buffer, saved: list[Any]) -> None:
-        """Store what a forward saved, and count it."""
+        """Store what a forward saved, and count its micro-batch as kept."""
         self.values[buffer] = saved
         stage = buffer.source
         self.kept[stage] += 1
         self.peak[stage] = max(self.peak[stage], self.kept[stage])
 
     def take(self, buffer: Buffer) -> list[Any]:
-        """Remove and return what was kept for the last part of a backward."""
+        """Remove and return what a backward reads last; its micro-batch is kept no more."""
         self.kept[buffer.source] -= 1
         saved: list[Any] = self.values.pop(buffer)
         return saved
 
     def age(self, steps: int) -> None:
-        """Renumber batches for a later step: the batch of this step becomes an earlier one."""
+        """Renumber batches relative to a step so many later."""
         self.laid.clear()
         if steps:
-            older = {b._replace(batch=b.batch - steps): v for b, v in self.values.items()}
-            self.values = older
-            sums = {(stage, batch - steps): g for (stage, batch), g in self.gradients.items()}
-            self.gradients = sums
+            self.values = {b._replace(batch=b.batch - steps): v for b, v in self.values.items()}
+            self.gradients = {(s, batch - steps): g for (s, batch), g in self.gradients.items()}
 
     def clear(self) -> None:
-        """Drop all values."""
         self.laid.clear()
         self.values.clear()
         self.gradients.clear()
@@ -99,7 +96,7 @@ class Machine:
 
     Attributes:
         program: the program that runs.
-        device: which of its lists this machine runs.
+        device: the index of the list that this machine runs.
         stages: the plan's stages.
         jobs: batch → what the run needs for it.
         channels: the channels to the other devices.
@@ -108,7 +105,7 @@ class Machine:
         position: the index of the instruction that is next, or running.
         step: the number of the step that is running.
         batches: the batches that exist; instructions of other batches are skipped.
-        times: a list that gets start and end of each instruction, which the backend turns into
+        times: gets the start and end of each instruction, which the backend turns into
             nanoseconds; None to take no times.
     """
 
@@ -131,7 +128,7 @@ class Machine:
             True at the end, False at a pause, after which it can be called again.
 
         Raises:
-            Stopped: another device failed or the run was stopped.
+            Stopped: another device failed, or the run was stopped.
         """
         instructions = self.program.lists[self.device]
         overlaps = self.program.depth > 0
@@ -157,7 +154,7 @@ class Machine:
         return self.position == len(self.program.lists[self.device])
 
     def begin(self, step: int, batches: range) -> None:
-        """Prepare to run the list of another step; values of this step's batch are kept."""
+        """Prepare to run the list of another step; values of batches in flight are kept."""
         self.store.age(step - self.step)
         self.step, self.batches, self.position = step, batches, 0
 
@@ -168,7 +165,7 @@ class Machine:
     def weights_of(
         self, forward: ins.Forward | ins.Recompute
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """A forward's parameters, as its kernel asks, and buffers as they were before the run."""
+        """A forward's parameters, in its kernel's strides, and buffers as before the run."""
         stage, version, laid = forward.stage, forward.version, self.store.laid
         if self.program.copies:
             weights, buffers = copies.weights(self, stage, version)
@@ -183,7 +180,7 @@ class Machine:
         return laid[stage][1], buffers
 
     def store_away(self, memories: list[Tensor]) -> offload.OffloadMemory:
-        """Begin to store memory outside of the device."""
+        """Begin to copy memory out of the device."""
         return offload.FileMemory(self.device, memories)
 
     def named(self, buffer: Buffer) -> Buffer:
@@ -226,19 +223,19 @@ def _forward(machine: Machine, instruction: ins.Forward) -> None:
     if instruction.again:
         store.values[own_buffer("state", stage, i, batch)] = list(buffers)
     result = _run_forward(machine, instruction, weights, buffers)
-    own = machine.program.operands[stage, i, batch]
-    for consumers, value in zip(own.outputs, result.outputs, strict=True):
+    operands = machine.program.operands[stage, i, batch]
+    for consumers, value in zip(operands.outputs, result.outputs, strict=True):
         for buffer in consumers:
             store.values[buffer] = value
     for write, value in zip(machine.stages[stage].writes, result.writes, strict=True):
         store.state[write.target] = value
     if instruction.keeps:
-        store.keep(own.saved, result.saved)
+        store.keep(operands.saved, result.saved)
 
 
 def _recompute(machine: Machine, instruction: ins.Recompute) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    away = (stage, i) in machine.program.offloads  # then its inputs are in there, too
+    away = (stage, i) in machine.program.offloads  # with buffers and inputs
     kept = machine.store.values.pop(own_buffer("fetched" if away else "state", stage, i, batch))
     count = len(machine.stages[stage].buffers)
     with recomputing():
@@ -252,32 +249,33 @@ def _run_forward(
     instruction: ins.Forward | ins.Recompute,
     weights: Sequence[Tensor],
     buffers: Sequence[Tensor],
-    given: Sequence[Any] = (),
+    fetched: Sequence[Any] = (),
 ) -> ForwardResult:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     program, values = machine.program, machine.store.values
-    inputs = [*given] or [values[each] for each in program.operands[stage, i, batch].inputs]
+    inputs = [*fetched] or [values[buffer] for buffer in program.operands[stage, i, batch].inputs]
     with copies.turn(machine, stage) if program.copies else nullcontext():
         return machine.kernel(stage, i, batch).forward(weights, buffers, inputs)
 
 
 def _backward(machine: Machine, instruction: ins.Backward) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    kept = machine.store.take(machine.program.operands[stage, i, batch].kept)
+    operands, store = machine.program.operands[stage, i, batch], machine.store
+    kept = store.take(operands.kept)
     kernel, totals = machine.kernel(stage, i, batch), _totals(machine, instruction)
     if instruction.rest:
         inputs, sums = kernel.partial_backward("B", -1, kept, totals)
     else:
         inputs, sums = kernel.backward(kept, _output_gradients(machine, instruction), totals)
-    machine.store.gradients[stage, batch] = sums
-    _give_back(machine, instruction, inputs)
+    store.gradients[stage, batch] = sums
+    store.values.update(zip(operands.returned, inputs, strict=True))
 
 
 def _partial_backward(machine: Machine, instruction: ins.PartialBackward) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     kind, bucket, store = instruction.kind, instruction.bucket, machine.store
-    own = machine.program.operands[stage, i, batch]
-    buffer = own.kept if kind == "B" else own_buffer("deferred", stage, i, batch)
+    kept = machine.program.operands[stage, i, batch].kept
+    buffer = kept if kind == "B" else own_buffer("deferred", stage, i, batch)
     left = store.values[buffer]
     if kind == "B" and bucket == 0:
         left += _output_gradients(machine, instruction)
@@ -292,12 +290,12 @@ def _partial_backward(machine: Machine, instruction: ins.PartialBackward) -> Non
 
 def _input_grad(machine: Machine, instruction: ins.InputGrad) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    buffer = machine.program.operands[stage, i, batch].kept
-    kept = machine.store.values.pop(buffer)  # counted until the weight gradient
+    operands, values = machine.program.operands[stage, i, batch], machine.store.values
+    kept = values.pop(operands.kept)  # counts as kept until the weight gradient
     kernel = machine.kernel(stage, i, batch)
     result = kernel.input_grad(kept, _output_gradients(machine, instruction))
-    _give_back(machine, instruction, result.inputs)
-    machine.store.values[own_buffer("deferred", stage, i, batch)] = result.deferred
+    values.update(zip(operands.returned, result.inputs, strict=True))
+    values[own_buffer("deferred", stage, i, batch)] = result.deferred
 
 
 def _weight_grad(machine: Machine, instruction: ins.WeightGrad) -> None:
@@ -318,26 +316,17 @@ def _totals(
     if totals is not None:
         return totals
     if machine.program.copies and machine.device != machine.program.placement[instruction.stage]:
-        return ()  # on a copy
+        return ()  # this device has a copy of the stage
     return machine.weights.started(instruction.stage)
 
 
 def _output_gradients(
     machine: Machine, instruction: ins.Backward | ins.PartialBackward | ins.InputGrad
 ) -> list[Tensor]:
-    """The gradient of each of the stage's values that gets one, summed over its consumers."""
+    """For each output of the stage that gets a gradient: the sum over its consumers."""
     key = instruction.stage, instruction.microbatch, instruction.batch
     groups, values = machine.program.operands[key].gradients, machine.store.values
     return [reduce(add, [values[buffer] for buffer in group]) for group in groups]
-
-
-def _give_back(
-    machine: Machine, instruction: ins.Backward | ins.InputGrad, gradients: Sequence[Tensor]
-) -> None:
-    """The gradients of the stage's inputs, each to the edge that brought the input."""
-    key = instruction.stage, instruction.microbatch, instruction.batch
-    returned = machine.program.operands[key].returned
-    machine.store.values.update(zip(returned, gradients, strict=True))
 
 
 def _free(machine: Machine, instruction: ins.Free) -> None:
@@ -351,7 +340,7 @@ def _barrier(machine: Machine, instruction: ins.Barrier) -> None:
 
 
 def _pause(machine: Machine, instruction: ins.Pause) -> None:
-    """Nothing to do: the loop returns to the caller."""
+    """Do nothing: the loop returns to the caller."""
 
 
 def _update(machine: Machine, instruction: ins.Update) -> None:
@@ -393,4 +382,4 @@ HANDLERS: Mapping[type[ins.Instruction], Callable[[Machine, Any], None]] = {
     ins.Pause: _pause,
     ins.Update: _update,
 }
-"""Every instruction's meaning."""
+"""The function that runs each kind of instruction."""

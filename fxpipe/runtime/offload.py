@@ -1,8 +1,7 @@
-"""Stores what stages keep outside of their device's memory, and fetches it again.
+"""Offload what stages keep for their backwards or recomputations, and prefetch it.
 
-Of what a forward has saved for its backward, or of what a recompute will read, the memory is stored
-that nobody else holds: neither the model, nor the caller, nor a value that is on its way. What is
-fetched are the same tensors, in new memory: those that shared some do so again.
+Only memory that nobody else holds is stored: neither the model nor the caller, and no other value
+on the device. Prefetched tensors lie in new memory; those that shared memory share it again.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ if TYPE_CHECKING:
 
 
 class OffloadMemory(Protocol):
-    """Memory on its way out of a device, or back."""
+    """Memory that is being copied out of a device, or back."""
 
     def wait(self) -> None:
-        """Wait until it is stored, so that it can be freed, or until it is back."""
+        """Wait until the memory is stored, so that it can be freed, or until it is back."""
         ...
 
     def fetch(self) -> list[Tensor]:
-        """Begin to bring it back, into new memory."""
+        """Begin to copy it back, into new memory."""
         ...
 
 
 class _Place(NamedTuple):
-    """Where a tensor lay: in which memory, and how."""
+    """Where a tensor lay: the index of its memory, and the layout in there."""
 
     memory: int
     dtype: torch.dtype
@@ -48,18 +47,18 @@ class _Place(NamedTuple):
     offset: int
 
     def tensor(self, memories: Sequence[Tensor]) -> Tensor:
-        """The same in other memory."""
+        """The same tensor in new memory."""
         storage = memories[self.memory].untyped_storage()
-        made = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return made.set_(storage, self.offset, self.shape, self.strides)
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.strides)
 
 
 class Offloaded(NamedTuple):
     """What a stage keeps of a micro-batch, while its memory is elsewhere.
 
     Attributes:
-        values: those that stay, and where the others lay.
-        away: the memory of the others.
+        values: the values that stay, and a place for each tensor whose memory is elsewhere.
+        away: that memory.
     """
 
     values: list[Any]
@@ -71,36 +70,36 @@ def begin(machine: Machine, instruction: ins.Offload) -> None:
     _, _, stage, _, i, batch = instruction.buffer
     values, program = machine.store.values, machine.program
     stored, forward = program.stored(stage, i, batch), program.offloads[stage, i]
-    mine = [*values[stored[0]], *(values[given] for given in stored[1:])]
+    mine = [*values[stored[0]], *(values[buffer] for buffer in stored[1:])]
     others = [v for b, v in values.items() if b not in stored or b.kind == "in"]
     held = {0, *map(_memory, _tensors(others))}
     held |= {_memory(t) for t in machine.store.state.values()}
     version = batch + forward.version - forward.batch
     weights, buffers = machine.weights_of(replace(forward, batch=batch, version=version))
     held |= {_memory(t) for t in (*weights, *buffers)}
-    memories: dict[int, Tensor] = {}
-    numbers: dict[int, int] = {}
+    memories: list[Tensor] = []
+    numbers: dict[int, int] = {}  # address → index of the memory
     kept: list[Any] = []
     for value in mine:
         if type(value) is not Tensor or not _plain(value) or _memory(value) in held:
             kept.append(value)
             continue
-        number = numbers.setdefault(_memory(value), len(numbers))
-        if number not in memories:
+        number = numbers.setdefault(_memory(value), len(memories))
+        if number == len(memories):
             storage = value.untyped_storage()
-            memories[number] = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+            memories.append(torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage))
         offset = int(value.storage_offset())
         kept.append(_Place(number, value.dtype, value.shape, value.stride(), offset))
-    away = machine.store_away(list(memories.values()))
+    away = machine.store_away(memories)
     values[instruction.buffer] = Offloaded(kept, away)
 
 
 def finish(machine: Machine, instruction: ins.Free) -> None:
-    """Wait until what a stage keeps is stored, and may be freed."""
+    """Wait until what a stage keeps is stored, so that it may be freed."""
     _, _, stage, _, i, batch = instruction.buffer
-    stored = machine.store.values.get(own_buffer("offloaded", stage, i, batch))
-    if stored is not None:  # or it is on its way back
-        stored.away.wait()
+    offloaded = machine.store.values.get(own_buffer("offloaded", stage, i, batch))
+    if offloaded is not None:  # else it is being fetched already
+        offloaded.away.wait()
 
 
 def prefetch(machine: Machine, instruction: ins.Prefetch) -> None:
@@ -125,7 +124,7 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 def _plain(value: Tensor) -> bool:
-    """Whether a tensor is its elements in memory, and no more."""
+    """Whether a tensor's memory has its elements as they are."""
     return value.layout is torch.strided and not (value.is_conj() or value.is_neg())
 
 
@@ -135,19 +134,19 @@ def _memory(value: Tensor) -> int:
 
 
 class FileMemory:
-    """Memory in a file that is in no folder: it is gone with the process, however that ends.
+    """Memory in an unnamed temporary file, which is gone when the process ends, however it ends.
 
-    It is in the folder of Python's ``tempfile``, which TMPDIR says.
+    The environment variable TMPDIR says on which disk; see Python's ``tempfile``.
     """
 
     def __init__(self, device: int, memories: list[Tensor]) -> None:
-        """Begin to write, in a thread of the device's own."""
+        """Begin to write, in the device's thread for that."""
         self._device = device
         self._sizes = [memory.nbytes for memory in memories]
         self._begin("offload", self._write, memories)
 
     def wait(self) -> None:
-        """See OffloadMemory.wait. Raises what writing or reading has raised."""
+        """See OffloadMemory.wait. Raises any error of writing or reading."""
         self._done.result()
 
     def fetch(self) -> list[Tensor]:
@@ -161,15 +160,17 @@ class FileMemory:
         self._begin("prefetch", read, memories)
         return memories
 
-    def _begin(self, way: str, job: Callable[[list[Tensor]], None], memories: list[Tensor]) -> None:
-        given = [memories]  # emptied by the job, so that nothing holds the memory when it is done
-        key = os.getpid(), way, self._device  # a forked process has no threads of its parent
+    def _begin(
+        self, name: str, job: Callable[[list[Tensor]], None], memories: list[Tensor]
+    ) -> None:
+        argument = [memories]  # emptied by the job, so that nothing holds the memory afterwards
+        key = os.getpid(), name, self._device  # a forked process has no threads of its parent
         if key not in _threads:
-            _threads[key] = ThreadPoolExecutor(1, f"fxpipe {way} {self._device}")
-        self._done = _threads[key].submit(lambda: job(given.pop()))
+            _threads[key] = ThreadPoolExecutor(1, f"fxpipe {name} {self._device}")
+        self._done = _threads[key].submit(lambda: job(argument.pop()))
 
     def _write(self, memories: list[Tensor]) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - until it is read
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open until it is read
         self._close = weakref.finalize(self, self._file.close)
         for memory in memories:
             self._file.write(memory.numpy().data)

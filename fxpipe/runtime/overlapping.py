@@ -1,8 +1,8 @@
-"""Steps that overlap: batches in flight, and what happens to them when something fails.
+"""Steps that overlap: batches in flight, and what happens to them after a failure.
 
-A step submits its window to the workers and waits only for the outputs of the batch before: the
-first device would be idle if it got the next batch only after the last device has finished this
-batch's forwards. ``drain`` finishes all batches in flight.
+A step submits its window to the workers and waits only for the outputs of the batch before. If it
+waited for its own batch, the first device would be idle until the last one has finished the
+forwards. ``drain`` finishes all batches in flight.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class OverlappingRun(Run[VersionedWeights]):
     """A run of batches without a flush between them.
 
     Attributes:
-        count: the number of the next batch, from the first that the pipe has trained on.
+        count: the number of the next batch, counted from the first that the pipe trained on.
     """
 
     def __init__(self, *where: Any, first: int, **how: Any) -> None:
-        """No batch is in flight yet. See Run; the weights must be bound to the plan."""
+        """See Run; no batch is in flight yet. The weights must be bound to the plan."""
         super().__init__(*where, first=first, **how)
         self.count = self._first = first
-        # device → the last step whose list it has left; of each that this process runs
+        # device of this process → the last step whose list it has left
         self._left = dict.fromkeys((m.device for m in self.machines), self.count - 1)
-        # batch → the function to call when its outputs are there
+        # batch → the function to call when its outputs have come
         self._pending: dict[int, Callable[[], None]] = {}
         # device → step → the buffers that it has written up to that step's forwards
         self._states: dict[int, dict[int, dict[str, Tensor]]] = {d: {} for d in self._left}
@@ -44,17 +44,16 @@ class OverlappingRun(Run[VersionedWeights]):
 
     @property
     def busy_step(self) -> float | None:
-        """Processor seconds of the workers in the last full step; None before there was one."""
+        """Processor seconds of the workers in the last full step; None before the first."""
         whole = min(self._left.values()) - self._first >= self.program.depth
         return self.busy if whole else None
 
     def step(self, job: Job, arrived: Callable[[], None], *, whole: bool) -> None:
-        """Start the step of batch ``count``, and wait until the outputs of the one before are
-        there.
+        """Start the step of batch ``count``, and wait for the outputs of the batch before.
 
         Args:
             job: the batch.
-            arrived: called when the caller waits and the batch's outputs are there.
+            arrived: called in a wait of the caller, once the batch's outputs have come.
             whole: whether to wait for the outputs of this batch, too.
 
         Raises:
@@ -76,7 +75,7 @@ class OverlappingRun(Run[VersionedWeights]):
             self._wait(
                 signals,
                 lambda: (
-                    self._reports.empty() and all(each >= batch + whole for each in self._pending)
+                    self._reports.empty() and all(later >= batch + whole for later in self._pending)
                 ),
             )
             self._ask(self._backend.end)
@@ -85,7 +84,7 @@ class OverlappingRun(Run[VersionedWeights]):
                 signals.held.add_note("interrupted after the step, whose batch counts")
 
     def wait_for(self, batch: int) -> None:
-        """Wait until the outputs of a batch are there. Raises like ``step``."""
+        """Wait for the outputs of a batch. Raises like ``step``."""
         if batch not in self._pending:
             return
         if self.failed:
@@ -115,11 +114,8 @@ class OverlappingRun(Run[VersionedWeights]):
             self._jobs.clear()
 
     def check(self) -> None:
-        """Check that the workers can run.
-
-        Raises:
-            InputError: they cannot. The run is over, unless this is a forked process.
-        """
+        """Check that the workers can run. Raises InputError if they cannot; the run is over then,
+        unless this is a forked process."""
         try:
             super().check()
         except InputError as error:
@@ -129,7 +125,7 @@ class OverlappingRun(Run[VersionedWeights]):
 
     def abandon(self) -> str:
         """Drop the batches in flight; the weights are then those after the last finished batch.
-        Returns which batches count, in words; nothing where they were dropped before."""
+        Returns which batches count, in words; empty if they were dropped before."""
         return "" if self.failed or self.forked else self._give_up()
 
     def _submit(self, step: int) -> None:
@@ -137,7 +133,7 @@ class OverlappingRun(Run[VersionedWeights]):
         self._start(step, functools.partial(self._run_lists, step, batches))
 
     def _run_lists(self, step: int, batches: range, driver: Driver) -> None:
-        """A worker's job: run its devices' lists of a step."""
+        """Run the lists of a worker's devices for a step."""
         for machine in driver.machines:
             machine.begin(step, batches)
         driver.run()
@@ -147,7 +143,7 @@ class OverlappingRun(Run[VersionedWeights]):
             self._keep_state(machine)
 
     def _keep_state(self, machine: Machine) -> None:
-        """Keep the buffers of a device, where all forwards of the step's own batch are done."""
+        """Keep a device's buffers as they are after all forwards of the step's batch."""
         if self.weights.defers:
             with self._backend.computing(machine.device):
                 machine.store.state = self.weights.gathered(machine.store.state)
@@ -155,22 +151,22 @@ class OverlappingRun(Run[VersionedWeights]):
 
     def _note(self, report: Finished) -> None:
         if report.device is None:
-            self._ask(self._backend.end)  # the outputs are launched, and maybe not computed yet
+            self._ask(self._backend.end)  # the outputs may be launched but not computed yet
             self._pending.pop(report.step)()
         elif report.error is None:
             self._left[report.device] = report.step
             over = min(self._left.values()) - self.program.depth
             for batch in [batch for batch in self._jobs if batch <= over]:
-                if batch not in self._pending:  # outputs of other processes may come later
+                if batch not in self._pending:  # outputs from other processes may come later
                     del self._jobs[batch]
-            kept = min(over, self.weights.slowest) - 1  # a stage of another process may be slower
+            oldest = min(over, self.weights.slowest) - 1  # another process's stage may be slower
             for states in self._states.values():
-                for step in list(states):  # a copy: the device's thread may add another meanwhile
-                    if step < kept:
+                for step in list(states):  # a copy: the device's thread may add a step meanwhile
+                    if step < oldest:
                         del states[step]
 
     def _ask(self, devices: Callable[[], None]) -> None:
-        """Call the backend's ``begin`` or ``end``; a late error of a device ends the run."""
+        """Call the backend's ``begin`` or ``end``; a failure that it reports ends the run."""
         try:
             devices()
         except Exception as error:
@@ -181,11 +177,11 @@ class OverlappingRun(Run[VersionedWeights]):
             raise
 
     def _together(self, signals: HeldSignals, settle: Callable[[], object]) -> None:
-        """Wait for the other processes at the end of a call; where one has failed, roll back."""
+        """Wait for the other processes at the end of a call; if one has failed, roll back."""
         try:
             settle()
         except RankError as error:
-            # raises what a device here has reported, or is about to report
+            # raises an error that a device here has reported, or is about to report
             self._wait(
                 signals,
                 lambda: self._reports.empty() and not (self._channels.stopping and self.running),
@@ -201,22 +197,22 @@ class OverlappingRun(Run[VersionedWeights]):
             if job.clipping is not None:
                 job.clipping.forget()
         self._ask(self._backend.end)  # updates that were launched may still run
-        written = [(self._states[m.device], m.store.state) for m in self.machines]
         alone = self._group.replicas == 1
-        own = None if alone else written[0]
-        done, twins = self._group.recovered(self.weights.own_slowest, own)
+        first = self.machines[0]  # the only one where there are replicas
+        written = None if alone else (self._states[first.device], first.store.state)
+        done, twins = self._group.recovered(self.weights.own_slowest, written)
         self.weights.recover(done)
         for machine in self.machines:
-            states = self._states[machine.device]
-            if machine.step != done - 1 or machine.step in states:
+            step, states = machine.step, self._states[machine.device]
+            if step != done - 1 or step in states:
                 continue
-            # it has not come to its list's end after its update
-            kept = [] if alone else [own[machine.step] for own, _ in twins if machine.step in own]
+            # the device failed after its update and before the end of its list
+            kept = [] if alone else [steps[step] for steps, _ in twins if step in steps]
             if kept:
-                states[machine.step] = kept[0]
+                states[step] = kept[0]
                 continue
             if not alone:
-                machine.store.state = self.weights.pooled([own for _, own in twins])
+                machine.store.state = self.weights.pooled([state for _, state in twins])
             self._keep_state(machine)
         self._commit(done - 1)
         for machine in self.machines:
@@ -230,7 +226,7 @@ class OverlappingRun(Run[VersionedWeights]):
         )
 
     def _commit(self, batch: int) -> None:
-        """Write the model's buffers as they were after a batch."""
+        """Write the values after a batch to the model's buffers."""
         for states in self._states.values():
             if batch in states:
                 self.weights.commit(states[batch])

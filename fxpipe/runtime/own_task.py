@@ -1,4 +1,4 @@
-"""Runs a user-defined task, whose function may change only what the task declares."""
+"""Run a user-defined task, whose function may change only what the task declares."""
 
 from __future__ import annotations
 
@@ -17,39 +17,38 @@ if TYPE_CHECKING:
 
 
 def run(machine: Machine, instruction: ins.Run) -> None:
-    """Call a task's function, with copies of what it may not change.
+    """Call a task's function with the stage's tensors, and copies of what it may not change.
 
-    Parameters, and the sums of gradients where there are some yet, are those of the stage, by their
-    names in the model.
+    It gets the parameters, and the gradients summed so far, by their names in the model.
 
     Raises:
-        InputError: the function changed a tensor in place that it does not declare to write.
+        InputError: the function changed a tensor in place that the task does not declare to write.
     """
     kind, stage = KINDS[instruction.kind], instruction.stage
     assert kind.run is not None
     names = [argument.target for argument in machine.stages[stage].parameters]
     parameters = machine.weights.parameters(stage, machine.step + instruction.version)
     sums = machine.store.gradients.get((stage, instruction.batch)) or [None] * len(names)
-    given: dict[str, Mapping[str, Tensor]] = {}
-    kept: list[tuple[str, Tensor, int, Tensor]] = []
-    for word, told, values in (
+    passed: dict[str, Mapping[str, Tensor]] = {}
+    protected: list[tuple[str, Tensor, int, Tensor]] = []  # message, tensor, version, copy
+    for word, phrase, values in (
         ("parameters", "the parameter", parameters),
         ("gradients", "the gradient of", sums),
     ):
         tensors = {name: x for name, x in zip(names, values, strict=True) if x is not None}
-        given[word] = tensors if word in (*kind.reads, *kind.writes) else {}
+        passed[word] = tensors if word in (*kind.reads, *kind.writes) else {}
         if word not in kind.writes:
-            given[word] = {name: t.detach().clone() for name, t in given[word].items()}
-            kept += [
-                (f"{told} {name!r}", tensor, tensor._version, given[word].get(name, tensor))
+            passed[word] = {name: t.detach().clone() for name, t in passed[word].items()}
+            protected += [
+                (f"{phrase} {name!r}", tensor, tensor._version, passed[word].get(name, tensor))
                 for name, tensor in tensors.items()
             ]
-    # A tensor put in place of another would be lost, so that these dictionaries are read-only.
-    shown = {word: MappingProxyType(tensors) for word, tensors in given.items()}
-    kind.run(TaskContext(stage, instruction.microbatch, **shown))
+    # read-only dictionaries: assigning a tensor to a name would have no effect
+    read_only = {word: MappingProxyType(tensors) for word, tensors in passed.items()}
+    kind.run(TaskContext(stage, instruction.microbatch, **read_only))
     changed = [
-        name
-        for name, tensor, version, copy in kept
+        text
+        for text, tensor, version, copy in protected
         if tensor._version != version or _differ(tensor, copy)
     ]
     if changed:
@@ -60,7 +59,7 @@ def run(machine: Machine, instruction: ins.Run) -> None:
 
 
 def _differ(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether a copy was changed, also by ``.data`` or NumPy, which do not raise ``_version``."""
+    """Whether a copy was changed, also by ``.data`` or NumPy, which do not count ``_version``."""
     if copy is tensor:
         return False
     if copy._version or copy.shape != tensor.shape or copy.dtype != tensor.dtype:

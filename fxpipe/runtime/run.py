@@ -1,7 +1,7 @@
 """A run executes a program on the worker threads, which report to the caller.
 
-``FlushedRun`` runs one batch, completely or not at all. ``overlapping`` has the run for batches
-without a flush between them.
+``FlushedRun`` runs one batch, completely or not at all. ``OverlappingRun`` in ``overlapping`` runs
+batches without a flush between them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GRACE = 0.5
 in the middle of an instruction finishes it, and starts nothing else."""
 
 POLL = 0.1
-"""Seconds after which a waiting caller checks for signals: a signal of another thread, or one of
+"""Seconds after which a waiting caller checks for signals: a signal sent to another thread, or by
 ``_thread.interrupt_main``, does not end a wait."""
 
 R = TypeVar("R")
@@ -44,8 +44,8 @@ class Finished(NamedTuple):
 
     Attributes:
         step: the number of the step, or of the batch.
-        device: the device that has left its list, at the end, at a pause or because of an error.
-            None where the report says that the caller has all outputs of the batch, or, with an
+        device: the device that has left its list: at the end, at a pause or because of an error.
+            None if the report says that the caller has all outputs of the batch, or, with an
             error, that another process has stopped the run.
         error: the error, if there was one.
     """
@@ -63,7 +63,7 @@ class Run(Generic[W]):
         machines: the machines of the devices that this process runs, in order.
         weights: parameters and buffers.
         threads: how many workers there are: one for each of these devices, or one for all.
-        running: how many submitted lists have not been left yet.
+        running: how many devices have not left their submitted lists yet.
         failed: whether the run is over because of a failure or an interrupt.
     """
 
@@ -79,18 +79,19 @@ class Run(Generic[W]):
         times: Sequence[list[Any]] = (),
         expected: Expected | None = None,
     ) -> None:
-        """Nothing runs yet. The program is verified, and there is one worker for each device, or
-        one for all; ``first`` is the number of the first step.
+        """Make the machines and channels; nothing runs yet.
 
-        ``times`` has for each device the list for the times of its instructions, see Machine; by
-        default no times are taken. ``expected`` predicts what the devices hold, for messages.
+        There is one worker for each device that this process runs, or one for all. ``first`` is the
+        number of the first step. ``times`` has for each device the list that gets the times of its
+        instructions, see Machine. ``expected`` predicts what the devices hold, for messages.
         """
         self.program = program
         self.threads = len(workers)
         self.running = 0
         self.failed = False
         self._workers = workers
-        self._backend, self._group = backend, backend.group
+        self._backend = backend
+        self._group = backend.group
         self.weights = weights
         self._expected = expected
         self._jobs: dict[int, Job] = {}
@@ -114,7 +115,7 @@ class Run(Generic[W]):
                 Driver([m], [(0, len(program.lists[m.device]))]) for m in self.machines
             ]
         self._reports: SimpleQueue[Finished | None] = SimpleQueue()
-        reports = self._reports  # through the channels the run would refer to itself
+        reports = self._reports  # with self in the function, run and channels would be a cycle
         self._channels.when_failed(lambda error: reports.put(Finished(-1, None, error)))
 
     @property
@@ -124,8 +125,8 @@ class Run(Generic[W]):
         return functools.reduce(operator.or_, peaks, self._elsewhere)
 
     def _settle(self) -> None:
-        """Wait until every process has finished its lists. It cannot be interrupted: from here on
-        the others may commit. Raises RankError where one of them has failed."""
+        """Wait until every process has finished its lists. Signals do not interrupt the wait, as
+        other processes may commit from here on. Raises RankError where one of them has failed."""
         self._channels.flush()
         if self._group.size > 1:
             others = self._group.settle(dict(self.peak_kept))
@@ -142,15 +143,15 @@ class Run(Generic[W]):
         return self._workers[0].forked
 
     def check(self) -> None:
-        """Raises InputError where a worker has ended, or is in another process."""
+        """Check the workers. Raises InputError if one has ended, or is in another process."""
         for worker in self._workers:
             worker.check()
 
     def stop(self) -> bool:
-        """Stop all devices. Waits for a running update, and for a computation at most GRACE.
+        """Stop all devices. Waits for a running update; for a computation at most GRACE seconds.
 
         Returns:
-            Whether all devices have left their lists. One that has not drops its values later.
+            Whether all devices have left their lists. A device that has not drops its values later.
         """
         self.failed = True
         updating = self.weights.stop()
@@ -166,14 +167,12 @@ class Run(Generic[W]):
         return True
 
     def _held(self) -> HeldSignals:
-        """Hold signals inside a block; one that comes wakes the caller that waits for reports."""
+        """Hold signals inside a block; a signal wakes the caller that waits for reports."""
         return HeldSignals(wake=lambda: self._reports.put(None))
 
     def _start(self, step: int, work: Callable[[Driver], None]) -> None:
-        """Submit a step to every worker; each device reports when it has left its list.
-
-        Raises InputError like ``check``; nothing has started then.
-        """
+        """Submit a step to every worker; each device reports when it has left its list. Raises
+        InputError like ``check`` before anything starts."""
         self.check()
         self._channels.start()
         for driver, worker in zip(self._drivers, self._workers, strict=True):
@@ -181,7 +180,6 @@ class Run(Generic[W]):
             self.running += len(driver.machines)
 
     def _drive(self, driver: Driver, step: int, work: Callable[[Driver], None]) -> None:
-        """A worker's job."""
         try:
             if self._channels.stopping:
                 raise Stopped
@@ -198,23 +196,23 @@ class Run(Generic[W]):
                     Finished(step, machine.device, error if machine is driver.at else Stopped())
                 )
             if not isinstance(error, Stopped):
-                # explained only if someone is told: the caller may have raised its report by now,
-                # and as long as this thread is here the error keeps the tensors of the step alive
+                # Explained only if another process is told: the caller may have raised the error by
+                # now, and while this thread works on it the error keeps the step's tensors alive.
                 self._channels.left(
                     functools.partial(explained, driver.at, error, "", self._backend)
                 )
 
     def _pool(self, machine: Machine, step: int) -> None:
-        """At the end of a step, take the buffers that its forwards have written in all replicas."""
+        """At the end of a step, combine the buffers that its forwards wrote in all replicas."""
         written = machine.store.state
         if self._group.replicas > 1 and written:
             defers = self.weights.defers
             with self._backend.computing(machine.device):
-                found = self._channels.pool(machine.device, step, written, whole=defers)
-                machine.store.state = self.weights.pooled(found)
+                replicas = self._channels.pool(machine.device, step, written, whole=defers)
+                machine.store.state = self.weights.pooled(replicas)
 
     def _hear(self, timeout: float | None) -> Finished | None:
-        """The next report; None for a signal. Raises Empty if none comes before the timeout."""
+        """Wait for the next report; None is a signal. Raises Empty after the timeout."""
         report = self._reports.get(timeout=timeout)
         if report is not None and report.device is not None:
             self.running -= 1
@@ -225,7 +223,7 @@ class Run(Generic[W]):
     ) -> None:
         """Handle reports until ``done``. Raises the first failure, or a signal's exception.
 
-        Unless ``rolls_back``, a failure cannot be rolled back now, and the next wait does it.
+        Unless ``rolls_back``, a failure stays reported, and the next wait rolls back.
         """
         interrupt: BaseException | None = None
         try:
@@ -278,7 +276,8 @@ class Run(Generic[W]):
     def _lost(
         self, cause: BaseException, when: str, noticed: int | None = None
     ) -> DeviceError | None:
-        """The error if a device reports a failure late; then a roll-back may fail, too."""
+        """Give up if a device reports a failure late, and return the error, else None. Rolling back
+        may fail, too, then."""
         late = explained_late(cause, when, self._backend, noticed)
         if late is not None:
             with suppress(Exception):
@@ -286,15 +285,15 @@ class Run(Generic[W]):
         return late
 
     def _give_up(self) -> str:
-        """Stop all devices and roll back. Returns what that means for the weights, in words."""
+        """Stop all devices and roll back. Returns what became of the weights, in words."""
         raise NotImplementedError
 
     def _note(self, report: Finished) -> None:
-        """Handle a report."""
+        """Take note of a report that is not of a failure."""
 
 
 class FlushedRun(Run[LiveWeights]):
-    """A run of one batch, which is finished before another one begins.
+    """A run of one batch, which is finished before the next one begins.
 
     ``advance`` runs it to its end or its next pause and commits the results to the model. Before
     the commit nothing outside this object changes, and after a failure there is no commit.
@@ -307,7 +306,7 @@ class FlushedRun(Run[LiveWeights]):
     _advances = 0
 
     def feed(self, job: Job) -> None:
-        """Set the batch to run."""
+        """Set the batch that ``advance`` runs."""
         self._jobs[0] = job
         self._channels.fed(0)
 
@@ -315,8 +314,8 @@ class FlushedRun(Run[LiveWeights]):
         """Run every device to the end of its list or its next pause, and commit.
 
         Args:
-            result: makes the value to return; called before the commit, so that nothing has changed
-                if it raises.
+            result: computes the value to return; called before the commit, so that nothing has
+                changed if it raises.
 
         Raises:
             ExecutionError: an instruction raised; all devices have been stopped, and the weights
@@ -333,7 +332,7 @@ class FlushedRun(Run[LiveWeights]):
                 self._wait(signals, lambda: self.running == 0)
                 self._backend.end()
                 self._settle()
-                made = result()
+                returned = result()
                 self.weights.commit(self._written(), self._gradients())
             except BaseException as error:
                 late = explained_late(error, "a step began or ended", self._backend)
@@ -347,17 +346,17 @@ class FlushedRun(Run[LiveWeights]):
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose results are kept")
             self._clear(values=all(machine.at_end for machine in self.machines))
-        return made
+        return returned
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """Return the summed gradients by name in the model, so that ``.grad`` does not get them."""
-        found = self.weights.named(self._gradients())
+        """Return the summed gradients by name in the model, and keep them out of ``.grad``."""
+        gradients = self.weights.named(self._gradients())
         for machine in self.machines:
             machine.store.gradients.clear()
-        return found
+        return gradients
 
     def _run_lists(self, driver: Driver) -> None:
-        """A worker's job: run its devices' lists to the end or the next pause."""
+        """Run a worker's devices to the ends of their lists or their next pauses."""
         driver.run()
         for machine in driver.machines:
             self._pool(machine, self._advances)
@@ -368,7 +367,7 @@ class FlushedRun(Run[LiveWeights]):
         return "the weights are as before the step"
 
     def _put_back(self, error: BaseException) -> None:
-        """Roll the weights back. It may fail silently where a device is lost."""
+        """Roll the weights back. Where a device is lost, this may fail without an error."""
         if self.running and not self.failed:
             self._give_up()
         try:

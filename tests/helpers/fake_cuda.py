@@ -28,6 +28,9 @@ class Stream:
         assert isinstance(event, Event)
         self.given.append("wait")
 
+    def wait_stream(self, stream: Stream) -> None:
+        self.given.append("wait")
+
 
 class Event:
     """A point in time. Attributes: ``done``: whether streams come to theirs; ``fails``: what all

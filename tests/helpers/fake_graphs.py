@@ -5,7 +5,8 @@ it is replayed. A replay reads and writes where the capture did, and never looks
 What was made in it and is held by nobody is garbage after every replay, as other captures of
 the pool may use that memory. So is, before it, all that later captures of the pool have made, held
 or not: they may have found room where this one needs it for a moment. To ask the device something
-fails; so does a second capture at a time.
+fails; so does a second capture at a time. A pool cannot be used again when its only graph is gone,
+or while a broken capture still allocates in it, as before torch 2.12.
 """
 
 from __future__ import annotations
@@ -90,15 +91,17 @@ class Graphs:
         captures: how many captures were done.
         refuses: operation's name → what it raises inside a capture.
         replays: how many replays.
-        pools: pool → its captures, in order.
+        pools: pool → its captures, in order; None when it cannot be used again.
         capturing: whether one goes on.
+        allocating: the pools in which a capture allocates.
     """
 
     def __init__(self) -> None:
         self.captures = 0
         self.replays = 0
-        self.pools: dict[Any, list[Recorder]] = {}
+        self.pools: dict[Any, Any] = {}
         self.capturing = False
+        self.allocating: set[Any] = set()
         self.refuses: dict[str, Exception] = {}
 
 
@@ -128,10 +131,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Graphs:
             assert stream != torch.cuda.default_stream()
             self.graph = graph
             graph.pool = pool
-            counted.pools.setdefault(pool, [])
 
         def __enter__(self) -> None:
             assert not counted.capturing, "two captures at a time"
+            assert not counted.allocating, "a broken capture goes on to allocate"
+            assert counted.pools.setdefault(self.graph.pool, []) is not None, "the pool is gone"
+            counted.allocating.add(self.graph.pool)
             assert ALONE._is_owned()  # type: ignore[attr-defined]
             counted.capturing = True
             self.graph.recorder.__enter__()  # type: ignore[no-untyped-call]
@@ -140,8 +145,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Graphs:
             self.graph.recorder.__exit__(*error)  # type: ignore[no-untyped-call]
             counted.capturing = False
             counted.captures += 1
-            if error[0] is not None:
+            if error[0] is not None and not issubclass(error[0], torch.OutOfMemoryError):
+                if torch.__version__ >= (2, 12):  # type: ignore[operator]
+                    counted.allocating.clear()
                 raise torch.AcceleratorError("CUDA error: the capture was invalidated")
+            counted.allocating.clear()
+            if error[0] is not None:  # the capture was ended; its graph is about to go
+                counted.pools[self.graph.pool] = counted.pools[self.graph.pool] or None
+                return
             self.graph.recorder.forget(unheld=False)
             counted.pools[self.graph.pool].append(self.graph.recorder)
 
@@ -151,5 +162,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Graphs:
         "graph_pool_handle": lambda: (0, next(numbers)),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *at: None, raising=False)
+
+    def end_allocate(device: int, pool: Any) -> None:
+        if pool not in counted.allocating:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        counted.allocating.discard(pool)
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocate, raising=False)
     return counted

@@ -150,6 +150,13 @@ def test_rows_are_concatenated() -> None:
         assert torch.equal(join(list(whole.split(SIZES)), SIZES, dims, "y"), whole)
 
 
+@pytest.mark.parametrize("parts", [[torch.tensor(2.5)], [torch.tensor([1, 2])] * 2])
+def test_what_is_joined_has_memory_of_its_own(parts: list[Tensor]) -> None:
+    """A device goes on to compute while the caller reads it, and may reuse that of the parts."""
+    made = join(parts, [1] * len(parts), (), "loss")
+    assert torch.equal(made, parts[0]) and made.data_ptr() != parts[0].data_ptr()
+
+
 def test_numbers_are_averaged_by_samples() -> None:
     whole = torch.randn(5, dtype=torch.float64)
     parts = [part.mean() for part in whole.split(SIZES)]
@@ -163,7 +170,7 @@ def test_numbers_are_averaged_by_samples() -> None:
 )
 def test_what_is_the_same_everywhere_is_handed_over_once(same: Any) -> None:
     joined = join([same, same], SIZES, None, "y")
-    assert joined is same
+    assert torch.equal(joined, same) if isinstance(same, Tensor) else joined is same
 
 
 def test_what_is_not_batched_is_not_concatenated_though_its_size_is_the_samples() -> None:

@@ -282,3 +282,29 @@ def test_with_one_slot_fewer_than_the_schedule_tells_one_is_missing(
             pipe.step(x, target=y)
         pipe.flush()
         assert [bool(kernel.overflows) for kernel in kernels(pipe)] == [fewer == 1] * 3
+
+
+class Scaled(nn.Module):
+    """Its second stage reads a whole number that the first has computed, on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        h = self.a(x)
+        m = n + 1
+        y: Tensor = self.b(h) * m
+        return y
+
+
+def test_a_number_on_the_host_is_a_part_of_the_capture(graphs: Graphs) -> None:
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    pipe = capturing(Scaled(), partition=["b"], microbatches=1, loss=nn.functional.mse_loss)
+    captures = []
+    with within(60), pipe:
+        for n in (2, 2, 3, 3):
+            pipe.step(x, torch.tensor(n), target=y)
+            captures.append(sum(kernel.captures for kernel in kernels(pipe)))
+    assert captures[0] == captures[1] < captures[2] == captures[3]

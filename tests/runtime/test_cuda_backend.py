@@ -354,6 +354,23 @@ def test_batches_are_copied_on_a_stream_between_the_callers_work(
         assert current.given[3:] == ["wait"]
 
 
+def test_a_loop_that_is_left_waits_for_the_copy_of_the_next_batch(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, _ = on_cuda(Tiny())
+    waited: list[Any] = []
+    monkeypatch.setattr(Stream, "wait_stream", lambda self, other: waited.append((self, other)))
+    side = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    with pipe:
+        pipe._options = replace(pipe._options, places=pipe._options.torch_devices)
+        got = iter(fxpipe.prefetch([batch(8, 0), batch(8, 1)], pipe))
+        next(got)
+        assert not waited
+        got.close()  # type: ignore[attr-defined]
+    assert waited == [(cuda.current[-1], side)]
+
+
 def test_on_a_cpu_batches_are_passed_on_as_they_come() -> None:
     with fxpipe.compile(Tiny(), ["cpu"] * 2) as pipe:
         batches = [batch(8, seed) for seed in range(3)]

@@ -1,1 +1,1 @@
-"""The backends: what runs the devices' lists, on CPU threads and on CUDA streams."""
+"""The backends, which run the devices' lists on CPU threads or on CUDA streams."""

@@ -1,6 +1,4 @@
-"""What runs the devices' lists: worker threads, the channels between devices, and a backend for
-each kind of device.
-"""
+"""Worker threads, the channels between devices, and the backend that runs CPU devices."""
 
 from __future__ import annotations
 
@@ -44,14 +42,14 @@ class Worker:
     def __init__(self, name: str, threads: int) -> None:
         """Start the thread. ``threads`` is the number of intra-op threads of its operations."""
         self._jobs: Jobs = SimpleQueue()
-        self._given, self._done = 0, [0]
+        self._submitted, self._done = 0, [0]
         self._process = os.getpid()
         ready = threading.Event()
         self.thread = thread = threading.Thread(
             target=_work, args=(self._jobs, self._done, threads, ready), name=name, daemon=True
         )
         self._end = weakref.finalize(self, self._jobs.put, None)
-        self._end.atexit = False  # _end_all does it, and waits
+        self._end.atexit = False  # _end_all ends all threads, and waits for them
         _running[thread] = self._jobs
         try:
             thread.start()
@@ -67,15 +65,11 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether no job is waiting or running that the thread could still finish."""
-        return self._done[0] == self._given or not self.thread.is_alive()
+        """Whether the thread has finished all jobs, or has ended."""
+        return self._done[0] == self._submitted or not self.thread.is_alive()
 
     def check(self) -> None:
-        """Check that the thread can run jobs.
-
-        Raises:
-            InputError: it cannot; the message says why.
-        """
+        """Check that the thread can run jobs. Raises InputError, which says why it cannot."""
         if not self._end.alive:
             raise InputError("the pipe is closed; compile the model again")
         if self.thread.is_alive():
@@ -92,13 +86,13 @@ class Worker:
         )
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run a job after those submitted before it. Raises like ``check``."""
+        """Run a job after the jobs submitted before. Raises like ``check``."""
         self.check()
-        self._given += 1
+        self._submitted += 1
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread after the jobs that were submitted."""
+        """End the thread once it has run all submitted jobs."""
         self._end()
 
 
@@ -108,7 +102,7 @@ def is_worker() -> bool:
 
 
 def _work(jobs: Jobs, done: list[int], threads: int, ready: threading.Event) -> None:
-    torch.get_num_threads()  # makes this thread take torch's default now, not at a later first use
+    torch.get_num_threads()  # sets torch's default in this thread now; later it would replace ours
     torch.set_num_threads(threads)
     keep_memory()
     ready.set()
@@ -145,7 +139,7 @@ class Driver:
     """
 
     def __init__(self, machines: Sequence[Machine], turns: Sequence[Turn]) -> None:
-        """Nothing has run yet. ``turns`` says which machine runs next, and up to where; see
+        """Prepare to run; ``turns`` says which machine runs next and up to where, see
         ``Program.turns``."""
         self.machines = tuple(machines)
         self.at = self.machines[0]
@@ -154,7 +148,7 @@ class Driver:
         self._next = 0
 
     def run(self) -> None:
-        """Run all lists to their end or their next pause. Raises like Machine.run."""
+        """Run all lists to their ends or their next pauses. Raises like Machine.run."""
         if self._next == len(self._turns):  # another step
             self._next = 0
         start = thread_time()
@@ -168,15 +162,15 @@ class Driver:
 
 
 class Channels:
-    """Channels between the devices of one run: a queue into each, tensors passed by reference.
+    """Channels between the devices of one run: a queue into each; tensors go by reference.
 
     Attributes:
         stopping: whether each device has to leave its list at its next instruction.
     """
 
     def __init__(self, program: Program, threads: int) -> None:
-        """Make empty channels. At a barrier each of the threads that run the lists waits for the
-        others."""
+        """Make empty channels; ``threads`` is how many threads run the lists and meet at a
+        barrier."""
         self.stopping = False
         self._inboxes: list[SimpleQueue[tuple[Buffer, Any] | None]] = [
             SimpleQueue() for _ in program.lists
@@ -189,7 +183,7 @@ class Channels:
         self._inboxes[device].put((buffer, value))
 
     def get(self, device: int, buffer: Buffer) -> Any:
-        """Wait for a value sent to a device. Raises Stopped when the run is stopped."""
+        """Wait for a value that was sent to a device. Raises Stopped when the run is stopped."""
         arrived, inbox = self._arrived[device], self._inboxes[device]
         while buffer not in arrived:
             message = self._next(inbox)
@@ -198,7 +192,7 @@ class Channels:
         return arrived.pop(buffer)
 
     def _next(self, queue: SimpleQueue[T | None]) -> T:
-        """The next item of a queue. Raises Stopped when the run is stopped."""
+        """Wait for the next item of a queue. Raises Stopped when the run is stopped."""
         item = queue.get()
         if item is None:
             raise Stopped
@@ -212,16 +206,16 @@ class Channels:
             raise Stopped from None
 
     def start(self) -> None:
-        """Note that devices run from now on."""
+        """Note that devices begin to run."""
 
     def pause(self) -> None:
-        """Note that no device runs until ``start`` is called again."""
+        """Note that no device runs before the next ``start``."""
 
     def publish(self, buffer: Buffer, value: Any) -> None:
-        """Hand a value that the caller wants to the callers in other processes, if any."""
+        """Send a value that callers want to the callers in other processes, if there are any."""
 
     def flush(self) -> None:
-        """Send what ``publish`` has kept back."""
+        """Send the values that ``publish`` has kept back."""
 
     def fed(self, batch: int) -> None:
         """Note that a batch can be run from now on."""
@@ -230,23 +224,22 @@ class Channels:
         """Tell other processes, if any, that a stage has a new version of its weights."""
 
     def when_updated(self, updated: Callable[[int, int, int], None]) -> None:
-        """Call a function, in another thread, with a stage of another process, its version, and the
-        number of the replica."""
+        """Have a function called, in another thread, when a stage of another process has a new
+        version: with the stage, the version and the number of the replica."""
 
     def pool(
         self, device: int, step: int, values: dict[str, Tensor], *, whole: bool
     ) -> list[dict[str, Tensor]]:
-        """Wait for the buffers that a device has written in a step in all replicas, or, unless
-        ``whole``, in the first one: replica → name → value."""
+        """Wait for the buffers that a device has written in a step: replica → name → value. Unless
+        ``whole``, only those of the first replica."""
         return [values]
 
     def when_failed(self, failed: Callable[[RankError], None]) -> None:
-        """Call a function, in another thread, as soon as another process has stopped the run."""
+        """Have a function called, in another thread, once another process has stopped the run."""
 
     def left(self, explain: Callable[[], BaseException]) -> None:
-        """Tell other processes, if any, that a device here has failed and leaves the run.
-        ``explain`` makes the error to tell; it is not called where there is nobody to tell it
-        to."""
+        """Tell other processes that a device here has failed and leaves the run. ``explain`` makes
+        the error to tell; it is not called if there is no other process."""
 
     def stop(self) -> None:
         """Wake every device that waits; each leaves its list at its next instruction."""
@@ -264,51 +257,50 @@ class Backend:
     """
 
     def __init__(self, group: RankGroup | None = None) -> None:
-        """Args: group: the ranks that run a program together; by default this process alone."""
+        """``group`` has the ranks that run a program together; by default this process alone."""
         self.group = RankGroup() if group is None else group
 
     def devices(self, program: Program) -> Sequence[int]:
-        """The devices whose lists this process runs."""
+        """The indices of the devices whose lists this process runs."""
         return range(program.devices)
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Channels:
-        """The channels between the devices in one run, whose lists so many threads run, for these
-        batches."""
+        """Make the channels for one run; see Channels. ``jobs`` has the run's batches."""
         return Channels(program, threads)
 
     def machine(self, device: int, first: int) -> Callable[..., Machine]:
-        """Makes the Machine for one device in one run; ``first`` is the number of the first
-        step."""
+        """Return what makes the Machine of a device for one run; ``first`` is the number of the
+        run's first step."""
         return partial(Machine, device=device, step=first)
 
     def begin(self) -> None:
-        """Start a run: order the devices after what the caller has computed so far."""
+        """Begin a run: order the devices after what the caller has launched so far."""
 
     def end(self) -> None:
         """End the launching of a run: order the caller after what the devices compute."""
 
     def close(self) -> None:
-        """Let go of what was opened to other processes, if anything."""
+        """Close the connections to other processes, if there are any."""
 
     def computing(self, device: int) -> AbstractContextManager[None]:
-        """Inside the block, operations are ordered after the device's computations."""
+        """Order operations inside the block after the device's computations."""
         return nullcontext()
 
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
-        """A machine's ``times`` by a clock that all devices share. It may wait for the device."""
+        """A machine's ``times`` by a clock that all devices share. May wait for the device."""
         return list(times)
 
     def memory(self, device: int) -> DeviceMemory:
-        """The memory of a device; those on the CPU share the machine's."""
-        known = "SC_PHYS_PAGES" in os.sysconf_names
+        """The memory of a device; CPU devices share the machine's."""
+        known = "SC_PHYS_PAGES" in os.sysconf_names  # not on every platform
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
         return DeviceMemory("the CPU", None, total)
 
     def generators(self) -> Mapping[str, torch.Generator]:
-        """Name of each device that has a generator of its own → torch's generator for it."""
+        """Name of each device with its own random number generator → that generator."""
         return {}
 
     def unfinished(self, error: BaseException) -> Sequence[Unfinished]:
-        """What the devices may not have finished, if they report this kind of error late; else
+        """What the devices may not have finished, if they report such an error late; else
         nothing."""
         return ()

@@ -1,7 +1,7 @@
 """An asynchronous device: its instructions are launched on streams, ordered by events.
 
-``Lanes`` hides what streams and events are on a kind of device. Launching runs ahead of the device
-and waits only for other launches: for a value to be sent, and for an event to be recorded.
+``Lanes`` hides how a kind of device implements streams and events. Launching runs ahead of the
+device and waits only for other launches: for a value to be sent, and for an event to be recorded.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ class Lanes(Protocol):
     """The streams of one device."""
 
     def on(self, stream: str, name: str) -> AbstractContextManager[None]:
-        """Inside the block, launches go to a stream, under a name for profilers."""
+        """Launch on a stream inside the block, under a name for profilers."""
         ...
 
     def wait(self, stream: str, mark: Any) -> None:
-        """Let later launches on a stream start after a mark, which may be another device's."""
+        """Order later launches on a stream after a mark, which may be another device's."""
         ...
 
     def mark(self, stream: str) -> Any:
-        """A mark at the end of what was launched on a stream so far, such as a CUDA event."""
+        """Mark the end of what was launched on a stream so far, for example by a CUDA event."""
         ...
 
     def bring(self, stream: str, value: Any) -> Any:
-        """A copy of a value in the device's own memory, made by a stream."""
+        """Copy a value to the device's memory, on a stream."""
         ...
 
     def take(self, value: Tensor) -> Tensor:
-        """A copy in the host's memory, made by the current stream."""
+        """Copy a tensor to the host's memory, on the current stream."""
         ...
 
     def room(self, spec: ValueSpec) -> Tensor:
-        """Memory of the device for a value, laid out as ``bring`` does."""
+        """Allocate the device's memory for a value, with the strides that ``bring`` gives it."""
         ...
 
     def reached(self, mark: Any) -> bool:
-        """Whether a stream has passed a mark. Raises an error that the device reports."""
+        """Whether a stream has passed a mark. Raises any error that the device reports."""
         ...
 
     def moment(self, stream: str) -> Any:
-        """A mark that keeps the time when the stream reaches it."""
+        """Mark the end of a stream like ``mark``; the mark keeps the time when it is reached."""
         ...
 
 
 class _Stream:
-    """What was launched on one stream.
+    """The instructions launched on one stream.
 
     Attributes:
         done: the last instruction that is known to be done, or None.
-        open: the instructions that were launched after that one.
-        marked: the marks that are not reached yet, each with the last instruction before it.
+        open: the instructions that were launched after it.
+        marked: the marks not known to be reached, each with the last instruction before it.
     """
 
     def __init__(self) -> None:
@@ -85,9 +85,8 @@ class _Stream:
 class Trail:
     """The instructions launched on one device, and which of them are known to be done.
 
-    A CUDA device reports a failure at the next call, whichever that is, and afterwards no longer
-    says what is done. So this asks during launching. It lasts from run to run, and several threads
-    may use it.
+    A CUDA device reports a failure at any later call, and afterwards no longer says what is done.
+    So a trail asks while it launches. It is kept from run to run, and several threads may use it.
     """
 
     def __init__(self, device: int, place: str) -> None:
@@ -96,41 +95,38 @@ class Trail:
         self._streams: dict[str, _Stream] = {}
         self._lock = threading.Lock()
 
-    def give(self, stream: str, given: Launched) -> None:
+    def give(self, stream: str, launched: Launched) -> None:
         """Note that an instruction is about to be launched on a stream."""
         with self._lock:
-            if stream not in self._streams:
-                self._streams[stream] = _Stream()
-            self._streams[stream].open.append(given)
+            self._streams.setdefault(stream, _Stream()).open.append(launched)
 
     def mark(self, stream: str, mark: Any) -> None:
         """Note a mark after everything that was launched on a stream so far."""
         with self._lock:
-            own = self._streams.get(stream)
-            if own is not None and own.open:
-                own.marked.append((mark, own.open[-1]))
+            work = self._streams.get(stream)
+            if work is not None and work.open:
+                work.marked.append((mark, work.open[-1]))
 
     def look(self, stream: str, reached: Callable[[Any], bool]) -> None:
-        """Find out which marks a stream has reached; ``reached`` raises an error that the device
-        reports."""
+        """Find out which marks a stream has reached. Raises any error that the device reports."""
         with self._lock:
-            own = self._streams.get(stream)
-            while own is not None and own.marked and reached(own.marked[0][0]):
-                _, last = own.marked.popleft()
-                while own.done is not last:
-                    own.done = own.open.popleft()
+            work = self._streams.get(stream)
+            while work is not None and work.marked and reached(work.marked[0][0]):
+                _, last = work.marked.popleft()
+                while work.done is not last:
+                    work.done = work.open.popleft()
 
     def unfinished(self, reached: Callable[[Any], bool]) -> list[Unfinished]:
-        """The streams that may not have finished all their instructions; ``reached`` may raise
-        where the device has failed."""
+        """The streams that may not have finished all their instructions. ``reached`` may raise, as
+        a device does that has failed."""
         for name in tuple(self._streams):
             with suppress(RuntimeError):
                 self.look(name, reached)
         with self._lock:
             return [
-                Unfinished(self._device, self._place, name, own.done, tuple(own.open))
-                for name, own in self._streams.items()
-                if own.open
+                Unfinished(self._device, self._place, name, work.done, tuple(work.open))
+                for name, work in self._streams.items()
+                if work.open
             ]
 
 
@@ -138,31 +134,31 @@ class Events:
     """The events of one run: a wait is launched only after the event's record was launched."""
 
     def __init__(self, program: Program, devices: Sequence[int] | None = None) -> None:
-        """No event is recorded yet.
-
-        The program tells how often each event is waited for. ``devices`` are those that this
-        process runs, by default all.
-        """
-        own = range(program.devices) if devices is None else devices
-        launches = [launch for device in own for launch in program.launches[device]]
-        self._known = {launch.record.number for launch in launches if launch.record is not None}
-        self._all = devices is None
+        """Count the waits for each event. ``devices`` are the devices that this process runs, by
+        default all."""
+        indices = range(program.devices) if devices is None else devices
+        launches = [launch for device in indices for launch in program.launches[device]]
+        # the events that this process records; None if it records all
+        self._here = None if devices is None else {x.record.number for x in launches if x.record}
         self._waits = Counter(event.number for launch in launches for event in launch.waits)
         self._marks: dict[Event, tuple[Any, int]] = {}
         self._changed = threading.Condition()
         self._stopped = False
 
     def record(self, event: Event, mark: Any) -> None:
-        """Note the mark of an event, in its step. It is dropped after the event's last wait."""
+        """Note the mark of an event. It is dropped after the event's last wait."""
         if self._waits[event.number]:
             with self._changed:
                 self._marks[event] = mark, self._waits[event.number]
                 self._changed.notify_all()
 
     def find(self, event: Event) -> Any:
-        """The mark of an event, once it is recorded; None for one of another process. Raises
-        Stopped when the run is stopped."""
-        if not self._all and event.number not in self._known:
+        """Wait until an event is recorded and return its mark; None for another process's event.
+
+        Raises:
+            Stopped: the run is stopped.
+        """
+        if self._here is not None and event.number not in self._here:
             return None
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or event in self._marks)
@@ -181,47 +177,47 @@ class Events:
 
 
 class HostMemory:
-    """A device's memory in that of its host: an OffloadMemory, copied by streams."""
+    """An OffloadMemory that streams copy to the host's memory and back."""
 
     def __init__(self, lanes: Lanes, memories: list[Tensor]) -> None:
-        """Begin to copy, on the current stream."""
+        """Begin to copy to the host, on the current stream."""
         self._lanes = lanes
         self._stored = [lanes.take(memory) for memory in memories]
 
     def wait(self) -> None:
-        """See OffloadMemory.wait: the stream has waited for an event."""
+        """See OffloadMemory.wait. Nothing to do: streams wait for the copies by events."""
 
     def fetch(self) -> list[Tensor]:
-        fetched = [self._lanes.bring(PREFETCH, each) for each in self._stored]
+        fetched = [self._lanes.bring(PREFETCH, memory) for memory in self._stored]
         self._stored.clear()
         return fetched
 
 
 class LaunchingChannels(Channels):
-    """Channels between devices with streams: values by reference, which the receiver copies.
+    """Channels between devices with streams. Values are passed by reference; the receiver copies.
 
     Attributes:
         events: the events of all devices.
     """
 
     def __init__(self, program: Program, threads: int) -> None:
-        """Make empty channels. See Channels."""
         super().__init__(program, threads)
         self.events = Events(program)
 
     def prepare(self, machine: LaunchingMachine) -> None:
-        """A device is about to run its list, or to go on after a pause."""
+        """Prepare a device that is about to run its list, or to go on after a pause."""
 
     def arrive(self, machine: LaunchingMachine, stream: str, buffer: Buffer) -> Any:
-        """The value that a device receives, in its own memory, brought by a stream."""
+        """Receive a value for a device, and copy it to its memory on a stream."""
         return machine.lanes.bring(stream, self.get(machine.device, buffer))
 
     def leave(self, buffer: Buffer) -> None:
-        """A value is about to be freed by the current stream. If it was sent, the stream has waited
-        for the event at the end of the copy."""
+        """Note that the current stream is about to free a value. If the value was sent, the stream
+        has waited for the event at the end of the copy."""
 
     def finish(self, lanes: Lanes, marks: Sequence[Any]) -> None:
-        """A device has been given its list, or all up to a pause, which ends at these marks."""
+        """Note that a device's list is launched, up to its end or a pause, which these marks
+        follow."""
 
     def stop(self) -> None:
         self.events.stop()
@@ -234,7 +230,7 @@ class LaunchingMachine(Machine):
 
     Attributes:
         lanes: the device's streams.
-        trail: what was launched on the device, and what of it is done.
+        trail: the instructions launched on the device, and which are known to be done.
         first: the first step of the run. Events of earlier steps are past and are not waited for.
     """
 
@@ -256,7 +252,7 @@ class LaunchingMachine(Machine):
         return HostMemory(self.lanes, memories)
 
     def _launch_next(self) -> ins.Instruction:
-        """Launch the instruction at ``position``, and return it."""
+        """Launch the instruction at ``position``, move on and return it."""
         instruction = self.program.lists[self.device][self.position]
         launch = self.program.launches[self.device][self.position]
         if self.channels.stopping:
@@ -290,17 +286,17 @@ class LaunchingMachine(Machine):
 
     def _launch(self, instruction: ins.Instruction, launch: Launch) -> None:
         with self.lanes.on(launch.stream, print_instruction(instruction)):
-            if not isinstance(instruction, ins.Arrival):
+            if isinstance(instruction, ins.Load):
+                buffer = instruction.buffer
+                value = self.jobs[self.step + buffer.batch].host.give(buffer)
+                self.store.values[buffer] = self.lanes.bring(launch.stream, value)
+            elif isinstance(instruction, ins.Arrival):
+                value = self.channels.arrive(self, launch.stream, self.named(instruction.buffer))
+                self.store.values[instruction.buffer] = value
+            else:
                 if isinstance(instruction, ins.Free):
                     self.channels.leave(self.named(instruction.buffer))
                 HANDLERS[type(instruction)](self, instruction)
-                return
-            buffer, stream = instruction.buffer, launch.stream
-            if isinstance(instruction, ins.Load):
-                value = self.jobs[self.step + buffer.batch].host.give(buffer)
-                self.store.values[buffer] = self.lanes.bring(stream, value)
-            else:
-                self.store.values[buffer] = self.channels.arrive(self, stream, self.named(buffer))
 
 
 class Launcher(Backend):
@@ -309,13 +305,8 @@ class Launcher(Backend):
     def __init__(
         self, lanes: Sequence[Lanes], places: Sequence[str], group: RankGroup | None = None
     ) -> None:
-        """Nothing is launched yet.
-
-        Args:
-            lanes: the streams of each device that this process runs.
-            places: their names in messages.
-            group: see Backend.
-        """
+        """``lanes`` are the streams of each device that this process runs, and ``places`` the
+        devices' names in messages."""
         super().__init__(group)
         first = self.group.device
         self._lanes = dict(enumerate(lanes, first))
@@ -324,28 +315,28 @@ class Launcher(Backend):
     def channels(
         self, program: Program, threads: int, jobs: Mapping[int, Job]
     ) -> LaunchingChannels:
-        """See Backend.channels; values go by reference, and the receiver copies."""
         return LaunchingChannels(program, threads)
 
     def machine(self, device: int, first: int) -> Callable[..., Machine]:
         lanes, trail = self._lanes[device], self._trails[device]
-        made = partial(LaunchingMachine, lanes=lanes, trail=trail, first=first)
-        return partial(made, device=device, step=first)
+        return partial(
+            LaunchingMachine, lanes=lanes, trail=trail, first=first, device=device, step=first
+        )
 
     def computing(self, device: int) -> AbstractContextManager[None]:
         return self._lanes[device].on(COMPUTE, "statistics")
 
     def left(self) -> list[Unfinished]:
-        """What the devices may not have finished, as far as they still report it."""
+        """The streams that may not have finished, as far as the devices still report it."""
         return [
-            each
+            stream
             for device, lanes in self._lanes.items()
-            for each in self._trails[device].unfinished(lanes.reached)
+            for stream in self._trails[device].unfinished(lanes.reached)
         ]
 
 
 def room(spec: ValueSpec, device: torch.device) -> Tensor:
-    """Memory for a value, laid out as ``torch.empty_like`` does it: dense, in the same order."""
+    """Allocate memory for a value as ``torch.empty_like`` does: dense, dimensions in its order."""
     assert spec.strides is not None
     like = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
     return torch.empty_like(like, device=device)
