@@ -66,16 +66,9 @@ class _Deferrer:
         """Note that a BatchNorm's moments are gathered in the buffer ``moments``."""
         module = self.modules[running_mean]
         prefix = running_mean.removesuffix("running_mean")
-        counted = module.num_batches_tracked is not None
-        self.norms.append(
-            DeferredNorm(
-                moments,
-                running_mean,
-                f"{prefix}running_var",
-                f"{prefix}num_batches_tracked" if counted else None,
-                module.momentum,
-            )
-        )
+        tracked = None if module.num_batches_tracked is None else f"{prefix}num_batches_tracked"
+        names = running_mean, f"{prefix}running_var", tracked
+        self.norms.append(DeferredNorm(moments, *names, module.momentum))
 
     def zeros(self, module: _BatchNorm, *shape: int) -> Tensor:
         assert module.running_mean is not None

@@ -99,18 +99,13 @@ def mask_diagonals(module: fx.GraphModule) -> None:
     for part in module.modules():
         if not isinstance(part, fx.GraphModule):
             continue
-        filled = [
-            node
-            for node in part.graph.find_nodes(
-                op="call_function", target=aten.fill_diagonal_.default
-            )
-            if node.args[0].meta["val"].dim() == 2 and not any(node.args[2:])
-        ]
-        for node in filled:
+        fills = part.graph.find_nodes(op="call_function", target=aten.fill_diagonal_.default)
+        fills = [n for n in fills if n.args[0].meta["val"].dim() == 2 and not any(n.args[2:])]
+        for node in fills:
             with part.graph.inserting_before(node):
                 node.replace_all_uses_with(_masked(node))
             part.graph.erase_node(node)
-        if filled:
+        if fills:
             part.graph.lint()
             part.recompile()
 
@@ -142,7 +137,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
         TraceError: the model writes into a tensor that is no buffer.
     """
     program.graph_module.recompile()
-    _part_names(program)
+    _separate_names(program)
     try:
         with warnings.catch_warnings(), functions_kept():
             warnings.simplefilter("ignore")
@@ -178,7 +173,7 @@ def decomposed(
         _TORCH._collect_all_valid_cia_ops = _all_composites
 
 
-def _part_names(program: ExportedProgram) -> None:
+def _separate_names(program: ExportedProgram) -> None:
     """Copy a buffer with several names under those names that the graph does not read.
 
     The graph reads such a buffer under one name, and ``run_decompositions`` fails if it writes it.

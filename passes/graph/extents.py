@@ -58,26 +58,17 @@ def extents(plan: Plan, state: Mapping[str, Tensor], batch: int) -> tuple[Extent
             input has this size, it becomes ``b``.
     """
     try:
-        return _extents(plan, state, batch)
+        return _Walk(plan, state, batch).run()
     except RuntimeError:  # sparse products, and LSTMs in float32, refuse symbolic sizes
-        return _extents(plan, state, None)
-
-
-def _extents(plan: Plan, state: Mapping[str, Tensor], batch: int | None) -> tuple[Extent, ...]:
-    shapes = ShapeEnv(specialize_zero_one=False)
-    mode = FakeTensorMode(shape_env=shapes)
-    walk = _Walk(plan, mode, state, batch)
-    with mode, torch.enable_grad():
-        return tuple(walk.extent(stage) for stage in plan.stages)
+        return _Walk(plan, state, None).run()
 
 
 class _Walk:
     """Goes from stage to stage, and keeps the values that cross between them."""
 
-    def __init__(
-        self, plan: Plan, mode: FakeTensorMode, state: Mapping[str, Tensor], batch: int | None
-    ) -> None:
+    def __init__(self, plan: Plan, state: Mapping[str, Tensor], batch: int | None) -> None:
         self.plan = plan
+        self.mode = mode = FakeTensorMode(shape_env=ShapeEnv(specialize_zero_one=False))
         used = {a.target for s in plan.stages for a in (*s.parameters, *s.buffers)}
         self.state = {
             name: mode.from_tensor(state[name].detach(), static_shapes=True).requires_grad_(
@@ -91,7 +82,11 @@ class _Walk:
                 spec = plan.specs[edge.value]
                 self.values[edge.value] = _input(mode, edge.value, spec, batch)
 
-    def extent(self, stage: Stage) -> Extent:
+    def run(self) -> tuple[Extent, ...]:
+        with self.mode, torch.enable_grad():
+            return tuple(map(self._extent, self.plan.stages))
+
+    def _extent(self, stage: Stage) -> Extent:
         into = self.plan.edges_into(stage.index)
         away = self.plan.edges_from(stage.index)
         parameters = [self.state[a.target] for a in stage.parameters]

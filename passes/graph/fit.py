@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir.traced import Traced, Value
-from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.passes.graph.lazy_module import copied
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes, differentiable
 
 
@@ -43,10 +43,9 @@ def relay(
         trained: the placeholders that get a gradient; with leaf modules any value may get one.
         outputs: the values whose gradients the caller gives.
     """
-    graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    end = graph.output(graph.graph_copy(traced.graph, copies))
-    relays = _Relays(graph, end, assignment.nodes, {a.name for a in traced.parameters})
+    relayed = copied(traced, copies)
+    relays = _Relays(relayed.graph, assignment.nodes, {a.name for a in traced.parameters})
     renamed = {
         node.name: relays.hand_on(copies[node], node.name in outputs)
         for node in differentiable(traced, trained)
@@ -54,24 +53,20 @@ def relay(
     }
     if len(relays.stages) == len(assignment.nodes):
         return traced, assignment
-    graph.lint()
+    relayed.graph.lint()
     returned = tuple(
         replace(out, name=renamed.get(out.name, out.name)) if isinstance(out, Value) else out
         for out in traced.outputs
     )
-    module = lazy_module(traced.module, graph)
-    stages = Assignment(assignment.stages, relays.stages)
-    return replace(traced, module=module, outputs=returned), stages
+    return replace(relayed, outputs=returned), Assignment(assignment.stages, relays.stages)
 
 
 class _Relays:
     """Adds the nodes to a graph that pass values on."""
 
-    def __init__(
-        self, graph: fx.Graph, end: fx.Node, stages: Mapping[str, int], parameters: set[str]
-    ) -> None:
+    def __init__(self, graph: fx.Graph, stages: Mapping[str, int], parameters: set[str]) -> None:
         self.graph = graph
-        self.end = end
+        self.end = graph.output_node()
         self.stages = dict(stages)
         self.parameters = parameters
         self.order = {node: place for place, node in enumerate(graph.nodes)}
@@ -92,13 +87,9 @@ class _Relays:
             behind = [reader for reader in readers if self.stages[reader.name] > stage]
             if _reads(current, here) < 2 or not (behind or to_caller):
                 continue
+            alias, name = torch.ops.aten.alias.default, f"{node.name}_on_{stage}"
             with self.graph.inserting_after(here[-1]):
-                copy = self.graph.create_node(
-                    "call_function",
-                    torch.ops.aten.alias.default,
-                    (current,),
-                    name=f"{node.name}_on_{stage}",
-                )
+                copy = self.graph.create_node("call_function", alias, (current,), name=name)
             copy.meta.update(node.meta)
             self.stages[copy.name] = stage
             for reader in [*behind, *([self.end] if to_caller else [])]:
@@ -130,16 +121,14 @@ def localise_sizes(traced: Traced, assignment: Assignment) -> tuple[Traced, Assi
     """
     if not any(_is_size(node) for node in traced.graph.nodes):
         return traced, assignment
-    graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(traced.graph, copies))
-    stages = {copies[n].name: assignment.nodes[n.name] for n in compute_nodes(traced.graph)}
-    for stage in range(assignment.stages):
-        _Localiser(graph, stages, stage).run()
-    graph.lint()
-    module = lazy_module(traced.module, graph)
+    localised = copied(traced, copies)
     assert all(old.name == new.name for old, new in copies.items()), "a copy keeps its names"
-    return replace(traced, module=module), Assignment(assignment.stages, stages)
+    stages = {n.name: assignment.nodes[n.name] for n in compute_nodes(traced.graph)}
+    for stage in range(assignment.stages):
+        _Localiser(localised.graph, stages, stage).run()
+    localised.graph.lint()
+    return localised, Assignment(assignment.stages, stages)
 
 
 class _Localiser:

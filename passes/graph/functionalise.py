@@ -39,13 +39,13 @@ from fxpipe.passes.graph.rewrite import rewrite
 from fxpipe.passes.tracing.explain import at_node, explained
 from fxpipe.torchtools.state import Autocasts, autocasts
 
+aten = torch.ops.aten
+
 _ASSERTIONS = frozenset(
     (
-        torch.ops.aten._assert_tensor_metadata.default,
-        torch.ops.aten._assert_scalar.default,
-        torch.ops.aten._assert_async.msg,
-        torch.ops.aten.sym_constrain_range_for_size.default,
-        torch.ops.aten.sym_constrain_range.default,
+        *(aten._assert_tensor_metadata.default, aten._assert_scalar.default),
+        *(aten.sym_constrain_range_for_size.default, aten.sym_constrain_range.default),
+        aten._assert_async.msg,
     )
 )
 
@@ -194,7 +194,7 @@ def _results(
                     "buffer, or work on a copy of it"
                 )
                 # scaling the rows of an embedding's own weight twice is the same as once
-                if node.target is torch.ops.aten.embedding_renorm.default:
+                if node.target is aten.embedding_renorm.default:
                     raise at_node(message, node, "it scales rows of its parameter")
                 raise TraceError(message)
             case kind:
@@ -212,7 +212,7 @@ def _shares_parameters(program: ExportedProgram) -> bool:
 
 
 def _note_casts(graph: fx.Graph, casts: Autocasts) -> None:
-    """Let the nodes run under this autocast, or under none if the graph has the casts as operations.
+    """Let the nodes run under this autocast; under none if the casts are operations of the graph.
 
     Then merge equal casts of a parameter: autocast casts it once for all its readers, and adds
     their gradients before it casts them back, wherever the stages are cut.
@@ -220,7 +220,7 @@ def _note_casts(graph: fx.Graph, casts: Autocasts) -> None:
     first_casts: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         node.meta[AUTOCAST] = casts
-        cast = node.target is torch.ops.aten._to_copy.default
+        cast = node.target is aten._to_copy.default
         if not casts and cast and node.args[0].op == "placeholder":
             first = first_casts.setdefault((node.args, *node.kwargs.items()), node)
             if first is not node:
@@ -266,7 +266,6 @@ def _counts(size: Any) -> bool:
 def _let_copies_have_gradients(module: fx.GraphModule) -> None:
     """Rewrite ``copy(x, y)``, which has no derivative, as a clone of ``y`` if the layouts agree,
     else as a scatter of ``y`` into all of ``x``."""
-    aten = torch.ops.aten
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target is not aten.copy.default:
             continue
@@ -293,8 +292,8 @@ def _let_strides_vary(module: fx.GraphModule) -> None:
     """Write ``view`` as ``reshape``, as strides may differ from those of the trace: attention, for
     example, chooses its kernel by which tensors require a gradient."""
     for node in module.graph.nodes:
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
+        if node.target is aten.view.default:
+            node.target = aten.reshape.default
 
 
 def _return_values(
@@ -314,7 +313,7 @@ def _return_values(
         if node.op != "placeholder" or not kept:
             return node
         with module.graph.inserting_before(end):
-            copy = module.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy = module.graph.call_function(aten.clone.default, (node,))
         copy.meta.update(node.meta)
         return copy
 
@@ -378,7 +377,7 @@ def _is_idle_copy(node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
     the gradients of its readers together: they are added up before they join those of the value's
     other readers, of which the latest is added first. A copy is needed if these sums would change.
     """
-    if node.op != "call_function" or node.target is not torch.ops.aten.clone.default:
+    if node.op != "call_function" or node.target is not aten.clone.default:
         return False
     source = node.args[0]
     if not isinstance(source, fx.Node) or source.op != "call_function":

@@ -31,32 +31,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.passes.graph.aliasing import may_alias
 from fxpipe.torchtools.pytrees import memory
 
-_NO_VIEWS = (torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default)
+aten = torch.ops.aten
+
+_NO_VIEWS = (aten.detach.default, aten._unsafe_view.default)
 """Operations whose results share another tensor's memory without being views to autograd."""
 
-_RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+_RESHAPES = (aten.view.default, aten._unsafe_view.default)
 """Views that get other strides along sizes of 1 in a real run than without data."""
 
 _REORDERINGS = frozenset(
-    (
-        *(torch.ops.aten._coalesce.default, torch.ops.aten.sparse_mask.default),
-        *(torch.ops.aten.t.default, torch.ops.aten.transpose.int),
-    )
+    (aten._coalesce.default, aten.sparse_mask.default, aten.t.default, aten.transpose.int)
 )
 """Operations on sparse tensors that keep the number of entries."""
 
 _LIKE_ANOTHER = frozenset(
-    getattr(getattr(torch.ops.aten, name), overload)
-    for name, overload in (
-        *(("mse_loss_backward", "default"), ("smooth_l1_loss_backward", "default")),
-        *(("huber_loss_backward", "default"), ("binary_cross_entropy", "default")),
-        *(("binary_cross_entropy_backward", "default"), ("softplus_backward", "default")),
-        *(("elu_backward", "default"), ("hardtanh_backward", "default")),
-        *(("hardsigmoid_backward", "default"), ("hardswish_backward", "default")),
-        *(("log_sigmoid_forward", "default"), ("_log_softmax_backward_data", "default")),
-        *(("_weight_norm_interface", "default"), ("channel_shuffle", "default")),
-        *(("copysign", "Tensor"), ("floor_divide", "default"), ("logit_backward", "default")),
-        *(("pow", "Scalar"), ("xlogy", "Tensor"), ("special_xlog1py", "default")),
+    (
+        *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default),
+        *(aten.huber_loss_backward.default, aten.binary_cross_entropy.default),
+        *(aten.binary_cross_entropy_backward.default, aten.softplus_backward.default),
+        *(aten.elu_backward.default, aten.hardtanh_backward.default, aten.copysign.Tensor),
+        *(aten.hardsigmoid_backward.default, aten.hardswish_backward.default, aten.pow.Scalar),
+        *(aten.log_sigmoid_forward.default, aten._log_softmax_backward_data.default),
+        *(aten._weight_norm_interface.default, aten.channel_shuffle.default, aten.xlogy.Tensor),
+        *(aten.floor_divide.default, aten.logit_backward.default, aten.special_xlog1py.default),
     )
 )
 """Operations whose results take the strides of another operand without data than in a real run."""
@@ -72,7 +69,7 @@ class TrueLayouts(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.equal.default:  # istft looks for a gap in its windows
+        if func is aten.equal.default:  # istft looks for a gap in its windows
             return False  # there was none in the model's own run
         result = func(*args, **kwargs)
         if isinstance(result, FakeTensor) and result.layout is torch.sparse_coo:
@@ -116,7 +113,7 @@ def lay_gradients(module: fx.GraphModule) -> None:
     gradient has the strides of the incoming gradient. Both new nodes are views; their backward
     copies a gradient that has other strides.
     """
-    aten, graph = torch.ops.aten, module.graph
+    graph = module.graph
     for base in dict.fromkeys(map(_written_base, graph.nodes)):
         if base is None:
             continue
@@ -157,10 +154,10 @@ def _with_entries(result: Tensor, func: Any, operands: tuple[Any, ...]) -> Tenso
 
     PyTorch does so for tensors that are transposed or otherwise reordered, or masked by another.
     """
-    like = operands[1] if func is torch.ops.aten.sparse_mask.default else operands[0]
+    like = operands[1] if func is aten.sparse_mask.default else operands[0]
     if func not in _REORDERINGS or result._nnz() or not isinstance(like, FakeTensor):
         return result
-    filled: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default(
+    filled: Tensor = aten._sparse_coo_tensor_with_dims_and_tensors.default(
         result.sparse_dim(),
         result.dense_dim(),
         result.shape,

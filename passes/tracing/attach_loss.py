@@ -189,7 +189,7 @@ def attach_leaf_loss(
 def _graph_of(
     loss: LossModule, output: Sequence[Any], targets: Sequence[Any], spec: pytree.TreeSpec
 ) -> tuple[fx.GraphModule, list[str | None]]:
-    """What LOSS_GRAPH holds."""
+    """The value of LOSS_GRAPH for a loss."""
     examples = [*output, *targets]
     count = len(output)
     tensors = {i: value for i, value in enumerate(examples) if isinstance(value, torch.Tensor)}
