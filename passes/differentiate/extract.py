@@ -15,7 +15,7 @@ are written over, never its arguments, and none that a result, a view or a later
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,15 +34,20 @@ def results(graph: fx.Graph) -> list[Any]:
     return list(returned)
 
 
-def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
-    """The given nodes and all nodes that they depend on; values that are no nodes are ignored."""
+def ancestors(
+    nodes: Iterable[Any], follow: Callable[[fx.Node], bool] = lambda _: True
+) -> set[fx.Node]:
+    """The given nodes and all nodes that they depend on, through nodes that ``follow`` accepts.
+
+    Values that are no nodes are ignored.
+    """
     seen: set[fx.Node] = set()
     todo = [node for node in nodes if isinstance(node, fx.Node)]
     while todo:
         node = todo.pop()
         if node not in seen:
             seen.add(node)
-            todo.extend(node.all_input_nodes)
+            todo.extend(node.all_input_nodes if follow(node) else ())
     return seen
 
 

@@ -118,11 +118,4 @@ def _whole(node: fx.Node) -> bool:
 
 def _memory(result: Any) -> set[fx.Node]:
     """The nodes whose memory a result may share, itself included."""
-    seen: set[fx.Node] = set()
-    todo = [result] if isinstance(result, fx.Node) else []
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += node.all_input_nodes if shares_memory(node) else []
-    return seen
+    return ancestors([result], follow=shares_memory)

@@ -124,8 +124,8 @@ class _Operations(_Deferrer):
         if not means or means != variances:
             raise TraceError(
                 f"the running statistics of BatchNorm {prefix.rstrip('.') or 'the model'!r} are "
-                "read or written by something else than it in training, and with "
-                "deferred_batchnorm they do not change before the step's end; leave that out"
+                "read or written by other code than it in training, and with deferred_batchnorm "
+                "they change only at the end of a step; leave out deferred_batchnorm"
             )
         return means
 

@@ -148,8 +148,8 @@ def functional(program: ExportedProgram) -> ExportedProgram:
             raise
         name = "" if written[1].startswith("lifted_tensor") else f" {written[1]!r}"
         raise TraceError(
-            f"the model writes into a tensor{name} that is no buffer of it, and which in a graph "
-            "would stay as it is; register it (register_buffer), and write that in place"
+            f"the model writes into a tensor{name} that is no buffer of it, which would never "
+            "change in a graph; register it (register_buffer), and write the buffer in place"
         ) from error
 
 

@@ -26,7 +26,7 @@ _CONSTRUCTS: Sequence[tuple[str, str, str]] = (
     (r"\.item\(|\bfloat\(|\bint\(|\bbool\(", "a number read from a tensor's values", _VALUES),
     (r"\.tolist\(", "numbers read from a tensor's values", _VALUES),
     (r"\.numpy\(|\bnp\.|\bnumpy\.", "a NumPy array made of a tensor", _LEAVES_TORCH),
-    (r"\bwhile\b", "a loop that goes on as the values of a tensor say", _VALUES),
+    (r"\bwhile\b", "a loop whose length depends on a tensor's values", _VALUES),
     (r"\bif\b|\bassert\b|\band\b|\bor\b|\bnot\b", "a branch on the values of a tensor", _VALUES),
     (r"\bfor\b", "a loop over the values of a tensor", _VALUES),
     (
@@ -76,7 +76,7 @@ def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
         construct, cure = _construct(where)
         reason, cure = f"{construct}: {summary[:200]}", f"{cure}, or {other}"
     elif "constraint" in whole:
-        reason = "it holds for one size alone"
+        reason = "it holds for one size only"
         cure = "make that line independent of the size, or give inputs of one size"
     else:
         reason, cure = summary[:300], f"rewrite that line, or {other}"

@@ -28,8 +28,8 @@ _WHERE = ("nn_module_stack", "stack_trace")
 def object_of(value: Any, owner: fx.Tracer | fx.Graph) -> fx.Node | None:
     """Create a node that makes an ordered dict or a dataclass; None for all other values.
 
-    torch.fx has no such nodes, and takes a dataclass that is a dict, as the outputs of transformers
-    are, for a plain dict.
+    torch.fx itself takes an ordered dict for a plain dict, and a dataclass that is also a dict, as
+    the outputs of the transformers library are.
     """
     kind = type(value)
     if kind is OrderedDict or (is_dataclass(kind) and isinstance(value, dict)):
@@ -138,7 +138,7 @@ def take_outputs_apart(
 def _plain(value: Any) -> Any:
     """Replace fx's own containers by plain ones, and nodes that make objects by their parts."""
     if isinstance(value, fx.Node):
-        parts = _made(value, value.target) if isinstance(value.target, type) else value
+        parts = _object_of_nodes(value, value.target) if isinstance(value.target, type) else value
         return _parts(value) if parts is value else parts
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
@@ -165,7 +165,7 @@ def _parts(node: fx.Node) -> Any:
     return pytree.tree_unflatten(parts, spec)
 
 
-def _made(node: fx.Node, kind: type) -> Any:
+def _object_of_nodes(node: fx.Node, kind: type) -> Any:
     """The named tuple or dataclass that a node makes, but of nodes; see ``taken_apart``."""
     args, kwargs = _plain(node.args), _plain(node.kwargs)
     if hasattr(kind, "_fields") or kind in pytree.SUPPORTED_NODES:

@@ -171,9 +171,9 @@ class _Reader:
         count = partial(_count, ignored, given.get("label_smoothing", 0.0))
         if isinstance(weight, Tensor):
             count = partial(count, weight=weight)
-        made = self._divisor(line, read, count, told)
+        divisor = self._divisor(line, read, count, told)
         every = weight is None and target.op == "placeholder" and target in self.varies
-        return replace(made, ignored=ignored) if every else made
+        return replace(divisor, ignored=ignored) if every else divisor
 
     def _quotient(self, node: fx.Node, operation: str) -> Divisor | None:
         """The divisor of a quotient, or of a product with a known value; None of other nodes."""

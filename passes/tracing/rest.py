@@ -179,7 +179,7 @@ class Rest(nn.Module):
         return output, [state[name] for name in self._writes]
 
     def _given(self, outputs: Sequence[Any]) -> list[Any]:
-        """The outputs; copies of those that ``forward`` writes into."""
+        """The outputs, with copies of those that ``forward`` writes into."""
         return [
             pytree.tree_map_only(Tensor, torch.clone, output) if index in self._written else output
             for index, output in enumerate(outputs)

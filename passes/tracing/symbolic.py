@@ -103,15 +103,13 @@ def trace_symbolically(
     module.recompile()
     held = leaf_tensors(module)
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    owned = trained | {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return Traced(
         module=module,
         parameters=tuple(Argument(name, name) for name in held if name in trained),
         buffers=tuple(Argument(name, name) for name in held if name not in trained),
         constants={
-            name: operator.attrgetter(name)(module).detach()
-            for name in held
-            if name not in trained | buffers
+            name: operator.attrgetter(name)(module).detach() for name in held if name not in owned
         },
         inputs=tuple(names[name] for name in given),
         writes=tuple(Write(name, name) for name in held if name in written),
@@ -356,7 +354,7 @@ class Example(fx.Interpreter):
                 raise UnfitLeaf(
                     str(n.target),
                     f"sets its attribute {key[1]!r} in every call, which code outside of it reads "
-                    "and which would stay as it is there; let its forward return that, too",
+                    "and would never see change; let its forward return it, too",
                 )
         if versions(operands) != written:
             what = n.name if leaf is None else f"leaf module {n.target!r}"
@@ -368,7 +366,7 @@ class Example(fx.Interpreter):
         if drew_from_others and not n.all_input_nodes:
             raise TraceError(
                 f"leaf module {n.target!r} draws from Python's random or numpy.random, and takes "
-                "no tensor that its draws could go by; give it one of the micro-batch"
+                "no tensor of the micro-batch, from which its draws could be seeded; give it one"
             )
         n.meta[DRAWS_FROM_OTHERS] = drew_from_others
         drops = leaf is not None and _drops(leaf)
