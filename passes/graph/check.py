@@ -98,16 +98,16 @@ def check(
     before = {name: state[name].clone() for name in sorted(buffers)}
     kept = _kept(state, {id(state[name]) for name in before})
 
-    def run() -> tuple[list[str], list[Tensor], Tensor | None]:
+    def run() -> tuple[list[tuple[str, Tensor]], Tensor | None]:
         with torch.enable_grad() if differentiated else torch.no_grad(), source.refusing_failures():
             output, loss = call()
         leaves = pytree.tree_leaves(taken_apart(output))
-        pairs = [
+        outputs = [
             (out.name, leaf)
             for out, leaf in zip(traced.outputs, leaves, strict=False)
             if isinstance(out, Value) and isinstance(leaf, Tensor)
         ]
-        return [name for name, _ in pairs], [leaf for _, leaf in pairs], loss
+        return outputs, loss
 
     parted = any(stage.input_grad is not None for stage in plan.stages)
 
@@ -126,7 +126,7 @@ def check(
             return _Gradients(of_model, [result.gradients for result in run_plan(seeds)])
 
     with draws():
-        names, expected, loss = run()
+        outputs, loss = run()
         # before the backward, in which a checkpoint inside of the model writes its buffers again
         after = {name: state[name].clone() for name in before}
         for name, tensor in kept.items():
@@ -134,11 +134,11 @@ def check(
         seeds: dict[str, Tensor] = {}
         of_model: dict[str, Tensor] = {}
         if differentiated:
-            seeds, of_model = _gradients(plan, state, own, traced.loss, names, expected, loss)
+            seeds, of_model = _gradients(plan, state, own, traced.loss, outputs, loss)
         results = run_plan(seeds)
     parameters = {a.name: state[a.target] for a in traced.parameters}
     computed = {**values, **parameters, **results[0].values}
-    for name, there in zip(names, expected, strict=True):
+    for name, there in outputs:
         compare(f"output {name!r}", computed[name], there)
     if loss is not None and traced.loss is not None:
         compare("the loss", computed[traced.loss], loss)
@@ -230,13 +230,12 @@ def _gradients(
     state: Mapping[str, Tensor],
     own: Collection[int],
     loss_name: str | None,
-    names: Sequence[str],
-    outputs: Sequence[Tensor],
+    outputs: Sequence[tuple[str, Tensor]],
     loss: Tensor | None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Run the model's own backward; return the gradients that it starts from, and those of the
     parameters of the stages ``own``."""
-    roots = {loss_name: loss} if loss is not None else dict(zip(names, outputs, strict=False))
+    roots = {loss_name: loss} if loss is not None else dict(outputs)
     back = {edge.value for edge in plan.edges if edge.gradient and edge.target == HOST}
     started = {name: value for name, value in roots.items() if name in back and value is not None}
     # values that depend on inputs alone need no gradient in the model's run

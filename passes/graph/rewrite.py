@@ -164,9 +164,9 @@ class _Rewriter:
         if node.target is not operator.getitem or not isinstance(source, fx.Node):
             self._keep(node)
             return
-        whole = self.newest[self.tensor[source]]
-        if isinstance(whole, list | tuple):  # of a region
-            self._stands(node, whole[node.args[1]])  # type: ignore[index]
+        results = self.newest[self.tensor[source]]
+        if isinstance(results, list | tuple):  # of a region
+            self._stands(node, results[node.args[1]])  # type: ignore[index]
             self._join(node, source)
             return
         self._keep(node)
@@ -238,7 +238,7 @@ class _Rewriter:
             raise _NoRule
         if target is aten.detach_.default:
             if self.newest[self.tensor[source]].target is not aten.clone.default:
-                raise _NoRule  # only on a constant it has no effect
+                raise _NoRule  # it has an effect, unless the tensor is a constant
             self._is(node, self.tensor[source])
             return
         other = node.args[1] if len(node.args) > 1 else None
@@ -288,8 +288,8 @@ class _Rewriter:
         """Note the new value of a tensor, after a check that no later node reads the old value
         through another tensor that shares its memory."""
         tensor, place = self.tensor[source], self.order[node]
-        wholes = [] if tensor.op == "placeholder" else self._viewed(tensor)
-        for other in self.sharing[tensor] - {tensor, *wholes}:
+        bases = [] if tensor.op == "placeholder" else self._bases(tensor)
+        for other in self.sharing[tensor] - {tensor, *bases}:
             if other.op == "placeholder" or self.last[other] > place:
                 raise _NoRule
         if tensor.op == "placeholder":
@@ -297,11 +297,11 @@ class _Rewriter:
                 raise _NoRule
             self.written.add(tensor)
         self.newest[tensor] = value
-        for view, whole in zip([tensor, *wholes], wholes, strict=False):
-            operands = self.newest[whole], self.newest[view], *self._copied(view.args[1:])
-            self.newest[whole] = self._new(whole, _SCATTERS[view.target], operands)
+        for view, base in zip([tensor, *bases], bases, strict=False):
+            operands = self.newest[base], self.newest[view], *self._copied(view.args[1:])
+            self.newest[base] = self._new(base, _SCATTERS[view.target], operands)
 
-    def _viewed(self, tensor: fx.Node) -> list[fx.Node]:
+    def _bases(self, tensor: fx.Node) -> list[fx.Node]:
         """The base of a view, the base of that base, and so on, to which a write to the view can be
         written back; empty if it cannot."""
         bases: list[fx.Node] = []

@@ -131,7 +131,7 @@ class _Reader:
                 continue
             operation, read = self._operation(node), node.all_input_nodes
             inner = self._operation(read[0]) if read else ""
-            one, other = (*node.args, *node.kwargs.values(), None, None)[:2]
+            left, right = (*node.args, *node.kwargs.values(), None, None)[:2]
             if operation in _MEANS:
                 divisors.append(self._mean(node))
             elif operation in _SUMS:
@@ -140,12 +140,12 @@ class _Reader:
                 todo.append(read[0])
             elif operation in _REDUCED and inner in _STACKS:
                 todo += read[0].all_input_nodes
-            elif operation in _PRODUCTS and other not in self.varies:
-                todo.append(one)
-                scaled |= not isinstance(other, fx.Node)
-            elif operation == "mul" and one not in self.varies:
-                todo.append(other)
-                scaled |= not isinstance(one, fx.Node)
+            elif operation in _PRODUCTS and right not in self.varies:
+                todo.append(left)
+                scaled |= not isinstance(right, fx.Node)
+            elif operation == "mul" and left not in self.varies:
+                todo.append(right)
+                scaled |= not isinstance(left, fx.Node)
             else:
                 divisors += [self._quotient(node, operation), *self._within(node)]
         # a sum times a constant may be a mean: the number of samples is a constant in the graph
@@ -172,19 +172,19 @@ class _Reader:
         if isinstance(weight, Tensor):
             count = partial(count, weight=weight)
         divisor = self._divisor(line, read, count, told)
-        every = weight is None and target.op == "placeholder" and target in self.varies
-        return replace(divisor, ignored=ignored) if every else divisor
+        counts_input = weight is None and target.op == "placeholder" and target in self.varies
+        return replace(divisor, ignored=ignored) if counts_input else divisor
 
     def _quotient(self, node: fx.Node, operation: str) -> Divisor | None:
         """The divisor of a quotient, or of a product with a known value; None of other nodes."""
         if operation not in _PRODUCTS:
             return None
-        read = node.all_input_nodes
-        by = [n for n in (read if operation == "mul" else read[1:]) if n in self.known]
+        operands = node.all_input_nodes if operation == "mul" else node.all_input_nodes[1:]
+        known = [operand for operand in operands if operand in self.known]
         power = -1 if operation == "mul" else 1
-        if len(by) != 1:
+        if len(known) != 1:
             return None
-        return self._divisor(source.of_node(node), by, lambda value: float(value) ** power)
+        return self._divisor(source.of_node(node), known, lambda value: float(value) ** power)
 
     def _within(self, node: fx.Node) -> list[Divisor]:
         """The divisors of the means that a term depends on in some other way."""
