@@ -61,9 +61,9 @@ class LossModule(nn.Module):
     def _get_name(self) -> str:
         return "the loss"
 
-    def forward(self, *arguments: Any) -> Any:
+    def forward(self, *given: Any) -> Any:  # traces and plans show this name
         count = self._output.num_leaves
-        return self.loss(together(arguments[:count], self._output), *arguments[count:])
+        return self.loss(together(given[:count], self._output), *given[count:])
 
 
 def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -> Traced:
