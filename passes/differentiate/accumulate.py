@@ -1,20 +1,20 @@
-"""Add every gradient of a parameter to the sum over micro-batches as soon as it is made.
+"""Add every gradient of a parameter to its sum over micro-batches as soon as it is computed.
 
 before:  a = mm(g, x);  b = sum(g);  c = mm(g, w);  return (c, a, b)
 after:   a = mm(g, x);  t = onto(total_a, a);  b = sum(g);  u = onto(total_b, b);  c = mm(g, w);
          return (c, t, u)                      total_a and total_b are inputs, None at first
 
-A gradient is then added while it lies in the cache, and freed at once: all of them together never
-live beside their sums. The sum is the same to the bit.
+A gradient is then added while it is in the cache, and freed at once: the gradients never exist all
+together beside their sums. The sums are the same to the bit.
 
-``fuse_accumulation`` lets a matrix product that makes a parameter's gradient add it to the sum.
+``fuse_accumulation`` lets the matrix product that computes a parameter's gradient add it to the
+sum, known as gradient accumulation fusion from Megatron-LM.
 
 before:  m = mm(g, x);  a = t(m);  b = t(a);  s = onto(total, b)
 after:   s = product_onto(total, g, x)
 
 One kernel reads and writes the sum instead of two, and the gradient never exists by itself. The
-result is the same to rounding, no longer to the bit: the kernel may begin its sum with the total.
-Known as gradient accumulation fusion from Megatron-LM.
+result is equal up to rounding, no longer to the bit: the kernel may start from the total.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ STRIDES_OF_SUM = "fxpipe.strides_of_sum"
 
 
 def accumulate(graph: fx.Graph, inputs: int) -> None:
-    """Change a graph that returns gradients of ``inputs``, and after them gradients of parameters;
-    each result is in memory that no other one lies in."""
+    """Let a graph add the gradients of parameters, which it returns after those of so many
+    ``inputs``, to sums. Each of its results must have memory of its own."""
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     gradients = results[inputs:]
@@ -67,7 +67,7 @@ _VIEWS = {aten.t.default, aten.transpose.int, aten.permute.default, aten.view.de
 
 
 def fuse_accumulation(plan: Plan) -> Plan:
-    """Fuse in every stage's backward, or its weight-gradient half. Not in stages under autograd."""
+    """Fuse gradient products with their sums in all backwards, except in stages under autograd."""
     stages = (
         replace(stage, kernel=stage.kernel.mapped(_fused))
         if isinstance(stage.kernel, GraphKernel)
@@ -78,8 +78,8 @@ def fuse_accumulation(plan: Plan) -> Plan:
 
 
 def product_onto(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """A sum with ``a @ b`` added, in place; the first product is the sum itself. Both are matrices,
-    or batches of matrices."""
+    """Add ``a @ b`` to a sum in place; without a sum, return the product. ``a`` and ``b`` are
+    matrices, or batches of matrices."""
     if total is None:
         return a @ b
     return total.addmm_(a, b) if a.dim() == 2 else total.baddbmm_(a, b)
@@ -93,7 +93,7 @@ def _fused(module: fx.GraphModule) -> fx.GraphModule:
     for node in graph.find_nodes(op="call_function", target=onto):
         if (product := _product(node)) is None:
             continue
-        # where the product was: its operands may be written over right after it
+        # at the product's place, as its operands may be written over right after it
         with graph.inserting_before(product):
             fused = graph.call_function(product_onto, (node.args[0], *product.args))
         fused.meta.update(node.meta)
@@ -109,7 +109,7 @@ def _fused(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _product(node: fx.Node) -> fx.Node | None:
-    """The product that makes the gradient of a sum, if nothing else reads it."""
+    """The product that computes the gradient which ``onto`` adds, if nothing else reads it."""
     gradient: Any = node.args[1]
     if gradient.meta.get(STRIDES_OF_SUM) is not None:
         return None

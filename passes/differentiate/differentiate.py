@@ -1,21 +1,22 @@
-"""Make every stage's forward and backward explicit: two graphs from one.
+"""Make a graph for every stage's forward, and one for its backward.
 
 before:  stage:    conv = conv2d(x, w);  relu = relu(conv);  return (relu,)
 after:   forward:  conv = convolution(x, w);  relu = relu(conv);  return (relu, x, w, relu)
          backward: t = threshold_backward(g, relu);  c = convolution_backward(t, x, w);
                    return (c[0], c[1])
 
-Autograd runs once, here, under a tracer and on tensors without data; what it would do in every
-step is written down. Stages are taken from the last to the first, because the layout of a
-gradient is known only when the stage that makes it is traced.
+Autograd runs once, here, under a tracer and on tensors without data; the tracer records what it
+would do in every step. Backwards are traced from the last stage to the first, because the layout
+of a gradient is known only when the stage that computes it is traced.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import repeat
 from operator import add
 from typing import Any
 
@@ -36,11 +37,11 @@ from fxpipe.torchtools.state import under
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which gradients a step needs.
+    """The gradients that a step needs.
 
     Attributes:
-        outputs: returned values whose gradients the caller gives: the loss, or, for a
-            differentiable call, every output.
+        outputs: the returned values whose gradients the caller gives: the loss, or all outputs of a
+            differentiable call.
         inputs: whether the gradients of inputs that require them are returned to the caller.
     """
 
@@ -51,24 +52,24 @@ class Wanted:
 def differentiate(
     plan: Plan, values: Mapping[str, Any], state: Mapping[str, Tensor], wanted: Wanted
 ) -> Plan:
-    """Plan → Plan: a kernel in each stage, ``gradient`` set on the edges, and the specs.
+    """Plan → Plan: give stages their kernels, edges their ``gradient``, and values their specs.
 
     Args:
         plan: as it was cut.
-        values: input value → an example of one micro-batch's size.
+        values: input → an example of the size of one micro-batch.
         state: name in the model → parameter, buffer or constant.
-        wanted: the gradients to make; none gives kernels for inference.
+        wanted: the gradients to compute; without any, the kernels are for inference.
     """
     if any(stage.leaves for stage in plan.stages):
-        with under(()):  # as in a stage's thread
+        with under(()):  # no autocast, as in a stage's thread
             return _Probe(plan, values, state, wanted).run()
-    # to look for NaN needs data
+    # anomaly detection looks for NaN, which needs data
     with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
         return _Tracer(plan, values, state, wanted).run()
 
 
 def _specs(values: Mapping[str, Any]) -> dict[str, ValueSpec]:
-    """What is known of the tensors among some values."""
+    """Value → its spec, for the tensors among some values."""
     return {
         name: ValueSpec(
             tuple(x.shape),
@@ -84,7 +85,7 @@ def _specs(values: Mapping[str, Any]) -> dict[str, ValueSpec]:
 
 
 class _Differentiator:
-    """Walks the stages forward for the values, then backward for the gradients."""
+    """Goes through the stages forward for the values, then backward for the gradients."""
 
     def __init__(
         self, plan: Plan, values: Mapping[str, Any], state: Mapping[str, Tensor], wanted: Wanted
@@ -96,7 +97,7 @@ class _Differentiator:
         self.gradients: dict[tuple[str, int], Tensor] = {}
         self.kernels: dict[int, Kernel] = {}
         self.specs = _specs(self.values)
-        self.forwards: dict[int, Any] = {}  # stage → what its backward is made from
+        self.forwards: dict[int, Any] = {}  # stage → what ``backward`` needs of its forward
 
     def run(self) -> Plan:
         for stage in self.plan.stages:
@@ -119,22 +120,22 @@ class _Differentiator:
         return replace(self.plan, stages=stages, edges=edges, specs=specs)
 
     def forward(self, stage: Stage) -> None:
-        """Compute the values that the stage makes, with their ``requires_grad``."""
+        """Compute the stage's outputs, with their ``requires_grad``."""
         raise NotImplementedError
 
     def backward(self, stage: Stage) -> None:
-        """Make the stage's kernel, and note the gradients that it gives for its inputs."""
+        """Make the stage's kernel, and note the gradients of its inputs."""
         raise NotImplementedError
 
     def note(self, stage: Stage, outputs: Sequence[Any]) -> None:
-        """Note the values that a stage has made, cut from its forward."""
+        """Note the outputs of a stage, detached from its autograd graph."""
         for name, value in zip(self.returned(stage), outputs, strict=True):
             if isinstance(value, Tensor):
                 value = value.detach().requires_grad_(value.requires_grad)
             self.values[name] = value
 
     def returned(self, stage: Stage) -> tuple[str, ...]:
-        """The values that a kernel returns, in order."""
+        """The values that a stage's kernel returns, in order."""
         return outputs_of(self.plan.edges_from(stage.index))
 
     def incoming(self, stage: Stage) -> tuple[Edge, ...]:
@@ -147,7 +148,7 @@ class _Differentiator:
         return isinstance(value, Tensor) and value.requires_grad
 
     def total_gradient(self, value: str) -> Tensor | None:
-        """The sum of a value's gradients from its consumers, in the order of the interpreter."""
+        """The sum of a value's gradients from its readers, in the order of the interpreter."""
         edges = [
             replace(edge, gradient=(edge.value, edge.target) in self.gradients)
             for edge in self.plan.edges
@@ -172,16 +173,17 @@ class _Differentiator:
 
 
 class _Tracer(_Differentiator):
-    """Stages without leaf modules: autograd is traced on fake tensors, two graphs come out."""
+    """For stages without leaf modules: traces autograd on fake tensors, into two graphs."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.mode = FakeTensorMode()
         used = {a.target for s in self.plan.stages for a in (*s.parameters, *s.buffers)}
-        lying = Counter(memory(self.state[name]) for name in used)
+        tensors = {name: self.state[name] for name in used}
+        sharing = Counter(map(memory, tensors.values()))
         self.state = {
-            name: self._fake(own, alone=lying[memory(own)] == 1)
-            for name, own in ((name, self.state[name]) for name in used)
+            name: self._fake(tensor, alone=sharing[memory(tensor)] == 1)
+            for name, tensor in tensors.items()
         }
         self.values = {
             name: self._fake(value) if isinstance(value, Tensor) else value
@@ -189,15 +191,15 @@ class _Tracer(_Differentiator):
         }
 
     def _fake(self, tensor: Tensor, *, alone: bool = False) -> Tensor:
-        """The same without data; ``alone`` says that no other one lies in its memory."""
-        made: Tensor
+        """The same tensor without data; ``alone`` if no other tensor shares its memory."""
+        fake: Tensor
         if alone and _is_plain(tensor):  # ``from_tensor`` takes longer
             shape, strides = tensor.shape, tensor.stride()
-            hollow = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
-            made = FakeTensor(self.mode, hollow, tensor.device)
+            meta = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+            fake = FakeTensor(self.mode, meta, tensor.device)
         else:
-            made = self.mode.from_tensor(tensor.detach())
-        return made.requires_grad_(tensor.requires_grad)
+            fake = self.mode.from_tensor(tensor.detach())
+        return fake.requires_grad_(tensor.requires_grad)
 
     def run(self) -> Plan:
         with self.mode, TrueLayouts():  # type: ignore[no-untyped-call]
@@ -210,16 +212,15 @@ class _Tracer(_Differentiator):
 
     def backward(self, stage: Stage) -> None:
         gradients = [self.total_gradient(name) for name in self.returned(stage)]
-        with under(()):  # a backward is no part of what autocast is around
-            kernel, given = self.forwards.pop(stage.index).kernel(gradients)
-        self.kernels[stage.index] = kernel
-        for edge, gradient in zip(self.incoming(stage), given, strict=True):
+        with under(()):  # autocast does not apply to backwards
+            self.kernels[stage.index], of_inputs = self.forwards.pop(stage.index).kernel(gradients)
+        for edge, gradient in zip(self.incoming(stage), of_inputs, strict=True):
             if gradient is not None:
                 self.gradients[edge.value, stage.index] = gradient
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is known by its shape, strides, type and device."""
+    """Whether shape, strides, dtype and device describe a tensor completely."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return False
     whole = tensor.untyped_storage().nbytes() == size_in_bytes(tensor)
@@ -228,7 +229,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class _Probe(_Differentiator):
-    """Stages with leaf modules: one real run tells which gradients exist."""
+    """For stages with leaf modules: one real run shows which gradients exist."""
 
     def forward(self, stage: Stage) -> None:
         names = self.returned(stage)
@@ -244,22 +245,19 @@ class _Probe(_Differentiator):
         outputs, sources, _ = self.forwards.pop(stage.index) or ([], [], [])
         totals = [self.total_gradient(name) for name in names]
         roots = [out for out, total in zip(outputs, totals, strict=True) if total is not None]
-        asked = [x for x, needs in zip(sources, flags, strict=False) if needs]
-        found = iter(
-            torch.autograd.grad(
-                roots, asked, [t for t in totals if t is not None], allow_unused=True
-            )
-            if roots and asked
-            else [None] * len(asked)
-        )
-        given: list[bool] = []
+        wanted = [x for x, needs in zip(sources, flags, strict=False) if needs]
+        gradients: Iterator[Tensor | None] = repeat(None)
+        if roots and wanted:
+            seeds = [total for total in totals if total is not None]
+            gradients = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
+        has_gradient: list[bool] = []
         for edge, needs in zip(self.incoming(stage), flags, strict=True):
-            gradient = next(found) if needs else None
-            given.append(gradient is not None)
+            gradient = next(gradients) if needs else None
+            has_gradient.append(gradient is not None)
             if gradient is not None:
                 self.gradients[edge.value, stage.index] = gradient
-        has = [total is not None for total in totals]
-        self.kernels[stage.index] = self._kernel(stage, flags, given, has)
+        output_gradients = [total is not None for total in totals]
+        self.kernels[stage.index] = self._kernel(stage, flags, has_gradient, output_gradients)
 
     def _kernel(
         self,

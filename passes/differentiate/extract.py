@@ -1,21 +1,21 @@
-"""Take nodes of a functional graph out into a graph of their own, and make it ready to run.
+"""Extract nodes of a functional graph into a graph of their own, and make it ready to run.
 
 before:  a = f(x, w);  g1 = df(g, a, w);  return (a, g1)
-after:   g1 = df(g, a, w);  return (g1,)          of the inputs a, w, g, the node g1, the result g1
+after:   g1 = df(g, a, w);  return (g1,)          for the inputs a, w, g, the node g1, the result g1
 
 ``reuse`` lets an elementwise operation write over an operand that nothing reads after it.
 
 before:  a = add(x, y);  b = relu(a);   return (b,)
 after:   a = add(x, y);  b = relu_(a);  return (b,)
 
-It saves memory, and the time to touch it anew. Only values that the graph itself made are written
-over, never its arguments, and none that a result, a view or a later operation still needs.
+That saves memory, and the time of first touching new memory. Only values that the graph computes
+are written over, never its arguments, and none that a result, a view or a later operation needs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,20 +29,25 @@ from fxpipe.passes.partition.assignment import is_part
 
 
 def results(graph: fx.Graph) -> list[Any]:
-    """What a graph returns, one by one."""
+    """The values that a graph returns."""
     returned: Any = graph.output_node().args[0]
     return list(returned)
 
 
-def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
-    """Some nodes and all nodes that they depend on; values that are no nodes are ignored."""
+def ancestors(
+    nodes: Iterable[Any], follow: Callable[[fx.Node], bool] = lambda _: True
+) -> set[fx.Node]:
+    """The given nodes and all nodes that they depend on, through nodes that ``follow`` accepts.
+
+    Values that are no nodes are ignored.
+    """
     seen: set[fx.Node] = set()
     todo = [node for node in nodes if isinstance(node, fx.Node)]
     while todo:
         node = todo.pop()
         if node not in seen:
             seen.add(node)
-            todo.extend(node.all_input_nodes)
+            todo.extend(node.all_input_nodes if follow(node) else ())
     return seen
 
 
@@ -56,7 +61,7 @@ def crossing(late: Iterable[fx.Node], results: Iterable[Any], early: set[fx.Node
 def extract(
     inputs: Sequence[fx.Node], nodes: Iterable[fx.Node], results: Sequence[Any]
 ) -> fx.Graph:
-    """A new graph that computes some nodes of another one, in order.
+    """A new graph that computes ``nodes`` of another graph, in this order.
 
     The ``inputs`` become its placeholders. It returns the results as one tuple; values that are no
     nodes are returned as they are.
@@ -65,7 +70,7 @@ def extract(
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
-        copies[node].target = copies[node].name  # the argument's name, made unique as the node's
+        copies[node].target = copies[node].name  # which fx has made unique
         copies[node].meta.update(node.meta)
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
@@ -76,8 +81,9 @@ def extract(
 def runnable(graph: fx.Graph, name: str, inputs: int | None = None) -> fx.GraphModule:
     """A module that takes the graph's inputs in one list, and empties that list.
 
-    It takes over the graph, which is functional, and changes it. A backward returns gradients of so
-    many ``inputs`` first; the gradients of parameters after them are added to sums.
+    The graph must be functional; it is changed and becomes the module's. For a backward, ``inputs``
+    is how many gradients of inputs it returns first; the gradients of parameters after them are
+    added to sums.
     """
     graph.set_codegen(_Boxed())
     _transpose_once(graph)
@@ -99,30 +105,32 @@ def _transpose_once(graph: fx.Graph) -> None:
 
 
 _ROUNDS_ALIKE = {torch.ops.aten.mul.Scalar: "Tensor"}
-"""Operation → the overload of its variant in place that rounds as it does: ``mul_.Scalar`` rounds
-its number to the type of the tensor first, which differs in half precision."""
+"""Operation → the overload of its in-place variant that rounds alike: ``mul_.Scalar`` first rounds
+its number to the tensor's dtype, which differs in half precision."""
 
 _OPERATOR = re.compile(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
 
 
 class _Boxed(fx.graph.CodeGen):
-    """Generated code that takes its arguments in a list and empties it, so that each is freed
-    at its last use. It calls what operators call, which saves a fifth of a short operation."""
+    """Generates code that takes its arguments in a list and empties it, so that each is freed at
+    its last use. The code calls the C++ functions of operators directly, which saves a fifth of the
+    time of a short operation."""
 
     def _gen_python_code(self, *args: Any, **kwargs: Any) -> fx.graph.PythonCode:
-        made = super()._gen_python_code(*args, **kwargs)
+        code = super()._gen_python_code(*args, **kwargs)
 
-        def bound(match: re.Match[str]) -> str:
-            called: Any = torch.ops
-            for name in match.groups():
-                called = getattr(called, name)
-            if type(called) is not torch._ops.OpOverload or not hasattr(called, "_op"):
+        def bind(match: re.Match[str]) -> str:
+            operator: Any = torch.ops
+            for part in match.groups():
+                operator = getattr(operator, part)
+            if type(operator) is not OpOverload or not hasattr(operator, "_op"):
                 return match[0]
-            made.globals["_".join(("", *match.groups()))] = called._op
-            return "_".join(("", *match.groups()))
+            name = "_".join(("", *match.groups()))
+            code.globals[name] = operator._op
+            return name
 
-        made.src = _OPERATOR.sub(bound, made.src)
-        return made
+        code.src = _OPERATOR.sub(bind, code.src)
+        return code
 
     def gen_fn_def(self, free_vars: list[str], *args: Any, **kwargs: Any) -> str:
         names = [variable.split(":")[0].split("=")[0].strip() for variable in free_vars]
@@ -135,9 +143,9 @@ class _Boxed(fx.graph.CodeGen):
 
 
 def reuse(graph: fx.Graph) -> int:
-    """Rewrite a functional graph; its meaning stays. Returns how many operations were changed."""
+    """Let operations write over operands where that changes no result; return how many do."""
     order = {node: place for place, node in enumerate(graph.nodes)}
-    # of the graph as it is: an operation that was changed looks like a view of its operand
+    # found before any change, after which an operation looks like a view of its operand
     owner = {node: _owner(node) for node in graph.nodes}
     fresh = {node for node in graph.nodes if node.op == "call_function" and not shares_memory(node)}
     death = _last_uses(graph, order, owner)
@@ -167,9 +175,9 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _write_over(node: fx.Node, operand: fx.Node) -> bool:
-    """Let an operation put its result into an operand, if it has a variant that does.
+    """Let an operation write its result over an operand, if a variant of it does; return whether.
 
-    Variants that were generated from the functional one would only add a copy.
+    Variants that PyTorch generates from the functional one are left out: they only add a copy.
     """
     target: Any = node.target
     namespace, _, name = target._schema.name.partition("::")
@@ -192,14 +200,14 @@ def _write_over(node: fx.Node, operand: fx.Node) -> bool:
 
 
 def shares_memory(node: fx.Node) -> bool:
-    """Whether a node's value may lie in the memory of another's."""
+    """Whether a node's value may share the memory of another value."""
     if is_part(node):
         return shares_memory(node.all_input_nodes[0])
     return not isinstance(node.target, OpOverload) or may_alias(node.target)
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    """The node whose memory a value lies in, as far as views tell."""
+    """The node that a value is a view of, through all views; the node itself if it is none."""
     while node.op == "call_function" and shares_memory(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -208,7 +216,7 @@ def _owner(node: fx.Node) -> fx.Node:
 def _last_uses(
     graph: fx.Graph, order: dict[fx.Node, int], owner: dict[fx.Node, fx.Node]
 ) -> dict[fx.Node, int]:
-    """Memory, as the node that made it → the place of the last node that reads it or a view."""
+    """Owner of memory → the place of the last node that reads it or a view of it."""
     death: dict[fx.Node, int] = {}
     for node in graph.nodes:
         for operand in node.all_input_nodes:

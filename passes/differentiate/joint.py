@@ -36,13 +36,13 @@ BYTES = "fxpipe.bytes"
 
 @dataclass(frozen=True)
 class Sides:
-    """What a stage's graph makes.
+    """What a run of a stage's graph computes.
 
     Attributes:
-        outputs: its outputs, in order.
-        writes: what it writes to buffers.
+        outputs: the stage's outputs, in order.
+        writes: the values that it writes to buffers.
         values: the value of each node, by name.
-        origins: autograd node → the graph's node that it comes from.
+        origins: autograd node → the graph's node that created it.
     """
 
     outputs: list[Any]
@@ -55,8 +55,10 @@ class Sides:
 class StageSides:
     """A stage's graph as a function of parameters, buffers and inputs.
 
-    The edges into the stage say the order of the inputs; the values that it gives are ``returned``
-    in that order, stashed ones among them.
+    Attributes:
+        stage: the stage.
+        incoming: the edges into the stage, in the order of the inputs.
+        returned: the outputs in order, stashed ones included.
     """
 
     stage: Stage
@@ -71,35 +73,35 @@ class StageSides:
         recorder: Recorder | None = None,
     ) -> Sides:
         """Interpret the graph node by node."""
-        given: dict[str, Any] = {}
-        given.update(zip((a.name for a in self.stage.parameters), parameters, strict=True))
-        given.update(zip((a.name for a in self.stage.buffers), buffers, strict=True))
+        arguments = (*self.stage.parameters, *self.stage.buffers)
+        names = [*(a.name for a in arguments), *(edge.value for edge in self.incoming)]
         received = inputs if not autocasts() else [*map(uncached, inputs)]
-        given.update(zip((edge.value for edge in self.incoming), received, strict=True))
+        given: dict[str, Any] = dict(zip(names, [*parameters, *buffers, *received], strict=True))
         interpreter = _StageInterpreter(self.stage.graph, given, recorder)
         order = [n.name for n in self.stage.graph.graph.nodes if n.op == "placeholder"]
         returned = interpreter.run(*(given[name] for name in order))
         if recorder is not None:
             recorder.meta = {}
         arriving = {id(tensor) for tensor in given.values()}
-        outputs = [interpreter.found[name] for name in self.returned]
         outputs = [
             # a parameter that is sent must be a tensor of its own, to get its own gradient
             out.view_as(out) if isinstance(out, Tensor) and id(out) in arriving else out
-            for out in outputs
+            for out in (interpreter.values[name] for name in self.returned)
         ]
         writes = list(returned[len(returned) - len(self.stage.writes) :])
-        return Sides(outputs, writes, interpreter.found, interpreter.origins)
+        return Sides(outputs, writes, interpreter.values, interpreter.origins)
 
 
 class _StageInterpreter(fx.Interpreter):
+    """Runs a stage's graph, and notes what ``Sides`` has of each node."""
+
     def __init__(
         self, module: fx.GraphModule, given: dict[str, Any], recorder: Recorder | None
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.given = given
         self.recorder = recorder
-        self.found: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
         self.origins: dict[torch.autograd.graph.Node, fx.Node] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -113,17 +115,17 @@ class _StageInterpreter(fx.Interpreter):
         else:
             with under(n.meta[AUTOCAST]) if AUTOCAST in n.meta else nullcontext():
                 value = self._run(n)
-        self.found[n.name] = value
+        self.values[n.name] = value
         self._remember(n, value)
         return value
 
     def _run(self, n: fx.Node) -> Any:
         if self.recorder is None:
-            return super().run_node(n)  # it tells PyTorch's tracer which node runs
+            return super().run_node(n)  # which also tells PyTorch's tracer the node that runs
         return getattr(self, n.op)(n.target, *self.fetch_args_kwargs_from_env(n))
 
     def _remember(self, n: fx.Node, value: Any) -> None:
-        """Every autograd node that is new since the last call belongs to this node."""
+        """Note ``n`` as the origin of all autograd nodes that are new since the last call."""
         fresh = [
             leaf.grad_fn
             for leaf in (value if isinstance(value, list | tuple) else [value])
@@ -142,7 +144,7 @@ class JointTrace:
     outputs are known. Use it inside the tensors' mode.
 
     Attributes:
-        outputs: what the stage returns, in order.
+        outputs: the stage's outputs, in order.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class JointTrace:
         buffers: Sequence[Tensor],
         inputs: Sequence[Any],
     ) -> None:
-        """Trace the forward of a stage on fake tensors, which have their ``requires_grad``."""
+        """Trace the forward of a stage on fake tensors, whose ``requires_grad`` must be set."""
         self._sides = sides
         self._buffers = slice(len(parameters), len(parameters) + len(buffers))
         self._arguments = [*parameters, *buffers, *inputs]
@@ -173,7 +175,7 @@ class JointTrace:
     def kernel(
         self, gradients: Sequence[Tensor | None]
     ) -> tuple[GraphKernel, Sequence[Tensor | None]]:
-        """Trace the backward: the stage's kernel, and for each input its gradient or None.
+        """Trace the backward; return the stage's kernel, and for each input its gradient or None.
 
         Args:
             gradients: for each output the fake gradient that it will get, or None.
@@ -181,22 +183,22 @@ class JointTrace:
         given = [gradient for gradient in gradients if gradient is not None]
         has = [gradient is not None for gradient in gradients]
         try:
-            graph, found = self._recorded(given, has)
+            graph, computed = self._recorded(given, has)
         except NotRecorded:
-            graph, found = self._traced(given, has)
+            graph, computed = self._traced(given, has)
         _train_recurrent_layers(graph)
         stage, returned = self._sides.stage, self._sides.returned
         inputs = self._arguments[self._buffers.stop :]
-        of_inputs, of_parameters = found[: len(inputs)], found[len(inputs) :]
+        of_inputs, of_parameters = computed[: len(inputs)], computed[len(inputs) :]
         names = [
             *(argument.name for argument in (*stage.parameters, *stage.buffers)),
             *(edge.value for edge in self._sides.incoming),
             *(f"gradient_{name}" for name, wanted in zip(returned, has, strict=True) if wanted),
         ]
         kept = len(returned) + len(stage.writes)
-        count = sum(gradient is not None for gradient in of_inputs)
         parameters = self._arguments[: self._buffers.start]
-        trained = [x for x, own in zip(parameters, of_parameters, strict=True) if own is not None]
+        pairs = zip(parameters, of_parameters, strict=True)
+        trained = [parameter for parameter, gradient in pairs if gradient is not None]
         kernel = GraphKernel(
             *split_joint(graph, stage.index, names, len(self._arguments), kept, trained),
             outputs=len(returned),
@@ -204,7 +206,7 @@ class JointTrace:
             input_strides=tuple(map(_strides, inputs)),
             gradient_outputs=tuple(index for index, wanted in enumerate(has) if wanted),
             gradient_strides=tuple(gradient.stride() for gradient in given),
-            input_gradients=count,
+            input_gradients=sum(gradient is not None for gradient in of_inputs),
             parameter_gradients=tuple(gradient is not None for gradient in of_parameters),
         )
         return kernel, of_inputs
@@ -212,29 +214,30 @@ class JointTrace:
     def _recorded(
         self, given: Sequence[Tensor], has: Sequence[bool]
     ) -> tuple[fx.Graph, list[Tensor | None]]:
+        """The joint graph by the recorder, and the gradients of inputs and parameters."""
         recorder = self._recorder
         if recorder is None:
             raise NotRecorded
-        here = recorder.place(given)
+        placed = recorder.place(given)
         with recorder:
-            found = self._gradients(self._result, self._given, here, has, recorder)
-        return recorder.finish(_all(self._result, found)), found
+            computed = self._gradients(self._result, self._given, placed, has, recorder)
+        return recorder.finish(_all(self._result, computed)), computed
 
     def _traced(
         self, given: Sequence[Tensor], has: Sequence[bool]
     ) -> tuple[fx.Graph, list[Tensor | None]]:
-        """The same by PyTorch's own tracer, ``make_fx``, which can trace any stage."""
+        """Trace forward and backward with ``make_fx``, which can trace any stage."""
         count = len(self._arguments)
-        found: list[Tensor | None] = []
+        computed: list[Tensor | None] = []
 
         def joint(flat: list[Any]) -> list[Any]:
             with fx_traceback.preserve_node_meta():
                 result = self._forward(flat[:count], None)
-                found[:] = self._gradients(result, flat[:count], flat[count:], has, None)
-            return _all(result, found)
+                computed[:] = self._gradients(result, flat[:count], flat[count:], has, None)
+            return _all(result, computed)
 
         arguments = [*self._arguments, *given]
-        return _functional(make_fx(joint)(arguments), arguments).graph, found
+        return _functional(make_fx(joint)(arguments), arguments).graph, computed
 
     def _forward(self, given: Sequence[Any], recorder: Recorder | None) -> Sides:
         start, stop = self._buffers.start, self._buffers.stop
@@ -261,12 +264,12 @@ class JointTrace:
 
 
 def _all(result: Sides, gradients: Sequence[Tensor | None]) -> list[Any]:
-    """What a joint graph returns."""
+    """The values that a joint graph returns."""
     return [*result.outputs, *result.writes, *(g for g in gradients if g is not None)]
 
 
 def _functional(module: fx.GraphModule, arguments: list[Any]) -> fx.GraphModule:
-    """The graph without in-place operations, which some operations and gradients are made of.
+    """The graph without in-place operations, which some gradients consist of.
 
     A graph with such operations cannot be split: a read after a write could move before it.
     """
@@ -286,14 +289,16 @@ def _is_mutable(node: fx.Node) -> bool:
 
 
 def _train_recurrent_layers(graph: fx.Graph) -> None:
-    """oneDNN's recurrent layer keeps what its backward reads only where gradients are enabled."""
+    """Let oneDNN's recurrent layers keep what their backwards read, although the graph runs without
+    gradients."""
     for node in graph.nodes:
         if node.target is torch.ops.aten.mkldnn_rnn_layer.default:
             node.target = rnn_layer_with_workspace
 
 
 def rnn_layer_with_workspace(*args: Any) -> Any:
-    """``aten.mkldnn_rnn_layer``, ready for its backward."""
+    """``aten.mkldnn_rnn_layer`` with the workspace that its backward reads, which it returns only
+    where gradients are enabled."""
     args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
     with torch.enable_grad():
         return torch.ops.aten.mkldnn_rnn_layer.default(*args)
@@ -303,7 +308,7 @@ def rnn_layer_with_workspace(*args: Any) -> Any:
 def _blamed(
     origins: Mapping[torch.autograd.graph.Node, fx.Node], recorder: Recorder | None
 ) -> Iterator[None]:
-    """Inside, what autograd does for a node is recorded with that node's name and source line."""
+    """Inside, the operations of a node's backward are recorded with its name and source line."""
     with ExitStack() as hooks, ExitStack() as current:
 
         def enter(node: fx.Node) -> Any:
@@ -329,8 +334,8 @@ def _strides(value: Any) -> tuple[int, ...] | None:
 def callable_graph(
     stage: Stage, incoming: Sequence[Edge], returned: Sequence[str]
 ) -> fx.GraphModule:
-    """A leaf stage's graph with its ``pop`` nodes as inputs, in the order of the edges,
-    which returns the values asked for, in order."""
+    """The graph of a stage with leaf modules, with the values of ``incoming`` edges as inputs and
+    the ``returned`` values as outputs, both in order."""
     graph = fx.Graph()
     nodes = {node.name: node for node in stage.graph.graph.nodes}
     copies: dict[fx.Node, fx.Node] = {}

@@ -3,12 +3,12 @@
 before:  backward:     t = tanh_backward(g, y);  c = convolution_backward(t, x, w, [True, True])
                        return (c[0], c[1])
 after:   input_grad:   t = tanh_backward(g, y);  c = convolution_backward(t, x, w, [True, False])
-                       return (c[0], t, x, w)              the last three are deferred
+                       return (c[0], t, x, w)              the last three are for weight_grad
          weight_grad:  c = convolution_backward(t, x, w, [False, True])
                        return (c[1],)
 
-Zero-bubble schedules (arXiv 2401.10241) run the halves as tasks of their own. Together they do
-what the whole does, on the same operands, so that the gradients are equal to the bit.
+Zero-bubble schedules (arXiv 2401.10241) run the halves as tasks of their own. Together they run the
+operations of the whole on the same operands, so that the gradients are equal to the bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def part_backward(plan: Plan) -> Plan:
-    """Split the backward of every stage's kernel. Stages with leaf modules are split already."""
+    """Split every stage's backward into halves; stages with leaf modules have halves anyway."""
     return replace(
         plan, stages=tuple(replace(stage, kernel=_parted(stage)) for stage in plan.stages)
     )
@@ -59,7 +59,7 @@ def _parted(stage: Stage) -> Kernel | None:
     for of_input, of_weight in pairs:
         if (of_input in early) == (of_weight in early):
             _join(of_input, of_weight)
-    # one result of an operation with several is picked where the operation is
+    # a part of an operation's result is taken in the half of the operation
     early.update(node for node in graph.nodes if is_part(node) and node.args[0] in early)
     work = [node for node in graph.nodes if node.op == "call_function"]
     late = [node for node in work if node not in early]
@@ -76,11 +76,12 @@ def _parted(stage: Stage) -> Kernel | None:
 
 
 def _part_convolutions(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """Two calls for one: the gradient of the input, and those of the weight and the bias.
+    """Split each convolution's backward into two calls, for the gradients of the input and of the
+    weight and bias; return the pairs.
 
-    They share no work, as those of a normalisation do: group and batch norm took 1.5 times as
-    long in two calls. Layer norm took 1.02 to 1.1 times as long, but would hold its input and its
-    output's gradient until the second call, for the sake of two vectors.
+    These gradients share no work. Those of a normalisation do: group and batch norm took 1.5 times
+    as long in two calls. Layer norm took 1.02 to 1.1 times as long, but would hold its input and
+    its output's gradient until the second call, for the sake of two vectors.
     """
     pairs = []
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
@@ -99,7 +100,7 @@ def _part_convolutions(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _join(of_input: fx.Node, of_weight: fx.Node) -> None:
-    """Merge two calls into one again, if both are in the same half."""
+    """Merge the two calls of a convolution's backward into one again."""
     of_input.args = (*of_input.args[:-1], [True, *_mask(of_weight)[1:]])
     of_input.meta["val"] = (of_input.meta["val"][0], *of_weight.meta["val"][1:])
     of_weight.replace_all_uses_with(of_input)
@@ -107,14 +108,14 @@ def _join(of_input: fx.Node, of_weight: fx.Node) -> None:
 
 
 def _mask_by(convolution: fx.Node, mask: list[bool]) -> None:
-    """Let a ``convolution_backward`` compute only these gradients."""
+    """Let a ``convolution_backward`` compute only the gradients of this mask."""
     convolution.args = (*convolution.args[:-1], mask)
     pairs = zip(convolution.meta["val"], mask, strict=True)
     convolution.meta["val"] = tuple(value if wanted else None for value, wanted in pairs)
 
 
 def _mask(convolution: fx.Node) -> list[bool]:
-    """Which gradients a ``convolution_backward`` computes: of input, weight and bias."""
+    """Whether a ``convolution_backward`` computes the gradients of input, weight and bias."""
     mask: Any = convolution.args[-1]
     return list(mask)
 
@@ -122,14 +123,16 @@ def _mask(convolution: fx.Node) -> list[bool]:
 def _chain(
     graph: fx.Graph, gradients: Sequence[fx.Node], ends: Iterable[tuple[fx.Node, int]]
 ) -> list[fx.Node]:
-    """The nodes through which the gradient goes from layer to layer: the gradients of several
-    weights depend on each of them.
+    """The nodes that carry the gradient from layer to layer: those on which the gradients of
+    several weights depend.
 
-    It begins at the ``gradients`` of outputs. ``ends`` are the gradient of each parameter, and the
-    weight that the parameter is of.
+    Args:
+        graph: the backward.
+        gradients: the gradients of outputs, from which the chain starts.
+        ends: the gradient of each parameter, with the number of its weight.
     """
+    # node → weights that it leads to; two are enough to know
     leads: dict[fx.Node, set[int]] = {node: set() for node in graph.nodes}
-    """Node → the weights that it leads to, two of them at most."""
     for node, weight in ends:
         leads[node].add(weight)
     for node in reversed(graph.nodes):
@@ -140,8 +143,8 @@ def _chain(
     for node in graph.nodes:
         if any(source in carriers for source in node.all_input_nodes):
             carriers.add(node)
-    # of an operation with several results each is judged by itself: those of a convolution's
-    # weight and bias lead to two, and carry nothing on
+    # parts of a result are judged instead of the operation: those of a convolution's weight and
+    # bias lead to two parameters, and carry nothing on
     return [
         node
         for node in graph.nodes
@@ -150,15 +153,14 @@ def _chain(
 
 
 def _weights(stage: Stage) -> list[int]:
-    """For each parameter a number, the same where several are made into one weight.
+    """For each parameter the number of its weight; parameters that make up one weight share it.
 
-    Weight norm's direction and magnitude are such: what leads to both alone is the gradient of
-    the weight, not of a layer's output.
+    Weight norm's direction and magnitude make up one weight. A gradient that only these two depend
+    on is that of the weight, not of a layer's output.
     """
     index = {argument.name: k for k, argument in enumerate(stage.parameters)}
     constants = {argument.name for argument in (*stage.parameters, *stage.buffers)}
-    fixed: set[fx.Node] = set()
-    """What depends on no input of the stage."""
+    fixed: set[fx.Node] = set()  # nodes that depend on no input of the stage
     for node in stage.graph.graph.nodes:
         if node.op == "placeholder":
             fixed.update([node] if node.name in constants else [])
@@ -167,8 +169,8 @@ def _weights(stage: Stage) -> list[int]:
     groups = [{k} for k in index.values()]
     for node in fixed:
         if any(user.op == "call_function" and user not in fixed for user in node.users):
-            made_of = (groups[index[n.name]] for n in ancestors([node]) if n.name in index)
-            group = set[int]().union(*made_of)
+            merged = (groups[index[n.name]] for n in ancestors([node]) if n.name in index)
+            group = set[int]().union(*merged)
             for k in group:
                 groups[k] = group
     return [min(group) for group in groups]

@@ -1,13 +1,13 @@
-"""Split the last backward of every stage at buckets of gradients, whose sums then begin earlier.
+"""Split the last backward of every stage into buckets of gradients, which replicas can sum early.
 
 before:  backward:  t = tanh_backward(g, y);  b = mm(t, z);  u = mm(w, t);  a = mm(u, x)
                     return (a, b)
 after:   bucket 0:  t = tanh_backward(g, y);  b = mm(t, z);  return (x, w, t, b)
          bucket 1:  u = mm(w, t);  a = mm(u, x);  return (a,)
 
-While the second graph runs, the first one's gradient is on its way between the replicas, as with
-the buckets of ``DistributedDataParallel``. Micro-batches before the last one run the graph as a
-whole. All operations are the same, and so are the gradients, to the bit.
+While the second graph runs, the replicas add up the first one's gradient, as with the buckets of
+``DistributedDataParallel``. Micro-batches before the last one run the graph as a whole. The
+operations are the same, and so are the gradients, to the bit.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from fxpipe.passes.partition.assignment import is_part
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 _HALVES = {"B": 0, "W": 1}
-"""Letter of a backward task → where the times of a node have its own, see ``Costs.nodes``."""
+"""Letter of a backward task → index of its time in ``Costs.nodes``."""
 
 
 def part_gradients(plan: Plan, bucket_bytes: float) -> Plan:
-    """Plan → Plan: every stage's gradients go in buckets. Those of leaf modules go at once.
+    """Plan → Plan: divide every stage's gradients into buckets, except in stages with leaf modules.
 
     Args:
-        plan: a differentiated one; backwards in halves are split, too.
-        bucket_bytes: a bucket is complete once it has as many bytes.
+        plan: a differentiated plan; backwards in halves are split, too.
+        bucket_bytes: a bucket is complete once it has so many bytes.
     """
     return replace(plan, stages=tuple(_parted(stage, bucket_bytes) for stage in plan.stages))
 
@@ -52,26 +52,26 @@ def _parted(stage: Stage, bucket_bytes: float) -> Stage:
     kernel = stage.kernel
     if not isinstance(kernel, GraphKernel) or kernel.functional_backward is None:
         return stage
-    given = [index for index, has in enumerate(kernel.parameter_gradients) if has]
+    trained = [index for index, has in enumerate(kernel.parameter_gradients) if has]
     gradients = results(kernel.functional_backward)[kernel.input_gradients :]
-    made = dict(zip(given, gradients, strict=True))
-    own = list(_filled(made, kernel.functional_backward, bucket_bytes))
-    if len(own) < 2:
+    gradient_of = dict(zip(trained, gradients, strict=True))
+    members = list(_filled(gradient_of, kernel.functional_backward, bucket_bytes))
+    if len(members) < 2:
         return stage
-    own[-1] += [index for index, has in enumerate(kernel.parameter_gradients) if not has]
-    graphs, shares = dict[str, list[BucketGraph]](), list[dict[str, float]]([{} for _ in own])
+    members[-1] += [index for index, has in enumerate(kernel.parameter_gradients) if not has]
+    graphs: dict[str, list[BucketGraph]] = {}
+    shares: list[dict[str, float]] = [{} for _ in members]
     for kind, graph, inputs in (
         ("B", kernel.functional_backward, kernel.input_gradients),
         ("W", kernel.functional_weight_grad, 0),
     ):
         if graph is None:
             continue
-        named = f"Stage{stage.index}Bucket{kind}"
-        graphs[kind], seconds = _split(deepcopy(graph), own, given, inputs, named, stage, kind)
-        total = sum(seconds)
-        for share, time in zip(shares, seconds, strict=True):
-            share[kind] = time / total if total else 1 / len(own)
-    buckets = [Bucket(tuple(each), share) for each, share in zip(own, shares, strict=True)]
+        graphs[kind], costs = _split(deepcopy(graph), members, trained, inputs, stage, kind)
+        total = sum(costs)
+        for share, cost in zip(shares, costs, strict=True):
+            share[kind] = cost / total if total else 1 / len(members)
+    buckets = map(Bucket, map(tuple, members), shares)
     return replace(stage, kernel=replace(kernel, buckets=graphs), buckets=tuple(buckets))
 
 
@@ -95,53 +95,57 @@ def _filled(
 def _split(
     graph: fx.Graph,
     buckets: Sequence[Sequence[int]],
-    given: Sequence[int],
+    trained: Sequence[int],
     inputs: int,
-    named: str,
     stage: Stage,
     kind: str,
 ) -> tuple[list[BucketGraph], list[float]]:
-    """The graph of each bucket, and what it costs: of what a gradient needs, each has what those
-    before it have not computed, and the last one has all else.
+    """The graph of each bucket, and its cost.
+
+    A graph computes what its gradients need and no graph before it has computed; the last graph
+    computes all the rest.
 
     Args:
-        graph: of the whole backward, or of its second half; functional.
-        buckets: the parameters of each.
-        given: those with a gradient, in the order of the graph's results.
-        inputs: how many results come before these.
-        named: the name of the graphs.
-        stage: the stage, with what its nodes cost.
+        graph: the whole backward, or its second half; functional.
+        buckets: the parameters of each bucket.
+        trained: the parameters with a gradient, in the order of the graph's results.
+        inputs: how many results come before these gradients.
+        stage: the stage, with the costs of its nodes.
         kind: "B" or "W".
     """
-    found = results(graph)
-    of_inputs, gradient_of = found[:inputs], dict(zip(given, found[inputs:], strict=True))
-    left = [node for node in graph.nodes if node.op == "placeholder"]
-    known, rest = set(left), [node for node in graph.nodes if node.op == "call_function"]
+    returned = results(graph)
+    of_inputs, gradient_of = returned[:inputs], dict(zip(trained, returned[inputs:], strict=True))
+    arguments = [node for node in graph.nodes if node.op == "placeholder"]
+    early = set(arguments)
+    rest = [node for node in graph.nodes if node.op == "call_function"]
     cost_of = _costs(rest, stage, kind)
-    made: list[BucketGraph] = []
-    seconds: list[float] = []
+    graphs: list[BucketGraph] = []
+    costs: list[float] = []
     for number, bucket in enumerate(buckets):
         parameters = tuple([index for index in sorted(bucket) if index in gradient_of])
-        found = [gradient_of.pop(index) for index in parameters]
+        gradients = [gradient_of.pop(index) for index in parameters]
         last = number == len(buckets) - 1
-        needed = set(rest) if last else ancestors(found)
-        # one result of an operation with several is picked where the operation is
+        needed = set(rest) if last else ancestors(gradients)
+        # a part of an operation's result is taken in the graph of the operation
         needed.update(node for node in rest if is_part(node) and node.args[0] in needed)
         nodes = [node for node in rest if node in needed]
         rest = [node for node in rest if node not in needed]
-        known.update(nodes)
-        after = [*of_inputs, *gradient_of.values()]
-        next_ = of_inputs if last else crossing(rest, after, known)
-        module = runnable(extract(left, nodes, [*next_, *found]), named, len(next_))
-        made.append(BucketGraph(module, len(next_), parameters))
-        seconds.append(sum(cost_of[node] for node in nodes))
-        left = next_
-    return made, seconds
+        early.update(nodes)
+        later = [*of_inputs, *gradient_of.values()]
+        handed_on = of_inputs if last else crossing(rest, later, early)
+        taken = extract(arguments, nodes, [*handed_on, *gradients])
+        module = runnable(taken, f"Stage{stage.index}Bucket{kind}", len(handed_on))
+        graphs.append(BucketGraph(module, len(handed_on), parameters))
+        costs.append(sum(cost_of[node] for node in nodes))
+        arguments = handed_on
+    return graphs, costs
 
 
 def _costs(nodes: Sequence[fx.Node], stage: Stage, kind: str) -> Mapping[fx.Node, float]:
-    """What each node costs: its part of what was measured for the node that it was made from, or,
-    where nothing was, the bytes that it makes."""
+    """Node → its cost: its share of the time measured for the node it comes from, by bytes.
+
+    If no time was measured, the cost is the bytes of its result.
+    """
     origins = [node.meta.get("custom", {}).get(ORIGIN, "") for node in nodes]
     sizes = [1.0 + _bytes(node) for node in nodes]
     total: dict[str, float] = {}
@@ -162,7 +166,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _maker(node: Any) -> fx.Node:
-    """The node that computes a gradient, which later ones only copy or view."""
+    """The node that computes a gradient, before it is only copied or viewed."""
     while node.op == "call_function" and (
         shares_memory(node) or node.target is torch.ops.aten.clone.default
     ):

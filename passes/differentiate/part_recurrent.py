@@ -1,4 +1,4 @@
-"""Write a recurrent operation of several layers as one a layer, with dropout between them.
+"""Split a recurrent operation of several layers into one for each layer, with dropout between.
 
 before:  lstm = aten.lstm(x, [h, c], [w0, …, w1, …], True, 2, 0.1, True, False, True)
 after:   lstm = aten.lstm(transpose(x, 0, 1), [h[0:1], c[0:1]], [w0, …], True, 1, 0.0, …, False)
@@ -6,8 +6,8 @@ after:   lstm = aten.lstm(transpose(x, 0, 1), [h[0:1], c[0:1]], [w0, …], True,
          lstm_1 = aten.lstm(native_dropout[0], [h[1:2], c[1:2]], [w1, …], True, 1, 0.0, …, False)
          with the output transpose(lstm_1[0], 0, 1) and the states cat([lstm[1], lstm_1[1]]), …
 
-PyTorch's operation does the same, inside. So written, its layers can be on several stages, and its
-dropout is an operation whose mask can be a function of a seed.
+PyTorch's operation computes the same. Once it is split, its layers can be on several stages, and
+its dropout is an operation whose mask can be a function of a seed.
 """
 
 from __future__ import annotations
@@ -23,25 +23,15 @@ from fxpipe.random import arguments_of
 aten = torch.ops.aten
 
 _RECURRENT = frozenset(
-    (
-        aten.lstm.input,
-        aten.lstm.data,
-        aten.gru.input,
-        aten.gru.data,
-        aten.rnn_tanh.input,
-        aten.rnn_tanh.data,
-        aten.rnn_relu.input,
-        aten.rnn_relu.data,
-    )
+    getattr(operation, overload)
+    for operation in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
+    for overload in ("input", "data")
 )
 
 
 def part_recurrent(module: fx.GraphModule) -> None:
-    """Change the graph so, for each recurrent operation of several layers.
-
-    Args:
-        module: a functional graph with a value in each node's ``meta["val"]``.
-    """
+    """Split each recurrent operation of several layers, in a functional graph with the nodes'
+    values in ``meta["val"]``."""
     for node in list(module.graph.nodes):
         if node.target in _RECURRENT:
             given = arguments_of(node.target, node.args, node.kwargs)
@@ -50,8 +40,11 @@ def part_recurrent(module: fx.GraphModule) -> None:
 
 
 class _Layers:
-    """Parts one operation, given its arguments by name: its results are the output, (…, directions
-    × width), and each state after the last sample, (layers × directions, batch, width)."""
+    """Splits one operation, ``given`` its arguments by name.
+
+    Its results are the output, (…, directions × width), and each state after the last sample,
+    (layers × directions, batch, width).
+    """
 
     def __init__(self, node: fx.Node, given: dict[str, Any]) -> None:
         self.node = node
@@ -74,16 +67,15 @@ class _Layers:
                 rows = layer * directions, (layer + 1) * directions
                 starts = [self._rows(state, *rows) for state in states]
                 params = given["params"][layer * of_layer : (layer + 1) * of_layer]
-                kept = (value[rows[0] : rows[1]] for value in values[1:])
-                made = self._layer(output, starts, params, (first, *kept))
-                output = made[0]
-                for end, state in zip(ends, made[1:], strict=True):
+                finals = (value[rows[0] : rows[1]] for value in values[1:])
+                output, *new_states = self._layer(output, starts, params, (first, *finals))
+                for end, state in zip(ends, new_states, strict=True):
                     end.append(state)
                 if given["dropout"] and given["train"] and layer < count - 1:
                     output = self._dropped(output)
             if given.get("batch_first"):
                 output = self._turned(output)
-            results = [output, *(self._joined(*one) for one in zip(ends, values[1:], strict=True))]
+            results = [output, *map(self._joined, ends, values[1:])]
         for item in list(self.node.users):
             item.replace_all_uses_with(results[int(str(item.args[1]))])
             self.graph.erase_node(item)

@@ -1,4 +1,4 @@
-"""Split a joint graph into forward and backward, with explicit saved tensors between them.
+"""Split a joint graph into a forward and a backward, with saved tensors between them.
 
 before:  a = f(x, w);  g1 = df(g, a, w);  return (a, g1)
 after:   forward:  a = f(x, w);  return (a, a, w)          the last two are saved
@@ -38,15 +38,15 @@ def split_joint(
     kept: int,
     trained: Sequence[Tensor],
 ) -> tuple[fx.GraphModule, fx.GraphModule | None, fx.Graph | None]:
-    """The first three fields of a GraphKernel.
+    """Return the first three fields of a GraphKernel.
 
     Args:
         graph: the joint graph; it is changed.
-        index: the number of the stage, for names of graphs.
-        names: of the graph's placeholders.
-        arguments: how many of these the forward takes; the others are gradients.
+        index: the number of the stage, for the names of the graphs.
+        names: the names of the graph's placeholders.
+        arguments: how many placeholders the forward takes; the others are gradients.
         kept: how many of the graph's results the forward returns.
-        trained: the parameters whose gradients come last, behind those of inputs.
+        trained: the parameters whose gradients are the last results, after those of inputs.
     """
     _drop_detach(graph)
     graph.eliminate_dead_code()
@@ -55,25 +55,25 @@ def split_joint(
         node.name = name
     given, gradients = placeholders[:arguments], placeholders[arguments:]
     returned = results(graph)
-    outputs, found = returned[:kept], returned[kept:]
-    inputs = len(found) - len(trained)
+    outputs, computed = returned[:kept], returned[kept:]
+    inputs = len(computed) - len(trained)
     early = ancestors(outputs)
     early.update(given)
-    wanted = ancestors(found)
-    late = [node for node in graph.nodes if node in wanted and node not in early]
-    # one result of an operation with several is picked where the operation is
+    needed = ancestors(computed)
+    late = [node for node in graph.nodes if node in needed and node not in early]
+    # a part of an operation's result is taken in the graph of the operation
     early.update(node for node in late if is_part(node) and node.args[0] in early)
     late = [node for node in late if node not in early and node not in gradients]
-    saved = crossing(late, found, early)
-    _copy_shared_gradients(graph, inputs, found, late, {*early, *gradients})
-    for node, parameter in zip(found[inputs:], trained, strict=True):
+    saved = crossing(late, computed, early)
+    _copy_shared_gradients(graph, inputs, computed, late, {*early, *gradients})
+    for node, parameter in zip(computed[inputs:], trained, strict=True):
         node.meta[STRIDES_OF_SUM] = strides_of_sum(node.meta["val"], parameter)
-    computed = [node for node in graph.nodes if node in early and node not in given]
-    forward = runnable(extract(given, computed, [*outputs, *saved]), f"Stage{index}Forward")
-    if not found:
+    nodes = [node for node in graph.nodes if node in early and node not in given]
+    forward = runnable(extract(given, nodes, [*outputs, *saved]), f"Stage{index}Forward")
+    if not computed:
         return forward, None, None
-    backward = extract([*saved, *gradients], late, found)
-    # a copy runs: what is parted must be functional still
+    backward = extract([*saved, *gradients], late, computed)
+    # a copy runs, because passes that split the backward need it functional
     return forward, runnable(deepcopy(backward), f"Stage{index}Backward", inputs), backward
 
 
@@ -86,25 +86,25 @@ def _drop_detach(graph: fx.Graph) -> None:
 
 
 def _copy_shared_gradients(
-    graph: fx.Graph, inputs: int, found: list[Any], late: list[fx.Node], given: set[fx.Node]
+    graph: fx.Graph, inputs: int, gradients: list[Any], late: list[fx.Node], given: set[fx.Node]
 ) -> None:
-    """Copy each parameter gradient that shares memory or is a part of a larger storage: the first
-    one becomes the sum over micro-batches. The gradients found begin with those of inputs."""
-    lying = Counter(place for node in found for place in _memory(node))
-    for index in range(inputs, len(found)):
-        node = found[index]
+    """Copy each parameter gradient that shares memory or is a part of a larger storage: that of the
+    first micro-batch becomes the sum. Of the ``gradients``, so many of ``inputs`` come first."""
+    sharing = Counter(owner for node in gradients for owner in _memory(node))
+    for index in range(inputs, len(gradients)):
+        node = gradients[index]
         memory = _memory(node)
-        if memory & given or not _whole(node) or any(lying[place] > 1 for place in memory):
+        if memory & given or not _whole(node) or any(sharing[owner] > 1 for owner in memory):
             with graph.inserting_after(late[-1] if late else node):
                 clone = graph.call_function(aten.clone.default, (node,))
             clone.meta.update(node.meta, val=node.meta["val"].clone())  # in memory of its own
             late.append(clone)
-            lying.subtract(_memory(node))
-            found[index] = clone
+            sharing.subtract(memory)
+            gradients[index] = clone
 
 
 def _whole(node: fx.Node) -> bool:
-    """Whether a value is all of the memory that it lies in, in some order of dimensions."""
+    """Whether a value fills the storage that it lies in, in some order of dimensions."""
     value = node.meta.get("val")
     while isinstance(value, torch.Tensor) and node.op == "call_function" and shares_memory(node):
         if len(node.all_input_nodes) != 1:
@@ -118,11 +118,4 @@ def _whole(node: fx.Node) -> bool:
 
 def _memory(result: Any) -> set[fx.Node]:
     """The nodes whose memory a result may share, itself included."""
-    found: set[fx.Node] = set()
-    todo = [result] if isinstance(result, fx.Node) else []
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes if shares_memory(node) else []
-    return found
+    return ancestors([result], follow=shares_memory)

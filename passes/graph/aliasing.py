@@ -19,7 +19,7 @@ _UNDECLARED = ("_reshape_alias", "_unsafe_view", "unsafe_split", "unsafe_split_w
 aten = torch.ops.aten
 
 _COPIES = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.contiguous.default)
-"""Operations that copy where they have to."""
+"""Operations that copy only where necessary."""
 
 
 def may_alias(target: OpOverload) -> bool:
@@ -30,8 +30,10 @@ def may_alias(target: OpOverload) -> bool:
 
 
 def shows_operands(node: fx.Node) -> bool:
-    """Whether an operation's result may share memory with its operands: by its schema, or, as that
-    of an ``einsum`` or a ``meshgrid`` may though its schema does not say so, as it was traced."""
+    """Whether an operation's result may share memory with its operands.
+
+    It may by its schema, or, as with ``einsum`` or ``meshgrid``, it did so in the trace.
+    """
     if not isinstance(node.target, OpOverload):
         return False
     if may_alias(node.target):
@@ -41,10 +43,12 @@ def shows_operands(node: fx.Node) -> bool:
 
 
 def hidden_views(module: fx.GraphModule) -> dict[OpOverload, Callable[..., Any]]:
-    """Operations of a graph whose results are views, though their schemas do not say so → what they
-    consist of, for PyTorch to trace, which would else take such a view for a copy."""
-    regions = (each for each in module.modules() if isinstance(each, fx.GraphModule))
-    nodes = (node for each in regions for node in each.graph.nodes if shows_operands(node))
+    """Operation of a graph whose result is a view, against its schema → its decomposition.
+
+    PyTorch has to trace the decomposition, as it would take the result for a copy.
+    """
+    regions = (part for part in module.modules() if isinstance(part, fx.GraphModule))
+    nodes = (node for region in regions for node in region.graph.nodes if shows_operands(node))
     hidden = {node.target for node in nodes if not may_alias(node.target)}
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return {
@@ -76,34 +80,34 @@ def functional_variant(target: OpOverload) -> OpOverload | None:
 
 def keeps_type(node: fx.Node, source: fx.Node) -> bool:
     """Whether the functional variant's result has the dtype of the tensor that is written."""
-    mine = source.meta.get("val")
-    if not isinstance(mine, torch.Tensor):
+    written = source.meta.get("val")
+    if not isinstance(written, Tensor):
         return False
     for argument in (*node.args[1:], *node.kwargs.values()):
         value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
-        if isinstance(value, torch.Tensor):
-            if torch.promote_types(mine.dtype, value.dtype) != mine.dtype:
+        if isinstance(value, Tensor):
+            if torch.promote_types(written.dtype, value.dtype) != written.dtype:
                 return False
-            continue
-        if isinstance(value, float | torch.SymFloat) and not mine.is_floating_point():
-            return False
-        if isinstance(value, int | torch.SymInt) and mine.dtype is torch.bool:
+        elif isinstance(value, float | torch.SymFloat):
+            if not written.is_floating_point():
+                return False
+        elif isinstance(value, int | torch.SymInt) and written.dtype is torch.bool:
             return False
     return True
 
 
 def same_layout(node: fx.Node, other: fx.Node) -> bool:
     """Whether two nodes' tensors have the same dtype, device, shape and strides."""
-    one, two = node.meta.get("val"), other.meta.get("val")
+    a, b = node.meta.get("val"), other.meta.get("val")
     return (
-        isinstance(one, torch.Tensor)
-        and isinstance(two, torch.Tensor)
-        and (one.dtype, one.device, one.shape) == (two.dtype, two.device, two.shape)
-        and one.stride() == two.stride()
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
+        and a.stride() == b.stride()
     )
 
 
 def returns_operand(node: fx.Node) -> bool:
-    """Whether an operation that copies where it has to returns its first operand as it is."""
-    asked = True in node.args[2:] or node.kwargs.get("copy")
-    return node.target in _COPIES and not asked and same_layout(node, node.all_input_nodes[0])
+    """Whether a node is an operation of ``_COPIES`` that returns its first operand uncopied."""
+    forced = True in node.args[2:] or node.kwargs.get("copy")
+    return node.target in _COPIES and not forced and same_layout(node, node.all_input_nodes[0])

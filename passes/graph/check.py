@@ -1,4 +1,4 @@
-"""Check that what was compiled computes what the model computes, on an example.
+"""Check on an example that a compiled plan computes what the model computes.
 
 An unnoticed wrong trace is the worst fault that a compiler of models can have. So the finished
 kernels, not an intermediate form, are compared with the model itself: every output, the buffers,
@@ -28,22 +28,21 @@ from fxpipe.torchtools import moments, source
 from fxpipe.torchtools.pytrees import pieces, taken_apart
 
 _RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""By how much of the greatest entry two runs of the same operations may differ; a wrong trace
-differs by far more."""
+"""How much two runs of the same operations may differ, as a part of the greatest entry; a wrong
+trace differs by far more."""
 
 _NOISE = 4.0
-"""By how many times its own noise a gradient may differ, where that is more."""
+"""How much a gradient may differ, in multiples of its own noise, where that is more."""
 
 _ROUNDING = 8
-"""Of how many last bits the sum of some thousand numbers may be off."""
-
+"""By how many last bits the sum of some thousand numbers may be off."""
 
 _CURES = {
     False: 'use tracer="symbolic", which calls modules as they are',
     True: "have the submodule around it called as it is: compile(..., leaf_modules=[its name]), "
     'or, where that is the model itself and tracer is "symbolic", use tracer="export"',
 }
-"""What to do about an operation that is not seen, by whether the graph has leaf modules."""
+"""Whether the graph has leaf modules → what to do about an operation that the tracer misses."""
 
 _WITHOUT_GRADIENTS = (
     "; or the model computes something else where gradients are off, as nn.TransformerEncoder does "
@@ -60,15 +59,18 @@ def check(
     differentiated: bool,
     own: Collection[int],
 ) -> None:
-    """Compare a differentiated plan with the model; backwards in two halves are run both ways.
+    """Compare a differentiated plan with the model; split backwards are run whole and in halves.
 
     Args:
+        traced: the graph that the plan was cut from.
+        plan: the plan.
         values: the inputs of one micro-batch, by name.
+        state: name in the model → parameter or buffer.
         call: runs the model, and the loss if there is one; returns the output, and the loss or
             None. The caller restores the model's state.
         differentiated: whether gradients are compared as well.
-        own: the stages whose parameters' gradients are; over several ranks, each compares those of
-            its own, and has no memory for others.
+        own: the stages whose parameters' gradients are compared; a rank has no memory for those of
+            other ranks.
 
     Raises:
         TraceError: the plan and the model differ; names the output or parameter.
@@ -96,17 +98,16 @@ def check(
     before = {name: state[name].clone() for name in sorted(buffers)}
     kept = _kept(state, {id(state[name]) for name in before})
 
-    def run() -> tuple[list[str], list[Tensor], Tensor | None]:
+    def run() -> tuple[list[tuple[str, Tensor]], Tensor | None]:
         with torch.enable_grad() if differentiated else torch.no_grad(), source.refusing_failures():
             output, loss = call()
-        pairs = [
+        leaves = pytree.tree_leaves(taken_apart(output))
+        outputs = [
             (out.name, leaf)
-            for out, leaf in zip(
-                traced.outputs, pytree.tree_leaves(taken_apart(output)), strict=False
-            )
+            for out, leaf in zip(traced.outputs, leaves, strict=False)
             if isinstance(out, Value) and isinstance(leaf, Tensor)
         ]
-        return [name for name, _ in pairs], [leaf for _, leaf in pairs], loss
+        return outputs, loss
 
     parted = any(stage.input_grad is not None for stage in plan.stages)
 
@@ -117,87 +118,90 @@ def check(
                 for halves in ([False, True] if parted else [False])
             ]
 
-    def gradients() -> _Both:
+    def run_again() -> _Gradients:
         for name, tensor in before.items():
             state[name].copy_(tensor)
         with draws():
-            seeds, theirs = _gradients(plan, state, own, traced.loss, *run())
-            return _Both(theirs, [ran.gradients for ran in run_plan(seeds)])
+            seeds, of_model = _gradients(plan, state, own, traced.loss, *run())
+            return _Gradients(of_model, [result.gradients for result in run_plan(seeds)])
 
     with draws():
-        names, expected, loss = run()
+        outputs, loss = run()
         # before the backward, in which a checkpoint inside of the model writes its buffers again
         after = {name: state[name].clone() for name in before}
         for name, tensor in kept.items():
             compare(f"what is written to the buffer {name!r}", tensor, state[name])
         seeds: dict[str, Tensor] = {}
-        theirs: dict[str, Tensor] = {}
+        of_model: dict[str, Tensor] = {}
         if differentiated:
-            seeds, theirs = _gradients(plan, state, own, traced.loss, names, expected, loss)
-        ran, *others = run_plan(seeds)
-    made = {**values, **{a.name: state[a.target] for a in traced.parameters}, **ran.values}
-    for name, there in zip(names, expected, strict=True):
-        compare(f"output {name!r}", made[name], there)
+            seeds, of_model = _gradients(plan, state, own, traced.loss, outputs, loss)
+        results = run_plan(seeds)
+    parameters = {a.name: state[a.target] for a in traced.parameters}
+    computed = {**values, **parameters, **results[0].values}
+    for name, there in outputs:
+        compare(f"output {name!r}", computed[name], there)
     if loss is not None and traced.loss is not None:
-        compare("the loss", made[traced.loss], loss)
-    for name, here in moments.commit(traced.deferred, before, ran.state).items():
+        compare("the loss", computed[traced.loss], loss)
+    for name, here in moments.commit(traced.deferred, before, results[0].state).items():
         compare(f"what is written to the buffer {name!r}", here, after[name])
-    first = _Both(theirs, [each.gradients for each in (ran, *others)])
-    unlike = [name for name in theirs if any(difference(*pair) for pair in first.of(name))]
-    nearby = _nearby(gradients, state, theirs, narrow) if unlike else []
+    first = _Gradients(of_model, [result.gradients for result in results])
+    unlike = [name for name in of_model if any(difference(*pair) for pair in first.pairs(name))]
+    nearby = _nearby(run_again, state, of_model, narrow) if unlike else []
     for name in unlike:
-        noise = max(_greatest(other.theirs[name] - theirs[name]) for other in nearby)
-        for index, pair in enumerate(first.of(name)):
-            more = (other.of(name)[index] for other in nearby)
-            if all(difference(*each, noise) for each in (pair, *more)):
+        noise = max(_greatest(other.of_model[name] - of_model[name]) for other in nearby)
+        for index, pair in enumerate(first.pairs(name)):
+            others = (other.pairs(name)[index] for other in nearby)
+            if all(difference(*each, noise) for each in (pair, *others)):
                 compare(f"the gradient of {name!r}", *pair, noise)
 
 
-class _Both(NamedTuple):
-    """Gradients by the names of parameters, for some weights.
+class _Gradients(NamedTuple):
+    """Gradients by the names of parameters, for one set of weights.
 
     Attributes:
-        theirs: the model's.
-        ours: the plan's, by whole backwards and, where it has them, by halves.
+        of_model: from the model's own backward.
+        of_plan: from the plan's whole backwards and, if it has them, from their halves.
     """
 
-    theirs: Mapping[str, Tensor]
-    ours: Sequence[Mapping[str, Tensor]]
+    of_model: Mapping[str, Tensor]
+    of_plan: Sequence[Mapping[str, Tensor]]
 
-    def of(self, name: str) -> list[tuple[Tensor, Tensor]]:
-        """One of ours and theirs, of each way."""
-        there = self.theirs[name]
+    def pairs(self, name: str) -> list[tuple[Tensor, Tensor]]:
+        """A parameter's gradients from the plan, each with that from the model."""
+        there = self.of_model[name]
         none = there.new_zeros(()).expand_as(there)
-        return [(each.get(name, none), there) for each in self.ours]
+        return [(gradients.get(name, none), there) for gradients in self.of_plan]
 
 
 def _narrowest(plan: Plan) -> torch.dtype | None:
-    """The floating-point type with the fewest digits in graphs that libraries compute, which round
-    fewer of their values to it, as under autocast; None where there is no library."""
-    found: set[torch.dtype] = set()
+    """The least precise floating-point type in graphs that were compiled to libraries, if any.
+
+    Under autocast, libraries round fewer values to that type than the model does.
+    """
+    dtypes: set[torch.dtype] = set()
     for stage in plan.stages:
         if isinstance(stage.kernel, GraphKernel):
             for graph in (stage.kernel.forward_graph, stage.kernel.backward_graph):
                 if graph is not None and compiled(graph) is not None:
                     values = (node.meta.get("val") for node in graph.graph.nodes)
-                    found.update(x.dtype for x in values if isinstance(x, Tensor))
-    return max(found & _RELATIVE.keys(), key=lambda each: _RELATIVE[each], default=None)
+                    dtypes.update(x.dtype for x in values if isinstance(x, Tensor))
+    return max(dtypes & _RELATIVE.keys(), key=_RELATIVE.__getitem__, default=None)
 
 
 def _nearby(
-    gradients: Callable[[], _Both],
+    run_again: Callable[[], _Gradients],
     state: Mapping[str, Tensor],
     trained: Iterable[str],
     narrow: torch.dtype | None,
-) -> list[_Both]:
-    """The gradients for three other sets of weights, which differ as much as sums round.
+) -> list[_Gradients]:
+    """The gradients at three other sets of weights, moved by as much as sums round.
 
-    The gradient of a bias before a BatchNorm, for example, is nothing but rounding errors: this
-    shows how large they are. And behind many BatchNorms, one in a sum decides on which side of zero
-    a ReLU sees a number: what differs by that is the same for most other weights, and what a wrong
-    trace computes is wrong for all.
+    They show how large rounding errors are: the gradient of a bias before a BatchNorm, for example,
+    is nothing else. And behind many BatchNorms, rounding decides on which side of zero a ReLU sees
+    a number. At most of the other weights, the model and the plan then agree; a wrong trace is
+    wrong at all of them.
     """
-    found = []
+    nearby = []
     kept = {name: state[name].detach().clone() for name in trained}
     try:
         for times in (1, 3, 7):
@@ -205,20 +209,20 @@ def _nearby(
                 signs = ((pattern(weight) * times).frac() < 0.5).to(weight) * 2 - 1
                 off = _ROUNDING * max(torch.finfo(x).eps for x in (weight.dtype, narrow) if x)
                 state[name].detach().copy_(weight * (1 + signs * off))
-            found.append(gradients())
+            nearby.append(run_again())
     finally:
         for name, weight in kept.items():
             state[name].detach().copy_(weight)
-    return found
+    return nearby
 
 
 def _kept(state: Mapping[str, Tensor], written: Collection[int]) -> dict[str, Tensor]:
     """Copies of the buffers that no graph writes, each under its first name."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, tensor in state.items():
         if not isinstance(tensor, nn.Parameter) and id(tensor) not in written:
-            found.setdefault(id(tensor), name)
-    return {name: state[name].clone() for name in found.values()}
+            names.setdefault(id(tensor), name)
+    return {name: state[name].clone() for name in names.values()}
 
 
 def _gradients(
@@ -226,16 +230,15 @@ def _gradients(
     state: Mapping[str, Tensor],
     own: Collection[int],
     loss_name: str | None,
-    names: Sequence[str],
-    outputs: Sequence[Tensor],
+    outputs: Sequence[tuple[str, Tensor]],
     loss: Tensor | None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The gradients at which the backward starts, and the model's own for the parameters of some
-    stages."""
-    roots = {loss_name: loss} if loss is not None else dict(zip(names, outputs, strict=False))
+    """Run the model's own backward; return the gradients that it starts from, and those of the
+    parameters of the stages ``own``."""
+    roots = {loss_name: loss} if loss is not None else dict(outputs)
     back = {edge.value for edge in plan.edges if edge.gradient and edge.target == HOST}
     started = {name: value for name, value in roots.items() if name in back and value is not None}
-    # what depends on inputs alone has no gradient in the model's run, whose inputs need none
+    # values that depend on inputs alone need no gradient in the model's run
     reaching = [name for name, value in started.items() if loss is not None or value.requires_grad]
     seeds = {str(name): pattern(value).to(value) + 0.5 for name, value in started.items()}
     trained = {
@@ -246,11 +249,10 @@ def _gradients(
     }
     if not started or not trained:
         return seeds, {}
-    parameters = list(trained.values())
     try:
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             [started[name] for name in reaching],
-            parameters,
+            list(trained.values()),
             [seeds[str(name)] for name in reaching],
             allow_unused=True,
         )
@@ -259,16 +261,15 @@ def _gradients(
         raise TraceError(
             f"the model's own backward fails without any pipeline ({line}); mend the model first"
         ) from error
-    for (name, _), gradient in zip(trained.items(), found, strict=True):
+    of_model = {}
+    for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
         if gradient is not None and gradient.layout is not torch.strided:
             raise TraceError(
                 f"the gradient of {name!r} is {gradient.layout}, which cannot be added up over "
                 "micro-batches here; make it dense, as with nn.Embedding(..., sparse=False)"
             )
-    return seeds, {
-        name: torch.zeros_like(parameter) if gradient is None else gradient
-        for (name, parameter), gradient in zip(trained.items(), found, strict=True)
-    }
+        of_model[name] = torch.zeros_like(parameter) if gradient is None else gradient
+    return seeds, of_model
 
 
 def _compare(
@@ -289,15 +290,15 @@ def _compare(
 
 
 def _difference(narrow: torch.dtype | None, here: Tensor, there: Tensor, noise: float = 0.0) -> str:
-    """How two tensors differ, computed in types of which ``narrow`` has the fewest digits; an empty
+    """How two tensors differ that were computed in types no less precise than ``narrow``; an empty
     string if they agree."""
     here, there = here.detach(), there.detach()
     if here.layout is not there.layout:
         return f"{here.layout}, not {there.layout}"
     if here.layout is not torch.strided:
         pairs = zip(pieces(here), pieces(there), strict=True)
-        each = (_difference(narrow, *pair, noise) for pair in pairs)
-        return next(filter(None, each), "")
+        differences = (_difference(narrow, *pair, noise) for pair in pairs)
+        return next(filter(None, differences), "")
     if here.shape != there.shape or here.dtype != there.dtype:
         return f"{tuple(here.shape)} {here.dtype}, not {tuple(there.shape)} {there.dtype}"
     if not (here.is_floating_point() or here.is_complex()):

@@ -1,10 +1,10 @@
-"""Let BatchNorm's running statistics be those of the whole batch, updated once a step.
+"""Update BatchNorm's running statistics once a step, with those of the whole batch.
 
 before:  bn = batch_norm(x, w, b, mean, var, True, 0.1, eps);  return (bn[3], bn[4], count + 1, …)
          with the writes running_mean = bn[3], running_var = bn[4], num_batches_tracked = count + 1
 after:   bn = batch_norm(x, w, b, zeros, zeros, True, 1.0, eps)
          m = gather(moments, x, bn[3], bn[4]);  return (m, …)
-         with the write moments = m; the end of the step turns it into the statistics
+         with the write moments = m, from which the end of the step computes the statistics
 
 With momentum 1 the operation returns the micro-batch's own mean and unbiased variance. Each
 micro-batch is still normalised by its own statistics, so no output and no gradient changes.
@@ -31,15 +31,14 @@ aten = torch.ops.aten
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default
 _COPIES = (aten.clone.default, aten.detach.default)
 _MEAN, _VARIANCE = 3, 4
-"""Which of the operation's results are the new running statistics."""
+"""Indices of the new running statistics among the operation's results."""
 
 
 def defer_batchnorm(traced: Traced, model: nn.Module) -> Traced:
     """The same graph, in which every BatchNorm that updates its statistics gathers moments instead.
 
     Raises:
-        TraceError: the model reads the statistics of a BatchNorm in training, or writes them
-            otherwise than a BatchNorm does.
+        TraceError: other code than the BatchNorm itself reads or writes its statistics in training.
     """
     updating = {
         f"{name}.running_mean" if name else "running_mean": module
@@ -64,19 +63,12 @@ class _Deferrer:
     written: list[Write] = field(default_factory=list)
 
     def norm(self, moments: str, running_mean: str) -> None:
-        """Note a call."""
+        """Note that a BatchNorm's moments are gathered in the buffer ``moments``."""
         module = self.modules[running_mean]
         prefix = running_mean.removesuffix("running_mean")
-        counted = module.num_batches_tracked is not None
-        self.norms.append(
-            DeferredNorm(
-                moments,
-                running_mean,
-                f"{prefix}running_var",
-                f"{prefix}num_batches_tracked" if counted else None,
-                module.momentum,
-            )
-        )
+        tracked = None if module.num_batches_tracked is None else f"{prefix}num_batches_tracked"
+        names = running_mean, f"{prefix}running_var", tracked
+        self.norms.append(DeferredNorm(moments, *names, module.momentum))
 
     def zeros(self, module: _BatchNorm, *shape: int) -> Tensor:
         assert module.running_mean is not None
@@ -84,12 +76,11 @@ class _Deferrer:
 
     def finished(self, writes: list[Write]) -> Traced:
         """The rewritten graph, with these writes."""
-        graph, traced = self.traced.graph, self.traced
-        graph.lint()
+        self.traced.graph.lint()
         return replace(
-            traced,
-            buffers=(*traced.buffers, *self.buffers),
-            constants={**traced.constants, **self.constants},
+            self.traced,
+            buffers=(*self.traced.buffers, *self.buffers),
+            constants={**self.traced.constants, **self.constants},
             writes=tuple(writes),
             deferred=tuple(self.norms),
         )
@@ -101,19 +92,19 @@ class _Operations(_Deferrer):
     def run(self) -> Traced:
         graph = self.traced.graph
         self.placeholders: dict[str, fx.Node] = {}
-        gone: set[str] = set()
+        deferred: set[str] = set()
         for target in self.modules:
             calls = self._calls(target)
             for call in calls:
                 self._gather(call, target)
             prefix = target.removesuffix("running_mean")
-            gone |= {target, f"{prefix}running_var"}
+            deferred |= {target, f"{prefix}running_var"}
             if self._counts(f"{prefix}num_batches_tracked", len(calls)):
-                gone.add(f"{prefix}num_batches_tracked")
+                deferred.add(f"{prefix}num_batches_tracked")
         end = graph.output_node()
         returned: Any = end.args[0]
         by_name = {node.name: node for node in graph.nodes}
-        kept = [write for write in self.traced.writes if write.target not in gone]
+        kept = [write for write in self.traced.writes if write.target not in deferred]
         writes = [*kept, *self.written]
         values = returned[len(self.traced.writes) :]
         end.args = ((*(by_name[write.value] for write in writes), *values),)
@@ -126,21 +117,21 @@ class _Operations(_Deferrer):
         return replace(traced, buffers=tuple(a for a in traced.buffers if a.name in left))
 
     def _calls(self, target: str) -> list[fx.Node]:
-        """The calls of one module, in order; each reads the statistics that the last one wrote."""
+        """The calls of one module, in order; each reads the statistics that the last call wrote."""
         prefix = target.removesuffix("running_mean")
         means = self._chain(target, _MEAN)
         variances = self._chain(f"{prefix}running_var", _VARIANCE)
         if not means or means != variances:
             raise TraceError(
                 f"the running statistics of BatchNorm {prefix.rstrip('.') or 'the model'!r} are "
-                "read or written by something else than it in training, and with "
-                "deferred_batchnorm they do not change before the step's end; leave that out"
+                "read or written by other code than it in training, and with deferred_batchnorm "
+                "they change only at the end of a step; leave out deferred_batchnorm"
             )
         return means
 
     def _chain(self, target: str, place: int) -> list[fx.Node]:
-        """The calls from the buffer to the value that is written to it; empty if there is any other
-        operation among them."""
+        """The BatchNorm calls from a buffer to the value that is written to it; empty if there is
+        any other operation between."""
         start, value = self._ends(target)
         calls: list[fx.Node] = []
         while start is not None and value is not start:
@@ -156,7 +147,7 @@ class _Operations(_Deferrer):
         return calls[::-1] if start is not None and len(start.users) == 1 else []
 
     def _ends(self, target: str) -> tuple[fx.Node | None, Any]:
-        """A buffer's placeholder and what is written to it; None if it is not both."""
+        """A buffer's placeholder and the value written to it; None if it is not read or written."""
         read = [a.name for a in self.traced.buffers if a.target == target]
         written = [w.value for w in self.traced.writes if w.target == target]
         if not read or not written:
@@ -165,7 +156,7 @@ class _Operations(_Deferrer):
         return by_name[read[-1]], by_name[written[-1]]
 
     def _placeholder(self, target: str, value: Tensor) -> fx.Node:
-        """The placeholder of the constant of that name; a new one if there is none."""
+        """The placeholder of the constant ``target``, added if there is none."""
         graph = self.traced.graph
         if target not in self.placeholders:
             with graph.inserting_before(next(iter(graph.nodes))):
@@ -179,23 +170,22 @@ class _Operations(_Deferrer):
     def _gather(self, call: fx.Node, target: str) -> None:
         graph, module = self.traced.graph, self.modules[target]
         name = f"moments:{len(self.norms)}"
-        zeros = self.zeros(module)
-        kept = "zeros:" + "x".join(map(str, (*zeros.shape, zeros.dtype)))
-        nothing = self._placeholder(kept, zeros)
+        value = self.zeros(module)
+        zeros = self._placeholder(f"zeros:{module.num_features}x{value.dtype}", value)
         before = self._placeholder(name, self.zeros(module, 3))
         args = list(call.args)
-        args[_MEAN], args[_VARIANCE], args[6] = nothing, nothing, 1.0
+        args[_MEAN], args[_VARIANCE], args[6] = zeros, zeros, 1.0
         call.args = tuple(args)
         parts = {n.args[1]: n for n in call.users if n.target is operator.getitem}
         last = max(parts.values(), key=list(graph.nodes).index)
         with graph.inserting_after(last):
-            made = graph.call_function(gather, (before, args[0], parts[_MEAN], parts[_VARIANCE]))
-        made.meta.update({**parts[_MEAN].meta, "val": before.meta["val"]})
+            node = graph.call_function(gather, (before, args[0], parts[_MEAN], parts[_VARIANCE]))
+        node.meta.update({**parts[_MEAN].meta, "val": before.meta["val"]})
         self.norm(name, target)
-        self.written.append(Write(name, made.name))
+        self.written.append(Write(name, node.name))
 
     def _counts(self, target: str, calls: int) -> bool:
-        """Whether a buffer is increased by one in each call and read by nothing else."""
+        """Whether a buffer is increased by one in each of so many calls, and not read otherwise."""
         start, value = self._ends(target)
         count = 0
         while start is not None and value is not start:
@@ -233,12 +223,13 @@ class _Leaves(_Deferrer):
             zeros = self.zeros(self.modules[target], 3)
             module.add_submodule(name, Gather(zeros.clone()))
             with graph.inserting_after(node):
-                made = graph.call_module(name, (node.args[0],))
-            made.meta.update({**node.meta, "val": None})
-            self.norm(f"{name}.moments", target)
-            self.buffers.append(Argument(f"{name}.moments", f"{name}.moments"))
-            self.constants[f"{name}.moments"] = zeros
-            self.written.append(Write(f"{name}.moments", f"{name}.moments"))
+                gathering = graph.call_module(name, (node.args[0],))
+            gathering.meta.update({**node.meta, "val": None})
+            buffer = f"{name}.moments"
+            self.norm(buffer, target)
+            self.buffers.append(Argument(buffer, buffer))
+            self.constants[buffer] = zeros
+            self.written.append(Write(buffer, buffer))
         missing = self.modules.keys() - {norm.running_mean for norm in self.norms}
         if missing:
             raise TraceError(
@@ -260,7 +251,7 @@ class _Leaves(_Deferrer):
 
 
 def _read(call: fx.Node) -> str:
-    """The buffer that a BatchNorm's running mean comes from, directly or through earlier calls."""
+    """The buffer whose value is a call's running mean, directly or through earlier calls."""
     value: Any = call
     while value.op == "call_function":
         value = value.args[_MEAN] if value.target is _BATCH_NORM else value.args[0]

@@ -1,15 +1,15 @@
-"""Make a graph whose nodes have stages fit to be cut.
+"""Adapt a graph to the stages of its nodes, before it is cut.
 
-``relay`` keeps autograd's order of adding gradients, where stages read a value several times.
+``relay`` keeps autograd's order of adding gradients where stages read a value several times.
 
 before:  stage 0: x = …     stage 1: a = f(x), b = g(x)                     stage 2: c = h(x)
 after:   stage 0: x = …     stage 1: a = f(x), b = g(x), x_on_1 = alias(x)  stage 2: c = h(x_on_1)
 
 Autograd adds the gradients of x one by one, from its last reader to its first: (h + g) + f. A
-stage sends back one gradient; were that g + f, the sum h + (g + f) could differ in its last bits.
-So a stage that reads a value more than once, and is not the last to read it, sends the value on to
-later stages. Their gradient then comes back to this stage and is added first. A value that each
-stage reads once, such as a U-Net's skips, is sent directly to each of its readers.
+stage sends back one gradient; if that were g + f, the sum h + (g + f) could differ in its last
+bits. So a stage that reads a value more than once, and is not the last to read it, passes the value
+on to later stages. Their gradient then comes back to this stage and is added first. A value that
+each stage reads once, such as a U-Net's skip, is sent directly to each of its readers.
 
 ``localise_sizes`` lets every stage compute the sizes that it reads, so that no integers are sent.
 
@@ -28,14 +28,14 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir.traced import Traced, Value
-from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.passes.graph.lazy_module import copied
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes, differentiable
 
 
 def relay(
     traced: Traced, assignment: Assignment, trained: Collection[str], outputs: Collection[str]
 ) -> tuple[Traced, Assignment]:
-    """Let a stage send on each value that it reads several times and that later stages read, too.
+    """Let a stage pass on each value that it reads several times and that later stages read, too.
 
     Args:
         traced: the graph.
@@ -43,10 +43,9 @@ def relay(
         trained: the placeholders that get a gradient; with leaf modules any value may get one.
         outputs: the values whose gradients the caller gives.
     """
-    graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    end = graph.output(graph.graph_copy(traced.graph, copies))
-    relays = _Relays(graph, end, assignment.nodes, {a.name for a in traced.parameters})
+    relayed = copied(traced, copies)
+    relays = _Relays(relayed.graph, assignment.nodes, {a.name for a in traced.parameters})
     renamed = {
         node.name: relays.hand_on(copies[node], node.name in outputs)
         for node in differentiable(traced, trained)
@@ -54,33 +53,29 @@ def relay(
     }
     if len(relays.stages) == len(assignment.nodes):
         return traced, assignment
-    graph.lint()
-    given = tuple(
+    relayed.graph.lint()
+    returned = tuple(
         replace(out, name=renamed.get(out.name, out.name)) if isinstance(out, Value) else out
         for out in traced.outputs
     )
-    module = lazy_module(traced.module, graph)
-    stages = Assignment(assignment.stages, relays.stages)
-    return replace(traced, module=module, outputs=given), stages
+    return replace(relayed, outputs=returned), Assignment(assignment.stages, relays.stages)
 
 
 class _Relays:
-    """Adds the nodes to a graph that send values on."""
+    """Adds the nodes to a graph that pass values on."""
 
-    def __init__(
-        self, graph: fx.Graph, end: fx.Node, stages: Mapping[str, int], parameters: set[str]
-    ) -> None:
+    def __init__(self, graph: fx.Graph, stages: Mapping[str, int], parameters: set[str]) -> None:
         self.graph = graph
-        self.end = end
+        self.end = graph.output_node()
         self.stages = dict(stages)
         self.parameters = parameters
         self.order = {node: place for place, node in enumerate(graph.nodes)}
 
     def hand_on(self, node: fx.Node, to_caller: bool) -> str:
-        """Let each stage that reads a value several times send it to the stages after it.
+        """Let each stage that reads a value several times pass it on to the stages after it.
 
-        Returns the name under which the graph returns it, if it does: to the caller from the last
-        stage that reads it, or, where the caller gives no gradient, from the stage that makes it.
+        Returns the value's name as an output of the graph. If the caller gives its gradient, the
+        last stage that passes it on also returns it; else the stage that computes it does.
         """
         readers = sorted(
             (n for n in node.users if n in self.order and n is not self.end),
@@ -92,13 +87,9 @@ class _Relays:
             behind = [reader for reader in readers if self.stages[reader.name] > stage]
             if _reads(current, here) < 2 or not (behind or to_caller):
                 continue
+            alias, name = torch.ops.aten.alias.default, f"{node.name}_on_{stage}"
             with self.graph.inserting_after(here[-1]):
-                copy = self.graph.create_node(
-                    "call_function",
-                    torch.ops.aten.alias.default,
-                    (current,),
-                    name=f"{node.name}_on_{stage}",
-                )
+                copy = self.graph.create_node("call_function", alias, (current,), name=name)
             copy.meta.update(node.meta)
             self.stages[copy.name] = stage
             for reader in [*behind, *([self.end] if to_caller else [])]:
@@ -108,10 +99,10 @@ class _Relays:
 
     def _away(self, node: fx.Node, readers: list[fx.Node]) -> list[int]:
         """The stages that receive a value from another stage, or from the caller."""
-        found = sorted({self.stages[reader.name] for reader in readers})
+        reading = sorted({self.stages[reader.name] for reader in readers})
         if node.name in self.stages:
-            return [stage for stage in found if stage != self.stages[node.name]]
-        return found[1:] if node.name in self.parameters else found
+            return [stage for stage in reading if stage != self.stages[node.name]]
+        return reading[1:] if node.name in self.parameters else reading
 
 
 def _reads(node: fx.Node, readers: list[fx.Node]) -> int:
@@ -124,26 +115,24 @@ def _reads(node: fx.Node, readers: list[fx.Node]) -> int:
 
 
 def localise_sizes(traced: Traced, assignment: Assignment) -> tuple[Traced, Assignment]:
-    """Compute each size that a later stage reads from a tensor that this stage receives anyway.
+    """Let a stage compute the sizes that it reads from the tensors that it receives, if it can.
 
-    A size that no such tensor has is sent as an edge, like any other value.
+    A size that no received tensor has is sent on an edge, like any other value.
     """
     if not any(_is_size(node) for node in traced.graph.nodes):
         return traced, assignment
-    graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(traced.graph, copies))
-    stages = {copies[n].name: assignment.nodes[n.name] for n in compute_nodes(traced.graph)}
-    for stage in range(assignment.stages):
-        _Localiser(graph, stages, stage).run()
-    graph.lint()
-    module = lazy_module(traced.module, graph)
+    localised = copied(traced, copies)
     assert all(old.name == new.name for old, new in copies.items()), "a copy keeps its names"
-    return replace(traced, module=module), Assignment(assignment.stages, stages)
+    stages = {n.name: assignment.nodes[n.name] for n in compute_nodes(traced.graph)}
+    for stage in range(assignment.stages):
+        _Localiser(localised.graph, stages, stage).run()
+    localised.graph.lint()
+    return localised, Assignment(assignment.stages, stages)
 
 
 class _Localiser:
-    """Works on one stage of the copied graph."""
+    """Rewrites one stage of the copied graph."""
 
     def __init__(self, graph: fx.Graph, stages: dict[str, int], stage: int) -> None:
         self.graph = graph
@@ -151,7 +140,7 @@ class _Localiser:
         self.stage = stage
         self.nodes = [n for n in compute_nodes(graph) if stages.get(n.name) == stage]
         self.order = {node: place for place, node in enumerate(graph.nodes)}
-        self.made: dict[fx.Node, fx.Node | None] = {}
+        self.locals: dict[fx.Node, fx.Node | None] = {}
         self.sources = self._sources()
 
     def run(self) -> None:
@@ -163,30 +152,30 @@ class _Localiser:
                         node.replace_input_with(size, local)
 
     def _sources(self) -> Mapping[str, tuple[fx.Node, int]]:
-        """Size, as an expression → the first tensor received by the stage that has it, and in
-        which dimension."""
+        """Size, as an expression → the first tensor received by the stage that has this size, and
+        its dimension."""
         arriving = {
             tensor
             for node in self.nodes
             for tensor in node.all_input_nodes
             if self.stages.get(tensor.name) != self.stage
         }
-        found: dict[str, tuple[fx.Node, int]] = {}
+        sources: dict[str, tuple[fx.Node, int]] = {}
         for tensor in sorted(arriving, key=self.order.__getitem__):
             value = tensor.meta.get("val")
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 for dimension, size in enumerate(value.shape):
                     if isinstance(size, torch.SymInt):
-                        found.setdefault(str(size), (tensor, dimension))
-        return found
+                        sources.setdefault(str(size), (tensor, dimension))
+        return sources
 
     def _local(self, size: fx.Node) -> fx.Node | None:
         """The size computed anew inside the stage; None if no tensor of the stage has it."""
-        if size not in self.made:
-            self.made[size] = self._copied(size)
-        return self.made[size]
+        if size not in self.locals:
+            self.locals[size] = self._computed(size)
+        return self.locals[size]
 
-    def _copied(self, size: fx.Node) -> fx.Node | None:
+    def _computed(self, size: fx.Node) -> fx.Node | None:
         source = self.sources.get(str(size.meta["val"]))
         if source is not None:
             tensor, dimension = source
@@ -194,8 +183,8 @@ class _Localiser:
             with self.graph.inserting_after(self._last([tensor])):
                 local = self.graph.call_function(torch.ops.aten.sym_size.int, (tensor, dimension))
         else:
-            found = {node: self._local(node) for node in size.all_input_nodes if _is_size(node)}
-            inputs = {node: copy for node, copy in found.items() if copy is not None}
+            copies = {node: self._local(node) for node in size.all_input_nodes if _is_size(node)}
+            inputs = {node: copy for node, copy in copies.items() if copy is not None}
             if not inputs or len(inputs) != len(size.all_input_nodes):
                 return None
             with self.graph.inserting_after(self._last(list(inputs.values()))):
@@ -206,8 +195,8 @@ class _Localiser:
         return local
 
     def _last(self, nodes: list[fx.Node]) -> fx.Node:
-        """The last of some nodes; the graph's last placeholder if all are placeholders, so that no
-        node is inserted among these."""
+        """The last of some nodes. If all are placeholders, the graph's last placeholder, to insert
+        no node between placeholders."""
         last = max(nodes, key=self.order.__getitem__)
         while last.op == "placeholder" and last.next.op == "placeholder":
             last = last.next

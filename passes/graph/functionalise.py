@@ -39,13 +39,13 @@ from fxpipe.passes.graph.rewrite import rewrite
 from fxpipe.passes.tracing.explain import at_node, explained
 from fxpipe.torchtools.state import Autocasts, autocasts
 
+aten = torch.ops.aten
+
 _ASSERTIONS = frozenset(
     (
-        torch.ops.aten._assert_tensor_metadata.default,
-        torch.ops.aten._assert_scalar.default,
-        torch.ops.aten._assert_async.msg,
-        torch.ops.aten.sym_constrain_range_for_size.default,
-        torch.ops.aten.sym_constrain_range.default,
+        *(aten._assert_tensor_metadata.default, aten._assert_scalar.default),
+        *(aten.sym_constrain_range_for_size.default, aten.sym_constrain_range.default),
+        aten._assert_async.msg,
     )
 )
 
@@ -61,13 +61,14 @@ def functionalise(
     Args:
         program: the exported program; it is changed.
         accepts: whether the program holds for a batch size.
-        model: the traced model, for the messages of errors.
-        discards: whether what is written into an input is seen in the graph alone, or refused.
+        model: the traced model, for error messages.
+        discards: whether to drop writes into inputs at the end of the graph, instead of refusing
+            them.
 
     Raises:
-        TraceError: the model writes into one of its inputs, where that is refused, or keeps
-            something that a graph cannot hold. If ``model`` is given, any other failure is raised
-            as one, too.
+        TraceError: the model writes into one of its inputs, and ``discards`` is not set, or it
+            keeps something that a graph cannot hold. If ``model`` is given, any other failure
+            becomes a TraceError, too.
     """
     try:
         return _functional(program, accepts, discards)
@@ -82,27 +83,25 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool], discar
     detach_in_place(program.graph_module)
     lay_gradients(program.graph_module)
     mask_diagonals(program.graph_module)
-    held = _first_names(program)
+    first_name = _first_names(program)
     casts = autocasts()
-    # PyTorch's own way makes an operation of each cast, which the stages can then share
-    ruled = None if casts and _shares_parameters(program) else rewrite(program)
-    if ruled is None:
+    # run_decompositions makes an operation of each cast, which the stages can then share
+    rewritten = None if casts and _shares_parameters(program) else rewrite(program)
+    if rewritten is None:
         program = functional(program)
-    module, written = (program.graph_module, []) if ruled is None else ruled
-    parameters, buffers, constants, inputs = _arguments(program, module, held)
-    writes, outputs = _results(program, module, held, written, discards)
+    module, written = rewritten or (program.graph_module, [])
+    parameters, buffers, constants, inputs = _arguments(program, module, first_name)
+    writes, outputs = _results(program, module, first_name, written, discards)
     _let_copies_have_gradients(module)
     _let_strides_vary(module)
     part_recurrent(module)
     writes, outputs = _return_values(module, writes, outputs, {a.name for a in buffers})
-    _tidy(
-        module, {argument.name for argument in (*parameters, *buffers)} | set(filter(None, inputs))
-    )
+    _tidy(module, {*(a.name for a in (*parameters, *buffers)), *filter(None, inputs)})
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
     module, new = _with_lasting_names(module)
     if casts:
-        _note_casts(module.graph, casts if ruled else ())
+        _note_casts(module.graph, casts if rewritten else ())
     return Traced(
         module=module,
         parameters=tuple(replace(a, name=new[a.name]) for a in parameters),
@@ -119,12 +118,12 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool], discar
 
 
 def _arguments(
-    program: ExportedProgram, module: fx.GraphModule, held: Callable[[str], str]
+    program: ExportedProgram, module: fx.GraphModule, first_name: Callable[[str], str]
 ) -> tuple[list[Argument], list[Argument], dict[str, torch.Tensor], list[str | None]]:
     """The parameters and buffers that a graph reads, its constants by name, and its inputs.
 
     Raises:
-        TraceError: it reads something else.
+        TraceError: the graph reads something else.
     """
     parameters: list[Argument] = []
     buffers: list[Argument] = []
@@ -135,9 +134,9 @@ def _arguments(
         name = getattr(spec.arg, "name", "")
         match spec.kind:
             case InputKind.PARAMETER if name in used:
-                parameters.append(Argument(name, held(str(spec.target))))
+                parameters.append(Argument(name, first_name(str(spec.target))))
             case InputKind.BUFFER if name in used:
-                buffers.append(Argument(name, held(str(spec.target))))
+                buffers.append(Argument(name, first_name(str(spec.target))))
             case InputKind.CONSTANT_TENSOR if name in used:
                 target = f"constant.{spec.target}"
                 buffers.append(Argument(name, target))
@@ -157,16 +156,16 @@ def _arguments(
 def _results(
     program: ExportedProgram,
     module: fx.GraphModule,
-    held: Callable[[str], str],
+    first_name: Callable[[str], str],
     written: Sequence[str],
     discards: bool,
 ) -> tuple[list[Write], list[Value | Literal]]:
-    """What a graph writes to buffers, those ``written`` first, and what it returns.
+    """The writes of a graph to buffers, to those ``written`` first, and its outputs.
 
     Raises:
-        TraceError: it writes something else, or returns what no graph can hold.
+        TraceError: the graph writes something else, or returns something that no graph can hold.
     """
-    writes = [Write(held(target), "") for target in written]
+    writes = [Write(first_name(target), "") for target in written]
     outputs: list[Value | Literal] = []
     returned: Any = module.graph.output_node().args[0]
     kept = [*returned[: len(written)]]
@@ -177,7 +176,7 @@ def _results(
     ):
         match out.kind:
             case OutputKind.BUFFER_MUTATION:
-                writes.append(Write(held(str(out.target)), str(getattr(out.arg, "name", ""))))
+                writes.append(Write(first_name(str(out.target)), getattr(out.arg, "name", "")))
             case OutputKind.USER_OUTPUT:
                 name = node.name if isinstance(node, fx.Node) else ""
                 outputs.append(_output(out.arg, name, values.get(name), dynamic))
@@ -195,7 +194,7 @@ def _results(
                     "buffer, or work on a copy of it"
                 )
                 # scaling the rows of an embedding's own weight twice is the same as once
-                if node.target is torch.ops.aten.embedding_renorm.default:
+                if node.target is aten.embedding_renorm.default:
                     raise at_node(message, node, "it scales rows of its parameter")
                 raise TraceError(message)
             case kind:
@@ -207,22 +206,23 @@ def _results(
 
 def _shares_parameters(program: ExportedProgram) -> bool:
     """Whether several operations read one parameter, which autocast casts once for all of them."""
-    graph, own = program.graph, program.graph_signature.inputs_to_parameters
-    return any(
-        node.name in own and len(node.users) > 1 for node in graph.find_nodes(op="placeholder")
-    )
+    parameters = program.graph_signature.inputs_to_parameters
+    placeholders = program.graph.find_nodes(op="placeholder")
+    return any(node.name in parameters and len(node.users) > 1 for node in placeholders)
 
 
 def _note_casts(graph: fx.Graph, casts: Autocasts) -> None:
-    """Let the nodes run under this autocast. If under none, PyTorch's own way has made an operation
-    of each cast; autocast casts a parameter once for all that reads it, whose gradients are added
-    before they are cast back, wherever the stages are cut."""
-    known: dict[Any, fx.Node] = {}
+    """Let the nodes run under this autocast; under none if the casts are operations of the graph.
+
+    Then merge equal casts of a parameter: autocast casts it once for all its readers, and adds
+    their gradients before it casts them back, wherever the stages are cut.
+    """
+    first_casts: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         node.meta[AUTOCAST] = casts
-        cast = node.target is torch.ops.aten._to_copy.default
+        cast = node.target is aten._to_copy.default
         if not casts and cast and node.args[0].op == "placeholder":
-            first = known.setdefault((node.args, *node.kwargs.items()), node)
+            first = first_casts.setdefault((node.args, *node.kwargs.items()), node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
@@ -238,10 +238,9 @@ def _first_names(program: ExportedProgram) -> Callable[[str], str]:
 
 
 def _output(argument: Any, name: str, value: Any, dynamic: bool) -> Value | Literal:
-    """The description of one output, from its signature, its node's name and its value.
+    """Describe one output, from its signature, and the name and value of its node.
 
-    If the graph is ``dynamic``, the batch is a symbol in it, and it tells which sizes are the
-    batch.
+    In a ``dynamic`` graph the batch is a symbol, which shows the dimensions that are the batch.
     """
     if isinstance(argument, TensorArgument):
         if not dynamic:
@@ -265,9 +264,8 @@ def _counts(size: Any) -> bool:
 
 
 def _let_copies_have_gradients(module: fx.GraphModule) -> None:
-    """Rewrite ``copy(x, y)``, which has no derivative: as a copy of ``y`` if ``y`` has the strides
-    of ``x``, else as a scatter into all of ``x``."""
-    aten = torch.ops.aten
+    """Rewrite ``copy(x, y)``, which has no derivative, as a clone of ``y`` if the layouts agree,
+    else as a scatter of ``y`` into all of ``x``."""
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target is not aten.copy.default:
             continue
@@ -277,11 +275,8 @@ def _let_copies_have_gradients(module: fx.GraphModule) -> None:
             node.target, node.args, node.kwargs = aten.clone.default, (source,), {}
             continue
         if not like.dim():
-            node.target, node.args, node.kwargs = (
-                aten._to_copy.default,
-                (source,),
-                {"dtype": like.dtype},
-            )
+            node.target, node.args = aten._to_copy.default, (source,)
+            node.kwargs = {"dtype": like.dtype}
             continue
         with module.graph.inserting_before(node):
             spread = module.graph.call_function(aten.expand_as.default, (source, target))
@@ -294,11 +289,11 @@ def _layout(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _let_strides_vary(module: fx.GraphModule) -> None:
-    """Write ``view`` as ``reshape``, because strides may differ from those of the trace: the kernel
-    of attention, for example, depends on which tensors require a gradient."""
+    """Write ``view`` as ``reshape``, as strides may differ from those of the trace: attention, for
+    example, chooses its kernel by which tensors require a gradient."""
     for node in module.graph.nodes:
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
+        if node.target is aten.view.default:
+            node.target = aten.reshape.default
 
 
 def _return_values(
@@ -307,18 +302,18 @@ def _return_values(
     outputs: list[Value | Literal],
     buffers: set[str],
 ) -> tuple[list[Write], list[Value | Literal]]:
-    """Let the graph return its writes and outputs, each computed by a node.
+    """Let the graph return the values of its writes and outputs.
 
-    An argument that is written to a buffer is copied, and so is a buffer that is returned.
+    Arguments that are written to a buffer are copied, and so are buffers that are returned.
     """
     end = module.graph.output_node()
     returned: Any = end.args[0]
 
-    def computed(node: Any, held: bool) -> Any:
-        if node.op != "placeholder" or not held:
+    def computed(node: Any, kept: bool) -> Any:
+        if node.op != "placeholder" or not kept:
             return node
         with module.graph.inserting_before(end):
-            copy = module.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy = module.graph.call_function(aten.clone.default, (node,))
         copy.meta.update(node.meta)
         return copy
 
@@ -338,11 +333,11 @@ def _return_values(
 
 
 def _with_lasting_names(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, str]]:
-    """The graph with names that copies of it keep, and old name → new name.
+    """The graph with names that its copies keep, and old name → new name.
 
-    The exporter names a placeholder after its argument, even if fx would not (``input`` is a
-    builtin), and its numbers depend on nodes for sizes, which only a dynamic graph has. Here a node
-    is named after its operation and its number among these, so that graphs for other sizes agree.
+    The exporter names placeholders as fx would not (``input`` is a builtin), and numbers nodes by
+    counting size computations too, which only a dynamic graph has. Here a node is named after its
+    operation and its number among nodes of that operation, so that graphs for other sizes agree.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -376,19 +371,19 @@ def _tidy(module: fx.GraphModule, placeholders: set[str]) -> None:
 
 
 def _is_idle_copy(node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
-    """Whether a node is a copy of another node's value with the same strides.
+    """Whether a node is a needless copy of another node's value, such as dropout with p = 0 leaves.
 
-    Nothing is changed in place any more, so it is not needed. Dropout with p = 0 leaves such one.
-    But the gradients of its readers are added up first, and then to those of the value's other
-    readers, the later ones before: a copy stays if without it these sums were made otherwise.
+    Nothing works in place any more, so a copy with the same strides changes no values. But it keeps
+    the gradients of its readers together: they are added up before they join those of the value's
+    other readers, of which the latest is added first. A copy is needed if these sums would change.
     """
-    if node.op != "call_function" or node.target is not torch.ops.aten.clone.default:
+    if node.op != "call_function" or node.target is not aten.clone.default:
         return False
     source = node.args[0]
     if not isinstance(source, fx.Node) or source.op != "call_function":
         return False
     if any(user.op == "output" for user in node.users):
-        return False  # an output of the model stays a tensor of its own
+        return False  # an output of the model stays a separate tensor
     last = max((order[user] for user in node.users), default=0)
     later = [order[user] for user in source.users if order[user] > order[node]]
     if later and (len(node.users) > 1 or min(later) < last):

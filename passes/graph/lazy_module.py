@@ -1,8 +1,8 @@
-"""Graph modules whose code is generated at their first call, for most are never called.
+"""Graph modules whose code is generated at their first call, because most are never called.
 
-torch keeps the source of every module's code for ever, for the lines of tracebacks. Here the
-source is dropped with its module; that of a module which torch itself has made on the way is
-dropped at the end of the compilation.
+PyTorch keeps the source of every graph module for ever, to show its lines in tracebacks. Here a
+source is dropped with its module, and the sources of modules that PyTorch itself makes during a
+compilation are dropped at its end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _owned: set[str] = set()  # the names of sources that are dropped with their mod
 class _LazyModule(_LazyGraphModule):
     def _lazy_forward(self, *args: Any, **kwargs: Any) -> Any:
         self.real_recompile()
-        return self.forward(*args, **kwargs)  # does not call hooks, such as those of all modules
+        return self.forward(*args, **kwargs)  # not self(...), which would call hooks again
 
     def _real_recompile(self) -> Any:
         code = super()._real_recompile()
@@ -38,20 +38,23 @@ class _LazyModule(_LazyGraphModule):
 
 
 def lazy_module(root: nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
-    """A graph module like ``fx.GraphModule(root, graph, name)``, whose code is generated later."""
+    """Like ``fx.GraphModule(root, graph, name)``, but its code is generated at its first call."""
     return _LazyModule(root, graph, name)
 
 
-def copied(traced: Traced) -> Traced:
-    """The same graph once more, for a pass to change: what a pass is given stays as it is."""
+def copied(traced: Traced, copies: dict[fx.Node, fx.Node] | None = None) -> Traced:
+    """A copy of a graph, for a pass to change: passes do not change what they are given.
+
+    Each node's copy is noted in ``copies``.
+    """
     graph = fx.Graph()
-    graph.output(graph.graph_copy(traced.graph, {}))
+    graph.output(graph.graph_copy(traced.graph, {} if copies is None else copies))
     return replace(traced, module=lazy_module(traced.module, graph))
 
 
 @contextmanager
 def sources_forgotten() -> Iterator[None]:
-    """Afterwards, drop the sources of modules made inside, except for those of ``lazy_module``."""
+    """On exit, drop the sources of modules made inside, except for those of ``lazy_module``."""
     first = _sources.next_id
     try:
         yield

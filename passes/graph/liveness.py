@@ -1,12 +1,12 @@
-"""When each piece of memory that a graph touches is alive while the graph runs.
+"""Find when each storage that a graph touches is alive while the graph runs.
 
 before:  a = mm(x, w); b = relu_(a); c = view(b); d = mm(c, v); return (d, b)
-after:   a, which b and c lie in: from step 0 to the return       d: from step 3 to the return
+after:   the storage of a, b and c: from step 0 to the return       d: from step 3 to the return
 
 A graph runs node by node. A value exists from its node on, and is dropped after the last node that
-reads it, as in the generated code. Memory means storages: a view shares that of its base, and an
-operation that writes over an operand makes no new one. The workspace that an operation needs while
-it runs does not show in a graph and is not counted.
+reads it, as in the generated code. A view shares the storage of its base, and an operation that
+writes over an operand makes no new storage. The workspace that an operation needs while it runs
+does not show in a graph and is not counted.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Span(NamedTuple):
     Attributes:
         bytes: its size.
         first: the step that makes it; −1 for an argument.
-        last: the last step at which it exists. A result exists until the return, which is one more
-            step after the last node; so does an argument that no node reads.
+        last: the last step at which it exists. Results, and arguments that no node reads, exist
+            until the return, which is one step after the last node.
     """
 
     bytes: int
@@ -55,9 +55,9 @@ class Liveness:
     of: Mapping[fx.Node, tuple[int, ...]]
 
     def lies_in(self, nodes: Iterable[Any]) -> tuple[int, ...]:
-        """The storages of some values, each once. A value that is no node has none."""
-        found = (self.of[node] for node in nodes if isinstance(node, fx.Node))
-        return tuple(dict.fromkeys(storage for each in found for storage in each))
+        """The storages of some values, each once; values that are no nodes have none."""
+        of_nodes = (self.of[node] for node in nodes if isinstance(node, fx.Node))
+        return tuple(dict.fromkeys(storage for storages in of_nodes for storage in storages))
 
 
 def liveness(
@@ -69,31 +69,34 @@ def liveness(
 
     Args:
         graph: the graph.
-        shared: for each of the first arguments a name for each of its storages; arguments with a
-            name in common share that storage. Other arguments share memory with none, even if
-            their example values do.
+        shared: for each of the first arguments, a name for each of its storages; storages with
+            equal names are one. The other arguments share no memory, even if their example values
+            do.
         absent: arguments that are None, such as gradient sums before the first micro-batch.
     """
     *nodes, output = graph.nodes
     computing = [node for node in nodes if node.op != "placeholder"]
     step = {node: place for place, node in enumerate([*computing, output])}
-    storages = _Storages(
-        dict(zip((n for n in nodes if n.op == "placeholder"), shared, strict=False)), absent
-    )
+    arguments = (node for node in nodes if node.op == "placeholder")
+    storages = _Storages(dict(zip(arguments, shared, strict=False)), absent)
     spans: dict[int, Span] = {}
     for node in nodes:
         first = step.get(node, -1)
         unread = len(computing) if node.op == "placeholder" else first
         last = max((step[user] for user in node.users), default=unread)
         for storage, size in storages.find(node):
-            known = spans.setdefault(storage, Span(size, first, last))
-            spans[storage] = known._replace(last=max(known.last, last))
-    of = {node: tuple(found.values()) for node, found in storages.of.items()}
+            span = spans.setdefault(storage, Span(size, first, last))
+            spans[storage] = span._replace(last=max(span.last, last))
+    of = {node: tuple(numbers.values()) for node, numbers in storages.of.items()}
     return Liveness(len(computing), spans, of)
 
 
 class _Storages:
-    """The storages of a graph's values as it runs: node → storage of its example value → number."""
+    """The storages of a graph's values as it runs.
+
+    Attributes:
+        of: node → storage of its example value → number of the storage.
+    """
 
     def __init__(
         self, shared: Mapping[fx.Node, Sequence[Hashable]], absent: Collection[fx.Node]
@@ -103,7 +106,7 @@ class _Storages:
         self._numbers: dict[Hashable, int] = {}
 
     def find(self, node: fx.Node) -> list[tuple[int, int]]:
-        """The storages of a node's value, with their bytes; call it for earlier nodes first."""
+        """The storages of a node's value, with their bytes. To be called in the graph's order."""
         if node in self.of:
             return []
         sizes = dict(_storages(node))
@@ -129,16 +132,16 @@ class _Storages:
 
 
 def _written_over(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands whose memory an operation writes its results to."""
+    """The operands that an operation writes its results over."""
     if node.target in (onto, product_onto):
         yield node.all_input_nodes[0]
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return
     for index, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            if isinstance(given, fx.Node):
-                yield given
+            operand = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            if isinstance(operand, fx.Node):
+                yield operand
 
 
 _aten = torch.ops.aten
@@ -148,7 +151,7 @@ _WHOLE_LOSSES = {
     _aten.soft_margin_loss.default,
     _aten.binary_cross_entropy.default,
 }
-"""Losses that write the loss of each element first, and then their sum into the same memory, which
+"""Losses that first write the loss of each element, and then the sum into the same storage, which
 keeps its size."""
 
 
@@ -158,6 +161,6 @@ def _storages(node: fx.Node) -> Iterator[tuple[int, int]]:
     if node.target in _WHOLE_LOSSES:
         least = max(operand.meta["val"].nbytes for operand in node.all_input_nodes)
     for leaf in pytree.tree_leaves(node.meta.get("val")):
-        if isinstance(leaf, Tensor):
-            for storage in (piece.untyped_storage() for piece in pieces(leaf)):
-                yield storage._cdata, max(int(storage.nbytes()), least)
+        for piece in pieces(leaf) if isinstance(leaf, Tensor) else ():
+            storage = piece.untyped_storage()
+            yield storage._cdata, max(int(storage.nbytes()), least)

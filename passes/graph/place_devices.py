@@ -1,4 +1,4 @@
-"""Replace the device that the model was traced on, in each stage's graphs, by the stage's own.
+"""Replace the device that the model was traced on by each stage's own device, in its graphs.
 
 before, traced on cuda:0:  mask = full([4, 4], 0.0, device=cuda:0)
 after, on cuda:2:          mask = full([4, 4], 0.0, device=cuda:2)
@@ -25,11 +25,11 @@ from fxpipe.passes.graph.lazy_module import lazy_module
 def place_devices(plan: Plan, device: torch.device, stage_devices: Sequence[torch.device]) -> Plan:
     """Plan → Plan: every stage creates its tensors on the device where it runs.
 
-    A graph names the device that it was traced on: where ``arange`` or ``full`` makes a tensor,
-    where a value is cast, and in tensors that are constants. These are replaced in the stage's
-    graph, its backward and the halves of it; inputs and parameters are on the right device anyway.
-    A tensor that a model on another device makes on the CPU stays there. Any other device is
-    refused, because the model asks for it by name.
+    A graph names the device that it was traced on where ``arange`` or ``full`` makes a tensor,
+    where a value is cast, and by its constants. All are replaced in the stage's graph and in the
+    graphs of its kernel; inputs and parameters are on the right device anyway. Tensors that a model
+    on another device makes on the CPU stay there. Any other device is refused, because the model
+    asks for it by name.
 
     Args:
         plan: the plan.
@@ -58,7 +58,7 @@ def moved(module: fx.GraphModule, traced: torch.device, home: torch.device) -> f
     """A copy of a graph module for another device than the one that it was traced on.
 
     Raises:
-        PassError: a node names a device that is neither of the two, nor the CPU.
+        PassError: a node names a device other than these two and the CPU.
     """
     graph = copy.deepcopy(module.graph)
     for node in graph.nodes:
@@ -89,5 +89,5 @@ def _exchanged(value: Any, traced: torch.device, home: torch.device, node: fx.No
 
 
 def same(one: torch.device, other: torch.device) -> bool:
-    """Whether two devices are the same: without an index, index 0 is meant."""
+    """Whether two devices are the same; no index means index 0."""
     return one.type == other.type and (one.index or 0) == (other.index or 0)

@@ -10,8 +10,8 @@ before:  drop = self.drop(relu)
 after:   draw_from = fxpipe.random.leaf_draws.draw_from(relu, fxpipe_seed, 0)
          drop = self.drop(draw_from)
 
-Inside of ``FixedDraws`` all draw one fixed pattern, the model's own operations and the seeded ones,
-so that two runs can be compared.
+Inside ``FixedDraws`` the model's own random operations and the seeded ones draw equal numbers, so
+that two runs can be compared.
 """
 
 from __future__ import annotations
@@ -40,43 +40,35 @@ def seed_randomness(traced: Traced) -> Traced:
     """The same graph with every random operation seeded; unchanged if it has none.
 
     Raises:
-        TraceError: there is no seeded form of a random operation; names its source line.
+        TraceError: a random operation has no seeded form; names its source line.
     """
     if not any(node.meta.get(DRAWS) or _seeded_form(node) for node in traced.graph.nodes):
         return traced
     traced = copied(traced)
     graph = traced.graph
-    nodes, seed = list(graph.nodes), _seed(graph)
+    nodes = list(graph.nodes)
+    with graph.inserting_before(nodes[0]):
+        seed = graph.placeholder(SEED)
+    seed.meta["val"] = torch.zeros((), dtype=torch.int64)
     number = 0
     for node in nodes:
         if node.meta.get(DRAWS):
-            source_node = next(iter(node.all_input_nodes))
+            operand = node.all_input_nodes[0]
             others = (True,) if node.meta.get(DRAWS_FROM_OTHERS) else ()
             with graph.inserting_before(node):
-                begun = graph.call_function(draw_from, (source_node, seed, number, *others))
-            begun.meta.update(source_node.meta)
+                seeding = graph.call_function(draw_from, (operand, seed, number, *others))
+            seeding.meta.update(operand.meta)
             for key in ("nn_module_stack", "stack_trace"):  # those of the module that draws
-                begun.meta[key] = node.meta.get(key)
-            node.replace_input_with(source_node, begun)
+                seeding.meta[key] = node.meta.get(key)
+            node.replace_input_with(operand, seeding)
             number += 1
-            continue
-        seeded = _seeded_form(node)
-        if seeded is None:
-            continue
-        target, args, kwargs = seeded
-        node.target = target
-        node.args = (*args, seed, number)
-        node.kwargs = {k: v for k, v in kwargs.items() if k not in random.UNSEEDED}
-        number += 1
+        elif (seeded := _seeded_form(node)) is not None:
+            node.target, args, kwargs = seeded
+            node.args = (*args, seed, number)
+            node.kwargs = {k: v for k, v in kwargs.items() if k not in random.UNSEEDED}
+            number += 1
     graph.lint()
     return traced
-
-
-def _seed(graph: fx.Graph) -> fx.Node:
-    with graph.inserting_before(next(iter(graph.nodes))):
-        seed = graph.placeholder(SEED)
-    seed.meta["val"] = torch.zeros((), dtype=torch.int64)
-    return seed
 
 
 def _seeded_form(
@@ -86,19 +78,18 @@ def _seeded_form(
         return None
     target: Any = node.target
     if target is aten.scaled_dot_product_attention.default:
-        given = random.arguments_of(target, node.args, node.kwargs)
-        return (random.attention, tuple(given.values()), {}) if given["dropout_p"] else None
+        arguments = random.arguments_of(target, node.args, node.kwargs)
+        dropout = arguments["dropout_p"]
+        return (random.attention, tuple(arguments.values()), {}) if dropout else None
     if target in random.SEEDED and random.in_training(target, node.args, node.kwargs):
         return random.SEEDED[target], random.with_defaults(target, node.args), dict(node.kwargs)
-    if isinstance(target, torch._ops.OpOverload):
-        if torch.Tag.nondeterministic_seeded in target.tags and random.draws(
-            target, node.args, node.kwargs
-        ):
-            raise TraceError(
-                f"the random operation {target} at {source.of_node(node) or 'an unknown line'} "
-                "has no form that is a function of a seed; draw with torch.rand or torch.randn "
-                'instead, or trace around it with tracer="symbolic"'
-            )
+    seeded = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    if seeded and random.draws(target, node.args, node.kwargs):
+        raise TraceError(
+            f"the random operation {target} at {source.of_node(node) or 'an unknown line'} "
+            "has no form that is a function of a seed; draw with torch.rand or torch.randn "
+            'instead, or trace around it with tracer="symbolic"'
+        )
     return None
 
 
@@ -109,11 +100,14 @@ def pattern(like: Tensor) -> Tensor:
 
 
 class FixedDraws(Draws):
-    """Inside, every random operation draws the same numbers: those of one generator or, where what
-    is drawn depends on values, which two runs may round otherwise, those of a fixed pattern."""
+    """Inside, every random operation draws from a generator with one fixed seed.
+
+    Operations whose draws depend on values, which two runs may round differently, draw from the
+    fixed ``pattern`` instead.
+    """
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operation returns inside."""
+        """Run an operation with fixed draws."""
         name = func._schema.name.partition("::")[2].rstrip("_")
         if name == "native_dropout" and args[2] is not False and 0 < args[1] < 1:
             mask = pattern(args[0]) < 1 - args[1]
@@ -144,16 +138,16 @@ def _generator(device: Any) -> torch.Generator:
 
 @contextmanager
 def fixed_others() -> Iterator[None]:
-    """Inside, Python's and NumPy's global generators begin anew where this thread begins or ends a
-    call of a module, so that what is drawn from them depends on the place in its code alone."""
+    """Inside, reseed Python's and NumPy's global generators wherever this thread begins or ends a
+    call of a module, so that their draws depend on the place in the module's code alone."""
     thread = get_ident()
 
-    def begin(*_: Any) -> None:
+    def reseed(*_: Any) -> None:
         if get_ident() == thread:
             seed_others(0)
 
-    before = hooks.register_module_forward_pre_hook(begin)
-    after = hooks.register_module_forward_hook(begin)
+    before = hooks.register_module_forward_pre_hook(reseed)
+    after = hooks.register_module_forward_hook(reseed)
     try:
         yield
     finally:
@@ -162,17 +156,18 @@ def fixed_others() -> Iterator[None]:
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What an operation is given, by name, without what is None."""
-    given = random.arguments_of(func, args, kwargs)
-    return {name: value for name, value in given.items() if value is not None}
+    """The arguments of an operation that are not None, by name."""
+    arguments = random.arguments_of(func, args, kwargs)
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _sloped(func: Any, x: Tensor, noise: Tensor, lower: float, upper: float) -> Tensor:
-    """``rrelu_with_noise``: its second argument receives the slopes, for the backward."""
+    """``rrelu_with_noise``, which writes the slopes into ``noise``, for its backward."""
     slopes = torch.empty_like(x).uniform_(lower, upper, generator=_generator(x.device))
     noise.copy_(torch.where(x > 0, 1.0, slopes))
-    made: Tensor = x * noise
-    return x.copy_(made) if func._schema.is_mutable and func._schema.name.endswith("_") else made
+    result: Tensor = x * noise
+    in_place = func._schema.is_mutable and func._schema.name.endswith("_")
+    return x.copy_(result) if in_place else result
 
 
 def _heaviest(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
@@ -187,4 +182,4 @@ _DRAWS: dict[str, Callable[[Tensor, Any, Mapping[str, Any]], Any]] = {
     "_standard_gamma": lambda u, x, given: (u + 0.5) * x,
     "multinomial": _heaviest,
 }
-"""Each takes the pattern, the operation's first argument, and all of them by name."""
+"""Operation → its draws, given the pattern, its first argument, and all arguments by name."""

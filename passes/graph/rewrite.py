@@ -3,8 +3,8 @@
 before:  add_ = aten.add_.Tensor(b_count, 1);  relu_ = aten.relu_.default(bn);  return (relu_,)
 after:   add = aten.add.Tensor(b_count, 1);  relu = aten.relu.default(bn);  return (add, relu)
 
-PyTorch's own way, ``run_decompositions``, runs the graph twice under several tracers, which takes
-some five times as long as the export itself: without the rules, compiling and the first step take
+PyTorch's own ``run_decompositions`` runs the graph twice under several tracers, which takes some
+five times as long as the export itself: without the rules, compiling and the first step take
 1.8 times the processor time for a U-Net, 1.5 times for GPT-2 with twelve blocks and 1.8 times for
 AmoebaNet-D. In most graphs it is enough to rename: after an in-place operation, readers of the
 tensor read the result of the operation's functional variant. If a value that is read later shares
@@ -36,20 +36,15 @@ aten = torch.ops.aten
 
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _PLAIN = ("_operator", "math", "torch")
-"""Modules of functions that compute with sizes."""
+"""Modules whose functions compute with sizes."""
 
 _LEFT = frozenset(
     getattr(aten, name)
     for name in (
         # these write running statistics, though their schemas do not say so
-        "instance_norm",
-        "native_batch_norm",
-        "cudnn_batch_norm",
-        "miopen_batch_norm",
+        *("instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
         # these draw random numbers, and run_decompositions decomposes them
-        "alpha_dropout",
-        "feature_alpha_dropout",
-        "rrelu",
+        *("alpha_dropout", "feature_alpha_dropout", "rrelu"),
     )
 )
 """Operations without a rule."""
@@ -60,12 +55,12 @@ _SCATTERS: Mapping[Any, OpOverload] = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,
 }
-"""Views → the operation that puts a view back into what it is of."""
+"""View → the operation that writes it back into its base."""
 
 
 def rewrite(program: ExportedProgram) -> tuple[fx.GraphModule, list[str]] | None:
-    """A functional graph that first returns what is written to buffers, and these buffers' targets;
-    None if the rules are not enough. The program is not changed."""
+    """Return a functional graph and the buffers whose new values it returns first; None if the
+    rules are not enough. The program is not changed."""
     if any(
         spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs
     ):
@@ -93,12 +88,12 @@ class _Rewriter:
         buffers: placeholder of a buffer → the buffer's target.
         graph: the copy.
         tensor: node of the old graph → the node that made its tensor. In-place operations return
-            the tensor that they change, so several nodes may have one.
+            the tensor that they change, so several nodes may stand for one tensor.
         newest: node that made a tensor → the node of the copy with its present value.
-        last: node that made a tensor → the index of the last node that reads the tensor, among
-            the nodes known so far.
-        sharing: node that made a tensor → the nodes of all tensors that may share its memory, with
-            its own.
+        last: node that made a tensor → the index of the last reader of the tensor, through the
+            nodes seen so far.
+        sharing: node that made a tensor → the nodes of all tensors that may share its memory,
+            itself included.
     """
 
     def __init__(self, module: fx.GraphModule, buffers: Mapping[str, str]) -> None:
@@ -130,8 +125,8 @@ class _Rewriter:
             else:
                 self._call(node)
         self.graph.lint()
-        made = lazy_module(self.module, self.graph)
-        return made, [self.buffers[node.name] for node in written]
+        module = lazy_module(self.module, self.graph)
+        return module, [self.buffers[node.name] for node in written]
 
     def _call(self, node: fx.Node) -> None:
         target = node.target
@@ -157,7 +152,7 @@ class _Rewriter:
     # rules
 
     def _function(self, node: fx.Node) -> None:
-        """A call of a Python function: one result of an operation, or a size."""
+        """A call of a Python function, which picks a result of an operation or computes a size."""
         module = getattr(node.target, "__module__", "")
         if (
             module.partition(".")[0] not in _PLAIN
@@ -169,9 +164,9 @@ class _Rewriter:
         if node.target is not operator.getitem or not isinstance(source, fx.Node):
             self._keep(node)
             return
-        whole = self.newest[self.tensor[source]]
-        if isinstance(whole, list | tuple):  # of a region
-            self._stands(node, whole[node.args[1]])  # type: ignore[index]
+        results = self.newest[self.tensor[source]]
+        if isinstance(results, list | tuple):  # of a region
+            self._stands(node, results[node.args[1]])  # type: ignore[index]
             self._join(node, source)
             return
         self._keep(node)
@@ -182,16 +177,15 @@ class _Rewriter:
         self._make(node, node.target, self._copied(node.args), self._copied(node.kwargs))
 
     def _view(self, node: fx.Node) -> None:
-        """An operation whose result may be a view; if it shows all of its operand unchanged, the
-        operand takes its place."""
+        """Keep an operation whose result may be a view; if it returns its operand, drop it."""
         source = node.args[0] if node.args else None
         sources = [source] if isinstance(source, fx.Node) else node.all_input_nodes
         if returns_operand(node):
             self._is(node, self.tensor[sources[0]])
             return
         self._keep(node)
-        for each in sources:
-            self._join(node, each)
+        for operand in sources:
+            self._join(node, operand)
 
     def _dropout(self, node: fx.Node) -> None:
         if len(node.args) < 3:
@@ -199,7 +193,10 @@ class _Rewriter:
         source, chance, training = node.args[:3]
         assert isinstance(source, fx.Node)
         if not training or chance == 0:
-            self._undropped(node, source)
+            if any(user.op == "output" for user in node.users):
+                self._make(node, aten.clone.default, (self._copied(source),), {})
+            else:
+                self._is(node, self.tensor[source])
         elif node.target is aten.dropout.default:
             operands = (*self._copied((source, chance)), True)
             both = self._several(node, aten.native_dropout.default, operands)
@@ -213,7 +210,7 @@ class _Rewriter:
         x, weight, bias, mean, variance, training, momentum, eps = node.args[:8]
         value = x.meta.get("val") if isinstance(x, fx.Node) else None
         if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
-            raise _NoRule  # another operation computes it in that case
+            raise _NoRule  # other devices have batch norms of their own
         operands = self._copied((x, weight, bias))
         if mean is None and training:
             target, rest = aten._native_batch_norm_legit.no_stats, (True, momentum, eps)
@@ -233,7 +230,7 @@ class _Rewriter:
                 self._write(node, statistic, self._part(statistic, whole, place))
 
     def _in_place(self, node: fx.Node) -> None:
-        """The functional variant, whose result takes the place of the tensor that was written."""
+        """An in-place operation becomes its functional variant; later nodes read its result."""
         target = node.target
         assert isinstance(target, OpOverload)
         source = node.args[0] if node.args else None
@@ -241,7 +238,7 @@ class _Rewriter:
             raise _NoRule
         if target is aten.detach_.default:
             if self.newest[self.tensor[source]].target is not aten.clone.default:
-                raise _NoRule  # it is without effect on a constant only
+                raise _NoRule  # it has an effect, unless the tensor is a constant
             self._is(node, self.tensor[source])
             return
         other = node.args[1] if len(node.args) > 1 else None
@@ -258,26 +255,26 @@ class _Rewriter:
         variant = functional_variant(target)
         if variant is None or not keeps_type(node, source):
             raise _NoRule
-        made = self._new(node, variant, self._copied(node.args), self._copied(node.kwargs))
-        self._write(node, source, made)
+        value = self._new(node, variant, self._copied(node.args), self._copied(node.kwargs))
+        self._write(node, source, value)
         self._is(node, self.tensor[source])
 
     def _region(self, node: fx.Node) -> None:
-        """A region without gradients, which the exporter keeps as a subgraph, is inlined."""
+        """Inline a region without gradients, which the exporter keeps as a subgraph."""
         name = node.args[1]
         if not isinstance(name, fx.Node) or not isinstance(name.target, str):
             raise _NoRule
         inner = self.module.get_submodule(name.target)
         assert isinstance(inner, fx.GraphModule)
-        given = iter(node.args[2:])
+        operands = iter(node.args[2:])
         copies: dict[fx.Node, Any] = {}
-        for each in inner.graph.nodes:
-            if each.op == "placeholder":
-                copies[each] = self._copied(next(given))
-            elif each.op == "output":
-                returned = each.args[0]
-            elif _is_plain(each):
-                copies[each] = self.graph.node_copy(each, lambda n: copies[n])
+        for inner_node in inner.graph.nodes:
+            if inner_node.op == "placeholder":
+                copies[inner_node] = self._copied(next(operands))
+            elif inner_node.op == "output":
+                returned = inner_node.args[0]
+            elif _is_plain(inner_node):
+                copies[inner_node] = self.graph.node_copy(inner_node, lambda n: copies[n])
             else:
                 raise _NoRule
         self._stands(node, fx.map_arg(returned, lambda n: copies[n]))
@@ -287,60 +284,52 @@ class _Rewriter:
 
     # tensors
 
-    def _write(self, node: fx.Node, source: fx.Node, made: fx.Node) -> None:
-        """Check that no later node reads the old value by a view, and note the new value."""
+    def _write(self, node: fx.Node, source: fx.Node, value: fx.Node) -> None:
+        """Note the new value of a tensor, after a check that no later node reads the old value
+        through another tensor that shares its memory."""
         tensor, place = self.tensor[source], self.order[node]
-        wholes = [] if tensor.op == "placeholder" else self._viewed(tensor)
-        for other in self.sharing[tensor] - {tensor, *wholes}:
+        bases = [] if tensor.op == "placeholder" else self._bases(tensor)
+        for other in self.sharing[tensor] - {tensor, *bases}:
             if other.op == "placeholder" or self.last[other] > place:
                 raise _NoRule
         if tensor.op == "placeholder":
             if tensor.name not in self.buffers:
                 raise _NoRule
             self.written.add(tensor)
-        self.newest[tensor] = made
-        for view, whole in zip([tensor, *wholes], wholes, strict=False):
-            operands = self.newest[whole], self.newest[view], *self._copied(view.args[1:])
-            self.newest[whole] = self._new(whole, _SCATTERS[view.target], operands)
+        self.newest[tensor] = value
+        for view, base in zip([tensor, *bases], bases, strict=False):
+            operands = self.newest[base], self.newest[view], *self._copied(view.args[1:])
+            self.newest[base] = self._new(base, _SCATTERS[view.target], operands)
 
-    def _viewed(self, tensor: fx.Node) -> list[fx.Node]:
-        """The tensors that a tensor is a view of, one after the other, if each view can be undone,
-        so that a write to it can be written to them."""
-        found: list[fx.Node] = []
+    def _bases(self, tensor: fx.Node) -> list[fx.Node]:
+        """The base of a view, the base of that base, and so on, to which a write to the view can be
+        written back; empty if it cannot."""
+        bases: list[fx.Node] = []
         while tensor.target in _SCATTERS and not tensor.kwargs:
             source = tensor.args[0]
             assert isinstance(source, fx.Node)
             tensor = self.tensor[source]
-            found.append(tensor)
-        return [] if found and found[-1].op == "placeholder" else found
+            bases.append(tensor)
+        return [] if bases and bases[-1].op == "placeholder" else bases
 
     def _stands(self, node: fx.Node, copy: Any) -> None:
+        """Let a node of the copied graph stand for a node that makes a new tensor."""
         self.sharing[node] = {node}
         self.newest[node] = copy
         self._is(node, node)
 
     def _is(self, node: fx.Node, tensor: fx.Node) -> None:
-        """Let users of the node read that tensor."""
+        """Note that a node's value is ``tensor``, which readers of the node then read."""
         self.tensor[node] = tensor
         uses = (self.order[user] for user in node.users)
         self.last[tensor] = max(self.last.get(tensor, 0), *uses, 0)
 
-    def _undropped(self, node: fx.Node, source: fx.Node) -> None:
-        """A dropout without effect is its operand; a copy of it if the model returns it."""
-        if any(user.op == "output" for user in node.users):
-            self._make(node, aten.clone.default, (self._copied(source),), {})
-        else:
-            self._is(node, self.tensor[source])
-
     def _join(self, node: fx.Node, other: fx.Node) -> None:
         """Note that two nodes may share memory."""
-        one, two = sorted(
-            (self.sharing[self.tensor[node]], self.sharing[self.tensor[other]]), key=len
-        )
-        if one is not two:
-            two |= one
-            for each in one:
-                self.sharing[each] = two
+        small, large = sorted((self.sharing[self.tensor[n]] for n in (node, other)), key=len)
+        if small is not large:
+            large |= small
+            self.sharing.update(dict.fromkeys(small, large))
 
     # nodes
 
@@ -353,7 +342,7 @@ class _Rewriter:
         return copy
 
     def _several(self, node: fx.Node, target: OpOverload, args: Any) -> fx.Node:
-        """An operation with several results in the place of a node with a single one."""
+        """An operation with several results, in the place of a node with one result."""
         whole = self._new(node, target, args)
         with node.meta["val"].fake_mode, torch.no_grad():
             whole.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))

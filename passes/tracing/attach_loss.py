@@ -35,23 +35,23 @@ from fxpipe.torchtools.pytrees import together
 from fxpipe.torchtools.state import autocasts
 
 LEAF_LOSS = "fxpipe_loss"
-"""What the loss is called among leaf modules."""
+"""The name of the loss among leaf modules."""
 
 LOSS_GRAPH = "fxpipe.loss_graph"
-"""Key of that node's metadata: a graph of the loss, which is only read, and for each of its
-placeholders the input that it stands for, or None."""
+"""Key of the loss node's metadata: a graph of the loss for analysis, which never runs, and the
+input that each of its placeholders stands for, or None."""
 
 
 class LossModule(nn.Module):
     """A loss as a module: ``forward(*leaves of the output, *targets)`` → scalar.
 
-    It takes the output as flat tensors, because a graph cannot take an object of any class.
+    It takes the output as flat tensors, because a graph cannot take objects of every class.
     """
 
     def __init__(self, loss: Callable[..., Any], function: Any, output: pytree.TreeSpec) -> None:
         """Wrap ``loss(output, *targets)``, for an output of this pytree spec; see ``taken_apart``.
 
-        If the user's function is a module, its buffers become this one's.
+        If the user's ``function`` is a module, its buffers become buffers of this module.
         """
         super().__init__()
         self.loss = loss
@@ -59,10 +59,9 @@ class LossModule(nn.Module):
         self._output = output
 
     def _get_name(self) -> str:
-        """What messages call it."""
         return "the loss"
 
-    def forward(self, *given: Any) -> Any:
+    def forward(self, *given: Any) -> Any:  # traces and plans show this name
         count = self._output.num_leaves
         return self.loss(together(given[:count], self._output), *given[count:])
 
@@ -70,8 +69,10 @@ class LossModule(nn.Module):
 def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -> Traced:
     """One graph that computes the model's outputs and its loss.
 
-    The graph of the LossModule was traced on the model's outputs and the targets; ``tensors`` are
-    its buffers, by name.
+    Args:
+        traced: the model's graph.
+        loss: the graph of its LossModule, traced on the model's outputs and the targets.
+        tensors: the buffers of the LossModule, by name.
 
     Raises:
         TraceError: the loss writes a buffer.
@@ -94,12 +95,12 @@ def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) 
     _copy(traced.graph.find_nodes(op="placeholder"), graph, copies)
     placeholders = loss.graph.find_nodes(op="placeholder")
     outputs = [out.name if isinstance(out, Value) else None for out in traced.outputs]
-    given = {a: b for a, b in zip(loss.inputs, outputs, strict=False) if a and b}
+    passed = {a: b for a, b in zip(loss.inputs, outputs, strict=False) if a and b}
     targets = {argument.name: argument.target for argument in loss.buffers}
     buffers: list[Argument] = []
     constants = dict(traced.constants)
     for node in placeholders:
-        if node.name in given:
+        if node.name in passed:
             continue
         target = targets.get(node.name)
         copy = graph.placeholder(node.name if target is None else f"loss_{node.name}")
@@ -111,7 +112,7 @@ def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) 
             constants[f"loss:{target}"] = constant
     _copy(compute_nodes(traced.graph), graph, copies)
     ours = {node.name: copy for node, copy in copies.items() if node.graph is traced.graph}
-    copies.update((node, ours[given[node.name]]) for node in placeholders if node.name in given)
+    copies.update((node, ours[passed[node.name]]) for node in placeholders if node.name in passed)
     _copy(compute_nodes(loss.graph), graph, copies)
     theirs = {node.name: copy for node, copy in copies.items() if node.graph is loss.graph}
     value = theirs[loss.outputs[0].name]
@@ -135,7 +136,7 @@ def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) 
 def attach_leaf_loss(
     traced: Traced, loss_module: LossModule, output: Sequence[Any], targets: tuple[Any, ...]
 ) -> Traced:
-    """The same for a graph with leaf modules, in which the loss becomes a leaf module, too.
+    """One graph of a model with leaf modules and its loss, which becomes a leaf module, too.
 
     Raises:
         InputError: the loss is not a scalar.
@@ -149,7 +150,7 @@ def attach_leaf_loss(
     _copy(traced.graph.find_nodes(op="placeholder"), graph, copies)
     leaves, spec = pytree.tree_flatten(targets)
     names = [f"target_{index}" for index in range(len(leaves))]
-    given = [graph.placeholder(name) for name in names]
+    placeholders = [graph.placeholder(name) for name in names]
     for node in traced.graph.find_nodes(op="get_attr"):
         if "." not in (name := str(node.target)):
             setattr(module, name, getattr(traced.module, name))
@@ -158,7 +159,7 @@ def attach_leaf_loss(
     outputs = [
         out.value if isinstance(out, Literal) else by_name[out.name] for out in traced.outputs
     ]
-    value = graph.call_module(LEAF_LOSS, (*outputs, *pytree.tree_unflatten(given, spec)))
+    value = graph.call_module(LEAF_LOSS, (*outputs, *pytree.tree_unflatten(placeholders, spec)))
     before = other_states()
     with torch.no_grad(), DrawsWatched() as watch:
         value.meta["val"] = loss_module(*output, *targets)
@@ -167,7 +168,7 @@ def attach_leaf_loss(
     value.meta[TAKES_TURNS] = watch.traced
     value.meta[AUTOCAST] = autocasts()
     with suppress(Exception):  # not every loss can be traced
-        value.meta[LOSS_GRAPH] = _readable(loss_module, output, leaves, spec)
+        value.meta[LOSS_GRAPH] = _graph_of(loss_module, output, leaves, spec)
     written = [node for node in outputs if isinstance(node, fx.Node)]
     graph.output((*written, value))
     graph.lint()
@@ -185,31 +186,31 @@ def attach_leaf_loss(
     )
 
 
-def _readable(
+def _graph_of(
     loss: LossModule, output: Sequence[Any], targets: Sequence[Any], spec: pytree.TreeSpec
 ) -> tuple[fx.GraphModule, list[str | None]]:
-    """A graph of the loss that is only read, never run; see LOSS_GRAPH."""
-    given = [*output, *targets]
-    at = [index for index, value in enumerate(given) if isinstance(value, torch.Tensor)]
+    """The value of LOSS_GRAPH for a loss."""
+    examples = [*output, *targets]
+    count = len(output)
+    tensors = {i: value for i, value in enumerate(examples) if isinstance(value, torch.Tensor)}
 
-    def call(*tensors: torch.Tensor) -> Any:
-        values = [*given]
-        for index, tensor in zip(at, tensors, strict=True):
-            values[index] = tensor
-        count = len(output)
+    def call(*proxies: torch.Tensor) -> Any:
+        values = [*examples]
+        for index, proxy in zip(tensors, proxies, strict=True):
+            values[index] = proxy
         return loss(*values[:count], *pytree.tree_unflatten(values[count:], spec))
 
     with torch.no_grad():
-        module = make_fx(call, pre_dispatch=True)(*(given[index] for index in at))
+        module = make_fx(call, pre_dispatch=True)(*tensors.values())
     source.credit(module.graph, loss.function)
-    return module, [f"target_{i - len(output)}" if i >= len(output) else None for i in at]
+    return module, [f"target_{i - count}" if i >= count else None for i in tensors]
 
 
 def with_loss(traced: Traced, name: str) -> Traced:
-    """The same graph, whose loss is the value of that name.
+    """The same graph, whose loss is the value ``name``.
 
     Raises:
-        InputError: that value is not a scalar.
+        InputError: the value is not a scalar.
     """
     node = next(node for node in traced.graph.nodes if node.name == name)
     value = node.meta.get("val")
@@ -220,7 +221,7 @@ def with_loss(traced: Traced, name: str) -> Traced:
 
 
 def declare_own_loss(traced: Traced) -> Traced:
-    """The same graph, whose loss is what the model returns: its only output, or ``.loss``.
+    """The same graph, whose loss is what the model returns: one tensor, or an output's ``.loss``.
 
     Raises:
         InputError: the model returns no loss.
@@ -235,7 +236,7 @@ def declare_own_loss(traced: Traced) -> Traced:
 
 
 def returned_loss(traced: Traced) -> str | None:
-    """The name of the loss in what a call of the model returns; None if there is none."""
+    """The name of the scalar loss that a model returns; None if it returns none."""
     name = _named_loss(traced)
     value = next((node.meta.get("val") for node in traced.graph.nodes if node.name == name), None)
     scalar = isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()

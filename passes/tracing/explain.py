@@ -26,7 +26,7 @@ _CONSTRUCTS: Sequence[tuple[str, str, str]] = (
     (r"\.item\(|\bfloat\(|\bint\(|\bbool\(", "a number read from a tensor's values", _VALUES),
     (r"\.tolist\(", "numbers read from a tensor's values", _VALUES),
     (r"\.numpy\(|\bnp\.|\bnumpy\.", "a NumPy array made of a tensor", _LEAVES_TORCH),
-    (r"\bwhile\b", "a loop that goes on as the values of a tensor say", _VALUES),
+    (r"\bwhile\b", "a loop whose length depends on a tensor's values", _VALUES),
     (r"\bif\b|\bassert\b|\band\b|\bor\b|\bnot\b", "a branch on the values of a tensor", _VALUES),
     (r"\bfor\b", "a loop over the values of a tensor", _VALUES),
     (
@@ -35,7 +35,7 @@ _CONSTRUCTS: Sequence[tuple[str, str, str]] = (
         _VALUES,
     ),
 )
-"""What stands in a line whose outcome depends on values → what it is called, and the cure."""
+"""Pattern of a line whose outcome depends on values → what it is called, and the cure."""
 
 _SHAPED_BY_VALUES = frozenset(
     (
@@ -56,7 +56,7 @@ _ENTRIES = frozenset(
 
 
 def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
-    """The TraceError that explains an exception of a tracer."""
+    """Return a TraceError that explains the exception of a tracer, "export" or "symbolic"."""
     if isinstance(error, TraceError):
         return error
     where = source.of_exception(error)
@@ -76,7 +76,7 @@ def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
         construct, cure = _construct(where)
         reason, cure = f"{construct}: {summary[:200]}", f"{cure}, or {other}"
     elif "constraint" in whole:
-        reason = "it holds for one size alone"
+        reason = "it holds for one size only"
         cure = "make that line independent of the size, or give inputs of one size"
     else:
         reason, cure = summary[:300], f"rewrite that line, or {other}"
@@ -84,7 +84,7 @@ def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
 
 
 def refuse_values(model: nn.Module, traced: Traced) -> None:
-    """Check that no operation of a graph gives a number, or a shape, that depends on values.
+    """Check that no operation of a graph gives a number or shape that depends on tensors' values.
 
     Raises:
         TraceError: an operation does; names its line.
@@ -92,45 +92,47 @@ def refuse_values(model: nn.Module, traced: Traced) -> None:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
 
     free = {node: free_unbacked_symbols(node.meta.get("val")) for node in traced.graph.nodes}
-    node = next((each for each in free if free[each] or _has_shape_of_values(each)), None)
+    node = next((n for n in free if free[n] or _has_shape_of_values(n)), None)
     if node is not None:
         where = source.of_node(node)
         construct, cure = _construct(where)
         reason = f"{construct}: what it computes depends on the values of a tensor"
-        # the submodules whose outputs do not depend on such a number or shape
-        same = [_paths(other) for other in free if free[other] & free[node]]
-        around = [path for path in _paths(node) if all(path in paths for paths in same)]
+        # a leaf must contain all nodes that depend on the same number or shape
+        dependent = [_paths(other) for other in free if free[other] & free[node]]
+        around = [path for path in _paths(node) if all(path in paths for paths in dependent)]
         raise _error(model, where, reason, cure, around)
 
 
 def _has_shape_of_values(node: fx.Node) -> bool:
-    """Whether values decide on the shape of an operation's result, also where the exporter has
-    concluded from later operations which one it was, or on that of its gradient."""
+    """Whether the shape of an operation's result, or of its gradient, depends on values.
+
+    The result may have a plain shape: the exporter can infer one from later operations.
+    """
     args: Any = node.args
     written = node.target is aten.index_put.default
     if node.target is aten.index.Tensor or (written and _is_trained(args[2])):
-        read = [each.meta["val"] for each in args[1] if each is not None]
-        return any(each.dtype in (torch.bool, torch.uint8) for each in read)
+        indices = [index.meta["val"] for index in args[1] if index is not None]
+        return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
     return node.target in _SHAPED_BY_VALUES
 
 
 def _is_trained(node: fx.Node) -> bool:
-    """Whether a value is computed from parameters that are trained."""
-    found, left = {node}, [node]
-    while left:
-        new = [each for each in left.pop().all_input_nodes if each not in found]
-        found.update(new)
-        left += new
-    return any(n.op == "placeholder" and n.meta["val"].requires_grad for n in found)
+    """Whether a value depends on a trained parameter."""
+    seen, todo = {node}, [node]
+    while todo:
+        new = [source for source in todo.pop().all_input_nodes if source not in seen]
+        seen.update(new)
+        todo += new
+    return any(n.op == "placeholder" and n.meta["val"].requires_grad for n in seen)
 
 
 def refuse_entries(model: nn.Module, traced: Traced) -> None:
     """Check that a graph neither reads the indices or values of sparse tensors nor writes them.
 
-    Traced without data, sparse tensors have no entries.
+    A trace has no data, so that its sparse tensors have no entries.
 
     Raises:
-        TraceError: it does; names the line.
+        TraceError: the graph does so; names the line.
     """
     written = {write.value: write.target for write in traced.writes}
     for node in traced.graph.nodes:
@@ -149,10 +151,10 @@ def refuse_entries(model: nn.Module, traced: Traced) -> None:
 
 
 def refuse_control_flow(model: nn.Module, program: ExportedProgram) -> None:
-    """Check that a program has no ``torch.cond`` or the like, in regions without gradients either.
+    """Check that a program has no ``torch.cond`` or the like, also inside ``no_grad`` regions.
 
     Raises:
-        TraceError: it has; names the line.
+        TraceError: the program has such an operation; names its line.
     """
     regions = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     for node in chain.from_iterable(region.graph.nodes for region in regions):
@@ -164,15 +166,15 @@ def refuse_control_flow(model: nn.Module, program: ExportedProgram) -> None:
 
 
 def at_node(message: str, node: fx.Node, reason: str) -> TraceError:
-    """An error that names the line of a graph's node."""
+    """A TraceError that names the line of a node."""
     return TraceError(message, f"{source.of_node(node)} ({reason})", _paths(node))
 
 
 def differing_line(first: fx.Graph, second: fx.Graph) -> str:
     """The first line at which two traces of a model differ, or ""."""
     for a, b in zip(first.nodes, second.nodes, strict=False):
-        one, other = ((n.op, str(n.target), str(n.args), str(n.kwargs)) for n in (a, b))
-        if one != other:
+        texts = {(n.op, str(n.target), str(n.args), str(n.kwargs)) for n in (a, b)}
+        if len(texts) > 1:
             return source.of_node(b) or source.of_node(a)
     return ""
 
@@ -180,13 +182,13 @@ def differing_line(first: fx.Graph, second: fx.Graph) -> str:
 def called(model: nn.Module, error: BaseException) -> list[str]:
     """The submodules that were being called when an exception was raised, outermost first."""
     names = {id(vars(module)): name for name, module in model.named_modules()}
-    found = [
+    calls = [
         names.get(id(vars(frame.f_locals["self"])), "")
         for frame, _ in traceback.walk_tb(error.__traceback__)
         if frame.f_code is nn.Module._call_impl.__code__
     ]
-    node = None if found else _treated(error)
-    return [name for name in found if name] if node is None else _paths(node)
+    node = None if calls else _treated(error)
+    return [name for name in calls if name] if node is None else _paths(node)
 
 
 def _error(
@@ -199,7 +201,7 @@ def _error(
 
 
 def _construct(where: str) -> tuple[str, str]:
-    """What a line does that cannot be traced, and what to do instead."""
+    """What cannot be traced in a line, and what to do instead."""
     code = where.partition(": ")[2]
     for pattern, construct, cure in _CONSTRUCTS:
         if re.search(pattern, code):
@@ -219,7 +221,7 @@ def _treated(error: BaseException) -> fx.Node | None:
 
 def _paths(node: fx.Node) -> list[str]:
     """The submodules that a node, or else one of its users, belongs to, outermost first."""
-    for each in (node, *node.users):
-        if stack := each.meta.get("nn_module_stack"):
+    for candidate in (node, *node.users):
+        if stack := candidate.meta.get("nn_module_stack"):
             return [path for path, _ in stack.values() if path]
     return []

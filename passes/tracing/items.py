@@ -1,4 +1,4 @@
-"""Values that hold several others, in graphs of torch.fx: their items are values of their own.
+"""Take apart the containers in graphs of torch.fx, so that nodes read their items.
 
 before:  t = self.split(x);  u = t[1:];  v = self.layer(u[0]);  return {"out": v, "rest": u}
 after:   t = self.split(x);  a = t[1];  b = t[2];  v = self.layer(a);  return (v, a, b)
@@ -22,12 +22,15 @@ from fxpipe.passes.tracing.leaf_nests import indices
 from fxpipe.torchtools.pytrees import Parts
 
 _WHERE = ("nn_module_stack", "stack_trace")
-"""What a node says of its place in the code."""
+"""Metadata of a node that tells its place in the user's code."""
 
 
 def object_of(value: Any, owner: fx.Tracer | fx.Graph) -> fx.Node | None:
-    """A node that makes an ordered dict, or a dataclass, which may be a dict as the outputs of
-    transformers are and which torch.fx would take for a plain one; None for all other values."""
+    """Create a node that makes an ordered dict or a dataclass; None for all other values.
+
+    torch.fx itself takes an ordered dict for a plain dict, and a dataclass that is also a dict, as
+    the outputs of the transformers library are.
+    """
     kind = type(value)
     if kind is OrderedDict or (is_dataclass(kind) and isinstance(value, dict)):
         items = dict(value)
@@ -42,39 +45,44 @@ def object_of(value: Any, owner: fx.Tracer | fx.Graph) -> fx.Node | None:
 
 
 def with_objects(value: Any, call: fx.Node) -> Any:
-    """What a leaf module takes, of nodes, with a node right before its call for each object."""
+    """Replace the objects among a leaf module's arguments by nodes, right before its ``call``, that
+    make them."""
     items, spec = pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)
     if len(items) == 1 and items[0] is value:
         return value
-    made = pytree.tree_unflatten([with_objects(item, call) for item in items], spec)
+    container = pytree.tree_unflatten([with_objects(item, call) for item in items], spec)
     with call.graph.inserting_before(call):
-        node = object_of(made, call.graph)
+        node = object_of(container, call.graph)
     if node is None:
-        return made
+        return container
     node.meta.update({key: call.meta[key] for key in _WHERE if key in call.meta})
     return node
 
 
 def makes_object(node: fx.Node) -> bool:
-    """Whether a node makes an object for ``object_of``."""
+    """Whether a node is one that ``object_of`` creates."""
     kind = node.target
     return isinstance(kind, type) and (issubclass(kind, dict) or is_dataclass(kind))
 
 
 def make_objects_at_readers(graph: fx.Graph) -> None:
-    """Let each reader of an object of ``object_of`` have one of its own, made in its stage; but for
-    the graph's output, see ``take_outputs_apart``."""
-    for node in reversed(list(graph.nodes)):  # what holds an object comes before it
+    """Let each reader of an object make its own copy, in its own stage.
+
+    The graph's output is left to ``take_outputs_apart``.
+    """
+    for node in reversed(list(graph.nodes)):  # an object comes after the objects that it holds
         for user in [user for user in node.users if makes_object(node) and user.op != "output"]:
             with graph.inserting_before(user):
                 _give([user], node, graph.node_copy(node))
 
 
 def take_slices_apart(graph: fx.Graph) -> None:
-    """Let the readers of a slice of what a node returns read its items, all of which are taken
-    right behind that node. The nodes have their values as ``Example`` has found them."""
-    taken = graph.find_nodes(op="call_function", target=operator.getitem)
-    for node in taken:
+    """Let the readers of a slice of a node's result read the items of the result instead.
+
+    The nodes must have their values, noted by ``Example``.
+    """
+    gettings = graph.find_nodes(op="call_function", target=operator.getitem)
+    for node in gettings:
         whole, index = node.args
         if not isinstance(index, slice) or not _holds_several(whole):
             continue
@@ -82,10 +90,10 @@ def take_slices_apart(graph: fx.Graph) -> None:
         for user in list(node.users):
             if user.target is operator.getitem and isinstance(user.args[1], int):
                 user.replace_all_uses_with(read[user.args[1]])
-        # not shape[1:].numel()
+        # a method of the slice, such as shape[1:].numel(), keeps it
         readers = [u for u in node.users if u.op != "call_method" or u.args[0] is not node]
         _give(readers, node, read if isinstance(node.meta["val"], list) else tuple(read))
-    for node in taken:
+    for node in gettings:
         whole, index = node.args
         if isinstance(whole, fx.Node) and isinstance(index, int | str) and _holds_several(whole):
             whole.append(node)
@@ -97,7 +105,7 @@ def _holds_several(whole: Any) -> bool:
 
 
 def _items(whole: fx.Node, node: fx.Node) -> list[fx.Node]:
-    """New nodes for the items of what a node returns, in place of one that takes a slice of it."""
+    """Create nodes for all items of ``whole``, right behind it, to replace its slice ``node``."""
     items = []
     for index, item in enumerate(whole.meta["val"]):
         with whole.graph.inserting_after(whole):
@@ -108,7 +116,7 @@ def _items(whole: fx.Node, node: fx.Node) -> list[fx.Node]:
 
 
 def _give(readers: Iterable[fx.Node], node: fx.Node, value: Any) -> None:
-    """Let readers of a node have a value in its place."""
+    """Let the readers of a node read a value instead."""
     for reader in readers:
         reader.args = fx.node.map_arg(reader.args, lambda x: value if x is node else x)
         reader.kwargs = fx.node.map_arg(reader.kwargs, lambda x: value if x is node else x)
@@ -117,7 +125,7 @@ def _give(readers: Iterable[fx.Node], node: fx.Node, value: Any) -> None:
 def take_outputs_apart(
     graph: fx.Graph,
 ) -> tuple[tuple[Value | Literal, ...], pytree.TreeSpec]:
-    """Let a graph return a tuple of all values that it returns; what they were, and their spec."""
+    """Let a graph return its values as one flat tuple; return their descriptions and the spec."""
     end = graph.output_node()
     leaves, spec = pytree.tree_flatten(_plain(end.args[0]))
     values = tuple(
@@ -128,10 +136,10 @@ def take_outputs_apart(
 
 
 def _plain(value: Any) -> Any:
-    """fx's own lists and dicts as plain ones, and the objects that a node makes as their parts."""
+    """Replace fx's own containers by plain ones, and nodes that make objects by their parts."""
     if isinstance(value, fx.Node):
-        made = _made(value, value.target) if isinstance(value.target, type) else value
-        return _parts(value) if made is value else made
+        parts = _object_of_nodes(value, value.target) if isinstance(value.target, type) else value
+        return _parts(value) if parts is value else parts
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -142,7 +150,7 @@ def _plain(value: Any) -> Any:
 
 
 def _parts(node: fx.Node) -> Any:
-    """The node, or, where its value holds several, nodes for these, as that holds them."""
+    """The node, or, if its value is a container, such a container of nodes for its items."""
     value = node.meta["val"]
     leaves, spec = pytree.tree_flatten_with_path(value)
     parts: list[Any] = []
@@ -157,17 +165,16 @@ def _parts(node: fx.Node) -> Any:
     return pytree.tree_unflatten(parts, spec)
 
 
-def _made(node: fx.Node, kind: type) -> Any:
-    """The named tuple or the dataclass that a node makes, of nodes; see ``taken_apart``."""
+def _object_of_nodes(node: fx.Node, kind: type) -> Any:
+    """The named tuple or dataclass that a node makes, but of nodes; see ``taken_apart``."""
     args, kwargs = _plain(node.args), _plain(node.kwargs)
     if hasattr(kind, "_fields") or kind in pytree.SUPPORTED_NODES:
         return kind(*args, **kwargs)
     if not is_dataclass(kind):
         return node
-    held = {
-        name
-        for name, value in kwargs.items()
-        if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(value))
-    }
-    tensors = {name: value for name, value in kwargs.items() if name in held}
-    return Parts(kind, tensors, {n: value for n, value in kwargs.items() if n not in held})
+    tensors: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        holds = any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(value))
+        (tensors if holds else others)[name] = value
+    return Parts(kind, tensors, others)

@@ -4,8 +4,8 @@ before:  class Net(nn.Module): forward(x) = self.head(self.experts(x)[0])      e
 traced:  leaf = fxpipe.leaf([x], 0);  getitem = leaf[0];  linear = aten.linear(getitem, w, b)
 after:   experts = self.experts(x);  getitem = experts[0];  w = self.head.weight; …
 
-The model runs once for real, which tells the shapes of what its leaf modules return. Then it is
-traced with a stand-in for each of them. The result is a graph like the symbolic tracer's: leaf
+The model runs once for real, to record the shapes of what its leaf modules return. Then it is
+traced with a stand-in for each leaf module. The result is a graph like the symbolic tracer's: leaf
 modules are called as they are, with their own hooks, control flow and autograd functions.
 """
 
@@ -40,17 +40,17 @@ from fxpipe.torchtools.state import Autocasts, autocasts
 _LIBRARY = torch.library.Library("fxpipe", "FRAGMENT")
 _LIBRARY.define("leaf(Tensor[] inputs, int call) -> Tensor[]")
 _LEAF = torch.ops.fxpipe.leaf.default
-fx.node.has_side_effect(_LEAF)  # it may be called for what it does to its buffers
+fx.node.has_side_effect(_LEAF)  # the model may call it only for what it does to its buffers
 
 _known: dict[int, Sequence[Tensor]] = {}
-"""Number of a call → what it returned, without data; for as long as its model is being traced."""
+"""Number of a call → what it returned, without data, while its model is being traced."""
 
-for _backend in ("Meta", "SparseMeta", "SparseCsrMeta"):  # by what a leaf module is given
+for _backend in ("Meta", "SparseMeta", "SparseCsrMeta"):  # by the layout of a leaf module's inputs
     _LIBRARY.impl("leaf", lambda inputs, call: [*map(torch.empty_like, _known[call])], _backend)
 
 
 def _sized(x: Tensor, size: Sequence[int], leaf: str) -> Tensor:
-    """Graph node: a leaf module's result, after a check that its size is that of the trace."""
+    """Check that a leaf module's result has the size that it had in the trace, and return it."""
     if list(x.shape) != list(size):
         raise TraceError(
             f"{leaf_called(leaf)} returns a tensor of size {list(x.shape)}, and returned "
@@ -70,12 +70,12 @@ class Call:
     """One call of a leaf module.
 
     Attributes:
-        number: the number of the call, counted over all leaf modules.
+        number: identifies the call in ``_known``.
         name: the module's name in the model.
         given: positional and keyword arguments, with a ``Place`` for each tensor.
-        results: for each tensor in its result, the path to it, as indices.
-        returned: its result, with a ``Place`` for each tensor.
-        casts: the autocast under which it was called.
+        results: the path, as indices, to each tensor in the result.
+        returned: the result, with a ``Place`` for each tensor.
+        casts: the autocast under which the module was called.
     """
 
     number: int
@@ -90,8 +90,8 @@ class Call:
 def called_instead(
     leaves: Mapping[str, nn.Module], function: Callable[[str, nn.Module, Any, Any], Any]
 ) -> Iterator[None]:
-    """Inside, a function is called instead of the leaf modules and their hooks: with the name, the
-    module, and its positional and keyword arguments."""
+    """Inside, ``function(name, module, args, kwargs)`` is called instead of each leaf module and
+    its hooks."""
     with ExitStack() as undo:
         for name, module in leaves.items():
             # the attribute that nn.Module.compile sets: it replaces hooks and forward
@@ -108,25 +108,26 @@ class LeafCalls:
     """The calls of leaf modules in one run of a model."""
 
     def __init__(self, leaves: Mapping[str, nn.Module], unasked: Collection[str] = ()) -> None:
-        """Of ``unasked`` modules, which the user did not name, the sizes of results are checked."""
+        """Take the leaf modules by name; ``unasked`` are those that the user did not name, whose
+        results' sizes are checked in every step."""
         self.leaves = leaves
         self.unasked = unasked
         self.calls: list[Call] = []
-        self._rest: Iterator[int] = iter(())
+        self._indices: Iterator[int] = iter(())
         self._inside = False
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Inside, record the calls of leaf modules; run the model once for real there."""
+        """Inside, record the calls of leaf modules while the model runs once for real."""
         with called_instead(self.leaves, self._record):
             yield
 
     @contextmanager
     def opaque(self, model: nn.Module) -> Iterator[None]:
-        """Inside, each call of a leaf module is one operation; trace the model there."""
+        """Inside, each call of a leaf module is one operation, for the model to be traced."""
 
         def begin(model: nn.Module, args: Any) -> None:
-            self._rest = iter(range(len(self.calls)))
+            self._indices = iter(range(len(self.calls)))
 
         hook = model.register_forward_pre_hook(begin)
         try:
@@ -136,7 +137,7 @@ class LeafCalls:
             hook.remove()
 
     def forget(self) -> None:
-        """After tracing, drop what was kept of the run."""
+        """Drop what the calls returned; to be called after tracing."""
         for call in self.calls:
             del _known[call.number]
 
@@ -148,12 +149,12 @@ class LeafCalls:
         if self._inside:  # a leaf inside of a leaf
             return module._call_impl(*args, **kwargs)
         self._inside = True
-        casts, given = autocasts(), versions((args, kwargs))
+        casts, before = autocasts(), versions((args, kwargs))
         try:
             output = module._call_impl(*args, **kwargs)
         finally:
             self._inside = False
-        if versions((args, kwargs)) != given:
+        if versions((args, kwargs)) != before:
             raise UnfitLeaf(
                 name, "writes into what it is given; let it work on a copy (x = x.clone())"
             )
@@ -183,19 +184,19 @@ class LeafCalls:
         return output
 
     def _stand_in(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        flat = pytree.tree_leaves((args, kwargs))
-        index = next(self._rest, len(self.calls))
-        known = self.calls[index] if index < len(self.calls) else None
+        index = next(self._indices, -1)
+        call = self.calls[index] if index >= 0 else None
         placed = with_places(name, "is given", (args, kwargs))
-        if known is None or known.name != name or not can_be_given(placed, known.given):
+        if call is None or call.name != name or not can_be_given(placed, call.given):
             raise UnfitLeaf(
                 name,
                 "is called otherwise when the model is traced than when it runs; let its calls "
                 "depend on nothing but its inputs' shapes",
             )
-        self.calls[index] = replace(known, given=placed)
-        results = torch.ops.fxpipe.leaf([x for x in flat if isinstance(x, Tensor)], known.number)
-        return pytree.tree_map_only(Place, lambda place: results[place.index], known.returned)
+        self.calls[index] = replace(call, given=placed)
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        results = torch.ops.fxpipe.leaf(tensors, call.number)
+        return pytree.tree_map_only(Place, lambda place: results[place.index], call.returned)
 
 
 def record_leaves(
@@ -213,7 +214,7 @@ def call_leaves(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Traced:
-    """The graph with its leaf modules, which reads parameters and buffers from the model itself.
+    """Let the graph call its leaf modules, and read parameters and buffers from the model itself.
 
     The graph runs once on the inputs of one micro-batch; the caller restores the model's state.
     """
@@ -285,7 +286,7 @@ class _Rewriter:
         users = [user for user in placeholder.users if user in self.order]
         if target in self.written:
             users.append(self.written[target])
-        if not users:  # a constant of the code that is not needed
+        if not users:  # such as a constant that the graph does not need
             self.graph.erase_node(placeholder)
             return
         first = min(users, key=self.order.__getitem__)
@@ -299,12 +300,13 @@ class _Rewriter:
         self.graph.erase_node(placeholder)
 
     def _write(self, target: str, attribute: fx.Node | None) -> None:
-        made = self.written[target]
+        """Copy the value that the graph computes for a buffer into the model's own buffer."""
+        value = self.written[target]
         if attribute is None:
-            attribute = self._attribute(target, made)
-        with self.graph.inserting_after(made):
-            copy = self.graph.call_function(torch.ops.aten.copy_.default, (attribute, made))
-        copy.meta.update(made.meta)
+            attribute = self._attribute(target, value)
+        with self.graph.inserting_after(value):
+            copy = self.graph.call_function(torch.ops.aten.copy_.default, (attribute, value))
+        copy.meta.update(value.meta)
         self.writers[target] = copy.name
 
     def _attribute(self, target: str, before: fx.Node) -> fx.Node:
@@ -321,7 +323,7 @@ class _Rewriter:
         return node
 
     def _call(self, node: fx.Node) -> None:
-        """The operation that stands for a leaf module becomes its call."""
+        """Replace the operation that stands for a leaf module by a call of the module."""
         tensors: Any = node.args[0]
         call = self.calls[int(str(node.args[1]))]
         args, kwargs = pytree.tree_map_only(Place, lambda place: tensors[place.index], call.given)
@@ -332,17 +334,15 @@ class _Rewriter:
         module.meta[AUTOCAST] = call.casts
         for item in list(node.users):
             path = call.results[int(str(item.args[1]))]
+            checked = call.name in self.unasked
             value = module
-            for index in path[:-1]:
+            for index in path if checked else path[:-1]:
                 with self.graph.inserting_before(item):
                     value = self.graph.call_function(operator.getitem, (value, index))
-            if call.name in self.unasked:
-                if path:
-                    with self.graph.inserting_before(item):
-                        value = self.graph.call_function(operator.getitem, (value, path[-1]))
+            if checked:
                 item.args = (value, list(item.meta["val"].shape), call.name)
                 item.target = _SIZED
-                continue
-            item.args = (value, path[-1]) if path else (value,)
-            item.target = operator.getitem if path else torch.ops.aten.alias.default
+            else:
+                item.args = (value, path[-1]) if path else (value,)
+                item.target = operator.getitem if path else torch.ops.aten.alias.default
         self.graph.erase_node(node)

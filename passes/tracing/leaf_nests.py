@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import TraceError, told
 
 REST = "fxpipe_rest"
-"""What the rest of the model's own ``forward`` is called among leaf modules."""
+"""The name, among leaf modules, of the rest of the model's own ``forward``."""
 
 
 def leaf_called(name: str) -> str:
@@ -22,7 +23,7 @@ def leaf_called(name: str) -> str:
 
 
 class UnfitLeaf(TraceError):
-    """A submodule cannot be a leaf module; a submodule around it may be one.
+    """A submodule that cannot be a leaf module; one around it may be.
 
     Attributes:
         name: the submodule's name.
@@ -53,13 +54,11 @@ def with_places(name: str, what: str, values: Any) -> Any:
     Raises:
         UnfitLeaf: an object cannot be made with a ``Place`` in it.
     """
-    flat, spec = pytree.tree_flatten(values)
-    count = iter(range(len(flat)))
-    placed = [Place(next(count)) if isinstance(leaf, Tensor) else leaf for leaf in flat]
+    places = map(Place, itertools.count())
     try:
-        return pytree.tree_unflatten(placed, spec)
+        return pytree.tree_map_only(Tensor, lambda _: next(places), values)
     except Exception as error:
-        kinds = sorted({type(each).__name__ for each in _nodes(values)}) or ["nest"]
+        kinds = sorted({type(x).__name__ for x in _unusual_containers(values)}) or ["nest"]
         raise UnfitLeaf(
             name,
             f"{what} a {' and a '.join(kinds)}, which cannot be taken apart and put together "
@@ -69,35 +68,35 @@ def with_places(name: str, what: str, values: Any) -> Any:
 
 
 def can_be_given(placed: Any, recorded: Any) -> bool:
-    """Whether a leaf module can be called with the inputs that it gets while the model is traced.
+    """Whether a step can call a leaf module with the inputs that it got while it was traced.
 
-    They may differ from the recorded ones in a mask that is given or left out. But inputs that hold
-    tensors of the trace in an object would be wrong in every step.
+    They may differ from the recorded ones, for example by a mask that is left out. But an object
+    that hides tensors of the trace would be wrong in every step.
     """
-    leaves, known = pytree.tree_leaves(placed), pytree.tree_leaves(recorded)
-    if all(isinstance(x, _PLAIN) or any(x is y for y in known) for x in leaves):
+    leaves, old = pytree.tree_leaves(placed), pytree.tree_leaves(recorded)
+    if all(isinstance(x, _PLAIN) or any(x is y for y in old) for x in leaves):
         return True
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     return not any(isinstance(x, symbols) for x in leaves) and bool(placed == recorded)
 
 
-def _nodes(values: Any) -> Iterator[Any]:
-    """The containers of a pytree that are neither plain lists nor tuples nor dicts."""
-    if isinstance(values, dict):
-        inner: Iterable[Any] = values.values()
-    elif isinstance(values, (tuple, list)):
-        inner = values
-    else:
+def _unusual_containers(values: Any) -> Iterator[Any]:
+    """The containers in a value that are subclasses of list, tuple or dict."""
+    if not isinstance(values, dict | tuple | list):
         return
     if type(values) not in (dict, tuple, list):
         yield values
-    for each in inner:
-        yield from _nodes(each)
+    for item in values.values() if isinstance(values, dict) else values:
+        yield from _unusual_containers(item)
 
 
 def indices(name: str, output: Any, path: Sequence[Any]) -> tuple[Any, ...]:
-    """A path into a pytree, as indices."""
-    found: list[Any] = []
+    """Return a pytree's key path as indices into the output of the leaf module ``name``.
+
+    Raises:
+        UnfitLeaf: an object on the path has no indices.
+    """
+    path_of_indices: list[Any] = []
     for key in path:
         index = getattr(key, "idx", getattr(key, "key", None))
         if index is None and hasattr(output, "_fields"):  # a named tuple
@@ -110,5 +109,5 @@ def indices(name: str, output: Any, path: Sequence[Any]) -> tuple[Any, ...]:
                 f"returns an object with {pytree.keystr((key,))}; return tensors, tuples, lists "
                 "or dicts of them",
             ) from error
-        found.append(index)
-    return tuple(found)
+        path_of_indices.append(index)
+    return tuple(path_of_indices)

@@ -1,7 +1,7 @@
 """Find what a loss divides by: a mean over targets that are not ignored is no mean over samples.
 
-read:  ce = cross_entropy(logits, flatten(y), weight, ignore_index=-100);  loss = ce + 0.1 * penalty
-made:  n = the sum of weight[t] over those t of flatten(y) that are not -100, a function of y
+loss:     ce = cross_entropy(logits, flatten(y), weight, ignore_index=-100);  ce + 0.1 * penalty
+divisor:  y → the sum of weight[t] over all t in flatten(y) other than -100
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _MEANS |= {"nll_loss_forward", "nll_loss2d_forward"}
 
 @dataclass(frozen=True)
 class Divisor:
-    """What a term of the loss is divided by; its value differs from micro-batch to micro-batch.
+    """The number that a term of the loss is divided by, which differs between micro-batches.
 
     Attributes:
         line: the user's line that computes the term.
-        told: for a mean, a Python expression that computes the divisor, with ``{}`` for an input;
-            the means of the micro-batches, weighted by their divisors, then give the mean of the
-            whole batch. Else empty.
+        told: for a mean, a Python expression of the divisor, with ``{}`` for an input; the means of
+            the micro-batches, weighted by their divisors, then give the mean of the whole batch.
+            Else empty.
         leaves: the flat inputs that the divisor depends on.
         buffers: the names of the buffers that it depends on.
         made: computes the divisor from these; None if it is not known before the run.
@@ -61,10 +61,10 @@ class Divisor:
 
 
 def loss_terms(traced: Traced, split: Collection[int]) -> tuple[Divisor | None, ...]:
-    """The divisor of each term of a loss.
+    """The divisor of each term of a loss; ``split`` are the flat inputs that are split.
 
-    None for a mean over samples, or over anything of which all samples have equally many. A term
-    that is the same in all micro-batches, such as a penalty on weights, is left out.
+    None for a mean over samples, or over entries of which each sample has the same number. Terms
+    that are the same in all micro-batches, such as a penalty on weights, are left out.
     """
     loss = next(node for node in traced.graph.nodes if node.name == traced.loss)
     leaves = {name: index for index, name in enumerate(traced.inputs) if name is not None}
@@ -81,12 +81,11 @@ def loss_terms(traced: Traced, split: Collection[int]) -> tuple[Divisor | None, 
 
 
 class _Reader:
-    """Reads a graph.
+    """Finds the divisors in a graph.
 
     Attributes:
         varies: the nodes whose values differ between micro-batches.
-        known: the nodes that depend on inputs and buffers only, so that they are known before the
-            run.
+        known: the nodes that depend on inputs and buffers only, and are known before the run.
     """
 
     def __init__(
@@ -122,8 +121,8 @@ class _Reader:
                 self.known.add(node)
 
     def terms(self, loss: fx.Node) -> tuple[Divisor | None, ...]:
-        """See loss_terms."""
-        found: list[Divisor | None] = []
+        """The divisors of a loss's terms; see ``loss_terms``."""
+        divisors: list[Divisor | None] = []
         todo: list[Any] = [loss]
         scaled = False
         while todo:
@@ -132,28 +131,28 @@ class _Reader:
                 continue
             operation, read = self._operation(node), node.all_input_nodes
             inner = self._operation(read[0]) if read else ""
-            one, other = (*node.args, *node.kwargs.values(), None, None)[:2]
+            left, right = (*node.args, *node.kwargs.values(), None, None)[:2]
             if operation in _MEANS:
-                found.append(self._mean(node))
+                divisors.append(self._mean(node))
             elif operation in _SUMS:
                 todo += read
             elif operation in _SAME or (operation in _REDUCED and inner in _MEANS):
                 todo.append(read[0])
             elif operation in _REDUCED and inner in _STACKS:
                 todo += read[0].all_input_nodes
-            elif operation in _PRODUCTS and other not in self.varies:
-                todo.append(one)
-                scaled |= not isinstance(other, fx.Node)
-            elif operation == "mul" and one not in self.varies:
-                todo.append(other)
-                scaled |= not isinstance(one, fx.Node)
+            elif operation in _PRODUCTS and right not in self.varies:
+                todo.append(left)
+                scaled |= not isinstance(right, fx.Node)
+            elif operation == "mul" and left not in self.varies:
+                todo.append(right)
+                scaled |= not isinstance(left, fx.Node)
             else:
-                found += [self._quotient(node, operation), *self._within(node)]
+                divisors += [self._quotient(node, operation), *self._within(node)]
         # a sum times a constant may be a mean: the number of samples is a constant in the graph
-        return tuple(None if scaled and x is not None and x.sums else x for x in found)
+        return tuple(None if scaled and x is not None and x.sums else x for x in divisors)
 
     def _mean(self, node: fx.Node) -> Divisor | None:
-        """What a cross-entropy or its like is divided by."""
+        """The divisor of a cross-entropy or the like."""
         given = self._arguments(node)
         reduction, target, weight = given.get("reduction", 1), given["target"], given.get("weight")
         ignored = given.get("ignore_index", -100)
@@ -172,28 +171,27 @@ class _Reader:
         count = partial(_count, ignored, given.get("label_smoothing", 0.0))
         if isinstance(weight, Tensor):
             count = partial(count, weight=weight)
-        made = self._divisor(line, read, count, told)
-        every = weight is None and target.op == "placeholder" and target in self.varies
-        return replace(made, ignored=ignored) if every else made
+        divisor = self._divisor(line, read, count, told)
+        counts_input = weight is None and target.op == "placeholder" and target in self.varies
+        return replace(divisor, ignored=ignored) if counts_input else divisor
 
     def _quotient(self, node: fx.Node, operation: str) -> Divisor | None:
-        """The divisor of a quotient, if the node is one and its divisor is known. A product with a
-        known value counts as a quotient, too."""
+        """The divisor of a quotient, or of a product with a known value; None of other nodes."""
         if operation not in _PRODUCTS:
             return None
-        read = node.all_input_nodes
-        by = [n for n in (read if operation == "mul" else read[1:]) if n in self.known]
+        operands = node.all_input_nodes if operation == "mul" else node.all_input_nodes[1:]
+        known = [operand for operand in operands if operand in self.known]
         power = -1 if operation == "mul" else 1
-        if len(by) != 1:
+        if len(known) != 1:
             return None
-        return self._divisor(source.of_node(node), by, lambda value: float(value) ** power)
+        return self._divisor(source.of_node(node), known, lambda value: float(value) ** power)
 
     def _within(self, node: fx.Node) -> list[Divisor]:
-        """The divisors of means that a term is computed from in some other way."""
+        """The divisors of the means that a term depends on in some other way."""
         above = ancestors([node]) & self.varies
         means = [n for n in self.module.graph.nodes if n in above and self._operation(n) in _MEANS]
-        found = (self._mean(other) for other in means)
-        return [divisor for divisor in found if divisor is not None and not divisor.sums]
+        divisors = map(self._mean, means)
+        return [divisor for divisor in divisors if divisor is not None and not divisor.sums]
 
     def _divisor(
         self,
@@ -202,7 +200,7 @@ class _Reader:
         made: Callable[..., float],
         told: str = "",
     ) -> Divisor:
-        """A divisor that is computed from known values, on the CPU."""
+        """A divisor that ``made`` computes from known values, on the CPU."""
         above = ancestors(read)
         nodes = [node for node in self.module.graph.nodes if node in above]
         inputs = [node for node in nodes if node.op == "placeholder"]
@@ -229,7 +227,7 @@ class _Reader:
         return node.op != "call_module" and not (writes or draws or node.meta.get(DRAWS))
 
     def _operation(self, node: Any) -> str:
-        """The name of what a node computes: that of an operator, a function or a method."""
+        """The name of the operator, function or method that a node calls."""
         if not isinstance(node, fx.Node) or node.op in ("placeholder", "get_attr", "output"):
             return ""
         if isinstance(node.target, torch._ops.OpOverload):
@@ -262,10 +260,10 @@ class _Reader:
 
 
 def _count(ignored: int, smooth: float, target: Tensor, weight: Tensor | None = None) -> float:
-    """What ``cross_entropy`` divides by.
+    """The number that ``cross_entropy`` divides by.
 
     A class index counts with the weight of its class, or not at all if it is ignored. Targets that
-    are class probabilities all count. NaN where something other than 0 is divided by 0.
+    are class probabilities all count. NaN if a sum that is not 0 would be divided by 0.
     """
     if target.is_floating_point():
         return target.numel()

@@ -1,9 +1,9 @@
-"""Let models of transformers see in a trace, too, that they counted the positions themselves.
+"""Let models of the transformers library know, in a trace, the positions that they counted.
 
-Given neither a mask nor positions, such a model counts its tokens from 0. It looks whether its
-positions begin anew within a row, as those of several texts in one row do; as they do not, it lets
-attention be causal without a mask. In a trace positions have no values: it then makes a mask, for
-which attention has slower kernels and rounds otherwise.
+Without a mask or positions as inputs, such a model numbers its tokens from 0. It then checks if the
+positions start again within a row, as in rows packed with several texts. They do not, so attention
+is causal without a mask. In a trace positions have no values, and the model would make a mask, for
+which attention has slower kernels that round differently.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ _COUNTING = frozenset(
 
 @contextmanager
 def counted_positions_known() -> Iterator[None]:
-    """Inside, models of transformers take positions that they counted as those of one text a row.
+    """Inside, models of transformers know that rows with positions they counted hold one text each.
 
-    Positions that are an input of the model, or made of one, stay unknown.
+    Positions that are an input of the model, or computed from one, stay unknown.
     """
     masks = sys.modules.get("transformers.masking_utils")
-    look = getattr(masks, "find_packed_sequence_indices", None)
-    if look is None:
+    original = getattr(masks, "find_packed_sequence_indices", None)
+    if original is None:
         yield
         return
 
-    def found(position_ids: Tensor) -> Any:
-        return None if counted.in_steps_of_one(position_ids) else look(position_ids)
+    def find_packed(position_ids: Tensor) -> Any:
+        return None if counted.in_steps_of_one(position_ids) else original(position_ids)
 
     with _Counted() as counted:
-        vars(masks)["find_packed_sequence_indices"] = found
+        vars(masks)["find_packed_sequence_indices"] = find_packed
         try:
             yield
         finally:
-            vars(masks)["find_packed_sequence_indices"] = look
+            vars(masks)["find_packed_sequence_indices"] = original
 
 
 class _Counted(TorchFunctionMode):
-    """Follows the values of tensors that are made of plain numbers alone."""
+    """Keeps the values of tensors that are computed from plain numbers alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,25 +70,24 @@ class _Counted(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if writes(name, kwargs):
             self._values.clear()  # it may write into one of them, or a view of one
         elif name in _REPEATING and args[0] in self._values:
             # two rows stand for a number of rows that a trace leaves open
-            sizes = [2 if isinstance(size, torch.SymInt) else size for size in made.shape]
+            sizes = [2 if isinstance(size, torch.SymInt) else size for size in result.shape]
             with _disable_current_modes():
-                self._values[made] = self._values[args[0]].expand(sizes)
+                self._values[result] = self._values[args[0]].expand(sizes)
         elif name in _COUNTING and self._known((args, kwargs)):
-            given = pytree.tree_map_only(Tensor, self._values.get, (args, kwargs))
+            real = pytree.tree_map_only(Tensor, self._values.get, (args, kwargs))
             with _disable_current_modes():
-                self._values[made] = func(*given[0], **given[1])
-        return made
+                self._values[result] = func(*real[0], **real[1])
+        return result
 
-    def _known(self, given: Any) -> bool:
-        """Whether all is a plain number, or a tensor whose values are known."""
-        leaves = pytree.tree_leaves(given)
+    def _known(self, operands: Any) -> bool:
+        """Whether every operand is a plain number, or a tensor with known values."""
         return all(
-            leaf in self._values if isinstance(leaf, Tensor) else not isinstance(leaf, torch.SymInt)
-            for leaf in leaves
+            x in self._values if isinstance(x, Tensor) else not isinstance(x, torch.SymInt)
+            for x in pytree.tree_leaves(operands)
         )

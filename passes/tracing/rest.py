@@ -4,8 +4,8 @@ before:  class Net(nn.Module): forward(x) = F.ctc_loss(self.head(self.body(x)), 
 traced:  body = self.body(x);  head = self.head(body);  fxpipe_rest = self.fxpipe_rest(x, head)
 
 The leaf runs ``forward`` again, on a copy of the model whose first calls of submodules return the
-outputs that were already computed. The parameters and buffers that the rest reads are its inputs,
-so that other stages may use them, too.
+outputs that were already computed. The parameters and buffers that the rest reads are inputs of the
+leaf, so that other stages may use them, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fxpipe.torchtools.pytrees import equal, taken_apart
 
 
 class _Reached(BaseException):
-    """Ends ``forward`` after a call. It is no Exception, because ``forward`` might catch those."""
+    """Ends ``forward`` after a call. Not an Exception, which ``forward`` might catch."""
 
 
 class Calls:
@@ -40,18 +40,18 @@ class Calls:
     Attributes:
         names: call → the submodule's name.
         written: the calls whose outputs ``forward`` writes into.
-        limit: how many calls come before ``forward`` itself draws a random number, which must not
-            be drawn twice; if it draws none, how many calls there are.
-        checks: ``forward``'s own checks of values, which the rest still does in every step.
+        limit: how many calls precede the first random number that ``forward`` itself draws, which
+            the rest would draw again; all calls if it draws none.
+        checks: the numbers that ``forward``'s own checks of values read. The trace leaves these
+            checks out; the rest does them in every step.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run a model to record them; the caller restores its state."""
+        """Run the model to record its calls; the caller restores the model's state."""
         self.names: list[str] = []
+        self.checks = ValueChecks()
         outputs: list[list[tuple[Tensor, int]]] = []
         drawn: list[int] = []
-
-        self.checks = ValueChecks()
 
         def begin() -> None:
             self.checks.open = False
@@ -74,50 +74,50 @@ class Calls:
         self.limit = min(drawn, default=len(self.names))
         self.written = {
             index
-            for index, given in enumerate(outputs)
-            if any(x._version != version for x, version in given)
+            for index, tensors in enumerate(outputs)
+            if any(x._version != version for x, version in tensors)
         }
 
     def latest(self, trace: Callable[[int], tuple[Traced | None, int]]) -> Traced | None:
-        """The graph that traces as much of ``forward`` as possible; None if none can be traced.
+        """Return the graph that traces as much of ``forward`` as possible, or None.
 
-        ``trace`` takes after how many calls the rest begins, and returns the graph, or None if that
-        fails, and how many calls were reached.
+        ``trace(count)`` traces with the rest beginning after ``count`` calls. It returns the graph,
+        or None if it fails, and how many calls it reached.
         """
         low, high, at = -1, self.limit + 1, self.limit  # low can be traced, high cannot
-        found: Traced | None = None
+        best: Traced | None = None
         while high - low > 1:
             traced, reached = trace(at)
             if traced is not None:
-                low, found = at, traced
+                low, best = at, traced
             else:
                 high = min(at, reached + 1)
             at = high - 1 if reached < at else (low + high) // 2
-        return found
+        return best
 
 
 class Rest(nn.Module):
     """What a model's own ``forward`` computes after some of its calls of submodules.
 
     Attributes:
-        learnt: whether ``learn`` has found out what it reads.
+        learnt: whether ``learn`` has run.
     """
 
     def __init__(self, model: nn.Module, calls: Calls, count: int) -> None:
-        """The rest begins after so many (``count``) of the calls; nothing has run yet."""
+        """Let the rest begin after ``count`` of the calls."""
         super().__init__()
         self._names = calls.names[:count]
         self._written = calls.written
         self.learnt = False
         self._state: tuple[str, ...] = ()
         self._writes: tuple[str, ...] = ()
-        self._outputs: list[Any] = []  # outputs that are not read, without data; None for others
-        self._specs: list[pytree.TreeSpec] = []  # of the outputs, whose class a graph does not keep
-        # in a tuple: as a submodule it would hold the parameters as its own
+        self._outputs: list[Any] = []  # those not read, without data; None for those that are read
+        self._specs: list[pytree.TreeSpec] = []  # of the outputs: a graph forgets their classes
+        # in a tuple: as a submodule, it would make the model's parameters this module's own
         self._copy = (_Copy(model, self._names),)
 
     def learn(self, model: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]) -> None:
-        """Run the rest once, to find which outputs, parameters and buffers it reads and writes."""
+        """Run the rest once, to find which outputs, parameters and buffers it reads or writes."""
         state = _state(model)
         before = {name: (x._version, x.clone()) for name, x in state.items()}
         with torch.no_grad(), Flow({**dict(enumerate(outputs)), **state}) as flow:
@@ -141,7 +141,7 @@ class Rest(nn.Module):
         ]
 
     def call(self, model: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]) -> Any:
-        """What the model returns, by a call of this module."""
+        """Compute the model's output by a call of this module, and write the model's buffers."""
         state = [operator.attrgetter(name)(model) for name in self._state]
         pairs = zip(outputs, self._outputs, strict=True)
         read = [pytree.tree_leaves(output) if unread is None else None for output, unread in pairs]
@@ -152,22 +152,22 @@ class Rest(nn.Module):
         return output
 
     def forward(self, args: Any, kwargs: Any, outputs: Any, tensors: Any) -> Any:
-        """The model's output, and the buffers that it writes."""
+        """Return the model's output, and the new values of the buffers that it writes."""
         state = dict(zip(self._state, tensors, strict=True))
         state.update((name, state[name].clone()) for name in self._writes)
-        copy, triples = self._copy[0], zip(outputs, self._outputs, self._specs, strict=True)
+        copy = self._copy[0]
         device = next((x.device for x in tensors_of((outputs, tensors, args, kwargs))), None)
-        given = [
+        full = [
             pytree.tree_unflatten(output, spec)
             if unread is None
             else pytree.tree_map_only(Tensor, lambda x: torch.zeros_like(x, device=device), unread)
-            for output, unread, spec in triples
+            for output, unread, spec in zip(outputs, self._outputs, self._specs, strict=True)
         ]
-        zeros = {i: given[i] for i, unread in enumerate(self._outputs) if unread is not None}
-        known = {storage_of(copy.state[name]) for name in state}
-        others = {name: x for name, x in copy.state.items() if storage_of(x) not in known}
-        with Flow({**zeros, **others}) as flow:
-            output = taken_apart(copy.run(args, kwargs, self._given(given), state))
+        zeros = {i: full[i] for i, unread in enumerate(self._outputs) if unread is not None}
+        passed = {storage_of(copy.state[name]) for name in state}
+        absent = {name: x for name, x in copy.state.items() if storage_of(x) not in passed}
+        with Flow({**zeros, **absent}) as flow:
+            output = taken_apart(copy.run(args, kwargs, self._given(full), state))
         if read := flow.origins(output):
             first = next(iter(read))
             what = repr(first) if isinstance(first, str) else f"what {self._names[first]!r} returns"
@@ -179,7 +179,7 @@ class Rest(nn.Module):
         return output, [state[name] for name in self._writes]
 
     def _given(self, outputs: Sequence[Any]) -> list[Any]:
-        """The outputs; copies of those that ``forward`` writes into."""
+        """The outputs, with copies of those that ``forward`` writes into."""
         return [
             pytree.tree_map_only(Tensor, torch.clone, output) if index in self._written else output
             for index, output in enumerate(outputs)
@@ -187,16 +187,16 @@ class Rest(nn.Module):
 
 
 def split(model: nn.Module, calls: Calls, count: int, reached: list[str]) -> nn.Module:
-    """The model with the rest of its own ``forward`` as one more submodule, REST.
+    """Return a twin of the model that has the rest of ``forward`` as one more submodule, REST.
 
-    It is another module with the same parameters. The rest begins after ``count`` of the calls; a
-    run appends the names of the submodules that it calls to ``reached``.
+    The twin shares the model's parameters. Its rest begins after ``count`` of the calls; each run
+    of it sets ``reached`` to the names of the submodules that are called before.
     """
     rest = Rest(model, calls, count)
     kind = type(model)
-    own = vars(model).get("forward")
+    assigned = vars(model).get("forward")  # to the model itself, instead of its class
 
-    @functools.wraps(kind.forward if own is None else own)
+    @functools.wraps(kind.forward if assigned is None else assigned)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         outputs: list[Any] = []
         checks = ValueChecks(calls.checks)
@@ -215,21 +215,24 @@ def split(model: nn.Module, calls: Calls, count: int, reached: list[str]) -> nn.
 
         if count:
             with suppress(_Reached), checks, _called_directly(model, begin, end):
-                kind.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+                if assigned is None:
+                    kind.forward(self, *args, **kwargs)
+                else:
+                    assigned(*args, **kwargs)
         if reached != calls.names[:count]:
             raise UnfitLeaf(REST, "follows other calls of submodules when the model is traced")
         if not rest.learnt:
             rest.learn(model, args, kwargs, outputs)
         return rest.call(self, args, kwargs, outputs)
 
-    if own is not None:
-        taken = inspect.signature(own)
-        mine = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        vars(forward)["__signature__"] = taken.replace(
-            parameters=[mine, *taken.parameters.values()]
+    if assigned is not None:
+        signature = inspect.signature(assigned)
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        vars(forward)["__signature__"] = signature.replace(
+            parameters=[first, *signature.parameters.values()]
         )
-    made = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    twin: nn.Module = object.__new__(type(kind.__name__, (kind,), made))
+    body = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    twin: nn.Module = object.__new__(type(kind.__name__, (kind,), body))
     vars(twin).update({name: value for name, value in vars(model).items() if name != "forward"})
     twin._modules = {**model._modules, REST: rest}
     return twin
@@ -239,10 +242,10 @@ def split(model: nn.Module, calls: Calls, count: int, reached: list[str]) -> nn.
 def _called_directly(
     model: nn.Module, begin: Callable[[], None], end: Callable[[str, Any], None]
 ) -> Iterator[None]:
-    """Inside, call ``begin`` and ``end`` around each submodule that this thread calls, but not
-    around those that are called inside of such a call."""
+    """Inside, call ``begin`` and ``end`` around each submodule that this thread calls, except for
+    submodules that are called by another submodule."""
     names = {id(vars(module)): name for name, module in model.named_modules() if name}
-    before: Any = nn.Module.__call__
+    original: Any = nn.Module.__call__
     thread = get_ident()
     inside = False
 
@@ -250,11 +253,11 @@ def _called_directly(
         nonlocal inside
         name = names.get(id(vars(self)))
         if name is None or inside or get_ident() != thread:
-            return before(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         begin()
         inside = True
         try:
-            output = before(self, *args, **kwargs)
+            output = original(self, *args, **kwargs)
         finally:
             inside = False
         end(name, output)
@@ -264,18 +267,18 @@ def _called_directly(
     try:
         yield
     finally:
-        nn.Module.__call__ = before  # type: ignore[method-assign]
+        nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
 class _Copy:
-    """A copy of a model's modules with the same tensors, whose first calls return given outputs."""
+    """A copy of a model that shares its tensors, and whose first calls return given outputs."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Copy a model; ``names`` are the submodules of the calls that come first, in order."""
+        """Copy a model; ``names`` are the submodules of its first calls, in order."""
         self.state = _state(model)
         self._names = names
         self._outputs: list[Any] = []
-        self._made: dict[int, nn.Module] = {}
+        self._copies: dict[int, nn.Module] = {}
         self._model = self._copied(model)
         for hooks in ("_forward_hooks", "_forward_pre_hooks"):  # the real model runs them
             vars(self._model)[hooks] = type(vars(model)[hooks])()
@@ -284,8 +287,8 @@ class _Copy:
                 module._compiled_call_impl = functools.partial(self._called, name, module)
 
     def run(self, args: Any, kwargs: Any, outputs: Sequence[Any], state: Any) -> Any:
-        """What the model returns where ``outputs`` are those of the first calls of submodules, and
-        where the tensors of ``state`` stand for its parameters and buffers."""
+        """Return the model's output; its first calls return ``outputs``, and ``state`` replaces its
+        parameters and buffers of those names."""
         self._outputs = list(outputs)
         try:
             output = torch.func.functional_call(self._model, state, args, kwargs)
@@ -306,12 +309,12 @@ class _Copy:
         raise UnfitLeaf(REST, "follows other calls of submodules than when the model was traced")
 
     def _copied(self, module: nn.Module) -> nn.Module:
-        if id(module) in self._made:
-            return self._made[id(module)]
-        copy = self._made[id(module)] = object.__new__(type(module))
+        if id(module) in self._copies:
+            return self._copies[id(module)]
+        copy = self._copies[id(module)] = object.__new__(type(module))
         for name, value in vars(module).items():
-            own = isinstance(value, MethodType) and value.__self__ is module
-            vars(copy)[name] = MethodType(value.__func__, copy) if own else value
+            bound = isinstance(value, MethodType) and value.__self__ is module
+            vars(copy)[name] = MethodType(value.__func__, copy) if bound else value
         copy._parameters, copy._buffers = dict(module._parameters), dict(module._buffers)
         if isinstance(copy, nn.RNNBase):  # its list of weights must follow its parameters
             copy._flat_weights = list(copy._flat_weights)

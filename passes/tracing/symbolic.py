@@ -3,8 +3,8 @@
 before:  class Net(nn.Module): forward(x) = self.act(self.conv(x)).add_(1)
 after:   conv = self.conv(x);  act = self.act(conv);  add_ = act.add(1);  return (add_,)
 
-The leaf modules are called as they are, under autograd, with their own hooks, control flow and
-autograd functions. Between them nothing works in place: an in-place operation is replaced by its
+Leaf modules are called as they are, under autograd, with their own hooks, control flow and autograd
+functions. Nothing between them works in place: an in-place operation is replaced by its
 out-of-place variant, and a module with ``inplace=True`` gets a copy of its input.
 """
 
@@ -22,13 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
-from fxpipe.ir.traced import (
-    AUTOCAST,
-    DRAWS,
-    DRAWS_FROM_OTHERS,
-    TAKES_TURNS,
-    Traced,
-)
+from fxpipe.ir.traced import AUTOCAST, DRAWS, DRAWS_FROM_OTHERS, TAKES_TURNS, Traced
 from fxpipe.passes.tracing.explain import explained
 from fxpipe.passes.tracing.items import (
     make_objects_at_readers,
@@ -71,15 +65,17 @@ def trace_symbolically(
 ) -> Traced:
     """The model's graph with its leaf modules; it holds for every batch size.
 
-    The model is traced in its present mode, on inputs of one micro-batch. Modules of torch.nn and
-    ``leaves`` are called as they are.
+    The model is traced in its present mode, on the inputs of one micro-batch. Modules of torch.nn
+    and ``leaves`` are called as they are.
 
     Raises:
         TraceError: the model cannot be traced; names its source line and the cure.
     """
     given = _given(model, args, kwargs)
-    # what is not given has its default, for a stand-in of it would take the branches of a tensor
-    every = {**_defaults(model), **given}
+    # a parameter that is not given gets its default, as a proxy would take a tensor's branches
+    parameters = inspect.signature(model.forward).parameters.items()
+    defaults = {name: p.default for name, p in parameters if p.default is not p.empty}
+    every = {**defaults, **given}
     constants = {name: value for name, value in every.items() if not isinstance(value, Tensor)}
     before = {module: {**module._buffers} for module in model.modules()}
     tracer = _Tracer(leaves)
@@ -106,12 +102,12 @@ def trace_symbolically(
     graph.lint()
     module.recompile()
     held = leaf_tensors(module)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    owned = {*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))}
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    owned = trained | {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return Traced(
         module=module,
-        parameters=tuple(Argument(name, name) for name in held if name in parameters),
-        buffers=tuple(Argument(name, name) for name in held if name not in parameters),
+        parameters=tuple(Argument(name, name) for name in held if name in trained),
+        buffers=tuple(Argument(name, name) for name in held if name not in trained),
         constants={
             name: operator.attrgetter(name)(module).detach() for name in held if name not in owned
         },
@@ -126,7 +122,7 @@ def trace_symbolically(
 def _refuse_replaced(
     model: nn.Module, held: Mapping[nn.Module, Mapping[str, Tensor | None]]
 ) -> None:
-    """Raises TraceError where the tracer's stand-ins have replaced buffers that modules held."""
+    """Check that no proxy has replaced a buffer that a module held; raises TraceError."""
     for module, buffers in held.items():
         for name in buffers:
             new: Any = module._buffers.get(name)
@@ -138,32 +134,29 @@ def _refuse_replaced(
 
 
 def reserve_names(graph: fx.Graph, model: nn.Module, others: Iterable[str] = ()) -> None:
-    """Let no new node have the name of a tensor of the model itself, or one of ``others``."""
+    """Keep new nodes from taking the names of the model's own tensors, or those of ``others``."""
     for name in (*model._parameters, *model._buffers, *others):
         graph._graph_namespace.create_name(name, None)
 
 
 def leaf_tensors(module: fx.GraphModule) -> dict[str, list[fx.Node]]:
-    """Name in the model of each parameter and buffer → the nodes that read it.
+    """Name in the model of each parameter or buffer → the nodes that read it.
 
     A tensor with several names is listed under the first that the graph reads.
     """
     readers: dict[str, list[fx.Node]] = {}
     names: dict[int, str] = {}
     for node in module.graph.nodes:
-        found: list[tuple[str, Tensor]] = []
+        read: dict[str, Any] = {}
         if node.op == "call_module":
             leaf = module.get_submodule(str(node.target))
-            found = [
-                (f"{node.target}.{name}", tensor)
-                for tensors in (leaf.named_parameters(), leaf.named_buffers())
-                for name, tensor in tensors
-            ]
+            tensors = (*leaf.named_parameters(), *leaf.named_buffers())
+            read = {f"{node.target}.{name}": tensor for name, tensor in tensors}
         elif node.op == "get_attr":
-            tensor = operator.attrgetter(str(node.target))(module)
-            found = [(str(node.target), tensor)] if isinstance(tensor, Tensor) else []
-        for name, tensor in found:
-            readers.setdefault(names.setdefault(id(tensor), name), []).append(node)
+            read = {str(node.target): operator.attrgetter(str(node.target))(module)}
+        for name, tensor in read.items():
+            if isinstance(tensor, Tensor):
+                readers.setdefault(names.setdefault(id(tensor), name), []).append(node)
     return readers
 
 
@@ -188,14 +181,8 @@ def _given(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return given
 
 
-def _defaults(model: nn.Module) -> dict[str, Any]:
-    """Parameter of ``forward`` → its default, of those that have one."""
-    parameters = inspect.signature(model.forward).parameters.items()
-    return {name: own.default for name, own in parameters if own.default is not own.empty}
-
-
 def _drop_assertions(graph: fx.Graph) -> None:
-    """Drop the tracer's assertions on constants, as a call with other constants is traced anew."""
+    """Drop the tracer's assertions on constants: a call with other constants is traced anew."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and "assert" in getattr(node.target, "__name__", ""):
             node.users.clear()
@@ -204,28 +191,26 @@ def _drop_assertions(graph: fx.Graph) -> None:
 
 
 def _drop_unused(graph: fx.Graph) -> None:
-    # a leaf module may be called for what it does to its buffers, or by its hooks
+    # a leaf module may be called only for its hooks, or for what it does to its buffers
     graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
 
 
 def _inputs(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, str | None]:
+    """Parameter of ``forward`` → its placeholder if it is a tensor, else None."""
     names: dict[str, str | None] = dict.fromkeys(given)
     for node in list(graph.nodes):
         if node.op != "placeholder":
             continue
         if isinstance(given.get(str(node.target)), Tensor):
             names[str(node.target)] = node.name
-            node.args = ()  # its default, behind which no target of the loss could follow
+            node.args = ()  # without its default, placeholders without one can follow
         elif not node.users:
             graph.erase_node(node)
     return names
 
 
 def _out_of_place(module: fx.GraphModule) -> None:
-    """Let no node change a value in place that another node may read.
-
-    After an in-place operation, nodes read its result instead of the old value.
-    """
+    """Replace in-place operations; later nodes read their results instead of the old values."""
     graph = module.graph
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
@@ -249,8 +234,10 @@ def _out_of_place(module: fx.GraphModule) -> None:
 
 
 def _in_place_target(module: fx.GraphModule, node: fx.Node) -> Any:
-    """The value that a node changes in place; None if it changes none, "part" if it writes into a
-    part of a tensor. The node itself is replaced by its out-of-place variant, if it has one."""
+    """Return the value that a node changes in place, and make the node out-of-place if it can be.
+
+    None if it changes nothing, "part" if it writes into a part of a tensor.
+    """
     if node.op == "call_function":
         if node.target in (operator.setitem, operator.delitem):
             return "part"
@@ -293,8 +280,8 @@ def is_torchs(module: nn.Module) -> bool:
 
 
 def _drops(leaf: nn.Module) -> bool:
-    """Whether a leaf module holds a dropout in training mode. Its rate may be 0 now and not later,
-    which causes no new trace as with one of PyTorch's own."""
+    """Whether a leaf module of the user's holds a dropout in training mode. Its rate may be 0 now
+    and change later, which causes a new trace only in modules of torch.nn."""
     return not is_torchs(leaf) and any(
         isinstance(module, _DROPOUTS) and module.training for module in leaf.modules()
     )
@@ -318,14 +305,15 @@ class _Tracer(fx.Tracer):
         return node
 
     def create_arg(self, a: Any) -> Any:
-        return super().create_arg(a) if (made := object_of(a, self)) is None else made
+        node = object_of(a, self)
+        return super().create_arg(a) if node is None else node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return id(m) in self.leaves or super().is_leaf_module(m, module_qualified_name)
 
 
 def _place(x: Any) -> int | None:
-    """Where a tensor's memory begins."""
+    """The address of a dense tensor's memory."""
     return x.data_ptr() if isinstance(x, Tensor) and x.layout is torch.strided else None
 
 
@@ -333,8 +321,10 @@ class Example(fx.Interpreter):
     """Runs the graph once, to note the value of each node and the buffers that are written."""
 
     def written(self, model: nn.Module, *inputs: Tensor) -> set[str]:
-        """All buffers of each module that writes one of them; BatchNorm writes some of its buffers
-        without a change of their version counters."""
+        """Run the graph; return all buffers of each module that writes one of its buffers.
+
+        BatchNorm writes some of its buffers without a change of their version counters.
+        """
         buffers = dict(model.named_buffers(remove_duplicate=False))
         before = {name: (buffer._version, buffer.clone()) for name, buffer in buffers.items()}
         self.extra_traceback = False
@@ -350,24 +340,24 @@ class Example(fx.Interpreter):
         return {name for name in buffers if name.rpartition(".")[0] in owners}
 
     def run_node(self, n: fx.Node) -> Any:
-        before = other_states() if n.op == "call_module" else {}
-        # a module in place has a copy of its own, and what is given as out= is told by its gradient
-        own = n.op == "call_module" and getattr(self.fetch_attr(str(n.target)), "inplace", False)
-        own = own or "out" in n.kwargs
-        given = [self.env[m] for m in n.all_input_nodes if m.op != "get_attr" and not own]
-        written = versions(given)
-        kept = self._attributes(n)
+        leaf = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        before = {} if leaf is None else other_states()
+        # an in-place module works on a copy, and autograd itself refuses a wrong out=
+        may_write = getattr(leaf, "inplace", False) or "out" in n.kwargs
+        operands = [self.env[m] for m in n.all_input_nodes if m.op != "get_attr" and not may_write]
+        written = versions(operands)
+        kept = self._attributes(leaf)
         with DrawsWatched() as watch, under(n.meta.get(AUTOCAST, ())):
             value = super().run_node(n)
-        for key, held in self._attributes(n).items():
+        for key, held in self._attributes(leaf).items():
             if held != kept.get(key, held):
                 raise UnfitLeaf(
                     str(n.target),
                     f"sets its attribute {key[1]!r} in every call, which code outside of it reads "
-                    "and which would stay as it is there; let its forward return that, too",
+                    "and would never see change; let its forward return it, too",
                 )
-        if versions(given) != written:
-            what = f"leaf module {n.target!r}" if n.op == "call_module" else n.name
+        if versions(operands) != written:
+            what = n.name if leaf is None else f"leaf module {n.target!r}"
             raise TraceError(
                 f"{what} at {source.of_node(n) or 'an unknown line'} writes into what it is given, "
                 "which other stages may read; let it work on a copy (x = x.clone())"
@@ -376,10 +366,10 @@ class Example(fx.Interpreter):
         if drew_from_others and not n.all_input_nodes:
             raise TraceError(
                 f"leaf module {n.target!r} draws from Python's random or numpy.random, and takes "
-                "no tensor that its draws could go by; give it one of the micro-batch"
+                "no tensor of the micro-batch, from which its draws could be seeded; give it one"
             )
         n.meta[DRAWS_FROM_OTHERS] = drew_from_others
-        drops = n.op == "call_module" and _drops(self.fetch_attr(str(n.target)))
+        drops = leaf is not None and _drops(leaf)
         n.meta[DRAWS] = (watch.drew or drew_from_others or drops) and bool(n.all_input_nodes)
         n.meta[TAKES_TURNS] = watch.traced
         if isinstance(value, Tensor) and value.is_quantized:
@@ -391,9 +381,11 @@ class Example(fx.Interpreter):
         n.meta["val"] = value.to("meta") if isinstance(value, Tensor) else value
         return value
 
-    def _attributes(self, n: fx.Node) -> dict[tuple[nn.Module, str], list[tuple[int, ...]]]:
-        """Of a leaf module, each attribute → its tensors that the graph reads elsewhere, too."""
-        parts = self.fetch_attr(str(n.target)).modules() if n.op == "call_module" else ()
+    def _attributes(
+        self, leaf: nn.Module | None
+    ) -> dict[tuple[nn.Module, str], list[tuple[int, ...]]]:
+        """Attribute of a leaf module → those of its tensors that the graph also reads elsewhere."""
+        parts = () if leaf is None else leaf.modules()
         return {
             (part, key): [
                 (_place(x) or 0, *versions(x))

@@ -54,11 +54,11 @@ def trace(
         model: any module; its training flags decide what is traced. Its state is not changed.
         args: positional inputs of one micro-batch.
         kwargs: keyword inputs of one micro-batch.
-        batch: how many samples the micro-batch has. The graph for 1 sample holds for that size
-            only, and graphs for other sizes do not hold for 1 sample.
+        batch: the samples in the micro-batch. A graph for 1 sample holds for no other size, and
+            graphs for other sizes do not hold for 1 sample.
         fixed: whether to trace for this size only.
-        dims: for each flat input its dimensions that are the batch; by default dimension 0 if its
-            size is that of the batch.
+        dims: for each flat input, which of its dimensions are the batch; by default dimension 0 if
+            it has the size of the batch.
 
     Raises:
         TraceError: the model cannot be traced; names its source line and the cure.
@@ -91,10 +91,10 @@ def export(
     dims: Dims | None,
     calls: LeafCalls | None,
 ) -> tuple[ExportedProgram, Callable[[int], bool]]:
-    """The model's program of ATen operations, and a test for which batch sizes it holds.
+    """The model's program of ATen operations, and a test of the batch sizes that it holds for.
 
-    It takes and raises what ``trace`` does. Each of the ``calls`` of leaf modules is traced as one
-    operation; there are None without leaf modules.
+    Arguments and errors are those of ``trace``. Each of the ``calls`` of leaf modules is traced as
+    one operation; None if there are no leaf modules.
     """
     with nullcontext() if calls is None else calls.opaque(model):
         program = trace(model, args, kwargs, size, fixed, dims)
@@ -108,11 +108,7 @@ def accepts(
     batch: int,
     dims: Dims | None = None,
 ) -> Callable[[int], bool]:
-    """A test whether an exported program holds for another batch size.
-
-    Args:
-        program: what ``trace`` gave for the other arguments.
-    """
+    """A test of whether a program, exported by ``trace`` with these arguments, holds for a size."""
     dims = dims or _usual_dims(args, kwargs, batch)
     placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     symbolic = any(
@@ -139,7 +135,7 @@ def accepts(
         if guards[0] is None:
             return True
         try:
-            guards[0](*(_resized(*one, size) for one in zip(leaves, dims, strict=True)))
+            guards[0](*(_resized(*pair, size) for pair in zip(leaves, dims, strict=True)))
         except Exception:
             return False
         return True
@@ -155,8 +151,8 @@ def _resized(leaf: Any, dims: tuple[int, ...], size: int) -> Any:
 
 
 def _no_view(x: torch.Tensor) -> torch.Tensor:
-    """The same tensor, but not as a view of another one. For a view, export guards the strides of
-    both, and fails on its own guard (``'NoneType' object has no attribute 'stride'``)."""
+    """The same tensor, but not as a view of another: for views, export fails on a guard of its own
+    (``'NoneType' object has no attribute 'stride'``)."""
     return x.detach().requires_grad_(x.requires_grad)
 
 
@@ -167,15 +163,13 @@ def _export(
     dynamic: dict[str, Any] | None,
     as_export: bool,
 ) -> ExportedProgram:
-    """Export a model, which computes what it would under ``torch.compile``.
-
-    With ``as_export`` it computes what it would under ``torch.export``: some models then avoid
-    control flow that depends on values, with results that are equal up to rounding.
-    """
+    """Export a model, which behaves as under ``torch.compile`` or, if ``as_export``, as under
+    ``torch.export``: some models then avoid control flow that depends on values, with results that
+    are equal up to rounding."""
     from torch.export import _trace as exporter  # imported here because it is slow
 
     level = _TORCH_LOG.level
-    # what fails here is told once, by our own error, and not with the graph so far
+    # a failure is reported once, by our own error, without a dump of the graph so far
     _TORCH_LOG.setLevel(logging.CRITICAL)
     vars(exporter)["print"] = lambda *args, **kwargs: None
     try:
@@ -190,7 +184,7 @@ def _export(
             BatchNormsLaidOut(),
             _DataDetached(),
         ):
-            warnings.simplefilter("ignore")  # notes on attributes that the model itself assigns
+            warnings.simplefilter("ignore")  # about attributes that the model itself assigns
             return torch.export.export(
                 model, args, dict(kwargs), dynamic_shapes=dynamic, strict=False
             )
@@ -203,19 +197,19 @@ def _export(
 def _announced(model: nn.Module, as_export: bool) -> Iterator[None]:
     """Inside, ``torch.compiler.is_exporting()`` returns ``as_export`` to the model.
 
-    PyTorch's own ``torch.vmap`` is told the truth: else it hides from the trace what it computes.
+    ``torch.vmap`` itself always sees True: else it hides from the trace what it computes.
     """
     from torch._export import utils  # imported here because it is slow
 
-    asked = "_maybe_find_pre_dispatch_tf_mode_for_export"  # by torch.vmap
-    find: Callable[[], Any] = vars(utils).get(asked, lambda: None)
+    name = "_maybe_find_pre_dispatch_tf_mode_for_export"  # torch.vmap calls it
+    find: Callable[[], Any] = vars(utils).get(name, lambda: None)
     flags = vars(torch.compiler)
 
     def announce(module: nn.Module, args: Any) -> None:
-        # export itself sets it before, and puts it back after the model has run
+        # export sets the flag before the model runs, and resets it afterwards
         flags["_is_exporting_flag"] = as_export
 
-    def found() -> Any:
+    def find_while_exporting() -> Any:
         announced, flags["_is_exporting_flag"] = flags["_is_exporting_flag"], True
         try:
             return find()
@@ -223,18 +217,19 @@ def _announced(model: nn.Module, as_export: bool) -> Iterator[None]:
             flags["_is_exporting_flag"] = announced
 
     hook = model.register_forward_pre_hook(announce)
-    vars(utils)[asked] = found
+    vars(utils)[name] = find_while_exporting
     try:
         yield
     finally:
-        vars(utils)[asked] = find
+        vars(utils)[name] = find
         hook.remove()
 
 
 class _DataDetached(TorchFunctionMode):
-    """Inside, ``tensor.data`` is traced as ``tensor.detach()``; of ``.data`` no trace knows.
+    """Inside, trace ``tensor.data`` as ``tensor.detach()``: export cannot trace ``.data``.
 
-    A write that autograd shall not notice is refused at the end, as the graph's would be noticed.
+    On exit, refuse writes into such a tensor: autograd does not notice them in the model, but would
+    notice them in the graph.
     """
 
     def __init__(self) -> None:
@@ -271,21 +266,20 @@ def _unseen(where: str) -> TraceError:
 
 @contextmanager
 def _distributions_unchecked() -> Iterator[None]:
-    """Inside, ``torch.distributions`` do not validate their arguments, because a trace does not
-    have the values."""
-    checked = Distribution._validate_args
+    """Inside, ``torch.distributions`` do not validate their arguments: a trace has no values."""
+    validate = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
         yield
     finally:
-        Distribution.set_default_validate_args(checked)
+        Distribution.set_default_validate_args(validate)
 
 
 @contextmanager
 def _masks_unread() -> Iterator[None]:
-    """Inside, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` apply attention masks as they
-    are. Else they compare the mask's values with a causal mask, to choose a faster kernel with the
-    same result."""
+    """Inside, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` apply attention masks without
+    comparing their values with a causal mask, which would choose a faster kernel with the same
+    result."""
     detect = transformer._detect_is_causal_mask
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:
@@ -308,11 +302,9 @@ def _dynamic(
     batch: int,
     dims: Dims | None,
 ) -> dict[str, Any]:
-    """The dynamic dimensions in the exporter's form: by the names of ``forward``'s parameters."""
-    flat = [
-        dict.fromkeys(of_leaf, Dim.AUTO) or None
-        for of_leaf in dims or _usual_dims(args, kwargs, batch)
-    ]
-    _, spec = pytree.tree_flatten((args, dict(kwargs)))
+    """Parameter of ``forward`` → its dynamic dimensions, in the exporter's form."""
+    dims = dims or _usual_dims(args, kwargs, batch)
+    flat = [dict.fromkeys(of_leaf, Dim.AUTO) or None for of_leaf in dims]
+    spec = pytree.tree_structure((args, dict(kwargs)))
     like_args, like_kwargs = pytree.tree_unflatten(flat, spec)
     return dict(inspect.signature(model.forward).bind(*like_args, **like_kwargs).arguments)

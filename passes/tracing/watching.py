@@ -1,16 +1,16 @@
 """Watch a model's own ``forward`` while it runs or is traced.
 
-``Flow`` finds out which tensors it reads. ``ValueChecks`` leaves a model's own checks of values,
-``assert`` or ``if`` with a ``raise``, out of its trace.
+``Flow`` finds which tensors a result depends on. ``ValueChecks`` keeps a model's own checks of
+values, ``assert`` or ``if`` with a ``raise``, out of its trace.
 
 before:  if labels.max() >= self.classes: raise ValueError(…)
-traced:  nothing, where the same line runs in every step all the same
+traced:  nothing; the rest of ``forward`` runs the line in every step
 
-``StateReads`` lets the symbolic tracer record what is computed of tensors that are no inputs.
-``torch.fx`` records what is computed of inputs and parameters alone. What is computed of buffers,
-and of tensors in attributes, lists and globals, would stay in the graph as it was.
+``StateReads`` lets the symbolic tracer record what is computed from tensors that are no inputs.
+``torch.fx`` itself records what is computed from inputs and parameters. What is computed from
+buffers, or from tensors in attributes, lists and globals, would become a constant of the graph.
 
-before:  mul = 2 * self.gain, as it is when the model is traced;  return x * _tensor_constant0
+before:  return x * _tensor_constant0       which is 2 * self.gain, as it was during the trace
 after:   gain = self.gain;  mul = gain.mul(2);  return x * mul
 """
 
@@ -37,40 +37,39 @@ from fxpipe.torchtools.pytrees import taken_apart
 
 
 class Flow(Draws):
-    """Inside, track which of some source tensors each value depends on."""
+    """Inside, track which source tensors each value depends on."""
 
     def __init__(self, sources: Mapping[Any, Any]) -> None:
-        """Nothing has run yet; a source is a tensor, or a pytree of tensors."""
+        """Take the sources by key; each is a tensor, or a pytree of tensors."""
         super().__init__()
         self._origins: dict[int, set[Any]] = {}
-        self._held: list[Tensor] = []  # so that each storage keeps its number
+        self._held: list[Tensor] = []  # so that no other storage gets the number of one of these
         self._asked: set[Any] = set()
         for key, value in sources.items():
             for leaf in tensors_of(value):
                 self._add(leaf, {key})
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operation returns inside."""
+        """Run an operation, and note what its results depend on."""
         origins = self._of((args, kwargs))
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if origins:
-            if any(not isinstance(x, Tensor | None) for x in pytree.tree_leaves(made)):
+            if any(not isinstance(x, Tensor | None) for x in pytree.tree_leaves(result)):
                 self._asked |= origins
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for leaf in tensors_of(value):
                         self._add(leaf, origins)
-            for leaf in tensors_of(made):
+            for leaf in tensors_of(result):
                 self._add(leaf, origins)
-        return made
+        return result
 
     def origins(self, value: Any) -> set[Any]:
-        """The keys of the sources that a value depends on, or whose numbers were read."""
+        """The keys of the sources that the value depends on, or that plain numbers came from."""
         return self._of(value) | self._asked
 
     def _of(self, value: Any) -> set[Any]:
-        found = (self._origins.get(storage_of(leaf), ()) for leaf in tensors_of(value))
-        return set().union(*found)
+        return set().union(*(self._origins.get(storage_of(x), ()) for x in tensors_of(value)))
 
     def _add(self, tensor: Tensor, origins: set[Any]) -> None:
         number = storage_of(tensor)
@@ -80,7 +79,7 @@ class Flow(Draws):
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a value, including those in objects that it holds."""
+    """The tensors in a value, also in objects that it holds."""
     return [leaf for leaf in pytree.tree_leaves(taken_apart(value)) if isinstance(leaf, Tensor)]
 
 
@@ -96,21 +95,20 @@ _ASKS = ("__bool__", "item", "__int__", "__float__", "__index__")
 
 
 class ValueChecks(TorchFunctionMode):
-    """Inside, record the numbers that such checks read, or answer them with recorded numbers.
+    """Inside, record the numbers that a model's checks of values read, or replay recorded ones.
 
     Attributes:
-        open: whether it is recording or answering now.
-        answers: file and line → the numbers, in their order.
+        open: whether it records or replays now.
+        answers: file and line → the numbers, in order.
     """
 
-    def __init__(self, known: ValueChecks | None = None) -> None:
-        """Answer with the ``known`` numbers; without them, record."""
+    def __init__(self, recorded: ValueChecks | None = None) -> None:
+        """Replay the ``recorded`` numbers; without them, record."""
         super().__init__()
         self.open = True
-        self.answers: dict[tuple[str, int], list[Any]] = {}
-        self._answering = known is not None
-        if known is not None:
-            self.answers = {place: list(numbers) for place, numbers in known.answers.items()}
+        self._answering = recorded is not None
+        answers = {} if recorded is None else recorded.answers
+        self.answers: dict[tuple[str, int], list[Any]] = {k: list(v) for k, v in answers.items()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -121,13 +119,13 @@ class ValueChecks(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if self._answering and self.answers.get(place):
             return self.answers[place].pop(0)
-        made = func(*args, **(kwargs or {}))
-        self.answers.setdefault(place, []).append(made)
-        return made
+        number = func(*args, **(kwargs or {}))
+        self.answers.setdefault(place, []).append(number)
+        return number
 
 
 def _checked() -> tuple[str, int] | None:
-    """The user's line that runs now, if it is in a check."""
+    """The file and line of the user's code that runs now, if a check stands there."""
     frame = sys._getframe(2)
     while frame is not None and not source.is_users(frame.f_code.co_filename):
         if frame.f_back is None:
@@ -139,7 +137,7 @@ def _checked() -> tuple[str, int] | None:
 
 @functools.lru_cache(maxsize=64)
 def _lines(filename: str) -> frozenset[int]:
-    """The lines of the checks in a file."""
+    """The lines of a file on which an ``assert``, or an ``if`` that only raises, has its test."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
@@ -166,7 +164,8 @@ _VALUES = frozenset(
         *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__"),
     )
 )
-"""What makes plain numbers of a tensor's values."""
+"""Functions that make plain numbers of a tensor's values."""
+
 _WRITES = frozenset(
     (
         *("__setitem__", "__delitem__", "__set__"),
@@ -174,80 +173,79 @@ _WRITES = frozenset(
         *(f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift", "div")),
     )
 )
-"""What writes into a tensor, besides methods whose names end so."""
+"""Functions that write into a tensor, besides methods whose names end in ``_``."""
+
 _KNOWN = frozenset(
     (
         *("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "is_sparse"),
         *("size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex"),
     )
 )
-"""What does not depend on a tensor's values."""
+"""Attributes and methods that do not depend on a tensor's values."""
 
 
 class StateReads(TorchFunctionMode):
-    """Inside, operations on tensors that were there before are nodes of a tracer's graph.
+    """Inside, operations on tensors that existed before become nodes of a tracer's graph.
 
-    A number that is made of the values of a parameter or buffer is refused; that of any other
-    tensor is watched by the model's guards.
+    Numbers made from the values of a parameter or buffer are refused. Numbers from other tensors
+    are left to the model's guards.
     """
 
     def __init__(self, tracer: fx.Tracer, model: nn.Module) -> None:
         super().__init__()
         self._tracer = tracer
-        self._owned = {id(each) for each in (*model.parameters(), *model.buffers())}
-        self._made = WeakIdKeyDictionary()  # the tensors that do not depend on such ones
+        self._owned = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._made = WeakIdKeyDictionary()  # tensors made inside, of no tensor from outside
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(each, fx.Proxy) for each in given):
+        operands = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(x, fx.Proxy) for x in operands):
             return func(*args, **kwargs)
-        read = [each for each in given if isinstance(each, Tensor) and each not in self._made]
-        if any(isinstance(each, nn.Parameter) and id(each) not in self._owned for each in read):
-            return func(*args, **kwargs)  # it is refused by its shape after the trace
+        read = [x for x in operands if isinstance(x, Tensor) and x not in self._made]
+        if any(isinstance(x, nn.Parameter) and id(x) not in self._owned for x in read):
+            return func(*args, **kwargs)  # a later check refuses foreign parameters
         name = getattr(func, "__name__", "")
         if read and writes(name, kwargs):
             raise RuntimeError("it writes into a tensor that the model keeps")
-        if name in _VALUES and any(id(each) in self._owned for each in read):
+        if name in _VALUES and any(id(x) in self._owned for x in read):
             raise RuntimeError("values of tensors cannot be used as inputs to control flow")
-        made = func(*args, **kwargs)
-        tensors = [each for each in pytree.tree_leaves(made) if isinstance(each, Tensor)]
+        result = func(*args, **kwargs)
+        tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         if not read:
             self._made.update(dict.fromkeys(tensors))
         if not (read and tensors):
-            return made
-        return self._known(self._recorded(func, args, kwargs), made)
+            return result
+        return self._stand_in(self._recorded(func, args, kwargs), result)
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
         name = func.__name__
         if name == "__get__":  # of a property, such as Tensor.T
-            return self._tracer.create_proxy(
-                "call_function", getattr, (args[0], func.__self__.__name__), {}
-            )
+            return self._function(getattr, (args[0], func.__self__.__name__), {})
         if name == "__getitem__":
-            return self._tracer.create_proxy("call_function", operator.getitem, args, kwargs)
+            return self._function(operator.getitem, args, kwargs)
         if is_tensor_method_or_property(func):
             return self._tracer.create_proxy("call_method", name, args, kwargs)
+        return self._function(func, args, kwargs)
+
+    def _function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
         return self._tracer.create_proxy("call_function", func, args, kwargs)
 
-    def _known(self, proxy: fx.Proxy, made: Any) -> Any:
-        """A proxy that tells the form of the value that it stands for."""
-        if isinstance(made, Tensor):
-            return _Known(proxy.node, self._tracer, made)
-        if isinstance(made, list | tuple):
+    def _stand_in(self, proxy: fx.Proxy, value: Any) -> Any:
+        """A proxy that knows the shape and type of the value that it stands for."""
+        if isinstance(value, Tensor):
+            return _TypedProxy(proxy.node, self._tracer, value)
+        if isinstance(value, list | tuple):
             return tuple(
-                self._known(
-                    self._tracer.create_proxy("call_function", operator.getitem, (proxy, at), {}),
-                    each,
-                )
-                for at, each in enumerate(made)
+                self._stand_in(self._function(operator.getitem, (proxy, index), {}), item)
+                for index, item in enumerate(value)
             )
         return proxy
 
 
-class _Known(fx.Proxy):
+class _TypedProxy(fx.Proxy):
     """Stands for a tensor whose shape, type and the like are known."""
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, like: Tensor) -> None:

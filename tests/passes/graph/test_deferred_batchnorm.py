@@ -280,7 +280,7 @@ def _write(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("read", [_before, _write])
 def test_statistics_that_the_model_itself_reads_or_writes_are_refused(read: Any) -> None:
-    with pytest.raises(TraceError, match="BatchNorm 'norm' are read or written by something else"):
+    with pytest.raises(TraceError, match="BatchNorm 'norm' are read or written by other code"):
         step(Reads(read).double(), 3, *batch(9))
 
 

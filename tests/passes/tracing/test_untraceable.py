@@ -117,7 +117,7 @@ tracers = pytest.mark.parametrize("tracer", ["export", "symbolic"])
     ("function", "construct"),
     [
         (branches, "a branch on the values of a tensor"),
-        (loops, "a loop that goes on as the values of a tensor say"),
+        (loops, "a loop whose length depends on a tensor's values"),
         (array, "a NumPy array made of a tensor"),
         (counts, "a mutation of Python state: every call changes Inner.count"),
         (counts_by_another, "a mutation of Python state: every call changes Inner.count"),
