@@ -45,7 +45,8 @@ class OptimizerSnapshot:
         states = all_copied([*optimizer.state.values()])
         self._state = dict(zip(optimizer.state, states, strict=True))
         self._groups = [(group, copied(settings(group))) for group in optimizer.param_groups]
-        self._attributes = values_of(optimizer)
+        torchs = type(optimizer).__module__.startswith("torch.optim.")  # these keep no attributes
+        self._attributes = {} if torchs else values_of(optimizer)
 
     def put_back(self) -> None:
         """Restore the optimizer, and the parameters if they were copied."""

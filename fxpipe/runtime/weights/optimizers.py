@@ -31,6 +31,8 @@ class Optimizers:
 
     Attributes:
         made: stage → its optimizer; None before the first plan.
+        whole: the whole optimizer; None if nobody has given it or asked for it. It steps only if
+            its user calls ``step``.
         shards: optimizer → the parts of parameters that it trains, if it is sharded. No process has
             the state of all parameters then, so the whole optimizer has settings only.
     """
@@ -65,16 +67,11 @@ class Optimizers:
         self._seen: list[list[dict[str, tuple[Mark, Mark]]]] = []
         self._others: set[str] = set()  # parameters that only other processes train
         self._unread: set[Tensor] = set()  # parameters that no stage reads
+        self.whole: Optimizer | None = None
         self._by_hand: ByHand | None = None  # None if there is no whole optimizer
         self._hooks: list[RemovableHandle] = []
         if given.whole is not None:
             self._watch(given.whole, given=True)
-
-    @property
-    def whole(self) -> Optimizer | None:
-        """The whole optimizer; None if nobody has given it or asked for it. It steps only if its
-        user calls ``step``."""
-        return None if self._by_hand is None else self._by_hand.optimizer
 
     def close(self) -> None:
         """Leave the whole optimizer to its user, with the stages' state, as an ordinary one."""
@@ -299,7 +296,7 @@ class Optimizers:
             whole.register_step_pre_hook(look),
             whole.register_step_post_hook(hand_out),
         ]
-        self._by_hand = ByHand(whole, given=given)
+        self.whole, self._by_hand = whole, ByHand(whole, given=given)
 
     def _link(self, parts: Iterable[Optimizer | None]) -> None:
         """Take these optimizers as those with the state; their settings are not compared yet."""
