@@ -191,8 +191,6 @@ class Chart:
                 path = [(x + part * _LONG_SAMPLE, y + 6) for part in (0, 0.3, 0.6, 1)]
                 ends = [self.canvas.box(at, 0, 0, BoxStyle()) for at in (path[0], path[-1])]
                 self.canvas.arrow(ends[0], ends[1], path, stroke)
-            case None:
-                pass
 
 
 def fault_entries(marks: FaultMarks, *, stuck: bool) -> list[LegendEntry]:

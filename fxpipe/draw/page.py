@@ -76,14 +76,14 @@ def make_page(*simulations: Simulation) -> str:
     plots.append(_curves(views, counted, sight))
     plots[-1].xaxis.axis_label = "milliseconds" if seconds else "time"
     search = TextInput(title="Search", placeholder="F3@1", width=220, name="search")
-    found = Div(text="")
+    hits = Div(text="")
     start = CustomJS(
         args={
             "views": views,
             "sight": sight,
             "plot": plots[0],
             "search": search,
-            "found": found,
+            "found": hits,
             "blob": b64encode(gzip.compress(b"".join(map(bytes, packed)), mtime=0)).decode(),
         },
         code=(Path(__file__).parent / "page.js").read_text(encoding="utf-8"),
@@ -91,7 +91,7 @@ def make_page(*simulations: Simulation) -> str:
     )
     layout = column(
         Div(text=_legend(simulations), sizing_mode="stretch_width"),
-        row(search, found),
+        row(search, hits),
         gridplot([[plot] for plot in plots], sizing_mode="stretch_width", merge_tools=True),
         sizing_mode="stretch_width",
     )
@@ -335,13 +335,13 @@ def _figure(title: str, sight: Any, **more: Any) -> Any:
 
 def _legend(simulations: Sequence[Simulation]) -> str:
     """The help text and the legend of the colours, as HTML."""
-    letters = {task_of(span.instruction).kind for one in simulations for span in one.spans}
+    letters = {task_of(span.instruction).kind for shown in simulations for span in shown.spans}
     style = f"display: inline-block; border: 1px solid {FAINT}; padding: 0 4px; background: "
     entries = [
         f'<span style="{style}{TASKS.get(letter, OTHER)}">{letter}</span> {escape(kind.name)}'
         for letter, kind in KINDS.items()
         if letter in letters
     ]
-    several = any(one.program.stages > one.devices for one in simulations)
+    several = any(shown.program.stages > shown.devices for shown in simulations)
     lighter = "lighter: later stages of a device" if several else ""
     return f"{escape(_HELP)}<br>{' &ensp; '.join(filter(None, [*entries, lighter]))}"

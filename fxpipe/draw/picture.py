@@ -138,8 +138,8 @@ _PAGE, _SHRUNK = 690.0, 0.65
 """The width of a page in points, and the smallest share of its size that a picture shrinks to."""
 
 
-def _on_a_page(found: re.Match[str]) -> str:
-    wide, high = map(float, found.groups())
+def _on_a_page(match: re.Match[str]) -> str:
+    wide, high = map(float, match.groups())
     least = _SHRUNK * wide
     width = max(min(wide, _PAGE), least)
     size = f'width="{width:g}pt" height="{high * width / wide:g}pt"'

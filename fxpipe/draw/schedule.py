@@ -256,7 +256,7 @@ def draw_simulations(*simulations: Simulation) -> Picture:
     tasks = {span.task for timeline, _ in drawn for span in timeline.spans}
     widest = max((boxes for _, boxes in drawn), key=lambda boxes: boxes.versions is not None)
     entries = widest.legend(tasks)
-    entries += arrow_entries({t.buffer.kind for one in simulations for t in _visible(one)})
+    entries += arrow_entries({t.buffer.kind for shown in simulations for t in _visible(shown)})
     if not whole:
         entries.append(_LEFT_OUT)
     charts[-1].legend(below, entries)
