@@ -1,1 +1,1 @@
-"""Measurements, side by side in one run; each writes a file under ``benchmarks/results``."""
+"""Benchmarks that compare alternatives in one run, and write ``benchmarks/results``."""

@@ -1,8 +1,8 @@
-"""How torchgpipe's own chain models are balanced, here and by its ``balance_by_time``.
+"""Compare how fxpipe and torchgpipe's ``balance_by_time`` divide torchgpipe's own chain models.
 
 Run it with ``python -m benchmarks.chains``; torchgpipe must be installed. Both divide by the same
-measured times, first those that torchgpipe measures of whole layers, then those that are measured
-here of single operations, which are summed over a layer for torchgpipe.
+times: first torchgpipe's times of whole layers, then fxpipe's times of single operations, which
+are summed over each layer for torchgpipe.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from fxpipe.passes.tracing.trace import accepts, trace
 
 STAGES = (2, 4, 8)
 SECONDS = 10.0
-"""For how long torchgpipe measures a model."""
+"""How long torchgpipe measures a model."""
 
 
 def main() -> int:
-    """Returns the exit status: 1 where a model is divided worse than by torchgpipe."""
+    """Run the benchmark; returns 1 if a model is divided worse than by torchgpipe."""
     machine = describe()
     torch.set_num_threads(1)
     rows: list[list[str]] = []
@@ -87,7 +87,7 @@ def resnet(model: ResNet) -> nn.Sequential:
 
 
 def unet(model: UNet) -> nn.Sequential:
-    """A convolution a layer; what goes across is handed from layer to layer."""
+    """Return a U-Net with one convolution per layer, which passes skips from layer to layer."""
     layers: list[nn.Module] = []
     for down in model.downs:
         first, *others = down.children()
@@ -102,7 +102,7 @@ def unet(model: UNet) -> nn.Sequential:
 
 
 def amoebanet(model: AmoebaNetD) -> nn.Sequential:
-    """A cell a layer, each between pairs of the last result and the one before."""
+    """Return an AmoebaNet with one cell per layer; layers pass the last two results on."""
     return nn.Sequential(model.stem, Twice(), *map(Cell, model.cells), First(), *model.head)
 
 
@@ -165,7 +165,7 @@ def _cell(theirs: float, ours: float, ratio: float) -> list[str]:
 
 
 def _out_of_place(layer: nn.Module) -> nn.Module:
-    """torchgpipe measures each layer on what the one before returned, which it may not change."""
+    """Make a layer keep its input: torchgpipe measures each layer on the previous one's output."""
     for module in layer.modules():
         if isinstance(module, nn.ReLU):
             module.inplace = False
@@ -173,7 +173,7 @@ def _out_of_place(layer: nn.Module) -> nn.Module:
 
 
 class _Keeping(nn.Module):
-    """A layer on the first of some values; the others are handed on."""
+    """Applies a layer to the first of some values, and passes the others on."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -185,14 +185,14 @@ class _Keeping(nn.Module):
 
 
 class _Fork(nn.Module):
-    """What goes across goes along from here on."""
+    """Adds the current value to the skips that layers pass on."""
 
     def forward(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return values[0], *values
 
 
 class _Join(nn.Module):
-    """Enlarged, and beside it the last of what came along: the latest stands first."""
+    """Upsamples the value and concatenates the latest skip."""
 
     def forward(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, last, *across = values

@@ -1,7 +1,7 @@
-"""fxpipe beside its peers on two CPU devices: the same models, batches, micro-batches and threads.
+"""Compare fxpipe with its peers on two CPU devices, with equal models, batches and threads.
 
-Everyone runs in processes of its own, and makes a step in turn. What one cannot run is written
-down with its error. Run it with ``make compare`` on a machine with nothing else to do; it takes
+Each contender runs in its own processes, and they take turns step by step. If a contender cannot
+run a case, the report shows its error. Run it with ``make compare`` on an idle machine; it takes
 about four minutes.
 """
 
@@ -28,9 +28,11 @@ MIB = 2**20
 
 
 def main() -> int:
-    """Returns the exit status: 1 where fxpipe's losses are not those of the loop."""
+    """Run the benchmark; returns 1 if fxpipe's losses are not those of the loop."""
     parser = argparse.ArgumentParser(description="Time fxpipe beside its peers on a CPU.")
-    parser.add_argument("--rounds", type=int, help="timed steps of each; by default a case's own")
+    parser.add_argument(
+        "--rounds", type=int, help="timed steps per contender; by default those of the case"
+    )
     parser.add_argument("--case", action="append", choices=list(CASES), help="by default all")
     arguments = parser.parse_args()
     machine = describe()

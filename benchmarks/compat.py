@@ -1,8 +1,8 @@
-"""The tests on the oldest and on the newest torch and Python that are supported, and between.
+"""Run the tests on the oldest and newest supported versions of torch and Python, and between.
 
-Each row has an environment of its own, ``.venv-2.11`` and so on, which is made when it is missing
-and kept. A row whose Python this machine lacks is left out, and says so; pyenv shows its own with
-``PYENV_VERSION=3.11:3.12:3.13``. Arguments are pytest's.
+Each pair of versions has its own environment, ``.venv-2.11`` and so on, which is created if it is
+missing and then kept. A pair whose Python this machine lacks is skipped with a remark; pyenv offers
+its versions with ``PYENV_VERSION=3.11:3.12:3.13``. Arguments are passed to pytest.
 Run it with ``make compat``.
 """
 
@@ -20,7 +20,7 @@ from benchmarks.report import RESULTS, Grid, Report
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = (("2.11", "3.12"), ("2.13", "3.11"), ("2.15", "3.13"))
-"""Of torch and of Python."""
+"""The versions of torch and Python."""
 
 HEADINGS = ("torch", "Python", "passed", "failed", "skipped", "remarks")
 OUTCOMES = ("passed", "failed", "skipped")
@@ -28,7 +28,7 @@ ASK = "import platform, torch; print(torch.__version__, platform.python_version(
 
 
 def main(given: Sequence[str] | None = None, root: Path = ROOT, results: Path = RESULTS) -> int:
-    """Returns the exit status: 1 where a test failed, or an environment could not be made."""
+    """Run the tests; returns 1 if a test failed, or an environment could not be made."""
     words = sys.argv[1:] if given is None else given
     rows, failed = list[Sequence[str]](), False
     for torch, python in VERSIONS:
@@ -54,7 +54,7 @@ def main(given: Sequence[str] | None = None, root: Path = ROOT, results: Path = 
 
 
 def interpreter(version: str) -> str | None:
-    """A Python of a version. What stands in the way of one may be there and not run."""
+    """Find a Python of a version that runs; a pyenv shim may exist and still fail."""
     ask = "import sys; print('%d.%d' % sys.version_info[:2])"
     for name in (f"python{version}", sys.executable):
         if found := shutil.which(name):
@@ -98,13 +98,13 @@ def counts(output: str) -> list[str]:
 
 
 def remark(status: int, output: str) -> str:
-    """What failed, by name, or that pytest did not come to its end."""
+    """The names of failed tests, or that pytest did not finish."""
     named = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
     return ", ".join(named) or ("" if status in (0, 1) else f"pytest ended with {status}")
 
 
 def commit(root: Path) -> str:
-    """Of the checkout, and whether it was changed since."""
+    """The checkout's commit, and whether files have changed since."""
     command = ["git", "describe", "--always", "--dirty=, with changes"]
     return subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.strip()
 

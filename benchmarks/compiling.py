@@ -1,7 +1,7 @@
-"""What compiling takes where each device is a rank, beside one process that has both devices.
+"""Compare the time to compile on two ranks with that of one process with both devices.
 
-Each round starts new processes, which compile once: one process and two ranks, in turn. Run it with
-``python -m benchmarks.compiling`` on a machine with nothing else to do.
+Each round starts new processes that compile once: one process, then two ranks. Run it with
+``python -m benchmarks.compiling`` on an idle machine.
 """
 
 from __future__ import annotations

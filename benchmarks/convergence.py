@@ -1,7 +1,7 @@
-"""What delayed gradients cost in loss: ways to train a U-Net and a transformer on real data.
+"""Measure what delayed gradients cost in loss, for a U-Net and a transformer on real data.
 
-Run it with ``python -m benchmarks.convergence``; it measures losses, no times. It writes the curves
-as a picture and as a table.
+Run it with ``python -m benchmarks.convergence``; it measures losses, not times, and writes the
+curves as a picture and a table.
 """
 
 from __future__ import annotations

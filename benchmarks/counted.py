@@ -1,7 +1,7 @@
-"""What CPU devices hold while a pipe runs, counted by storage.
+"""Count the bytes that CPU devices hold while a pipe runs, by storage.
 
-Each device counts as one with memory of its own: what arrives is copied, as it would be there,
-and a value that is on its way belongs to nobody.
+Each device counts as if it had its own memory: values are copied when they arrive, and a value in
+flight belongs to no device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How losses fall: a line for each way to train, the mean over seeds, and the seeds' range."""
+"""Plots loss curves: for each way to train the mean over seeds, and the seeds' range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 POINTS = 40
-"""How many times a line may turn: a loss is the mean of as many steps as that leaves."""
+"""The number of points of a line; each is the mean loss of equally many steps."""
 
 Curves = Mapping[str, Sequence[Sequence[float]]]
 """Way to train → seed → the loss of every step."""

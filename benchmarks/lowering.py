@@ -1,8 +1,8 @@
-"""What it takes to lower and verify schedules, beside torch.distributed.pipelining's lowering.
+"""Time lowering and verifying of schedules, and compare torch.distributed.pipelining's lowering.
 
-All of it runs on one thread, and its time is that of the processor, whoever else uses the machine.
+Everything runs on one thread. Times are CPU times, which other processes hardly change.
 
-Run it with ``python -m benchmarks.lowering`` on a machine with nothing else to do.
+Run it with ``python -m benchmarks.lowering`` on an idle machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The machine that a benchmark ran on: figures mean nothing without it."""
+"""A description of the machine that a benchmark ran on, on which all figures depend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Predicted memory beside counted, device by device: schedules and modes of recomputation; and what
-is recomputed or offloaded where devices have half of the memory.
+"""Compare predicted with counted memory of each device, for schedules and recomputation modes.
 
-CPU devices count by storage what is alive while steps run, each as one with memory of its own.
+A second part halves the devices' memory and shows what is recomputed or offloaded then.
+CPU devices count live storages while steps run, as if each had its own memory.
 Run it with ``python -m benchmarks.memory``; ``benchmarks.gpu.memory`` asks torch's allocator.
 """
 
@@ -36,7 +36,7 @@ LASTING = ("parameters", "optimizer", "gradients")
 """The parts of a peak that neither recomputing nor offloading lessens."""
 
 STEPS = 3
-"""Counted steps in a row, after as many that are not: where batches overlap they do."""
+"""The number of counted steps, after as many uncounted ones, so that batches overlap."""
 
 Adam = partial(torch.optim.Adam, lr=1e-4)
 Loss = Callable[[Tensor, Tensor], Tensor]

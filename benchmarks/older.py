@@ -1,11 +1,11 @@
-"""This checkout beside an older one of the same project: seconds of a step, and of compiling.
+"""Compare this checkout with an older one: the time of a step, and of compiling.
 
-Run it on a machine with nothing else to do, with the older checkout's folder::
+Run it on an idle machine, with the folder of the older checkout::
 
     git worktree add ../older v0.3
     python -m benchmarks.older ../older
 
-Each checkout has a process of its own, and they take turns. Only what both know is used.
+Each checkout has its own process, and they take turns. Only features that both have are used.
 """
 
 from __future__ import annotations

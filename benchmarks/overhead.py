@@ -1,6 +1,6 @@
-"""What the library itself costs: time a task, on a model so small that little else is left.
+"""Measure the library's own overhead per task, on a model so small that little else takes time.
 
-Run it with ``python -m benchmarks.overhead`` on a machine with nothing else to do.
+Run it with ``python -m benchmarks.overhead`` on an idle machine.
 """
 
 from __future__ import annotations

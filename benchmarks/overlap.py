@@ -1,9 +1,9 @@
-"""PipeDream-2BW beside 1F1B: idle time and speed on devices of exact tasks, and on a real U-Net.
+"""Compare PipeDream-2BW with 1F1B: idle time and speed on virtual devices, and on a real U-Net.
 
-Virtual devices: the real worker threads and the real interpreter run a model whose tasks all take
-the same time, most of it asleep, so that any number of devices fits on one processor.
+On virtual devices the real worker threads and interpreter run a model whose tasks all take the same
+time, most of it asleep, so that any number of devices fits on one processor.
 
-Run it with ``python -m benchmarks.overlap`` on a machine with nothing else to do.
+Run it with ``python -m benchmarks.overlap`` on an idle machine.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ TASK = 0.04
 """Seconds of a forward and of a backward on a virtual device."""
 
 BATCHES = 4
-"""Of a measurement on virtual devices: so few that the bubble is far above what tasks lose."""
+"""Batches of a measurement on virtual devices: so few that the bubble exceeds all overheads."""
 
 UNET_BATCH = (32, 3, 64, 64)
 UNET_BLOCK = 5
-"""Steps of one schedule before it is the other's turn."""
+"""The number of steps of one schedule before the other takes its turn."""
 
 
 def lengthen(kernel: Any, buckets: Sequence[Bucket] = ()) -> None:
-    """Let a stage's forward and backward take exactly as long as a task, asleep, and each of its
-    buckets of gradients its share of that."""
+    """Make a stage's forward and backward sleep until they have taken as long as a task; each
+    bucket of gradients takes its share of that."""
 
     def slow(run: Callable[..., Any]) -> Callable[..., Any]:
         def slowly(*args: Any) -> Any:

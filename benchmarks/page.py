@@ -1,6 +1,6 @@
-"""A timeline's page in a real browser: its size, when it is drawn, and how smoothly it moves.
+"""Measure a timeline's page in a real browser: its size, time to draw, and frames per second.
 
-Run it with ``python -m benchmarks.page``, on a machine with Chromium and its driver.
+Run it with ``python -m benchmarks.page`` on a machine with Chromium and its driver.
 """
 
 from __future__ import annotations

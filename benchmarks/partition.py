@@ -1,10 +1,10 @@
-"""How long dividing large graphs takes, and how well chains are divided beside torchgpipe.
+"""Time the division of large graphs into stages, and compare that of chains with torchgpipe.
 
-Graphs are divided among equal devices, over links, and within limits that the first stages, which
-hold the most micro-batches, would exceed by even work.
+Graphs are divided among equal devices, over links, and within memory limits that the first stages,
+which hold the most micro-batches, would exceed if work were divided evenly.
 
-Run it with ``python -m benchmarks.partition``; with torchgpipe installed it compares with its
-``balance_by_time`` on the same times of layers.
+Run it with ``python -m benchmarks.partition``. If torchgpipe is installed, its ``balance_by_time``
+divides chains by the same times of layers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ LINK = 1e-3
 
 
 def main() -> int:
-    """Returns the exit status: 1 where equal devices are not proven to be divided within SLACK of
-    the best, or a chain is divided worse."""
+    """Run the benchmark; returns 1 if a division for equal devices is not proven to be
+    within SLACK of the best, or a chain is divided worse than by torchgpipe."""
     machine = describe()
     figures: list[Figure] = []
     fine = True

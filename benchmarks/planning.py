@@ -1,7 +1,7 @@
-"""How long a plan takes for each benchmark model on 16 simulated devices.
+"""Time the planning of each benchmark model for 16 simulated devices.
 
-Four hosts of four devices each; the model is traced, measured on this machine's CPU, cut and
-simulated. Run it with ``python -m benchmarks.planning`` on a machine with nothing else to do.
+The devices are four hosts of four devices each. The model is traced, measured on this machine's
+CPU, divided and simulated. Run it with ``python -m benchmarks.planning`` on an idle machine.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ host of=4 bandwidth=100GB/s latency=5us
 rack of=4 bandwidth=10GB/s latency=20us
 """
 BATCH, MOST = 64, 30.0
-"""Samples of a step, and the seconds that a plan may take."""
+"""Samples per step, and the most seconds that planning may take."""
 
 
 def main() -> int:
-    """Returns the exit status: 1 where a plan took longer than it may."""
+    """Run the benchmark; returns 1 if a plan took longer than it may."""
     parser = argparse.ArgumentParser(description="time plans for 16 simulated devices")
     parser.add_argument("models", nargs="*", help="names of models; by default all")
     wanted = parser.parse_args().models

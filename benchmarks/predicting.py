@@ -1,12 +1,12 @@
-"""Steps as they are predicted beside steps as they are measured, over two CPU devices.
+"""Compare predicted with measured step times over two CPU devices.
 
-Five models, schedules, numbers of micro-batches, recomputation and cuts; each row is printed as
-soon as it is known. Every row has a pipe of its own, which is compiled, predicted, measured, and
-predicted again with the times of a profile. At last ``schedule="auto"`` chooses for three of the
-models, and its steps run in turn with those of the row that was measured to be the fastest.
+The rows combine five models with schedules, numbers of micro-batches, recomputation and cuts. Each
+row compiles its own pipe, predicts and measures its step, and predicts it again with the times of
+a profile. Finally ``schedule="auto"`` chooses for three of the models, and its steps take turns
+with those of the fastest measured row.
 
-Run it with ``python -m benchmarks.predicting`` on a machine with nothing else to do; ``--quick``
-takes every seventh row.
+Run it with ``python -m benchmarks.predicting`` on an idle machine; ``--quick`` runs every seventh
+row.
 """
 
 from __future__ import annotations
@@ -249,8 +249,10 @@ def summary(rows: Sequence[Row]) -> list[Figure]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare predicted with measured steps.")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="every seventh row, unpublished")
-    parser.add_argument("--model", choices=[*CASES], help="rows of this model alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="run every seventh row, and write no report"
+    )
+    parser.add_argument("--model", choices=[*CASES], help="run the rows of this model only")
     arguments = parser.parse_args()
     machine = describe()
     torch.set_num_threads(len(DEVICES))  # one for each device

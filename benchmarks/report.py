@@ -1,4 +1,4 @@
-"""Write what a benchmark found, for people and for programs, and print it."""
+"""Writes the results of a benchmark as Markdown and JSON, and prints them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that was measured, or one to hold it against, or a word on the whole."""
+    """A measured number, a number to compare it with, or a remark."""
 
     name: str
     value: float | str

@@ -1,8 +1,8 @@
-"""How near to the best the searched schedules are, and how often that is proven.
+"""Measure how near to the best the searched schedules are, and how often that is proven.
 
-Run it with ``python -m benchmarks.searching``. It keeps each row as soon as it is there, and goes
-on behind the last one when it is started again; ``--rows 5-makespan,5-span`` runs some alone. With
-``--seed`` of other problems, give another ``--progress``, too.
+Run it with ``python -m benchmarks.searching``. It stores each row at once and continues after the
+last one when it is started again; ``--rows 5-makespan,5-span`` runs only these rows. Another
+``--seed`` needs another ``--progress`` file.
 """
 
 from __future__ import annotations
@@ -181,9 +181,11 @@ def figures_of(rows: list[Row]) -> Iterator[Figure]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Search schedules, and count proofs and gaps.")
-    parser.add_argument("--rows", help="names of rows, with commas between; no report is written")
-    parser.add_argument("--progress", type=Path, default=PROGRESS, help="where rows are kept")
-    parser.add_argument("--seed", type=int, default=SEED, help="of all problems")
+    parser.add_argument(
+        "--rows", help="run only these rows, separated by commas, and write no report"
+    )
+    parser.add_argument("--progress", type=Path, default=PROGRESS, help="file that stores the rows")
+    parser.add_argument("--seed", type=int, default=SEED, help="seed of all problems")
     given = parser.parse_args()
     machine = describe()
     named = given.rows.split(",") if given.rows else None

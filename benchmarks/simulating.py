@@ -1,4 +1,4 @@
-"""What simulating large programs takes: time and memory, as the number of instructions grows.
+"""Measure how time and memory of simulations grow with the number of instructions.
 
 Run it with ``python -m benchmarks.simulating``.
 """

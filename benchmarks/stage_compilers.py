@@ -1,7 +1,7 @@
-"""Stages as they are beside stages that inductor has compiled, a step of each in turn.
+"""Compare steps of plain stages with steps of stages that inductor has compiled, in turn.
 
-Run it with ``python -m benchmarks.stage_compilers`` on a machine with nothing else to do. The first
-run compiles for minutes; what it makes is kept in inductor's cache folder.
+Run it with ``python -m benchmarks.stage_compilers`` on an idle machine. The first run compiles for
+minutes; later ones use inductor's cache folder.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def error(name: str, compiler: str | None, exact: list[Tensor]) -> float:
 
 
 def main() -> int:
-    """Returns the exit status: 1 where gradients of compiled stages are less exact."""
+    """Run the benchmark; returns 1 if gradients of compiled stages are less exact."""
     parser = argparse.ArgumentParser(description="Time stages that inductor has compiled.")
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=30)

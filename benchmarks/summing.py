@@ -1,10 +1,10 @@
-"""How much of the sums of gradients over replicas hides behind other tasks, on paper and in a run.
+"""Measure how much of summing gradients over replicas hides behind other tasks, and simulate it.
 
-Each rank is a process, with tasks of one length as in ``benchmarks.overlap``. What it sends to
-other replicas is held back as long as a link of a given rate would take, one message after another;
-everything else goes as it is.
+Each rank is a process, with tasks of equal length as in ``benchmarks.overlap``. Messages to other
+replicas are delayed as long as a link of a given rate would take, one after another; everything
+else is sent at full speed.
 
-Run it with ``python -m benchmarks.summing`` on a machine with nothing else to do.
+Run it with ``python -m benchmarks.summing`` on an idle machine.
 """
 
 from __future__ import annotations

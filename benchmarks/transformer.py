@@ -1,8 +1,9 @@
-"""A transformer over two CPU devices beside a plain loop on one thread, and beside two processes
-of one thread each under torch.distributed.pipelining's 1F1B: a step of each in turn. Two loops at
-once, one thread each, show how much two threads can do here that never wait for one another.
+"""Time a transformer over two CPU devices, a plain loop and torch.distributed.pipelining, in turn.
 
-Run it with ``python -m benchmarks.transformer`` on a machine with nothing else to do.
+The loop has one thread; torch's 1F1B has two processes of one thread each. Two plain loops at once,
+with one thread each, show how much this machine's two threads can do without any waits.
+
+Run it with ``python -m benchmarks.transformer`` on an idle machine.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Loop:
 
 
 def main() -> int:
-    """Returns the exit status: 1 where the losses of a pipeline and the loop differ."""
+    """Run the benchmark; returns 1 if the losses of a pipeline and the loop differ."""
     parser = argparse.ArgumentParser(description="Time a transformer over two CPU devices.")
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
-"""A U-Net over two CPU devices beside a plain loop on one thread, a step of each in turn.
+"""Time a U-Net over two CPU devices and a plain loop on one thread, one step of each in turn.
 
-Run it with ``python -m benchmarks.unet`` on a machine with nothing else to do.
+Run it with ``python -m benchmarks.unet`` on an idle machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM_UP = 3
 
 
 def main() -> int:
-    """Returns the exit status: 1 where the losses differ."""
+    """Run the benchmark; returns 1 if the losses differ."""
     parser = argparse.ArgumentParser(description="Time a U-Net over two CPU devices.")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--schedule", default="1f1b")

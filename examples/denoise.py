@@ -1,8 +1,8 @@
-"""Train a U-Net over two CPU devices to find the noise in photographs, and so take it out.
+"""Train a U-Net over two CPU devices to denoise photographs.
 
-The same training runs on one device without fxpipe, step by step in turn, and must give the same
-losses and weights to the last bit. Run it with ``make demo``. With ``make demo-ranks`` each device
-is a process of its own, and the first of them also runs what is compared.
+A plain loop on one device runs the same training without fxpipe, taking turns step by step, and
+must give the same losses and weights to the last bit. Run it with ``make demo``. With ``make
+demo-ranks`` each device is a process, and the first one also runs the trainings to compare with.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Run:
     """One of the trainings.
 
     Attributes:
-        name: what the table calls it.
-        model: what is trained.
+        name: its name in the table.
+        model: the model or pipeline that is trained.
         optimizer: over all of its parameters.
         step: trains on a batch and returns the loss.
-        losses: one a step.
-        seconds: one a step.
+        losses: the loss of each step.
+        seconds: the duration of each step.
     """
 
     name: str
@@ -69,12 +69,12 @@ class Run:
 
     @property
     def milliseconds(self) -> float:
-        """The median of all steps."""
+        """The median duration of a step."""
         return 1000 * median(self.seconds)
 
 
 def main() -> int:
-    """Returns the exit status: 1 where pipeline and plain loop differ."""
+    """Run the demo; returns exit status 1 if pipeline and plain loop differ, else 0."""
     parser = argparse.ArgumentParser(description="Train a U-Net over two CPU devices.")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path, default=Path("demo-output"))
@@ -123,7 +123,7 @@ def main() -> int:
 
 
 def processes() -> DeviceMesh | None:
-    """The processes that torchrun has started; None where it has not."""
+    """The mesh of the processes that torchrun has started; None without torchrun."""
     if "WORLD_SIZE" not in os.environ:
         return None
     return init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("pp",))
@@ -138,7 +138,7 @@ def make_batches(steps: int) -> Iterator[Noisy]:
 
 
 def unet() -> UNet:
-    """Four levels: the image, and three that halve it."""
+    """A U-Net that halves the image three times."""
     return UNet(base=24, depth=3)
 
 
@@ -176,7 +176,7 @@ def looped(name: str, model: nn.Module) -> Run:
 
 
 def train(runs: list[Run], batches: list[Noisy], console: Console) -> None:
-    """Train all, a step of each in turn on the same batches."""
+    """Train all runs on the same batches, one step of each in turn."""
     rates = [LambdaLR(run.optimizer, lambda k: min(1, 4 * (1 - k / len(batches)))) for run in runs]
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
@@ -204,7 +204,7 @@ def comparison(runs: list[Run]) -> Table:
 
 
 def draw(pipe: fxpipe.Pipeline, measured: Simulation, folder: Path) -> None:
-    """Pictures of the three representations, and of when a step did what on each device."""
+    """Draw the plan, the schedule, the program, and the measured timeline of a step."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in (
         ("plan", pipe.plan.draw()),
@@ -217,15 +217,15 @@ def draw(pipe: fxpipe.Pipeline, measured: Simulation, folder: Path) -> None:
 
 
 def denoise(weights: dict[str, Tensor], path: Path) -> str:
-    """Take the noise out of a photograph that was not trained on; draws it before and after.
+    """Denoise a photograph that was not trained on, and write it before and after as a picture.
 
     Returns:
-        One line on how far each is from the clean photograph.
+        A line with the signal-to-noise ratios before and after.
     """
     model = unet()
     model.load_state_dict(weights)
     model.eval()
-    # The part with the eyes; its sides are multiples of what the U-Net asks for.
+    # The part with the eyes; the U-Net needs sides that are multiples of 8.
     cat = photographs.unseen()[None, :, 22:278, 96:352]
     noisy = photographs.add_noise(cat, torch.Generator().manual_seed(1))
     with torch.inference_mode():
@@ -237,7 +237,7 @@ def denoise(weights: dict[str, Tensor], path: Path) -> str:
 
 
 def decibels(image: Tensor, clean: Tensor) -> float:
-    """Peak signal-to-noise ratio."""
+    """The peak signal-to-noise ratio of an image."""
     return float(-10 * torch.log10(mse_loss(image, clean)))
 
 

@@ -1,12 +1,12 @@
-"""Train a model that no process could hold: each rank allocates its own stages only.
+"""Train a model that no single process could hold: each rank allocates only its own stages.
 
 Start it with::
 
     torchrun --standalone --nproc-per-node=4 -m examples.larger
 
-Every process limits itself to less memory than the weights of the whole model take, and training
-takes three times that: the weights, their gradients, and what an update is undone with if a step
-fails.
+Every process limits itself to less memory than the weights of the whole model take. Training takes
+three times as much as the weights: the weights, their gradients, and a copy to undo an update if a
+step fails.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ import fxpipe
 
 WIDTH, DEPTH = 3072, 16
 WEIGHTS = 4 * DEPTH * WIDTH * (WIDTH + 1)
-"""The bytes of the weights of so many linear layers."""
+"""The bytes of all weights of the model."""
 
 
 def layers() -> nn.Sequential:
-    """The model."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(DEPTH)))
 
 
 def limit_memory(more: int) -> None:
-    """Let this process take no more address space than now and so many bytes."""
-    ctypes.CDLL(None).mallopt(-8, 1)  # threads share one arena; others reserve space that is unused
+    """Let this process allocate at most ``more`` bytes of address space from now on."""
+    ctypes.CDLL(None).mallopt(-8, 1)  # one arena for all threads: each arena reserves address space
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + more, now + more))
 
 
 def train(mesh: DeviceMesh, steps: int) -> tuple[list[float], int]:
-    """The losses of some steps, and the bytes of the weights that this rank has."""
+    """Return the losses of some steps, and the bytes of the weights that this rank holds."""
     with torch.device("meta"):
         model = layers()
     x = torch.ones(8, WIDTH)
@@ -51,7 +50,7 @@ def train(mesh: DeviceMesh, steps: int) -> tuple[list[float], int]:
         microbatches=4,
         loss=mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=30.0),
-        example=((x,), {"target": x}),  # so that it is known which stages a rank has
+        example=((x,), {"target": x}),  # compiles now, so that ranks know their stages
     ) as pipe:
         torch.manual_seed(0)
         pipe.reset_parameters()  # or pipe.load("run")
@@ -60,7 +59,6 @@ def train(mesh: DeviceMesh, steps: int) -> tuple[list[float], int]:
 
 
 def main() -> None:
-    """Run as a rank."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Photographs that come inside scikit-image, and noisy crops of them: nothing is downloaded."""
+"""The photographs that scikit-image includes, and noisy crops of them; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from skimage import data
 from torch import Tensor
 
 NOISE = 0.15
-"""Standard deviation of the noise; the colours go from 0 to 1."""
+"""The standard deviation of the noise, for colours from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Noisy:
-    """Photographs with noise, and what was added.
+    """Photographs with noise.
 
     Attributes:
-        image: the sum of both, (batch, 3, height, width).
-        noise: what a network has to find.
+        image: the noisy photographs, (batch, 3, height, width).
+        noise: the noise in them, of the same shape, which a network learns to find.
     """
 
     image: Tensor
@@ -28,13 +28,13 @@ class Noisy:
 
 
 def training() -> list[Tensor]:
-    """The photographs to learn from, each (3, height, width)."""
+    """The photographs to train on, each (3, height, width)."""
     left, _, _ = data.stereo_motorcycle()
     return [_tensor(image) for image in (data.astronaut(), data.coffee(), data.rocket(), left)]
 
 
 def unseen() -> Tensor:
-    """A photograph that is not among those of ``training``: a cat."""
+    """A photograph of a cat, which is not among those of ``training``."""
     return _tensor(data.chelsea())
 
 
@@ -46,7 +46,7 @@ def add_noise(images: Tensor, generator: torch.Generator) -> Noisy:
 def crops(
     photographs: Sequence[Tensor], count: int, side: int, generator: torch.Generator
 ) -> Tensor:
-    """Square pieces from random places of random photographs."""
+    """Return ``count`` squares from random places of random photographs."""
 
     def below(bound: int) -> int:
         return int(torch.randint(bound, (), generator=generator))

@@ -1,7 +1,7 @@
-"""A small GPT-2 that learns to write Python by characters.
+"""Train a small character-level GPT-2 on Python source code.
 
-``plain_gpt2.py`` trains it on one device, as in many a tutorial; ``piped_gpt2.py`` is the same
-script over two devices.
+``plain_gpt2.py`` is an ordinary script for one device; ``piped_gpt2.py`` is the same script over
+two devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def rate_at(step: int) -> float:
 
 
 def groups(model: nn.Module) -> list[dict[str, object]]:
-    """Matrices decay; norms and biases do not."""
+    """Parameter groups: weight decay for matrices, none for norms and biases."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]

@@ -1,7 +1,7 @@
-"""A U-Net that finds discs in noise.
+"""Train a U-Net to segment discs in noise.
 
-``plain_unet.py`` trains it on one device, as in many a tutorial; ``piped_unet.py`` is the same
-script over two devices.
+``plain_unet.py`` is an ordinary script for one device; ``piped_unet.py`` is the same script over
+two devices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Training on one device without a pipeline: a plain loop over the micro-batches.
+"""A plain training loop over micro-batches on one device, without fxpipe.
 
-It knows nothing of fxpipe. A pipeline's losses and weights are compared with those made here.
+A pipeline must give the same losses and weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def step(
     target: Tensor,
     microbatches: int,
 ) -> Tensor:
-    """One update from the gradients of a batch, each micro-batch weighted by its share of it."""
+    """Train on a batch, weighting each micro-batch by its share of it; returns the loss."""
     optimizer.zero_grad()
     total = torch.zeros((), device=inputs.device)
     parts = (whole.tensor_split(microbatches) for whole in (inputs, target))
@@ -36,7 +36,7 @@ def step(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run with one intra-op thread, as each device of a pipeline over the CPU's cores has."""
+    """Run with one intra-op thread, as each device of a pipeline over CPU cores does."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

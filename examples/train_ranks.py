@@ -1,15 +1,15 @@
-"""Train over several processes, and go on from the last checkpoint when one of them dies.
+"""Train over several processes, and resume from the last checkpoint when one of them dies.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/train_ranks.py
 
-Each process runs one stage of the model. When one dies, torchrun starts all of them again, and they
-go on from the last checkpoint to the same weights as if nothing had happened. Without the variable,
-processes of PyTorch's gloo that were started again may look for those that have died. ``python
-examples/train_ranks.py`` does the same in one process.
+Each process runs one stage of the model. When one dies, torchrun restarts all of them, and they
+resume from the last checkpoint and reach the same weights as if nothing had happened. Without the
+variable, restarted processes may try to connect to dead ones under PyTorch's gloo. ``python
+examples/train_ranks.py`` trains in one process.
 
-With ``--nproc-per-node=4``, and ``--replicas=2`` at the end, there are two pipelines of two
-processes, and each trains on its half of every batch.
+``--nproc-per-node=4`` with ``--replicas=2`` at the end trains two pipelines of two processes, each
+on its half of every batch.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def make_model() -> nn.Module:
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
-    """A batch by its number, the same one in every process and after every start."""
+    """Return the batch of this number, the same in every process and after every restart."""
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(16, WIDTH, generator=generator)
     return x, x.roll(1, dims=1).tanh()
 
 
 def train(folder: str, steps: int, every: int, replicas: int = 1) -> None:
-    """Train up to a number of steps, and write a checkpoint after every so many."""
+    """Train until ``steps`` batches are done, with a checkpoint after every ``every`` batches."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     devices: DeviceMesh | int = 1
     own = slice(None)  # which samples of a batch this process trains on
@@ -72,7 +72,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", default="train-ranks", help="where the checkpoint is")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--every", type=int, default=10, help="steps from checkpoint to checkpoint")
+    parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--replicas", type=int, default=1, help="how many pipelines train together")
     options = parser.parse_args()
     train(options.folder, options.steps, options.every, options.replicas)

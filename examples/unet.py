@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class Block(nn.Sequential):
-    """Two 3×3 convolutions, each with BatchNorm and ReLU; the size stays."""
+    """Two 3×3 convolutions with padding, each with BatchNorm and ReLU."""
 
     def __init__(self, channels: int, features: int) -> None:
         super().__init__(
@@ -24,9 +24,9 @@ class Block(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """An image in, an image of the same size out; sides must be multiples of 2 ** depth.
+    """Maps an image to one of the same size, whose sides must be multiples of 2 ** depth.
 
-    Every level of the way down hands its features across to the same level of the way up::
+    Every level on the way down passes its features across to the same level on the way up::
 
         down 0 ───────────────────────> up 0 → head
           down 1 ───────────────> up 1
@@ -34,7 +34,7 @@ class UNet(nn.Module):
                   bottom
 
     Args:
-        channels: of the image.
+        channels: channels of the image.
         base: features of the first level; each further level has twice as many.
         depth: how often the image is halved.
     """

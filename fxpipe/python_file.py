@@ -1,4 +1,4 @@
-"""Schedules in Python files: what ``path/to/file.py:name`` means."""
+"""Loads schedules from Python files, ``path/to/file.py:name``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PYTHON = re.compile(r"(?P<path>.*\.py)(?::(?P<name>[^:/]+))?")
 
 
 def is_python(named: str) -> bool:
-    """Whether that is ``path/to/file.py`` or ``path/to/file.py:name``."""
+    """Whether the text has the form ``path/to/file.py`` or ``path/to/file.py:name``."""
     return _PYTHON.fullmatch(named) is not None
 
 
 def of_python(named: str) -> Schedule | Recipe:
-    """The schedule of a Python file, which is run, that has this name, or its only one.
+    """Run a Python file and return its schedule of the given name, or its only one.
 
     Raises:
         InputError: there is no such file or schedule, or the file cannot be run.
@@ -39,27 +39,28 @@ def of_python(named: str) -> Schedule | Recipe:
         RECIPES.clear()
         RECIPES.update(before)
         raise
-    made = {key: recipe for key, recipe in RECIPES.items() if before.get(key) is not recipe}
-    own = {
+    registered = {key: recipe for key, recipe in RECIPES.items() if before.get(key) is not recipe}
+    variables = {
         key: value
         for key, value in vars(module).items()
         if isinstance(value, Schedule | Recipe) and value not in before.values()
     }
     if name is None:
-        candidates = made or own
+        candidates = registered or variables
         if len(candidates) != 1:
             shown = ", ".join(sorted(candidates)) or "none"
             raise InputError(f"{path} holds these schedules: {shown}; name one, as in {path}:name")
         return next(iter(candidates.values()))
-    if name in made:
-        return made[name]
-    found = getattr(module, name, None)
-    if isinstance(found, Schedule | Recipe):
-        return found
-    if callable(found):
-        return Recipe(name, found)
+    if name in registered:
+        return registered[name]
+    value = getattr(module, name, None)
+    if isinstance(value, Schedule | Recipe):
+        return value
+    if callable(value):
+        return Recipe(name, value)
     functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-    raise InputError(f"{path} has no schedule {name!r}: {near(name, {*own, *made, *functions})}")
+    similar = near(name, {*variables, *registered, *functions})
+    raise InputError(f"{path} has no schedule {name!r}: {similar}")
 
 
 def _load(path: Path) -> ModuleType:

@@ -14,7 +14,7 @@ from fxpipe.kernels.inductor import peak_of
 from fxpipe.passes.partition.assignment import Verdict
 
 _MODULES = 4
-"""So many modules of a stage are named."""
+"""The most modules of a stage that are named."""
 
 
 def stage_table(
@@ -25,8 +25,10 @@ def stage_table(
     memory: Sequence[str],
     replicas: int,
 ) -> str:
-    """The stages, and how well they are balanced, as text; ``places`` says where the devices are,
-    and ``memory`` has their peaks."""
+    """Return the table of the stages and a line on their balance.
+
+    ``places`` and ``memory`` are the location and the predicted memory peak of each device.
+    """
     title = f"fxpipe.Pipeline of {type(model).__name__} over {len(places)} devices"
     title += f" in {replicas} replicas" * (replicas > 1)
     if compiled is None:
@@ -70,17 +72,19 @@ def stage_table(
 
 
 def _libraries(plan: Plan) -> str:
-    """A line on what is compiled of each stage, if anything is."""
+    """A line on how many graphs of each stage inductor has compiled, if it has any."""
     graphs = [
         (stage.forward, stage.backward, stage.input_grad, stage.weight_grad)
         for stage in plan.stages
     ]
     counts = [
-        f"{sum(peak_of(graph) is not None for graph in own)} of {len(own) - own.count(None)}"
-        for own in graphs
+        f"{sum(peak_of(graph) is not None for graph in of_stage)} of "
+        f"{len(of_stage) - of_stage.count(None)}"
+        for of_stage in graphs
     ]
-    made = any(not count.startswith("0 ") for count in counts)
-    return f"\ngraphs compiled by inductor, by stage: {', '.join(counts)}" if made else ""
+    if all(count.startswith("0 ") for count in counts):
+        return ""
+    return f"\ngraphs compiled by inductor, by stage: {', '.join(counts)}"
 
 
 def _modules(stage: Stage) -> str:
@@ -94,7 +98,7 @@ def _milliseconds(stage: Stage, which: str) -> str:
 
 
 def _balance(seconds: Sequence[float], verdict: Verdict | None) -> str:
-    """How much slower the slowest stage is than the mean, and how near that is to the best cut."""
+    """How the slowest stage compares with the mean and with the best cut."""
     if not sum(seconds):
         return "nothing was measured"
     if verdict is None:

@@ -1,9 +1,9 @@
-"""What tests share.
+"""Options, fixtures and hooks that all tests share.
 
-Golden texts: a test compares with a file in tests/golden, ``--update-golden`` writes it.
+Golden texts: a test compares a text with a file in tests/golden; ``--update-golden`` writes it.
 
-Quick tests are those in the folders ``QUICK``: they compile no model, trace none and start no
-process, save for the few that say so with ``@pytest.mark.models``. ``--quick`` runs them alone.
+Quick tests are those in the folders ``QUICK``. They compile or trace no model and start no process,
+except the few marked with ``@pytest.mark.models``. ``--quick`` runs only quick tests.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ REMEMBERING = (
     "runtime",
     "test_gpu_scripts.py",
 )
-"""Files and folders whose tests are of what becomes of a graph: the passes trace and differentiate
-a like model once, but for tests and files that are marked with ``traces``."""
+"""Files and folders whose tests share traced graphs and their derivatives between equal models,
+unless a test or file is marked with ``traces``."""
 
 LONGEST = (
     "compiler/test_stage_compiler.py",
@@ -53,11 +53,11 @@ LONGEST = (
     "test_examples.py",
     "test_notebooks.py",
 )
-"""What begins first, so that no worker is left with the longest tests when the others are done,
-and what shares compiled libraries is not spread over workers that compile them at once."""
+"""The longest tests, which run first, so that no worker is left with them at the end, and so that
+tests that share compiled libraries are not spread over workers that all compile them."""
 
 Golden = Callable[[str, str], None]
-"""``golden(name, text)``: the text equals that of the file ``name``."""
+"""``golden(name, text)`` asserts that the text equals the file ``name``."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,7 +65,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--update-golden", action="store_true", help="write the golden files instead of comparing"
     )
     parser.addoption(
-        "--quick", action="store_true", help="run only what compiles no model and starts no process"
+        "--quick",
+        action="store_true",
+        help="run only tests that compile no model and start no process",
     )
 
 
@@ -88,7 +90,7 @@ def is_quick(item: pytest.Item) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files elsewhere are not even imported."""
+    """Do not even import the other files with ``--quick``."""
     elsewhere = collection_path.suffix == ".py" and not in_quick_folder(collection_path)
     return True if elsewhere and config.getoption("--quick") else None
 
@@ -103,7 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays: the collector does not go through it again and again meanwhile."""
+    """Pause the garbage collector during imports: all that is imported stays."""
     gc.disable()
     try:
         return (yield)
@@ -112,14 +114,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """Begin with one intra-op thread, and with all that is imported out of the collector's way.
+    """Set one intra-op thread, and keep the garbage collector away from all that is imported.
 
-    Graphs are built and dropped all the time here: the collector looks for their cycles less often
-    than by default.
+    Tests build and drop graphs all the time, so the collector looks for cycles less often than by
+    default.
     """
     torch.set_num_threads(1)
-    # pytest would listen to this log of torch's own, as it passes nothing on, and torch then writes
-    # down each size, guard and stack of a trace, which nobody reads
+    # pytest adds its handlers to loggers that do not propagate. With a handler on this one, torch
+    # would log each size, guard and stack of a trace, which nobody reads.
     logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()
@@ -151,30 +153,34 @@ def like_models_are_traced_once(request: pytest.FixtureRequest) -> Iterator[None
 
 @pytest.fixture(autouse=True)
 def what_is_defined_stays_in_its_test() -> Iterator[None]:
-    """Schedules and kinds of tasks that a test names are gone after it."""
+    """Remove the schedules and kinds of tasks that a test has registered."""
     with patch.dict(RECIPES), patch.dict(KINDS):
         yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def collections_look_at_what_is_new() -> None:
-    """Keep collections from going through what earlier files have left: some tests collect after
-    each step, and what is remembered of traces fills the heap."""
+    """Keep the garbage collector away from the objects of earlier files.
+
+    Some tests collect after each step, and remembered traces fill the heap.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
-    """Ctrl-C raises, also in the background of a shell, where it is ignored by default."""
+    """Make Ctrl-C raise in background jobs, too, where shells ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def a_thread_for_each_device() -> Iterator[None]:
-    """Where a test does not say who runs the devices' lists, no measurement of this machine does:
-    handing the interpreter lock over takes no time."""
+    """Keep measurements of this machine from choosing the dispatch if a test does not.
+
+    Handing over the interpreter lock takes no time, so each device gets a thread.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "hand_over", lambda: 0.0)
         patch.setattr(choice, "processors", lambda: 8)
@@ -183,7 +189,7 @@ def a_thread_for_each_device() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def operations_take_equal_times() -> Iterator[None]:
-    """Where a test gives no clock, no measurement of this machine decides where a model is cut."""
+    """Keep measurements of this machine from deciding where a model is cut."""
     with equal_times():
         yield
 
@@ -205,7 +211,9 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Each device and the test itself compute with one intra-op thread, however many cores there
-    are: kernels round by their number of threads, and the tests' workers share the cores."""
+    """Reset to one intra-op thread after each test.
+
+    Kernels round differently with other numbers of threads, and the tests' workers share the cores.
+    """
     yield
     torch.set_num_threads(1)

@@ -1,1 +1,1 @@
-"""Measurements on a GPU, each with ``--dry-run`` for machines without one; see its README."""
+"""Benchmarks for a GPU; ``--dry-run`` tries them without one. See the README."""

@@ -1,6 +1,6 @@
-"""Run GPU scripts, a process each, which is ended when its time is up.
+"""Run GPU scripts, each in a process that is killed when its time is up.
 
-``python -m benchmarks.gpu`` runs all of them; ``python -m benchmarks.gpu right`` runs those of one
+``python -m benchmarks.gpu`` runs all scripts; ``python -m benchmarks.gpu right`` runs those of one
 call, in less than ten minutes. ``--dry-run`` tries either on CPU devices.
 """
 
@@ -16,7 +16,7 @@ from benchmarks.gpu.setting import arguments
 from benchmarks.gpu.workloads import NAMES
 
 MINUTES = 9.5
-"""The most that a call takes."""
+"""The most minutes that a call takes."""
 
 
 class Part(NamedTuple):
@@ -24,8 +24,8 @@ class Part(NamedTuple):
 
     Attributes:
         words: the script and its arguments.
-        minutes: after which it begins no more rows.
-        grace: minutes that it has for the row which it is at then.
+        minutes: the time after which it begins no more rows.
+        grace: further minutes in which it may finish its current row.
     """
 
     words: tuple[str, ...]
@@ -69,7 +69,7 @@ copies is hidden and how does it scale, and is memory as predicted?"""
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 if all scripts gave it."""
+    """Run the scripts; returns exit status 0 if all of them do."""
     parser = arguments(str(__doc__).partition("\n")[0])
     parser.set_defaults(minutes=None)
     parser.add_argument("call", nargs="?", choices=CALLS, help="by default all scripts are run")

@@ -1,9 +1,9 @@
-"""What overlapped copies, direct skips and CUDA graphs are worth: a U-Net, without and with them.
+"""Measure what overlapped copies, direct skips and CUDA graphs gain, on a U-Net.
 
-Without overlap a value is copied to a device only when all that was launched there before is
-done. Without direct skips each skip is handed on by every stage between producer and consumer.
-With CUDA graphs a stage's forward and backward are launched at once instead of operation by
-operation. What draws is not captured, so the row has no dropout, and neither has one beside it.
+Without overlap a value is copied to a device only after all that was launched there before.
+Without direct skips every stage between producer and consumer passes the skip on. With CUDA graphs
+a stage's forward and backward are launched as a whole instead of operation by operation. Random
+operations cannot be captured, so this row, and a row to compare it with, have no dropout.
 Run it with ``python -m benchmarks.gpu.ablation``; see the README beside it.
 """
 
@@ -117,11 +117,11 @@ VARIANTS = (
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a row is missing, 2 where the GPU cannot be split."""
+    """Run the benchmark; returns 1 if a row is missing, 2 if the GPU cannot be split."""
     parser = arguments(str(__doc__).partition("\n")[0])
     parser.add_argument("--devices", type=int, help="by default 4, in a dry run 2")
     parser.add_argument("--microbatches", type=int, help="by default 16, in a dry run 4")
-    parser.add_argument("--batch", type=int, help="samples of a step")
+    parser.add_argument("--batch", type=int, help="samples per step")
     parser.add_argument("--schedule", default="gpipe")
     parser.add_argument(
         "--recompute", choices=("never", "except_last", "always"), default="except_last"

@@ -1,8 +1,8 @@
-"""Virtual devices of equal speed: groups of multiprocessors of one GPU, a CUDA green context each.
+"""Virtual devices of equal speed: groups of one GPU's multiprocessors, each a CUDA green context.
 
-``torch.cuda.green_contexts.GreenContext.create`` splits the GPU anew in every call, so that the
-contexts of several calls lie on the same multiprocessors. Here one split makes all of them, by the
-driver's functions, which the package ``cuda-bindings`` brings (PyTorch's wheels depend on it).
+``torch.cuda.green_contexts.GreenContext.create`` splits the GPU anew in every call, so contexts of
+several calls share multiprocessors. Here one split makes all contexts, with the driver functions in
+the package ``cuda-bindings`` (a dependency of PyTorch's wheels).
 """
 
 from __future__ import annotations

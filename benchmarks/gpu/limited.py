@@ -1,4 +1,4 @@
-"""A process that ends in time, and all that it has started with it."""
+"""Runs a process with a time limit, after which it and all of its children are killed."""
 
 from __future__ import annotations
 

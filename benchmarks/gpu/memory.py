@@ -1,8 +1,8 @@
-"""Predicted memory beside measured: GPipe, 1F1B and 2BW, with each mode of recomputation.
+"""Compare predicted with measured memory: GPipe, 1F1B and 2BW, with each mode of recomputation.
 
-All stages share one GPU, so what is compared is the most that all hold together: the sum of the
-devices' predicted memory over the simulated time, and the peak of torch's allocator in a step.
-The batch stays on the host; each micro-batch is copied when it is loaded, as the prediction has it.
+All stages share one GPU, so the comparison is of what all devices hold together: the peak of their
+summed predicted memory over simulated time, and the peak of torch's allocator in a step. The batch
+stays on the host, and each micro-batch is copied when it is loaded, as the prediction assumes.
 Run it with ``python -m benchmarks.gpu.memory``; see the README beside it.
 """
 
@@ -45,14 +45,14 @@ class Row(NamedTuple):
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a row is missing."""
+    """Run the benchmark; returns 1 if a row is missing."""
     parser = arguments(str(__doc__).partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=NAMES, default=["unet", "gpt2"])
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--stages", type=int, help="by default 4, in a dry run 2")
     parser.add_argument("--microbatches", type=int, help="by default 8, in a dry run 4")
-    parser.add_argument("--batch", type=int, help="samples of a step; each model has its own")
+    parser.add_argument("--batch", type=int, help="samples per step; by default the model's own")
     setting, own = read(parser, given)
     stages = own.stages or (2 if setting.dry_run else 4)
     parts = own.microbatches or (4 if setting.dry_run else 8)

@@ -1,9 +1,9 @@
-"""How much of the copies runs while the GPU computes: by the pipe's profile, and by kernels.
+"""Measure how much of the copies runs while the GPU computes, by the pipe's profile and by kernels.
 
-The profile tells when each instruction ran, by events on its stream: what counts is the share of a
-device's arrivals that lies under its own tasks. torch.profiler tells when each kernel ran, and on
-which of the GPU's streams: what counts is the share of the time of streams that only copy which
-lies under kernels of the others. The batch stays on the host, so that loading it counts.
+The profile has the times of instructions, from events on their streams; the result is the share of
+a device's arrivals that its own tasks hide. torch.profiler has the times and streams of kernels;
+the result is the share of copies on copy-only streams that kernels of other streams hide. The batch
+stays on the host, so that loading it counts.
 Run it with ``python -m benchmarks.gpu.overlap``; see the README beside it.
 """
 
@@ -62,13 +62,13 @@ class Lane(NamedTuple):
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a row is missing, 2 where the GPU cannot be split."""
+    """Run the benchmark; returns 1 if a row is missing, 2 if the GPU cannot be split."""
     parser = arguments(str(__doc__).partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=NAMES, default=["unet"])
     parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"])
     parser.add_argument("--devices", type=int, help="by default 4, in a dry run 2")
     parser.add_argument("--microbatches", type=int, help="by default 16, in a dry run 4")
-    parser.add_argument("--batch", type=int, help="samples of a step; each model has its own")
+    parser.add_argument("--batch", type=int, help="samples per step; by default the model's own")
     add_dispatch(parser)
     setting, own = read(parser, given)
     count = own.devices or (2 if setting.dry_run else 4)

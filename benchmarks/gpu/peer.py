@@ -1,4 +1,4 @@
-"""The same models as torchgpipe takes them: sequences, with skip connections declared by hand."""
+"""The same models for torchgpipe: sequences, with skip connections declared by hand."""
 
 from __future__ import annotations
 

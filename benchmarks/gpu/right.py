@@ -1,6 +1,6 @@
-"""The tests that need a GPU, each in a process of its own: one that hangs or dies costs itself.
+"""Run the tests that need a GPU, each in its own process, so that one that hangs costs no other.
 
-It needs pytest and none of its plugins. A warning fails no test here.
+It needs pytest, but none of its plugins. Warnings do not fail tests here.
 Run it with ``python -m benchmarks.gpu.right``; see the README beside it.
 """
 
@@ -45,11 +45,13 @@ class Ran(NamedTuple):
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a test failed or was not run."""
+    """Run the benchmark; returns 1 if a test failed or was not run."""
     parser = arguments(str(__doc__).partition("\n")[0])
-    parser.add_argument("--files", nargs="+", default=FILES, help="from the repository's root")
-    parser.add_argument("--processes", type=int, default=4, help="at once")
-    parser.add_argument("--seconds", type=float, default=90.0, help="the most that a test may take")
+    parser.add_argument(
+        "--files", nargs="+", default=FILES, help="test files, relative to the repository's root"
+    )
+    parser.add_argument("--processes", type=int, default=4, help="tests that run at once")
+    parser.add_argument("--seconds", type=float, default=90.0, help="time limit of a test")
     setting, own = read(parser, given)
     settings = {"processes": own.processes, "limit": f"{own.seconds:g} s a test"}
     rows = Rows(setting, "right", "The tests that need a GPU", settings)

@@ -1,4 +1,4 @@
-"""A result that is published row by row, so that an error or a lack of time costs one row alone."""
+"""A report that is written after every row, so that an error or time limit costs only one row."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Rows:
         self._report().write(self._setting.output)
 
     def end(self) -> int:
-        """Write and print it. Returns the exit status: 1 where a row is missing."""
+        """Write and print the report; returns 1 if a row is missing."""
         self._report().publish(self._setting.output)
         return 1 if self.missing else 0
 

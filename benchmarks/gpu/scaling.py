@@ -1,7 +1,7 @@
-"""One GPU as 1, 2, 4 and 8 devices of equal speed: the speed-up tables of torchgpipe and GPipe.
+"""Reproduce the speed-up tables of GPipe and torchgpipe, with one GPU as 1, 2, 4 and 8 devices.
 
-The GPU is split once into as many groups of multiprocessors as the largest pipeline has devices;
-a smaller pipeline leaves the others idle. The batch is the same in every cell.
+The GPU is split once into as many equal groups of multiprocessors as the largest pipeline has
+devices; smaller pipelines leave the others idle. The batch is the same in every cell.
 Run it with ``python -m benchmarks.gpu.scaling``; see the README beside it.
 """
 
@@ -33,12 +33,12 @@ Cells = dict[tuple[int, int], float | None]
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a cell is missing, 2 where the GPU cannot be split."""
+    """Run the benchmark; returns 1 if a cell is missing, 2 if the GPU cannot be split."""
     parser = arguments(str(__doc__).partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=NAMES, default=["unet", "amoebanet"])
     parser.add_argument("--devices", nargs="+", type=int, help=f"by default {DEVICES}")
     parser.add_argument("--microbatches", nargs="+", type=int, help=f"by default {MICROBATCHES}")
-    parser.add_argument("--batch", type=int, help="samples of a step; each model has its own")
+    parser.add_argument("--batch", type=int, help="samples per step; by default the model's own")
     parser.add_argument("--schedule", default="gpipe")
     parser.add_argument("--recompute", choices=("never", "except_last", "always"), default="never")
     add_dispatch(parser)

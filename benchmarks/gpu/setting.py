@@ -1,4 +1,4 @@
-"""What the GPU scripts share: their arguments, their devices, how they take time."""
+"""What the GPU scripts share: arguments, devices and timing."""
 
 from __future__ import annotations
 
@@ -110,11 +110,17 @@ def arguments(description: str) -> argparse.ArgumentParser:
     """A parser with the arguments that all scripts have."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "--dry-run", action="store_true", help="tiny models on CPU devices; figures mean nothing"
+        "--dry-run",
+        action="store_true",
+        help="run tiny models on CPU devices; figures mean nothing",
     )
     parser.add_argument("--output", type=Path, help="folder of the result file")
-    parser.add_argument("--minutes", type=float, default=6.5, help="then begin no more rows")
-    parser.add_argument("--rounds", type=int, default=20, help="the most steps of a median")
+    parser.add_argument(
+        "--minutes", type=float, default=6.5, help="begin no more rows after this time"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="the most steps to take the median of"
+    )
     return parser
 
 
@@ -145,5 +151,5 @@ def read(
 def add_dispatch(parser: argparse.ArgumentParser) -> None:
     """Let a script choose who launches."""
     parser.add_argument(
-        "--dispatch", choices=get_args(Dispatch), default="device", help="who launches"
+        "--dispatch", choices=get_args(Dispatch), default="device", help="who launches kernels"
     )

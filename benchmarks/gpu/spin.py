@@ -1,8 +1,8 @@
-"""Kernels of a fixed length on eight virtual devices: the measured step beside the simulated one.
+"""Compare measured with simulated steps, for kernels of a fixed length on eight virtual devices.
 
-Each stage's forward is a kernel that only waits; its backward is two, for the gradients of its
-input and of its weight. They take one thread each, so that those of all devices run side by side.
-What a step takes above the simulation is what dispatch and synchronisation cost.
+A stage's forward is a kernel that only waits; its backward is two such kernels, for the gradients
+of its input and weight. Each takes one GPU thread, so that kernels of all devices run in parallel.
+The time of a step beyond the simulation is the cost of dispatch and synchronisation.
 Run it with ``python -m benchmarks.gpu.spin``; see the README beside it.
 """
 
@@ -91,14 +91,17 @@ def total(output: Tensor) -> Tensor:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a row is missing."""
+    """Run the benchmark; returns 1 if a row is missing."""
     parser = arguments(str(__doc__).partition("\n")[0])
     parser.add_argument("--devices", type=int, help="by default 8, in a dry run 2")
     parser.add_argument("--microbatches", type=int, help="by default 32, in a dry run 4")
-    parser.add_argument("--microseconds", type=int, default=2000, help="of one kernel")
+    parser.add_argument("--microseconds", type=int, default=2000, help="length of a kernel")
     parser.add_argument("--schedules", nargs="+", choices=STAGES_A_DEVICE, help="by default all")
     parser.add_argument(
-        "--dispatch", nargs="+", choices=get_args(Dispatch), help="who launches; by default both"
+        "--dispatch",
+        nargs="+",
+        choices=get_args(Dispatch),
+        help="who launches kernels; by default both",
     )
     setting, own = read(parser, given)
     devices = own.devices or (2 if setting.dry_run else 8)

@@ -1,6 +1,6 @@
-"""Stages on one GPU beside the plain loop over micro-batches, and beside torchgpipe.
+"""Compare stages on one GPU with a plain loop over micro-batches and with torchgpipe.
 
-All stages share the GPU, so that nothing can be won: what is lost is what pipelining itself costs.
+All stages share the GPU, so no speed-up is possible, and the slowdown is the cost of pipelining.
 Run it with ``python -m benchmarks.gpu.stages``; see the README beside it.
 """
 
@@ -41,16 +41,16 @@ class Row(NamedTuple):
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a row is missing."""
+    """Run the benchmark; returns 1 if a row is missing."""
     parser = arguments(str(__doc__).partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--stages", nargs="+", type=int, help=f"by default {STAGES}")
-    parser.add_argument("--batch", type=int, help="samples of a step; each model has its own")
+    parser.add_argument("--batch", type=int, help="samples per step; by default the model's own")
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--recompute", choices=("never", "except_last", "always"), default="never")
     parser.add_argument(
-        "--cuda-graphs", action="store_true", help="capture stages; not in a dry run"
+        "--cuda-graphs", action="store_true", help="capture stages as CUDA graphs; not in a dry run"
     )
     add_dispatch(parser)
     setting, own = read(parser, given)

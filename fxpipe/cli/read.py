@@ -1,5 +1,4 @@
-"""Finds the schedule, plan or program that a name or path on the command line means, and reads
-times."""
+"""Reads command-line arguments: names and paths of schedules, plans and programs, and costs."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from fxpipe.text.peers import looks_like_actions, looks_like_nodes
 from fxpipe.verify.peers import Actions
 
 DEVICES, MICROBATCHES = 4, 8
-"""The numbers of devices and micro-batches for a schedule that works with any."""
+"""The default numbers of devices and micro-batches of a schedule that works with any."""
 
 T = TypeVar("T")
 
@@ -31,22 +30,21 @@ _COST = re.compile(r"(?P<letter>\w)(?:@(?P<stage>[0-9]{1,9}))?=(?P<time>\S+)")
 def read_schedule(
     named: str, devices: int | None, microbatches: int | None
 ) -> tuple[Schedule, Recipe | None]:
-    """The schedule that ``SCHEDULE`` means, and its recipe if it works with any numbers.
+    """Return the schedule that a name or path means, and its recipe if it works with any numbers.
 
     Raises:
-        InputError: there is no such schedule, or it is for other numbers.
-        ParseError: a text is no schedule.
+        InputError: there is no such schedule, its text does not parse, or it is for other numbers.
     """
-    return _asked(named, _find(named), devices, microbatches)
+    return _sized(named, _find(named), devices, microbatches)
 
 
 def read_costs(
     text: str | None, option: str = "--costs"
 ) -> dict[str | tuple[str, int], float] | None:
-    """``F=1,B@3=2.5`` → the time of each kind of task, for all stages or for one.
+    """Parse ``F=1,B@3=2.5``: the time of a kind of task, for all stages or for one.
 
     Raises:
-        InputError: the text is not written like that, or gives two times of the same.
+        InputError: the text has another form, or gives the same time twice.
     """
     if text is None:
         return None
@@ -69,33 +67,34 @@ def read_costs(
     return costs
 
 
-def _asked(
-    named: str, found: Schedule | Recipe, devices: int | None, microbatches: int | None
+def _sized(
+    named: str, source: Schedule | Recipe, devices: int | None, microbatches: int | None
 ) -> tuple[Schedule, Recipe | None]:
-    if isinstance(found, Schedule):
-        for word, asked, own in (
-            ("devices", devices, found.devices),
-            ("microbatches", microbatches, found.microbatches),
+    """Check that a schedule has the wanted numbers, or make one of these numbers from a recipe."""
+    if isinstance(source, Schedule):
+        for word, wanted, number in (
+            ("devices", devices, source.devices),
+            ("microbatches", microbatches, source.microbatches),
         ):
-            if asked not in (None, own):
-                raise InputError(f"{named} is for {own} {word} and not {asked}; leave that out")
-        return found, None
-    schedule = found(
+            if wanted not in (None, number):
+                raise InputError(f"{named} is for {number} {word} and not {wanted}; leave that out")
+        return source, None
+    schedule = source(
         DEVICES if devices is None else devices,
         MICROBATCHES if microbatches is None else microbatches,
     )
-    return schedule, found
+    return schedule, source
 
 
 def read_file(
     named: str, devices: int | None, microbatches: int | None
 ) -> Schedule | Plan | Program | Actions:
-    """Read a text, whose first word says what it is, or the schedule in a Python file.
+    """Read a plan, schedule or program from a file, or a schedule by its name.
 
-    A CSV of another library's actions is read as it is, for the faults that it would have there.
+    The actions in a CSV stay as they are, so that the verifier sees the faults that torch would.
 
     Raises:
-        InputError, ParseError: as for ``read_schedule``.
+        InputError: as for ``read_schedule``, or the text is none of these.
     """
     path = Path(named)
     if (named in RECIPES and not path.exists()) or is_python(named):
@@ -106,7 +105,7 @@ def read_file(
     lines = (line.split("#")[0].split() for line in text.splitlines())
     first = next((words[0] for words in lines if words), "")
     if first == "schedule" or looks_like_nodes(text):
-        return _asked(named, _of_text(named, text), devices, microbatches)[0]
+        return _sized(named, _of_text(named, text), devices, microbatches)[0]
     if first == "plan":
         return _parsed(named, Plan.parse, text)
     if first == "program":
@@ -118,7 +117,7 @@ def read_file(
 
 
 def _find(named: str) -> Schedule | Recipe:
-    assert _library  # importing it has registered the library's schedules
+    assert _library  # its import registers the library's schedules
     if named in RECIPES:
         return RECIPES[named]
     if is_python(named):
@@ -130,7 +129,7 @@ def _find(named: str) -> Schedule | Recipe:
 
 
 def _of_text(named: str, text: str) -> Schedule:
-    """A schedule in any of its forms, also those of other libraries."""
+    """Parse a schedule in the form of fxpipe or of another library."""
     path = Path(named)
     if _is_csv(path, text):
         return _parsed(named, partial(Schedule.from_csv, name=path.stem, check=False), text)
@@ -149,7 +148,7 @@ def _text(path: Path) -> str:
             if sys.stdin is None:
                 raise InputError("nothing is piped in; name a text file")
             return sys.stdin.read().removeprefix("\ufeff")
-        return path.read_text(encoding="utf-8-sig")  # spreadsheets begin a file with a mark
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}; name a text file") from error
 

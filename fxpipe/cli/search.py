@@ -1,4 +1,4 @@
-"""``fxpipe search``: the best schedule for given times, beside those of the library."""
+"""``fxpipe search``: finds the best schedule for given times and compares the library's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WIDTH = 100
 
 
 def add_search(parser: ArgumentParser) -> None:
-    """Give the command's parser its arguments."""
+    """Add the command's arguments to its parser."""
     add = parser.add_argument
     add("-p", "--devices", type=int, metavar="N", help=f"devices; by default {DEVICES}")
     given = f"micro-batches per step; by default {MICROBATCHES}"
@@ -45,7 +45,7 @@ def add_search(parser: ArgumentParser) -> None:
         metavar="F=1,W=1",
         help="what a forward keeps, and what an input gradient leaves for the weight gradient",
     )
-    add("--latency", type=float, default=0.0, metavar="T", help="of a transfer")
+    add("--latency", type=float, default=0.0, metavar="T", help="time of a transfer")
     add(
         "--flush",
         action=BooleanOptionalAction,
@@ -56,7 +56,7 @@ def add_search(parser: ArgumentParser) -> None:
     add("--seconds", type=float, default=10.0, metavar="T", help="time limit")
     given = "the number of list schedules to try, instead of --seconds"
     add("--work", type=int, metavar="N", help=given)
-    add("--seed", type=int, default=0, metavar="N", help="of the random choices")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the random choices")
     add("--text", action="store_true", help="print only the schedule's text")
     add("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
     add("--csv", metavar="FILE", help="write it as the CSV of torch.distributed.pipelining")
@@ -64,7 +64,7 @@ def add_search(parser: ArgumentParser) -> None:
 
 
 def run_search(given: Namespace) -> bool:
-    """Search, and show the schedule, its bound and the library's schedules."""
+    """Search, then print the schedule, its bound and the times of the library's schedules."""
     if given.flush and given.delay:
         raise InputError(
             f"--flush and --delay {given.delay} exclude each other: with a delay batches mix on a "
@@ -106,14 +106,14 @@ def run_search(given: Namespace) -> bool:
 
 
 def library_table(found: Found) -> str:
-    """A table of the times of the schedule found and of all library schedules."""
+    """Return a table of the times of the schedule found and of the library's schedules."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
     table.add_column("time", justify="right")
     table.add_column("above the bound", justify="right")
     timed = [(found.schedule.name, found.value)]
     timed += [(name, time) for name, time in found.library.items() if not isinstance(time, str)]
-    for name, time in sorted(timed, key=lambda one: one[1]):
+    for name, time in sorted(timed, key=lambda row: row[1]):
         above = f"{time / found.bound - 1:.1%}" if found.bound else ""
         table.add_row(name, f"{time:.6g}", above)
     without: dict[str, list[str]] = {}
@@ -127,7 +127,7 @@ def library_table(found: Found) -> str:
 def _stages(
     placement: Placement | str | None, devices: int | None, named: list[tuple[str, int]]
 ) -> int:
-    """The most stages that the options allow."""
+    """The largest number of stages that the options allow."""
     most = 1 + max((stage for _, stage in named), default=0)
     return max(most, devices or 1, len(placement(devices or 1)) if callable(placement) else 0)
 
@@ -144,14 +144,14 @@ def _placement(text: str | None) -> Placement | str | None:
 
 
 def _memory(given: Namespace, stages: int) -> tuple[float | list[float] | None, Sizes | None]:
-    """The memory of the devices, and how much of it micro-batches take."""
+    """Parse ``--memory``, what devices hold, and ``--keeps``, what micro-batches take of it."""
     keeps = read_costs(given.keeps, "--keeps")
     if given.memory is None:
         if keeps is not None:
             raise InputError("--keeps tells what micro-batches take; give --memory, too")
         return None, None
     try:
-        most = [float(each) for each in given.memory.split(",")]
+        most = [float(number) for number in given.memory.split(",")]
     except ValueError:
         raise InputError(
             f"--memory is {given.memory!r}; write a number, or one for each device: 4,4,3"
@@ -173,7 +173,7 @@ def _memory(given: Namespace, stages: int) -> tuple[float | list[float] | None, 
                 f"--keeps has {letter}@{stage}, and the stages are 0 to {stages - 1}; name one of "
                 "them"
             )
-    searched = range(min(stages, MOST))  # more are refused
+    searched = range(min(stages, MOST))  # the search refuses more
     saved, deferred = (
         {s: int(keeps.get((letter, s), keeps.get(letter, 1))) for s in searched} for letter in "FW"
     )

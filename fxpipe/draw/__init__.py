@@ -13,7 +13,7 @@ from fxpipe.ir.schedule import Schedule
 
 
 def draw_faults(error: VerificationError) -> Picture:
-    """Draw the plan, schedule or program of an error, with all its faults in red.
+    """Draw the plan, schedule or program that a verifier refused, with all its faults in red.
 
     Raises:
         InputError: the error holds no plan, schedule or program.

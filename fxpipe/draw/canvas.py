@@ -1,7 +1,7 @@
-"""Drawing by hand on a graphviz picture: boxes, texts, lines and arrows at given places.
+"""A canvas on a graphviz picture: boxes, texts, lines and arrows at given positions.
 
-Lengths are in points, x to the right and y down. The picture is placed already (``PLACED``), so
-the ``dot`` program and other Graphviz viewers put everything at the same spots.
+Lengths are in points, x to the right and y down. Every node and edge has its position in the DOT
+source (``PLACED``), so the ``dot`` program and other Graphviz viewers show the same picture.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ _BOLD = 1.15
 
 
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
-    """The approximate width of a text in points, in DejaVu Sans, which is a wide font.
-
-    For several lines it is the width of the widest.
-    """
+    """The approximate width of a text's widest line, in points, in the wide font DejaVu Sans."""
     return max(map(_ems, text.split("\n"))) * size * (_BOLD if bold else 1)
 
 
@@ -45,8 +42,10 @@ def _ems(text: str) -> float:
 
 @dataclass(frozen=True)
 class BoxStyle:
-    """How a box looks: its colour inside and that of its outline, which is ``dashed``, ``dotted``
-    or ``rounded`` where it has a style. A part without a colour is not drawn."""
+    """The fill and outline of a box; without a colour, either is not drawn.
+
+    ``style`` is ``dashed``, ``dotted``, ``rounded`` or empty.
+    """
 
     fill: str = ""
     border: str = ""
@@ -56,8 +55,6 @@ class BoxStyle:
 
 @dataclass(frozen=True)
 class ArrowStyle:
-    """How an arrow looks."""
-
     colour: str = INK
     style: str = "solid"
     penwidth: float = 0.8
@@ -66,8 +63,7 @@ class ArrowStyle:
 class Canvas:
     """Draws at given positions; ``picture`` is the result.
 
-    Bands are under arrows, and arrows are under boxes and texts, so that these stay legible. Later
-    boxes are over earlier ones.
+    From bottom to top: bands, arrows, then boxes and texts in the order in which they are drawn.
     """
 
     def __init__(self, name: str) -> None:
@@ -87,10 +83,10 @@ class Canvas:
         tooltip: str = "",
         name: str = "",
     ) -> str:
-        """A rectangle with its upper left corner given; returns its node's name.
+        """Draw a rectangle whose upper left corner is ``corner``; returns its node's name.
 
-        An outline in the paper's colour only separates neighbours. It is left out for narrow
-        boxes, which it would hide.
+        An outline in the paper's colour only separates neighbours. Narrow boxes have none, as it
+        would hide them.
         """
         node = name or self._fresh()
         attributes = _place(corner, width, height)
@@ -120,7 +116,7 @@ class Canvas:
         bold: bool = False,
         colour: str = INK,
     ) -> None:
-        """A line of text in an invisible rectangle, in the middle of its height."""
+        """Draw a line of text, vertically centred in an invisible rectangle."""
         attributes = _place(corner, width, height)
         if bold:
             attributes["fontname"] = BOLD_FONT
@@ -130,7 +126,7 @@ class Canvas:
         self.picture.node(self._fresh(), **attributes)
 
     def band(self, corner: Point, width: float, height: float, colour: str) -> None:
-        """A filled rectangle under everything. Draw all bands before the first box."""
+        """Draw a filled rectangle below everything else; draw all bands before the first box."""
         (x, y), middle = corner, corner[1] + height / 2
         ends = [self.box((at, y), 0, height, BoxStyle()) for at in (x, x + width)]
         # Only an edge can be under other edges, so the band is an edge as thick as it is high.
@@ -142,7 +138,7 @@ class Canvas:
     def arrow(
         self, tail: str, head: str, path: Sequence[Point], stroke: ArrowStyle, *, tooltip: str = ""
     ) -> None:
-        """An arrow between two boxes along a Bézier curve of 3n + 1 points."""
+        """Draw an arrow between two boxes along a Bézier curve of 3n + 1 points."""
         *curve, before, tip = path
         reach = math.hypot(tip[0] - before[0], tip[1] - before[1]) or 1.0
         part = min(_HEAD / reach, 1.0)

@@ -1,4 +1,4 @@
-"""The frame of a picture with devices as rows and time to the right: scale, legend and faults."""
+"""The frame of a picture of devices over time: its scale, rows, axis, legend and faults."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from fxpipe.ir.walk import Place
 _LARGEST, _LEGIBLE, _SMALLEST = 9.0, 6.0, 5.0
 _WIDEST, _NARROWEST = 1500.0, 360.0
 _WIDER = 2600.0
-"""The greatest width of a picture, used only where its labels would not be legible otherwise."""
+"""The greatest width of a picture whose labels would not be legible at ``_WIDEST``."""
 
 _AIR = 4.0
 _TIGHT = 1.0
 _LINE = 1.25
-"""Height of a line divided by its font size."""
+"""The height of a line divided by its font size."""
 
 
 @dataclass(frozen=True)
 class ChartScale:
-    """A chart's scale, in points per unit of time, its labels' font size and its boxes' height."""
+    """A chart's scale in points per unit of time, font size of labels, and height of boxes."""
 
     scale: float
     size: float
     height: float
 
     def label(self, text: str, time: float) -> str:
-        """The first lines of the label, as many as fit into the box of a task of that time."""
+        """The first lines of the label that fit into the box of a task that takes ``time``."""
         shown: list[str] = []
         for line in text.split("\n"):
             wide = text_width(line, self.size) + _TIGHT > time * self.scale * (1 + 1e-9)
@@ -47,11 +47,11 @@ class ChartScale:
 
 
 def fit(boxes: Collection[tuple[str, float]], end: float, row_height: float) -> ChartScale:
-    """Choose the scale for boxes given as label and time.
+    """Choose the scale for ``boxes``, each a label and a time.
 
-    A chart grows until all labels fit well or it has the usual width of a picture. Then the labels
-    shrink. At the smallest legible size the chart grows a little more if that makes all lines fit,
-    or at least the first line of each label. Lines that do not fit are left out.
+    The chart grows until all labels fit or it is ``_WIDEST``; from there the font shrinks to
+    ``_SMALLEST``. The chart then grows up to ``_WIDER`` if all lines fit there, or at least the
+    first line of each label. ``ChartScale.label`` leaves out lines that do not fit.
     """
     room = max(int(row_height / (_LINE * _LEGIBLE)), 1)
     lines = max((min(text.count("\n") + 1, room) for text, _ in boxes), default=1)
@@ -72,7 +72,7 @@ def fit(boxes: Collection[tuple[str, float]], end: float, row_height: float) -> 
 
 
 def _scale(boxes: Collection[tuple[str, float]], size: float, room: float) -> float:
-    """The scale at which all labels of that font size fit."""
+    """The scale at which all labels fit in this font size, with ``room`` points to spare."""
     return max(
         ((text_width(text, size) + room) / time for text, time in boxes if text and time),
         default=1,
@@ -90,7 +90,7 @@ _STEPS = (1.0, 2.0, 5.0, 10.0)
 
 @dataclass(frozen=True)
 class LegendEntry:
-    """One entry of the legend: what it means, and a sample with a label, if any."""
+    """One entry of the legend: its meaning, and a sample with a label, if any."""
 
     text: str
     sample: BoxStyle | ArrowStyle | None = None
@@ -115,8 +115,8 @@ class Chart:
     ) -> None:
         """Draw the frame, up to the time ``end``, with red labels for the rows ``wrong``.
 
-        ``scale`` is in points per unit of time, ``height`` that of a row if it is not the usual
-        one, and ``gap`` a fraction of it.
+        ``scale`` is in points per unit of time, ``gap`` is a fraction of the row height, and
+        ``height`` replaces the usual row height.
         """
         self.canvas = canvas
         self.row_height = height or row_height(len(labels))
@@ -146,7 +146,7 @@ class Chart:
     def ends(
         self, source: int, start: float, target: int, stop: float, inset: float = 0.0
     ) -> tuple[Point, Point]:
-        """The ends of an arrow between two rows, where they face each other."""
+        """The ends of an arrow between two rows, at the edges that face each other."""
         down = target > source
         near, far = (self.row_height - inset, inset) if down else (inset, self.row_height - inset)
         return (start, self.y(source) + near), (stop, self.y(target) + far)
@@ -156,7 +156,7 @@ class Chart:
         return self.y(self._rows - 1) + self.row_height if self._rows else self._top
 
     def axis(self, caption: str) -> float:
-        """Draw the time axis under the rows; returns y below it."""
+        """Draw the time axis under the rows; returns the y below it."""
         y = self.bottom + 6
         self.canvas.box((self._left, y), max(self._end * self._scale, 1), 0.6, BoxStyle(FAINT))
         step = nice_step(self._end)
@@ -170,7 +170,7 @@ class Chart:
         return y + 34
 
     def legend(self, y: float, entries: Sequence[LegendEntry]) -> float:
-        """Draw the entries in lines, no wider than the rows or a page; returns y below them."""
+        """Draw the entries in lines, no wider than the rows or a page; returns the y below them."""
         x, right = self._left, max(self.x(self._end), _LEGEND_WIDTH)
         for entry in entries:
             sample = _LONG_SAMPLE if isinstance(entry.sample, ArrowStyle) else _SAMPLE
@@ -191,12 +191,10 @@ class Chart:
                 path = [(x + part * _LONG_SAMPLE, y + 6) for part in (0, 0.3, 0.6, 1)]
                 ends = [self.canvas.box(at, 0, 0, BoxStyle()) for at in (path[0], path[-1])]
                 self.canvas.arrow(ends[0], ends[1], path, stroke)
-            case None:
-                pass
 
 
 def fault_entries(marks: FaultMarks, *, stuck: bool) -> list[LegendEntry]:
-    """The legend of the faults, and of what waits for ever."""
+    """The legend entries for faults, and for tasks that never run."""
     entries = [LegendEntry("at fault", FAULTY, "1")] if marks.faults else []
     if stuck:
         entries += [LegendEntry("waits for ever", WAITING), LegendEntry("never runs", NEVER)]
@@ -204,13 +202,13 @@ def fault_entries(marks: FaultMarks, *, stuck: bool) -> list[LegendEntry]:
 
 
 def row_height(devices: int, lines: int = 1) -> float:
-    """The height of a row with labels of so many lines: the more devices, the lower, so that a
-    picture fits on a screen."""
+    """The height of a row whose labels have ``lines`` lines; many devices get lower rows, so that
+    the picture fits on a screen."""
     return min(max(24.0, _LARGEST * _LINE * lines + 2), max(8.0, 480.0 / max(devices, 1)))
 
 
 def nice_step(end: float) -> float:
-    """The distance of ticks: 1, 2 or 5 times a power of ten, for a dozen ticks or fewer."""
+    """The distance between ticks: 1, 2 or 5 times a power of ten, for at most ``TICKS`` ticks."""
     if end <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(end / TICKS))
@@ -218,16 +216,16 @@ def nice_step(end: float) -> float:
 
 
 FAULTY = BoxStyle(PAPER, FAULT, 2.0)
-"""A task or an instruction at fault; its own colour is kept where it runs at all."""
+"""The look of a task or instruction at fault; one that runs keeps its own fill."""
 
 WAITING = BoxStyle(PAPER, FAULT, 0.8, "dashed")
 """The look of a task at which a device waits for ever."""
 
 NEVER = BoxStyle(PAPER, FAINT, 0.6, "dotted")
-"""The look of a task that never runs, as its device waits for ever before it."""
+"""The look of a task that never runs because its device waits for ever before it."""
 
 GAP = 0.55
-"""Space between rows, as a fraction of their height, where fault numbers are above the boxes."""
+"""The space between rows, as a fraction of their height, if fault numbers are above the boxes."""
 
 _LISTED = 16
 _SIZE, _NUMBER = 8.0, 7.0
@@ -254,19 +252,19 @@ class FaultMarks:
 
     @property
     def listed(self) -> list[str]:
-        """The lines of the list: the faults, or the first ones of many."""
+        """The faults as numbered lines, at most ``_LISTED``, and then how many more there are."""
         shown = [f"{number}. {fault}" for number, fault in enumerate(self.faults, start=1)]
         if len(shown) > _LISTED:
             shown[_LISTED:] = [f"… and {len(shown) - _LISTED} more"]
         return shown
 
     def label(self, device: int, text: str) -> str:
-        """A row's label with the numbers of its faults behind it."""
+        """A row's label, followed by the numbers of the row's faults."""
         numbers = self.rows.get(device)
         return f"{text} [{_some(numbers)}]" if numbers else text
 
     def number(self, chart: Chart, place: Place, x: float) -> None:
-        """Draw the numbers of the faults at a place above its box, whose left edge is ``x``."""
+        """Draw the numbers of a place's faults above its box, whose left edge is ``x``."""
         numbers = self.at.get(place)
         if numbers:
             text = _some(numbers)
@@ -277,7 +275,7 @@ class FaultMarks:
             )
 
     def list(self, chart: Chart, y: float) -> None:
-        """Draw the list of the faults from y on."""
+        """Draw the list of the faults, from ``y`` down."""
         for line, text in enumerate(self.listed):
             wide = text_width(text, _SIZE) + 2
             corner = (chart.x(0), y + line * _PITCH)
@@ -285,12 +283,12 @@ class FaultMarks:
 
 
 def _some(numbers: Sequence[int]) -> str:
-    """``1, 3``; only the first ones of many."""
+    """The first three numbers, as ``1, 3, 4, …``."""
     return ", ".join(map(str, numbers[:3])) + (", …" if len(numbers) > 3 else "")
 
 
 def mark(faults: Sequence[Fault]) -> FaultMarks:
-    """Number the faults and find the position of each."""
+    """Number the faults and group them by their position."""
     at: dict[Place, list[int]] = defaultdict(list)
     rows: dict[int, list[int]] = defaultdict(list)
     for number, fault in enumerate(faults, start=1):

@@ -1,4 +1,4 @@
-"""A schedule as a text diagram with a row for each device and time to the right."""
+"""Draws a schedule as text, with a row for each device and time to the right."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def schedule_grid(
         1: .  F0 B0--- F1 B1--- .  .  U
 
     A task at fault has a ``!``, one that never runs has a ``?``, and the faults are listed below.
-    Where several steps are shown, ``F0b1`` belongs to the second batch. What a device stores and
-    fetches beside its tasks has rows of its own below, ``0O`` and ``0P``.
+    Where several steps are shown, ``F0b1`` belongs to the second batch. Offloads and prefetches
+    that run beside a device's tasks have rows of their own below, ``0O`` and ``0P``.
 
     Args:
-        schedule: what to show.
+        schedule: the schedule to show.
         costs: letter of a kind of task, or letter and stage → its time; by default its kind's.
-        steps: as for a picture.
-        width: the most characters in a line; a longer grid goes on below. By default no limit.
+        steps: how many steps to show, as for ``draw_schedule``.
+        width: the most characters in a line; a longer grid continues below. By default no limit.
         faults: the faults to mark; by default what the verifier finds.
 
     Raises:
@@ -82,7 +82,7 @@ class _Grid:
         ]
         self._scale = max((room / time for room, time in usual), default=1.0)
         self._unit = min((time for _, time in usual), default=1.0)
-        if not self._end * self._scale * timeline.devices <= _MOST:  # nor if it is no number
+        if not self._end * self._scale * timeline.devices <= _MOST:  # "not <=" also refuses NaN
             raise InputError(
                 f"the grid would have more than {_MOST} characters; show fewer micro-batches or "
                 "steps, or give costs that are nearer to each other"
@@ -110,7 +110,7 @@ class _Grid:
             start = stop
 
     def _cut(self, ruler: str, start: int, stop: int) -> int:
-        """The last column before ``stop`` where a line can end without cutting a name."""
+        """The last column up to ``stop`` where a line can end without cutting a name."""
         lines = [ruler, *self._rows]
         for column in range(stop, (start + stop) // 2, -1):
             if not any(_named(line, column - 1) and _named(line, column) for line in lines):
@@ -132,7 +132,7 @@ class _Grid:
         start, stop = self._column(span.start), self._column(span.end)
         room = stop - start
         name = self._name(span)
-        if len(name) >= room:  # There would be no blank behind it.
+        if len(name) >= room:  # No room for a blank behind it.
             name = span.task.kind + "?" * name.count("?") + "!" * name.count("!")
         self._rows[span.device][start:stop] = name[:room].ljust(room - 1, "-").ljust(room)
 
@@ -146,7 +146,7 @@ class _Grid:
         return name + ("!" if (span.device, span.position) in self._marks.at else "")
 
     def _ruler(self) -> Iterator[str]:
-        """The ruler: round times at their columns, with blanks between them."""
+        """The parts of the ruler: round times at their columns, with blanks between them."""
         step = nice_step(TICKS * _APART / self._scale)
         length = 0
         for tick in range(int(self._end / step + 1e-9) + 1):
@@ -158,5 +158,5 @@ class _Grid:
 
 
 def _named(row: Sequence[str], column: int) -> bool:
-    """Whether there is a letter or digit of a name in this column."""
+    """Whether a name has a character in this column."""
     return column < len(row) and row[column] not in " .-"

@@ -1,12 +1,13 @@
-// Shows what is in sight of the numbers that page.py packs. Run once, when bokeh has drawn the page.
+// Draws the part of page.py's packed columns that is in sight. Runs once, after bokeh has drawn the
+// page.
 
-const NARROW = 4 // pixels; narrower tasks that lie close together are one box
+const NARROW = 4 // pixels; narrower tasks close to each other are joined into one box
 const CHARACTER = 6.2 // pixels
-const MARGIN = 0.3 // of what is in sight, drawn on either side of it
-const CLOSER = 1.5 // zooming by so much shows narrower tasks
+const MARGIN = 0.3 // drawn on either side of what is in sight, as a share of it
+const CLOSER = 1.5 // zooming by this factor draws anew, which shows narrower tasks
 
 const first = (values, from, to, wanted) => {
-  // the first index whose value is beyond the wanted one; values ascend
+  // the first index between from and to whose value exceeds the wanted one; values ascend
   while (from < to) {
     const middle = (from + to) >> 1
     if (values[middle] > wanted) to = middle
@@ -16,9 +17,9 @@ const first = (values, from, to, wanted) => {
 }
 
 const offsets = (counts) => {
-  const found = new Int32Array(counts.length + 1)
-  counts.forEach((count, at) => (found[at + 1] = found[at] + count))
-  return found
+  const starts = new Int32Array(counts.length + 1)
+  counts.forEach((count, at) => (starts[at + 1] = starts[at] + count))
+  return starts
 }
 
 const size = (count) => {
@@ -35,19 +36,20 @@ async function unpack(blob, views) {
   const bytes = await new Response(stream).arrayBuffer()
   let at = 0
   return views.map((view) => {
-    const own = { ...view, first: offsets(view.rows), points: offsets(view.points) }
+    const unpacked = { ...view, first: offsets(view.rows), points: offsets(view.points) }
     for (const [name, type, count] of view.columns) {
       const Column = globalThis[type]
       const stop = at + count * Column.BYTES_PER_ELEMENT
-      own[name] = new Column(bytes.slice(at, stop))
+      unpacked[name] = new Column(bytes.slice(at, stop))
       at = stop
     }
-    own.awaited = offsets(own.waits)
-    own.device = Int32Array.from({ length: own.start.length })
-    view.rows.forEach((_, row) => own.device.fill(row, own.first[row], own.first[row + 1]))
-    own.most = own.level.reduce((most, level) => Math.max(most, level), 0)
-    own.hits = null
-    return own
+    const { first, level, start, waits } = unpacked
+    unpacked.awaited = offsets(waits)
+    unpacked.device = Int32Array.from({ length: start.length })
+    view.rows.forEach((_, row) => unpacked.device.fill(row, first[row], first[row + 1]))
+    unpacked.most = level.reduce((most, count) => Math.max(most, count), 0)
+    unpacked.hits = null
+    return unpacked
   })
 }
 
@@ -109,7 +111,7 @@ function boxes(view, from, to, pixel) {
 }
 
 function curves(view, from, to, pixel) {
-  // steps; of those in one column of pixels the lowest, the highest and the last level
+  // step functions; of each column of pixels only the lowest, the highest and the last level
   const data = { xs: [], ys: [], colour: [], device: [] }
   const { when, level } = view
   for (let row = 0; row < view.rows.length; row++) {
@@ -180,8 +182,8 @@ function matcher(text) {
 }
 
 export default async ({ views, sight, plot, search, found, blob }) => {
-  const own = await unpack(blob, views)
-  own[0].height.end = 1.05 * Math.max(1, ...own.map((view) => view.most))
+  const simulations = await unpack(blob, views)
+  simulations[0].height.end = 1.05 * Math.max(1, ...simulations.map((view) => view.most))
   let drawn = null
 
   const show = () => {
@@ -195,7 +197,7 @@ export default async ({ views, sight, plot, search, found, blob }) => {
       pixel > drawn.pixel / CLOSER
     if (fits) return
     drawn = { from: sight.start - MARGIN * width, to: sight.end + MARGIN * width, pixel }
-    for (const view of own) {
+    for (const view of simulations) {
       const [data, texts] = boxes(view, drawn.from, drawn.to, pixel)
       view.boxes.data = data
       view.texts.data = texts
@@ -212,7 +214,7 @@ export default async ({ views, sight, plot, search, found, blob }) => {
     const wanted = matcher(search.value_input)
     hits = []
     next = 0
-    for (const view of own) {
+    for (const view of simulations) {
       view.hits = wanted && new Set()
       for (let k = 0; wanted && k < view.start.length; k++) {
         if (wanted(view, k)) view.hits.add(k), hits.push([view, k])
@@ -233,22 +235,22 @@ export default async ({ views, sight, plot, search, found, blob }) => {
   }
 
   globalThis.fxpipe = {
-    views: own,
+    views: simulations,
     tell: (number, data, index) => {
-      const [view, k, count] = [own[number], data.at[index], data.count[index]]
+      const [view, k, count] = [simulations[number], data.at[index], data.count[index]]
       if (count === 1) return tell(view, k)
       const last = k + count - 1
       return `${count} tasks, ${name(view, k, true)} to ${name(view, last, true)}; zoom in`
     },
     level: (number, device, at) => {
-      const view = own[number]
+      const view = simulations[number]
       const k = first(view.when, view.points[device], view.points[device + 1], at) - 1
       const count = k < view.points[device] ? 0 : view.level[k]
       const held = view.bytes ? size(count) : `${count} micro-batches`
       return `device ${device}, ${view.what}: ${held} at ${short(at)}`
     },
     point: (number, indices) => {
-      const view = own[number]
+      const view = simulations[number]
       const data = { x0: [], y0: [], x1: [], y1: [] }
       const index = indices[0]
       if (index !== undefined && view.boxes.data.count[index] === 1) {

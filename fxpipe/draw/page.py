@@ -1,8 +1,8 @@
-"""Simulations as one page to move in: it zooms, pans, searches, and tells about what is pointed at.
+"""Simulations as one interactive HTML page with zoom, pan, search and tooltips.
 
-bokeh draws the page, which holds all that it needs, and so opens without a network. Its tasks are
-columns of numbers, compressed. ``page.js`` shows those in sight: tasks that are too narrow to be
-seen apart are one box, so that the number of boxes depends on the screen alone.
+bokeh draws the page, which holds all of its data and scripts and so opens without a network. The
+tasks are compressed columns of numbers. ``page.js`` draws those in sight and joins tasks that are
+too narrow to tell apart, so that the number of boxes depends on the screen alone.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Columns = dict[str, "array[Any]"]
 
 _TYPES = {"f": "Float32Array", "d": "Float64Array", "i": "Int32Array"}
 _AIR = 0.02
-"""Empty space beside the tasks, as a share of the whole time."""
+"""Empty space at either end, as a share of the whole time."""
 
 _CLOSEST = 1e-6
-"""The shortest time that can be in sight, as a share of the whole."""
+"""The shortest time that zooming can show, as a share of the whole."""
 
 _HELP = (
     "Drag to move, scroll to zoom, point at a task to see what it waits for. Search as schedules "
@@ -44,9 +44,9 @@ _HELP = (
 
 
 def make_page(*simulations: Simulation) -> str:
-    """The page, as HTML: the simulations under each other, then what devices hold.
+    """Return the page as HTML: the simulations below each other, then the memory of the devices.
 
-    Their times are in milliseconds if one of them is in seconds.
+    All times are shown in milliseconds if one of the simulations is in seconds.
 
     Raises:
         InputError: bokeh is not installed, or no simulation is given.
@@ -76,14 +76,14 @@ def make_page(*simulations: Simulation) -> str:
     plots.append(_curves(views, counted, sight))
     plots[-1].xaxis.axis_label = "milliseconds" if seconds else "time"
     search = TextInput(title="Search", placeholder="F3@1", width=220, name="search")
-    found = Div(text="")
+    hits = Div(text="")
     start = CustomJS(
         args={
             "views": views,
             "sight": sight,
             "plot": plots[0],
             "search": search,
-            "found": found,
+            "found": hits,
             "blob": b64encode(gzip.compress(b"".join(map(bytes, packed)), mtime=0)).decode(),
         },
         code=(Path(__file__).parent / "page.js").read_text(encoding="utf-8"),
@@ -91,7 +91,7 @@ def make_page(*simulations: Simulation) -> str:
     )
     layout = column(
         Div(text=_legend(simulations), sizing_mode="stretch_width"),
-        row(search, found),
+        row(search, hits),
         gridplot([[plot] for plot in plots], sizing_mode="stretch_width", merge_tools=True),
         sizing_mode="stretch_width",
     )
@@ -106,17 +106,17 @@ def make_page(*simulations: Simulation) -> str:
 def _view(
     simulation: Simulation, unit: float, counted: bool, packed: list[array[Any]]
 ) -> dict[str, Any]:
-    """What the page is told about a simulation; its numbers are put behind those that are packed.
+    """Return what ``page.js`` needs to know about a simulation; appends its columns to ``packed``.
 
-    ``rows`` and ``points`` count those of each device.
+    ``rows`` and ``points`` are the numbers of tasks and of points of the memory curve, by device.
     """
     levels, boxes = _levels(simulation, counted), simulation_boxes(simulation)
     looks: dict[tuple[str, str], int] = {}
     tasks = _tasks(simulation, levels, boxes, unit, looks)
     points: Columns = {"when": array("f"), "level": array("d")}
     counts = [
-        _curve(starts, own, unit, points)
-        for starts, own in zip(simulation.events.starts, levels, strict=True)
+        _curve(starts, device_levels, unit, points)
+        for starts, device_levels in zip(simulation.events.starts, levels, strict=True)
     ]
     columns = tasks | points
     packed += columns.values()
@@ -134,16 +134,16 @@ def _view(
         "stages": boxes.tags_stages,
         "batches": simulation.steps > 1,
         "bytes": counted,
-        "columns": [[name, _TYPES[own.typecode], len(own)] for name, own in columns.items()],
+        "columns": [[name, _TYPES[data.typecode], len(data)] for name, data in columns.items()],
     }
 
 
 def _levels(simulation: Simulation, counted: bool) -> Sequence[Sequence[int]]:
-    """Device → for each instruction the bytes that it holds while it runs, or where bytes are not
-    counted the micro-batches that its stages keep for backward."""
+    """Device → the bytes that it holds during each instruction, or, if bytes are not counted, the
+    micro-batches that its stages keep for backward."""
     if counted:
         return [memory.levels for memory in simulation.memory]
-    return [[level for *_, level in stash_levels(own)] for own in simulation.program.lists]
+    return [[level for *_, level in stash_levels(row)] for row in simulation.program.lists]
 
 
 def _tasks(
@@ -153,7 +153,7 @@ def _tasks(
     unit: float,
     looks: dict[tuple[str, str], int],
 ) -> Columns:
-    """The columns of the tasks, device by device. ``looks`` numbers letters with colours."""
+    """The columns of the tasks, device by device; adds to ``looks``, (letter, colour) → number."""
     program, sizes, transfers = simulation.program, simulation.sizes, simulation.events.transfers
     makers: dict[Buffer, int] = {}
     for number, span in enumerate(simulation.spans):
@@ -197,12 +197,14 @@ def _tasks(
 
 
 def _curve(starts: Sequence[float], levels: Sequence[int], unit: float, points: Columns) -> int:
-    """Add the points where the level changes; returns their number. Of what happens at one time,
-    the highest level and the last one are kept."""
+    """Add the points where the level changes; returns their number.
+
+    Of the levels at one time, only the highest and the last are kept.
+    """
     count = 0
     for when, same in groupby(zip(starts, levels, strict=True), itemgetter(0)):
-        own = [level for _, level in same]
-        for level in dict.fromkeys((max(own), own[-1])):
+        at_once = [level for _, level in same]
+        for level in dict.fromkeys((max(at_once), at_once[-1])):
             if not count or points["level"][-1] != level:
                 points["when"].append(when * unit)
                 points["level"].append(level)
@@ -211,7 +213,10 @@ def _curve(starts: Sequence[float], levels: Sequence[int], unit: float, points: 
 
 
 def _timeline(number: int, view: dict[str, Any], title: str, sight: Any) -> Any:
-    """A row of boxes for each device; ``view`` is given the sources of what is in sight."""
+    """The plot of a simulation, with a row of boxes for each device.
+
+    Adds to ``view`` the data sources that ``page.js`` fills.
+    """
     from bokeh.models import ColumnDataSource, CustomJS, CustomJSHover, Range1d
 
     devices = len(view["rows"])
@@ -262,7 +267,10 @@ def _timeline(number: int, view: dict[str, Any], title: str, sight: Any) -> Any:
 
 
 def _curves(views: list[dict[str, Any]], counted: bool, sight: Any) -> Any:
-    """A line for each device's memory: through where predicted, dashed where measured beside."""
+    """The plot of memory, with a line for each device: solid for the first simulation, else dashed.
+
+    Adds to each view the data source that ``page.js`` fills.
+    """
     from bokeh.models import (
         AdaptiveTicker,
         ColumnDataSource,
@@ -303,7 +311,7 @@ def _curves(views: list[dict[str, Any]], counted: bool, sight: Any) -> Any:
 
 
 def _hover(plot: Any, drawn: Any, column: str, told: Any, **more: Any) -> None:
-    """Tell about what is pointed at; ``told`` makes the text of a column's value."""
+    """Add a tooltip to a plot; ``told`` makes its text from a value of ``column``."""
     from bokeh.models import HoverTool
 
     text = f'<div style="white-space: pre">{column}{{custom}}</div>'
@@ -326,14 +334,14 @@ def _figure(title: str, sight: Any, **more: Any) -> Any:
 
 
 def _legend(simulations: Sequence[Simulation]) -> str:
-    """How to use the page, and what the colours mean."""
-    letters = {task_of(span.instruction).kind for one in simulations for span in one.spans}
+    """The help text and the legend of the colours, as HTML."""
+    letters = {task_of(span.instruction).kind for shown in simulations for span in shown.spans}
     style = f"display: inline-block; border: 1px solid {FAINT}; padding: 0 4px; background: "
     entries = [
         f'<span style="{style}{TASKS.get(letter, OTHER)}">{letter}</span> {escape(kind.name)}'
         for letter, kind in KINDS.items()
         if letter in letters
     ]
-    several = any(one.program.stages > one.devices for one in simulations)
+    several = any(shown.program.stages > shown.devices for shown in simulations)
     lighter = "lighter: later stages of a device" if several else ""
     return f"{escape(_HELP)}<br>{' &ensp; '.join(filter(None, [*entries, lighter]))}"

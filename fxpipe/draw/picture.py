@@ -1,8 +1,8 @@
-"""Pictures: graphviz objects that show themselves and write files, drawn inside this process.
+"""Pictures: graphviz graphs that Graphviz draws inside this process, to show or to write to files.
 
-Their colours can be told apart with any kind of colour vision: the palette is that of Okabe and
-Ito, "Color Universal Design" (2008), https://jfly.uni-koeln.de/color/. No picture tells anything
-by colour alone: a letter, a line style or a border says it too.
+The palette can be told apart with any kind of colour vision: Okabe and Ito, "Color Universal
+Design" (2008), https://jfly.uni-koeln.de/color/. No meaning rests on colour alone: a letter, a
+line style or a border shows it too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxpipe.errors import InputError, near
 FORWARD = "#56B4E9"  # sky blue
 BACKWARD = "#E69F00"  # orange
 UPDATE = "#009E73"  # bluish green
-INPUT = "#F0E442"  # yellow: what comes from the caller or goes to it
+INPUT = "#F0E442"  # yellow: inputs from the caller and outputs to it
 PARAMETER = "#CC79A7"  # reddish purple
 SKIP = "#0072B2"  # blue: a value that skips stages
 GRADIENT = "#D55E00"  # vermilion: a gradient on its way back
@@ -51,7 +51,7 @@ TASKS: dict[str, str] = {
 
 
 def tint(colour: str, number: int) -> str:
-    """The colour itself for 0, lighter for 1, and so on, but never as light as the paper."""
+    """The colour itself for 0, lighter for each further number, but never as light as the paper."""
     share = _LIGHTEST * (1 - 0.55**number)
     parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(part + (255 - part) * share):02X}" for part in parts)
@@ -60,10 +60,10 @@ def tint(colour: str, number: int) -> str:
 FORMATS = frozenset(
     ("dot", "eps", "gif", "gv", "jpeg", "jpg", "json", "pdf", "png", "ps", "svg", "svgz", "xdot")
 )
-"""What the Graphviz of pygraphviz's wheels writes on every system."""
+"""The formats that the Graphviz in pygraphviz's wheels writes on every system."""
 
 PLACED = "nop2"
-"""The layout of a graph whose nodes and edges all have their positions already."""
+"""The Graphviz engine for a graph whose nodes and edges all have positions already."""
 
 _BITMAPS = frozenset({"gif", "jpeg", "jpg", "png"})
 _BITMAP_DPI = "144"
@@ -82,12 +82,12 @@ def check_format(name: str) -> str:
 
 
 def lay_out(source: str, *, engine: str, format: str) -> bytes:
-    """Draw a graph in DOT, laid out by an engine of Graphviz, or PLACED, in one of FORMATS.
+    """Return a DOT graph drawn in one of ``FORMATS``, laid out by a Graphviz engine or ``PLACED``.
 
     Raises:
         InputError: the format is unknown, or Graphviz refuses the graph.
     """
-    import pygraphviz  # type: ignore[import-untyped]  # slow, and few draw
+    import pygraphviz  # type: ignore[import-untyped]  # slow to import, and seldom needed
 
     wanted = check_format(format)
     # Graphviz has global state, so only one thread at a time may call it.
@@ -97,7 +97,7 @@ def lay_out(source: str, *, engine: str, format: str) -> bytes:
             if wanted in _BITMAPS and "dpi" not in graph.graph_attr:
                 graph.graph_attr["dpi"] = _BITMAP_DPI
             if engine == PLACED:
-                # Given as ``prog``, it would warn of a slow layout although it lays nothing out.
+                # With ``prog=PLACED`` pygraphviz would warn of a slow layout that never happens.
                 graph.has_layout = True
             data: bytes = graph.draw(format=wanted, prog=None if engine == PLACED else engine)
         except Exception as error:
@@ -107,9 +107,9 @@ def lay_out(source: str, *, engine: str, format: str) -> bytes:
 
 @contextmanager
 def _stderr_kept() -> Iterator[None]:
-    """Hold back what C code writes to stderr, and write it afterwards without known noise.
+    """Capture what C code writes to stderr, and write it afterwards without known noise.
 
-    Fontconfig inside the wheel complains about newer systems' configuration files.
+    The wheel's Fontconfig complains about the configuration files of newer systems.
     """
     try:
         real = os.dup(2)
@@ -130,16 +130,16 @@ def _stderr_kept() -> Iterator[None]:
 
 
 FONT = "Helvetica"
-"""A core font of PDF, which every system replaces by a sans-serif of its own where it lacks it."""
+"""A core font of PDF; systems that lack it replace it by another sans-serif."""
 BOLD_FONT = "Helvetica-Bold"
 
 _WIDTH = re.compile(r'<svg width="([0-9.]+)pt" height="([0-9.]+)pt"')
 _PAGE, _SHRUNK = 690.0, 0.65
-"""The width of a page in points, and the least share of its size that a picture is shrunk to."""
+"""The width of a page in points, and the smallest share of its size that a picture shrinks to."""
 
 
-def _on_a_page(found: re.Match[str]) -> str:
-    wide, high = map(float, found.groups())
+def _on_a_page(match: re.Match[str]) -> str:
+    wide, high = map(float, match.groups())
     least = _SHRUNK * wide
     width = max(min(wide, _PAGE), least)
     size = f'width="{width:g}pt" height="{high * width / wide:g}pt"'
@@ -149,8 +149,8 @@ def _on_a_page(found: re.Match[str]) -> str:
 class Picture(graphviz.Digraph):  # type: ignore[misc]
     """A ``graphviz.Digraph`` that Graphviz draws inside this process.
 
-    ``source`` is its DOT, which ``save`` writes; ``pipe`` gives the picture's bytes, ``render``
-    writes them to a file, and Jupyter shows it as SVG.
+    ``pipe`` returns the drawn picture, ``render`` writes it to a file, and Jupyter shows it as SVG.
+    ``source`` is its DOT, which ``save`` writes.
     """
 
     @overload
@@ -158,11 +158,11 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
     @overload
     def pipe(self, format: str | None = None, *, encoding: str) -> str: ...
     def pipe(self, format: str | None = None, *, encoding: str | None = None) -> bytes | str:
-        """The drawn picture.
+        """Return the drawn picture as bytes, or as text if ``encoding`` is given.
 
         Args:
-            format: ``svg``, ``png``, ``pdf``, …; the picture's own ``format`` where not given.
-            encoding: gives text in this encoding instead of bytes.
+            format: ``svg``, ``png``, ``pdf``, …; by default the picture's own ``format``.
+            encoding: the encoding of the text.
 
         Raises:
             InputError: the format is unknown.
@@ -184,12 +184,12 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
         """Write the picture, and nothing else, to a file.
 
         Args:
-            filename: the path; where it does not end in its format, the ending is added.
+            filename: the path; the format is appended if the path does not end in it.
             directory: the folder that ``filename`` is relative to.
             view: whether to open the file in the system's viewer.
-            cleanup: like ``quiet``, part of graphviz's signature: there is nothing to clean up.
-            format: the format, where the path's ending does not tell it.
-            quiet: see ``cleanup``.
+            cleanup: ignored, part of graphviz's signature.
+            format: the format; by default the path's ending.
+            quiet: ignored, part of graphviz's signature.
             quiet_view: whether to silence the viewer.
 
         Returns:
@@ -211,13 +211,13 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
         return str(path)
 
     def _repr_svg_(self) -> str:
-        """The picture for a web page: one that is too wide is shrunk, at most to two thirds of
-        its size, and scrolls where that is not enough. Its own width is already that of a page, as
-        many pages show it as an image, which takes no other size."""
+        """The picture for a web page: a wide one shrinks, at most to ``_SHRUNK`` of its size, and
+        then scrolls. The ``width`` attribute fits a page already, since many pages show the SVG as
+        an image, which ignores the style."""
         return _WIDTH.sub(_on_a_page, self._drawn("svg").decode(), count=1)
 
     def _repr_image_svg_xml(self) -> str:
-        """The same, for front ends that ask graphviz for a mime bundle."""
+        """Like ``_repr_svg_``, for front ends that ask graphviz for a MIME bundle."""
         return self._repr_svg_()
 
     def _drawn(self, format: str) -> bytes:
@@ -226,7 +226,7 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
 
 
 def blank(name: str, **graph: str) -> Picture:
-    """An empty picture in the library's style, with further attributes of the graph."""
+    """An empty picture in the library's style; ``graph`` are further attributes of the graph."""
     text = {"fontname": FONT, "fontsize": "10", "fontcolor": INK}
     return Picture(
         name,
@@ -238,15 +238,15 @@ def blank(name: str, **graph: str) -> Picture:
 
 
 def plain(text: str) -> str:
-    """A label that shows exactly ``text``, with its escapes, entities and markup quoted."""
+    """A label that shows exactly ``text``: its escapes, entities and markup are quoted."""
     lines = [graphviz.escape(_printable(line).replace("&", "&amp;")) for line in text.split("\n")]
     label: str = graphviz.nohtml(r"\n".join(lines))
     return label
 
 
 def markup(text: str) -> str:
-    """The same for a text inside an HTML-like label."""
-    # Graphviz reads escapes such as \N there too, and knows no way to write a backslash itself.
+    """Quote ``text`` for use inside an HTML-like label."""
+    # Graphviz expands escapes such as \N there too, and has no way to quote a backslash.
     return escape(_printable(text)).replace("\\", "\\\N{ZERO WIDTH SPACE}")
 
 

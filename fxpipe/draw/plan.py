@@ -29,15 +29,14 @@ from fxpipe.ir.value import HOST, Edge
 _LINE, _MODULE_LINES = 44, 4
 _NAME, _VALUES = 28, 6
 _TINT = "50"
-"""Alpha of colours behind text."""
+"""The alpha channel of colours behind text."""
 
 
 def draw_plan(plan: Plan, *, faults: Sequence[Fault] | None = None) -> Picture:
-    """Draw the stages in order, and the values between them and from and to the caller.
+    """Draw the stages in order, and the values that they exchange with each other and the caller.
 
-    Values between the same two stages share an arrow. A ring at its tail means that a gradient
-    comes back. In an invalid plan, the stages and edges at fault are red, and the faults are listed
-    below.
+    Values between the same two stages share an arrow, with a ring at its tail if gradients come
+    back. In an invalid plan, stages and edges at fault are red, and the faults are listed below.
 
     Args:
         plan: the plan.
@@ -71,14 +70,14 @@ def draw_plan(plan: Plan, *, faults: Sequence[Fault] | None = None) -> Picture:
 
 
 def _seconds(plan: Plan) -> list[float]:
-    """Stage → seconds for a micro-batch; empty if some stage was not measured."""
+    """Stage → seconds per micro-batch; empty if some stage was not measured."""
     costs = [stage.costs for stage in plan.stages]
     seconds = [cost.forward + cost.backward for cost in costs if cost is not None]
     return seconds if len(seconds) == len(costs) and any(seconds) else []
 
 
 def _stage(stage: Stage, share: str, wrong: Collection[str]) -> str:
-    """A stage's box: its number, its share, costs, modules and counts."""
+    """The label of a stage's box: number, share of the work, costs, modules and counts."""
     name = f"stage {stage.index}"
     costs = ""
     if stage.costs is not None:
@@ -105,7 +104,7 @@ def _stage(stage: Stage, share: str, wrong: Collection[str]) -> str:
 
 
 def _arguments(stage: Stage, arguments: Sequence[Argument], word: str) -> str:
-    """``12 parameters (1.2 M elements)``; without the elements where a shape is not known."""
+    """``12 parameters (1.2 M elements)``; without the elements if a shape is unknown."""
     text = plural(len(arguments), word)
     graph = stage.graph.graph
     values = {node.name: node.meta.get("val") for node in graph.find_nodes(op="placeholder")}
@@ -116,7 +115,7 @@ def _arguments(stage: Stage, arguments: Sequence[Argument], word: str) -> str:
 
 
 def _draw_value(picture: Picture, plan: Plan, node: str, word: str, edge: Edge) -> None:
-    """Draw a value that the caller gives or gets."""
+    """Draw an input from the caller or an output to it."""
     label = _table([f"<TR><TD>&#160;{word}</TD>{_cells(plan, edge)}</TR>"], padding=1)
     picture.node(
         node, label=label, style="filled,rounded", fillcolor=INPUT, color=FAINT, height="0.3"
@@ -153,7 +152,7 @@ def _draw_way(
 
 
 def _cells(plan: Plan, edge: Edge) -> str:
-    """Name, shape and bytes of a value."""
+    """The table cells with the name, shape and bytes of a value."""
     spec = plan.specs.get(edge.value)
     name = lines([edge.value], _NAME, 1)[0]
     texts = [markup(name)]
@@ -163,7 +162,7 @@ def _cells(plan: Plan, edge: Edge) -> str:
 
 
 def _caption(plan: Plan, faults: Sequence[Fault]) -> str:
-    """The caption: what the picture shows, what its arrows mean, and the faults."""
+    """The caption: counts, the meaning of the arrows, and the faults."""
     parameters = sum(len(stage.parameters) for stage in plan.stages)
     rows = [
         _wide(f"<B>{plural(len(plan.stages), 'stage')} · {plural(parameters, 'parameter')}</B>")

@@ -1,4 +1,4 @@
-"""A program as a picture: devices as rows, time to the right, transfers as arrows."""
+"""Draws programs: devices as rows, time to the right, transfers as arrows."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from fxpipe.simulator.simulate import share_of
 from fxpipe.text.program import print_instruction
 
 DETAILED = 600
-"""The most instructions with every one drawn; a larger program shows only compute and transfers."""
+"""The most instructions that are all drawn; a larger program shows only compute and transfers."""
 
 WITH_ARROWS = 6000
-"""The most instructions with which transfers are drawn."""
+"""The most instructions of a program whose transfers are drawn."""
 
 _UNIT, _MARK, _MARK_BOX = 28.0, 8.5, 7.5
-"""The least width, in points, of a unit of time, a mark and its box, where marks are drawn."""
+"""The least width, in points, of a unit of time, a mark and a mark's box, if marks are drawn."""
 
 _LABEL, _MARK_LABEL = 9.0, 6.5
 _AIR = 3.0
@@ -60,13 +60,13 @@ _TRANSFERS = (ins.Send, ins.Receive, ins.Stash, ins.Pop)
 WAIT_ARROW = ArrowStyle(FAINT, "dotted")
 
 _ASIDE = 2.0
-"""Where there are no marks, arrows of gradients are shifted to the right by so much."""
+"""Without marks, arrows shift by so many points: gradients to the right, values to the left."""
 
 
 class Row(NamedTuple):
-    """A device, or a stream of a device that has several, with its positions in the device's list.
+    """A device or one of its streams, with its positions in the device's list.
 
-    ``stream`` is "" where the device runs one instruction after another.
+    ``stream`` is "" if the device runs one instruction after another.
     """
 
     device: int
@@ -79,9 +79,9 @@ class Rows:
     """All rows of a program's picture.
 
     Attributes:
-        rows: from top to bottom.
+        rows: the rows from top to bottom.
         at: (device, position in its list) → (row, position in the row).
-        waits: place in the rows → the places of the instructions whose events it waits for.
+        waits: place in the rows → the places that record the events it waits for.
     """
 
     rows: tuple[Row, ...]
@@ -90,20 +90,20 @@ class Rows:
 
 
 def rows_of(program: Program) -> Rows:
-    """The rows: for each device its compute stream first, then the others by name."""
+    """Return the rows of a program: each device's compute stream first, then the others by name."""
     rows: list[Row] = []
-    for device, own in enumerate(program.lists):
+    for device, instructions in enumerate(program.lists):
         if not program.launches:
-            rows.append(Row(device, "", tuple(range(len(own)))))
+            rows.append(Row(device, "", tuple(range(len(instructions)))))
             continue
         streams = [launch.stream for launch in program.launches[device]]
         for stream in sorted({COMPUTE, *streams}, key=lambda name: (name != COMPUTE, name)):
             positions = tuple(at for at, name in enumerate(streams) if name == stream)
             rows.append(Row(device, stream, positions))
     at = {
-        Place(own.device, position): Place(row, index)
-        for row, own in enumerate(rows)
-        for index, position in enumerate(own.positions)
+        Place(row.device, position): Place(number, index)
+        for number, row in enumerate(rows)
+        for index, position in enumerate(row.positions)
     }
     launched = [
         (at[Place(device, position)], launch)
@@ -111,7 +111,7 @@ def rows_of(program: Program) -> Rows:
         for position, launch in enumerate(launches)
     ]
     recorded = {launch.record: place for place, launch in launched if launch.record is not None}
-    # Events of earlier steps are recorded already.
+    # Events that no launch here records belong to earlier steps, which are done.
     waits = {
         place: [recorded[event] for event in launch.waits if event in recorded]
         for place, launch in launched
@@ -121,23 +121,23 @@ def rows_of(program: Program) -> Rows:
 
 
 def sketch_program(program: Program, rows: Rows, mark: float) -> Timeline[ins.Instruction]:
-    """Work out when the instructions of a program run, even of one that is not valid.
+    """Return when the instructions of a program run; the program need not be valid.
 
-    On streams a receive waits for events and not for the send, which only passes a reference on.
+    On streams a receive waits for events, not for the send, which only passes a reference on.
     An instruction that computes nothing takes the time ``mark``.
     """
     lists = [[program.lists[row.device][at] for at in row.positions] for row in rows.rows]
     waits: list[list[Wait]] = [[] for _ in lists]
-    for device, own in enumerate(waits_of(program)):
-        for position, *on in own:
+    for device, device_waits in enumerate(waits_of(program)):
+        for position, *on in device_waits:
             x = program.lists[device][position]
             if not program.launches or isinstance(x, ins.Meeting):
                 row, index = rows.at[Place(device, position)]
                 waits[row].append((index, *rows.at[Place(*on)]))
     for (row, index), sources in rows.waits.items():
         waits[row] += [(index, *source) for source in sources]
-    for own in waits:
-        own.sort()
+    for row_waits in waits:
+        row_waits.sort()
 
     def cost(x: ins.Instruction) -> float:
         return mark if ins.letter_of(x) is None else usual_cost(x) * share_of(x, program)
@@ -147,7 +147,7 @@ def sketch_program(program: Program, rows: Rows, mark: float) -> Timeline[ins.In
 
 @dataclass(frozen=True)
 class _Scale:
-    """How large a program is drawn, and whether with marks, and with arrows for its transfers."""
+    """The scale of a program's picture, and whether it has marks, and arrows for transfers."""
 
     fit: ChartScale
     marks: bool
@@ -161,13 +161,13 @@ _Box = tuple[Span[ins.Instruction], str]
 def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> Picture:
     """Draw the order of all instructions, with transfers that take no time.
 
-    The picture of a small program has every instruction, and so is not to scale; that of a large
-    one has compute, to scale, and transfers. An invalid program is drawn with all its faults in
-    red: a number over each instruction at fault, and the list of them below.
+    The picture of a small program shows every instruction, and so is not to scale. That of a large
+    program shows compute, to scale, and transfers. Faults of an invalid program are red: a number
+    over each instruction at fault, and the list below.
 
     Args:
         program: the program.
-        faults: the faults to mark; by default what the verifier finds.
+        faults: the faults to mark; by default those that the verifier finds.
     """
     count = sum(map(len, program.lists))
     unit = _unit(program)
@@ -213,7 +213,10 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
             drawn_at[place] = span, node
     _draw_transfers(chart, list(drawn_at.values()), scale)
     waits = _draw_waits(chart, drawn_at, rows) if scale.marks else False
-    entries = [*_marks(program, scale), *_arrows(program, scale)]
+    entries = _box_entries(program, scale)
+    if scale.arrows:
+        sent = (x.buffer.kind for x in chain(*program.lists) if isinstance(x, ins.Sending))
+        entries += arrow_entries(set(sent))
     if waits:
         entries.append(LegendEntry("waits for an event", WAIT_ARROW))
     entries += fault_entries(marks, stuck=bool(timeline.unrun))
@@ -223,7 +226,7 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
 
 
 def _unit(program: Program) -> float:
-    """The width of a forward in points where marks are drawn, so that its label fits well."""
+    """The width in points of a unit of time, if marks are drawn: labels of forwards fit."""
     labels = {
         instruction_style(x, program).label
         for x in chain(*program.lists)
@@ -235,9 +238,10 @@ def _unit(program: Program) -> float:
 def _draw(
     chart: Chart, span: Span[ins.Instruction], drawn: InstructionStyle, scale: _Scale, wrong: bool
 ) -> str | None:
-    """Draw an instruction; returns its node, which is invisible for a transfer without a mark.
+    """Draw an instruction; returns its node, or None if it is left out.
 
-    An instruction at fault is drawn even where others of its kind are left out.
+    A transfer without a mark gets an invisible node for its arrow. An instruction at fault is
+    drawn even if others of its kind are left out.
     """
     corner = (chart.x(span.start), chart.y(span.device))
     label, size, width = drawn.label, _MARK_LABEL, _MARK_BOX
@@ -290,7 +294,7 @@ def _path(
     scale: _Scale,
     buffer: Buffer,
 ) -> list[Point]:
-    """The arrow's path from mark to mark, or without marks from row edge to row edge."""
+    """The arrow's path from mark to mark, or from row edge to row edge without marks."""
     if scale.marks:
         shift, inset = _MARK / 2, chart.row_height * (1 - MARK_HEIGHT) / 2
     else:
@@ -303,36 +307,36 @@ def _path(
 
 
 def _bent(start: Point, stop: Point, height: float | None = None) -> list[Point]:
-    """A curve that leaves and arrives upright; it bends halfway, or at the given height."""
+    """A curve with vertical ends that bends halfway, or at the y ``height``."""
     bend = (start[1] + stop[1]) / 2 if height is None else height
     return [start, (start[0], bend), (stop[0], bend), stop]
 
 
 def _draw_waits(chart: Chart, drawn: dict[Place, _Box], rows: Rows) -> bool:
-    """Draw an arrow from each record of an event to its waits on other rows. Returns whether
-    there are any."""
-    found = [
+    """Draw an arrow from each record of an event to its waits on other rows; returns whether there
+    are any."""
+    pairs = [
         (drawn[source], drawn[target])
         for target, sources in rows.waits.items()
         for source in sources
         if source in drawn and target in drawn and source.device != target.device
     ]
-    for (before, tail), (after, head) in found:
+    for (before, tail), (after, head) in pairs:
         x1, x2 = chart.x(before.end), chart.x(after.start)
         path = _bent(*chart.ends(before.device, x1, after.device, x2))
         chart.canvas.arrow(tail, head, path, WAIT_ARROW)
-    return bool(found)
+    return bool(pairs)
 
 
 def _in_rows(marks: FaultMarks, rows: Rows) -> FaultMarks:
-    """The same faults at their rows in the picture; those of a whole device at its first row."""
+    """Move the marks from devices to the picture's rows, those of a whole device to its first."""
     first: dict[int, int] = {}
     for at, row in enumerate(rows.rows):
         first.setdefault(row.device, at)
     return FaultMarks(
         marks.faults,
         {rows.at.get(place, Place(-1, -1)): numbers for place, numbers in marks.at.items()},
-        {first[device]: found for device, found in marks.rows.items() if device in first},
+        {first[device]: numbers for device, numbers in marks.rows.items() if device in first},
     )
 
 
@@ -355,8 +359,8 @@ def _title(program: Program, timeline: Timeline[ins.Instruction], marks: FaultMa
     return " · ".join(parts)
 
 
-def _marks(program: Program, scale: _Scale) -> list[LegendEntry]:
-    """The legend of the boxes: each opcode of the program, and those that are not drawn."""
+def _box_entries(program: Program, scale: _Scale) -> list[LegendEntry]:
+    """The legend entries for the opcodes of the program, and for those that are not drawn."""
     examples: dict[type[ins.Instruction], ins.Instruction] = {}
     for instruction in chain(*program.lists):
         examples.setdefault(type(instruction), instruction)
@@ -376,9 +380,3 @@ def _marks(program: Program, scale: _Scale) -> list[LegendEntry]:
     if left_out:
         entries.append(LegendEntry(f"(too many to be shown: {', '.join(left_out)})"))
     return entries
-
-
-def _arrows(program: Program, scale: _Scale) -> list[LegendEntry]:
-    """The legend of the arrows."""
-    sent = [x.buffer.kind for x in chain(*program.lists) if isinstance(x, ins.Sending)]
-    return arrow_entries(set(sent)) if scale.arrows else []

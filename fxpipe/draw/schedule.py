@@ -1,4 +1,4 @@
-"""Schedules and simulations as pictures: devices as rows, time to the right, tasks to scale."""
+"""Draws schedules and simulations: devices as rows, time to the right, tasks to scale."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from fxpipe.simulator.simulation import Simulation, Transfer
 from fxpipe.simulator.sums import Sum
 
 WITH_ARROWS = 1000
-"""The most transfers with which those that take time are drawn."""
+"""The most transfers of a picture that shows them as arrows."""
 
 _LEFT_OUT = LegendEntry("(labels that do not fit are left out)")
 _BETWEEN = 10.0
 _MILLISECONDS = 1e3
 _STAGES_SHOWN = 6
 _STRIP = 3.0
-_TOLD = 4000
-"""The most tasks with which each has a tooltip."""
+_WITH_TOOLTIPS = 4000
+"""The most tasks of a picture whose tasks have tooltips."""
 
 
 def draw_schedule(
@@ -61,15 +61,14 @@ def draw_schedule(
 ) -> Picture:
     """Draw when each task runs, with communication that takes no time.
 
-    An invalid schedule is drawn with all its faults in red: a number over each task at fault, and
-    the list of them below. Where it deadlocks, the tasks that never run are drawn after the one at
-    which their device waits.
+    Faults of an invalid schedule are red: a number over each task at fault, and the list below.
+    If the schedule deadlocks, the tasks that never run follow the one at which their device waits.
 
     Args:
         schedule: the schedule.
         costs: letter of a kind of task, or letter and stage → its time; by default its kind's.
-        steps: how many steps to draw, with the flush after the last. By default one step, or where
-            batches overlap enough steps to show one in steady state.
+        steps: how many steps to draw, with the flush after the last. By default one step, or, if
+            batches overlap, enough steps to show one in steady state.
         faults: the faults to mark; by default what the verifier finds.
 
     Raises:
@@ -77,8 +76,8 @@ def draw_schedule(
             ``steps`` is below 1.
     """
     timeline, marks = timeline_of(schedule, costs, steps, faults)
-    found = timeline.simulation
-    boxes = boxes_of(schedule) if found is None else simulation_boxes(found)
+    simulation = timeline.simulation
+    boxes = boxes_of(schedule) if simulation is None else simulation_boxes(simulation)
     fitted = _fit([(timeline, boxes)])
     chart = Chart(
         Canvas("schedule"),
@@ -98,12 +97,12 @@ def draw_schedule(
 
 
 def _fit(drawn: Sequence[tuple[Timeline[Task], TaskStyles]]) -> ChartScale:
-    """The common scale at which these timelines are drawn.
+    """Choose a common scale for these timelines.
 
-    Tasks that come once per step, such as updates, may be too short for their labels; they do not
-    widen the rest.
+    Tasks that run once per step, such as updates, do not count: they may be too short for their
+    labels.
     """
-    found = {
+    labels = {
         (boxes.label(span.task), span.end - span.start)
         for timeline, boxes in drawn
         for span in (*timeline.spans, *timeline.unrun)
@@ -111,8 +110,8 @@ def _fit(drawn: Sequence[tuple[Timeline[Task], TaskStyles]]) -> ChartScale:
     }
     devices = max(timeline.devices for timeline, _ in drawn)
     end = max(timeline.end for timeline, _ in drawn)
-    lines = max((label.count("\n") + 1 for label, _ in found), default=1)
-    return fit(found, end or 1.0, row_height(devices, lines))
+    lines = max((label.count("\n") + 1 for label, _ in labels), default=1)
+    return fit(labels, end or 1.0, row_height(devices, lines))
 
 
 def _draw_tasks(
@@ -121,7 +120,7 @@ def _draw_tasks(
     """Draw the boxes of all tasks; returns whether all labels fit completely."""
     whole = True
     stuck = set(timeline.stuck)
-    told = len(timeline.spans) <= _TOLD
+    told = len(timeline.spans) <= _WITH_TOOLTIPS
     for number, span in enumerate((*timeline.spans, *timeline.unrun)):
         time = span.end - span.start
         place = Place(span.device, span.position)
@@ -137,7 +136,7 @@ def _draw_tasks(
         whole = whole and shown == label
         corner = (chart.x(span.start), chart.y(span.device))
         width = time * fitted.scale
-        # Outlines of neighbours would overlap.
+        # An outline is centred on the edge: without an inset those of neighbours overlap.
         inset = 0.0 if look.border == PAPER else min(look.penwidth / 2, width / 4)
         chart.canvas.box(
             (corner[0] + inset, corner[1]),
@@ -160,13 +159,15 @@ def _draw_tasks(
 def _row_labels(
     drawn: Schedule | Program, timeline: Timeline[Task], marks: FaultMarks
 ) -> list[str]:
-    """The label of each device's row, and of those beside them."""
-    own = [marks.label(device, row_label(drawn, device)) for device in range(drawn.devices)]
-    return own + [f"device {device} · {KINDS[letter].name}" for device, letter in timeline.beside]
+    """The labels of the devices' rows, then of the rows of their offloads and prefetches."""
+    labels = [marks.label(device, row_label(drawn, device)) for device in range(drawn.devices)]
+    return labels + [
+        f"device {device} · {KINDS[letter].name}" for device, letter in timeline.beside
+    ]
 
 
 def row_label(drawn: Schedule | Program, device: int) -> str:
-    """``device 0``, with its stages where they are not simply stage 0."""
+    """``device 0``, with its stages unless it has just the stage of its own number."""
     held = drawn.held_by(device)
     if held == (device,):
         return f"device {device}"
@@ -193,14 +194,14 @@ def _title(schedule: Schedule, timeline: Timeline[Task], marks: FaultMarks) -> s
 
 
 def _caption(timeline: Timeline[Task]) -> str:
-    """``time, with F = 1, B = 2``; where the stages differ, ``F = 1 to 1.5``."""
+    """``time, with F = 1, B = 2``; if times differ, ``F = 1 to 1.5``."""
     times: dict[str, set[float]] = {letter: set() for letter in KINDS}
     for span in (*timeline.spans, *timeline.unrun):
         times.setdefault(span.task.kind, set()).add(round(span.end - span.start, 9))
     shown = [
-        f"{letter} = " + " to ".join(f"{time:g}" for time in sorted({min(found), max(found)}))
-        for letter, found in times.items()
-        if found
+        f"{letter} = " + " to ".join(f"{time:g}" for time in sorted({min(values), max(values)}))
+        for letter, values in times.items()
+        if values
     ]
     return f"time, with {', '.join(shown)}" if shown else "time"
 
@@ -214,11 +215,11 @@ def _legend(
 
 
 def draw_simulations(*simulations: Simulation) -> Picture:
-    """Draw simulations below each other, such as a predicted one and a measured one.
+    """Draw simulations below each other at one scale, for example a predicted and a measured one.
 
-    All have one scale, in seconds if one of them is in seconds. A predicted one is in seconds if
-    its costs were measured: ``program.simulate(measured.costs).draw(measured)``. Transfers that
-    take time are arrows.
+    The axis is in milliseconds if one of them is in seconds. A prediction is in seconds if its
+    costs were measured: ``program.simulate(measured.costs).draw(measured)``. Transfers that take
+    time are arrows.
 
     Raises:
         InputError: no simulation is given.
@@ -234,7 +235,7 @@ def draw_simulations(*simulations: Simulation) -> Picture:
     end = max(timeline.end for timeline, _ in drawn)
     canvas = Canvas("simulation")
     charts: list[Chart] = []
-    # All frames are drawn before the first box, as their bands are under the arrows.
+    # Bands must be drawn before the first box, so all frames come first.
     for simulation, (timeline, boxes) in zip(simulations, drawn, strict=True):
         chart = Chart(
             canvas,
@@ -255,7 +256,7 @@ def draw_simulations(*simulations: Simulation) -> Picture:
     tasks = {span.task for timeline, _ in drawn for span in timeline.spans}
     widest = max((boxes for _, boxes in drawn), key=lambda boxes: boxes.versions is not None)
     entries = widest.legend(tasks)
-    entries += arrow_entries({t.buffer.kind for one in simulations for t in _visible(one)})
+    entries += arrow_entries({t.buffer.kind for shown in simulations for t in _visible(shown)})
     if not whole:
         entries.append(_LEFT_OUT)
     charts[-1].legend(below, entries)
@@ -279,11 +280,11 @@ def simulation_title(simulation: Simulation, seconds: bool) -> str:
 
 
 _ABOVE = 2.0
-"""How far above its row a sum over the replicas is drawn."""
+"""How many points above its row a sum over the replicas is drawn."""
 
 
 def _visible(simulation: Simulation) -> list[Transfer]:
-    """The transfers that are drawn."""
+    """The transfers to draw: those that take time between devices or replicas, if few enough."""
     taking = [
         t
         for t in simulation.transfers
@@ -293,8 +294,8 @@ def _visible(simulation: Simulation) -> list[Transfer]:
 
 
 def _draw_transfers(chart: Chart, simulation: Simulation, unit: float) -> None:
-    """Draw a line from where each value is sent to where it arrives, or over the row of a device
-    while gradients are summed over its replicas."""
+    """Draw an arrow from where each value is sent to where it arrives, or above a device's row
+    while its gradients are summed over the replicas."""
     for transfer in _visible(simulation):
         xs = chart.x(transfer.start * unit), chart.x(transfer.end * unit)
         ends = chart.ends(transfer.source, xs[0], transfer.target, xs[1])

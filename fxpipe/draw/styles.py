@@ -1,6 +1,6 @@
 """How tasks and instructions look in a picture.
 
-Of a task the colour shows the kind, the tint the stage, the border the batch.
+A task's colour shows its kind, the tint its stage, the border its batch.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from fxpipe.ir.value import BufferKind
 from fxpipe.simulator.simulation import Simulation, task_of, version_of
 
 BORDERS = ((PAPER, 0.6, ""), (INK, 0.8, "dashed"), (INK, 1.0, ""))
-"""Colour, width and style of the outline, used for the batches in rotation."""
+"""Colour, width and style of the outline; batches use them in rotation."""
 
 VERSIONS = (INK, "#FFFFFF", SKIP)
-"""Colours of the strips under the tasks, used for the weight versions in rotation."""
+"""Colours of the strips under the tasks; weight versions use them in rotation."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class TaskStyles:
     """The looks and labels of the tasks of one timeline.
 
     Attributes:
-        chunks: stage and micro-batch, or None for other tasks, → which of the stages of its device
-            it is.
-        tags_stages: whether labels name the stage, as they do where a device holds several stages.
-        steps: as of a timeline.
-        versions: task → the weight version that it reads, or that an update makes; None where
-            versions need not be shown.
+        chunks: stage and micro-batch (None if the task has none) → the stage's index among the
+            stages of its device.
+        tags_stages: whether labels name the stage, for devices that hold several stages.
+        steps: see ``Timeline.steps``.
+        versions: task → the weight version that it reads, or that an update writes; None if
+            versions are not shown.
     """
 
     chunks: Callable[[int, int | None], int]
@@ -65,10 +65,10 @@ class TaskStyles:
         return BoxStyle(tint(TASKS.get(task.kind, OTHER), chunk), border, width, style)
 
     def label(self, task: Task) -> str:
-        """``F3``, and below it stage, batch and version where the picture needs them, each in a
-        line of its own, which keeps boxes narrow and labels large.
+        """``F3``, then stage, batch and version if the picture needs them.
 
-        In a picture of one window the batch is marked as in the text form, ``B3'``.
+        Each is on its own line, which keeps boxes narrow and labels large. In a picture of one
+        window the batch is marked as in the text form, ``B3'``.
         """
         name = str(Task(task.kind, task.microbatch, None, 0 if self.steps else task.batch))
         tags = []
@@ -86,7 +86,7 @@ class TaskStyles:
         return None if self.versions is None else self.versions(task)
 
     def tell(self, task: Task, start: float, end: float) -> str:
-        """The tooltip of a task, with everything known about it."""
+        """The tooltip of a task."""
         parts = [KINDS[task.kind].name if task.kind in KINDS else task.kind]
         if task.microbatch is not None:
             parts.append(f"micro-batch {task.microbatch}")
@@ -99,7 +99,7 @@ class TaskStyles:
         return f"{', '.join(parts)}: {start:g} to {end:g}"
 
     def legend(self, tasks: Iterable[Task]) -> list[LegendEntry]:
-        """What the looks of these tasks mean."""
+        """The legend entries for the looks of these tasks."""
         tasks = list(tasks)
         letters = {task.kind for task in tasks}
         entries = [
@@ -133,7 +133,7 @@ class TaskStyles:
 def boxes_of(
     drawn: Schedule | Program, steps: int = 0, versions: Callable[[Task], int | None] | None = None
 ) -> TaskStyles:
-    """The boxes for the tasks of a schedule or a program."""
+    """The styles of the tasks of a schedule or a program."""
     before: Counter[int] = Counter()
     chunks: dict[int, int] = {}
     for stage, home in enumerate(drawn.placement):
@@ -141,7 +141,7 @@ def boxes_of(
         before[home] += 1
 
     def chunk(stage: int, microbatch: int | None) -> int:
-        """The stage's number among those of its device; copies come behind these."""
+        """The stage's index among the stages of its device; copies come after these."""
         if stage not in chunks or microbatch is None:
             return chunks.get(stage, 0)
         device = drawn.device_of(stage, microbatch)
@@ -151,7 +151,7 @@ def boxes_of(
 
 
 def simulation_boxes(simulation: Simulation) -> TaskStyles:
-    """The same for a simulation, with the versions where a task reads an older one."""
+    """The styles of a simulation's tasks, with weight versions if a task reads an older one."""
     tasks = [span.instruction for span in simulation.spans]
     versions = {task_of(x): version_of(x) for x in tasks}
     differ = any(task.kind != "U" and v != task.batch for task, v in versions.items())
@@ -164,22 +164,22 @@ GRADIENT_ARROW = ArrowStyle(GRADIENT)
 SUM_ARROW = ArrowStyle(SUM, "dashed")
 
 _BACK = ("grad", "sums")
-"""The kinds of what comes back."""
+"""The kinds of buffers that hold gradients."""
 
 Moved = BufferKind | Literal["sum"]
-"""What goes from device to device, or from replica to replica."""
+"""The kind of a transfer between devices or, for ``sum``, between replicas."""
 
 MARK_HEIGHT = 0.55
-"""Height of a mark's box as a fraction of the row's height."""
+"""The height of a mark's box as a fraction of the row's height."""
 
 _GRADIENT = BoxStyle(PAPER, GRADIENT)
 
 
 @dataclass(frozen=True)
 class InstructionStyle:
-    """How an instruction is drawn: its box, and its height as a fraction of the row's.
+    """The look of an instruction, with its height as a fraction of the row's.
 
-    A mark computes nothing. It is a narrow box, left out in large programs.
+    Instructions that compute nothing are marks: narrow boxes, left out in large programs.
     """
 
     label: str
@@ -211,7 +211,6 @@ _MARKS: dict[type[ins.Instruction], InstructionStyle] = {
 
 
 def instruction_style(instruction: ins.Instruction, program: Program) -> InstructionStyle:
-    """How an instruction of the program is drawn."""
     letter = ins.letter_of(instruction)
     if letter is not None:
         task = task_of(instruction)
@@ -227,7 +226,7 @@ def instruction_style(instruction: ins.Instruction, program: Program) -> Instruc
 
 
 def arrow(kind: Moved) -> ArrowStyle:
-    """The stroke of an arrow for the transfer of such a buffer."""
+    """The look of the arrow for the transfer of a buffer of this kind."""
     if kind == "sum":
         return SUM_ARROW
     if kind in _BACK:
@@ -236,7 +235,7 @@ def arrow(kind: Moved) -> ArrowStyle:
 
 
 def arrow_entries(kinds: Collection[Moved]) -> list[LegendEntry]:
-    """The legend entries for the arrows of such buffers."""
+    """The legend entries for arrows of these kinds of buffers."""
     strokes = {arrow(kind) for kind in kinds}
     meanings = {
         ACT_ARROW: "value to the next stage",

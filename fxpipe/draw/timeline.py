@@ -1,10 +1,11 @@
-"""Timelines of tasks and instructions, which pictures and grids show."""
+"""Timelines: when tasks and instructions run, for pictures and grids."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
 from fxpipe.draw.chart import FaultMarks, faults_of, mark
@@ -25,7 +26,7 @@ _UNKNOWN_TIME = 1.0
 class Span(NamedTuple, Generic[T]):
     """A task or an instruction with its start and end.
 
-    ``device`` is its row, which is a device or one stream of it, and ``position`` its index there.
+    ``device`` is its row, a device or one stream of it, and ``position`` its index in the row.
     """
 
     device: int
@@ -37,15 +38,15 @@ class Span(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True)
 class Timeline(Generic[T]):
-    """Everything that runs in some rows, row by row in order, and what never runs.
+    """All tasks or instructions of some rows, row by row in order.
 
     Attributes:
         devices: the number of rows.
-        spans: what runs.
-        unrun: what never runs, from when its row waits for ever.
-        simulation: what was simulated, if it was.
-        beside: for each of the last rows the device beside which it runs, and the letter of what
-            runs there.
+        spans: those that run.
+        unrun: those that never run, drawn from the time at which their row waits for ever.
+        simulation: the simulation that the times come from, if any.
+        beside: the device and the letter (O or P) of each of the last rows, which hold offloads
+            and prefetches.
     """
 
     devices: int
@@ -56,7 +57,7 @@ class Timeline(Generic[T]):
 
     @property
     def steps(self) -> int:
-        """How many steps, with batches that count from the first; 0 for one window."""
+        """How many steps were simulated, with batches numbered from 0; 0 for one window."""
         return 0 if self.simulation is None else self.simulation.steps
 
     @cached_property
@@ -74,21 +75,19 @@ class Timeline(Generic[T]):
 
 
 def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline[Task]:
-    """The tasks of a simulation, with its times multiplied by ``unit``."""
+    """The timeline of a simulation, with its times multiplied by ``unit``."""
     spans = [
         Span(s.device, s.position, s.start * unit, s.end * unit, task_of(s.instruction))
         for s in simulation.spans
     ]
     letters = {"offloaded": "O", "fetching": "P"}
-    moved = [t for t in simulation.transfers if t.buffer.kind in letters]
-    beside = sorted({(t.source, letters[t.buffer.kind]) for t in moved})
-    for t in moved:
+    moves = [t for t in simulation.transfers if t.buffer.kind in letters]
+    beside = sorted({(t.source, letters[t.buffer.kind]) for t in moves})
+    for t in moves:
         assert isinstance(t.buffer, Buffer)
         letter, (_, _, stage, _, i, batch) = letters[t.buffer.kind], t.buffer
-        row, task = (
-            simulation.devices + beside.index((t.source, letter)),
-            Task(letter, i, stage, batch),
-        )
+        row = simulation.devices + beside.index((t.source, letter))
+        task = Task(letter, i, stage, batch)
         spans.append(Span(row, t.position, t.start * unit, t.end * unit, task))
     rows = simulation.devices + len(beside)
     return Timeline(rows, tuple(spans), (), simulation, tuple(beside))
@@ -100,12 +99,11 @@ def timeline_of(
     steps: int | None = None,
     faults: Sequence[Fault] | None = None,
 ) -> tuple[Timeline[Task], FaultMarks]:
-    """The timeline of a schedule, valid or not, with communication that takes no time.
+    """Return the timeline of a schedule, valid or not, and the faults to mark.
 
-    A valid schedule is simulated. One with faults is shown as far as it runs, as one window in
-    steady state, since the positions of faults are positions in a window.
-
-    Returns the timeline and the faults to mark, which by default are what the verifier finds.
+    Communication takes no time. A valid schedule is simulated; an invalid one is one window in
+    steady state, as far as it runs, since faults are at positions in a window. By default the
+    faults are those that the verifier finds.
 
     Raises:
         InputError: a letter or stage of ``costs`` is unknown, or a time negative or not finite;
@@ -122,23 +120,23 @@ def timeline_of(
 
 
 def default_steps(schedule: Schedule) -> int:
-    """How many steps to show: one, or where batches overlap enough for one in steady state."""
+    """How many steps to show: one, or, if batches overlap, enough for one in steady state."""
     return schedule.depth + 2 + max(schedule.delays) if schedule.overlaps else 1
 
 
 def sketch(rows: Sequence[Sequence[T]], cost: Callable[[T], float], waits: Waits) -> Timeline[T]:
-    """The timeline of rows, valid or not: each item runs as soon as the item before it in its row
-    and everything that it waits for are done."""
+    """Return the timeline of ``rows``, in which each item starts as soon as the item before it in
+    its row and all items that it waits for are done."""
     ends: list[list[float]] = [[] for _ in rows]
     spans: list[list[Span[T]]] = [[] for _ in rows]
     waited = [0] * len(rows)
     for row, stop in walk(list(map(len, rows)), waits).turns:
-        own, number, done = waits[row], waited[row], ends[row]
+        row_waits, number, done = waits[row], waited[row], ends[row]
         for position in range(len(done), stop):
             start = done[-1] if done else 0.0
-            while number < len(own) and own[number][0] == position:
-                _, other, on = own[number]
-                start = max(start, ends[other][on])
+            while number < len(row_waits) and row_waits[number][0] == position:
+                _, source, on = row_waits[number]
+                start = max(start, ends[source][on])
                 number += 1
             item = rows[row][position]
             done.append(start + cost(item))
@@ -150,12 +148,14 @@ def sketch(rows: Sequence[Sequence[T]], cost: Callable[[T], float], waits: Waits
         for position in range(len(ends[row]), len(items)):
             start, free = free, free + cost(items[position])
             unrun.append(Span(row, position, start, free, items[position]))
-    return Timeline(len(rows), tuple([span for own in spans for span in own]), tuple(unrun))
+    return Timeline(len(rows), tuple(chain.from_iterable(spans)), tuple(unrun))
 
 
 def _refused(schedule: Schedule, costs: Costs | None) -> Timeline[Task]:
-    """One window in the midst of others: what an earlier window should have run has run. An update
-    waits for its own stage alone."""
+    """The timeline of one window, as if all tasks of earlier windows had run.
+
+    An update waits for its own stage alone.
+    """
     times = times_of(schedule.stages, schedule.kinds, costs)
 
     def cost(task: Task) -> float:
@@ -166,8 +166,8 @@ def _refused(schedule: Schedule, costs: Costs | None) -> Timeline[Task]:
 
 
 def _waits(schedule: Schedule) -> list[list[Wait]]:
-    """What each task waits for: where it is, or for ever where nothing brings what it reads."""
-    # more micro-batches than there are tasks have none here; the header may tell of any number
+    """What each task waits for; one whose input nothing produces waits for itself, so for ever."""
+    # The header may claim any number of micro-batches; at most as many as tasks have one here.
     few = min(schedule.microbatches, sum(map(len, schedule.rows)))
     needs, stages = needs_of(replace(schedule, microbatches=few)), range(schedule.stages)
     places: dict[tuple[str, int | None, int | None, int], Place] = {}
@@ -180,17 +180,17 @@ def _waits(schedule: Schedule) -> list[list[Wait]]:
         stage, batch = task.stage, task.batch
         if stage is None or stage not in stages or task.kind not in KINDS:
             return []
-        found: list[Place] = []
-        brought: bool | None = None  # whether a neighbour brings what it reads, if one has to
+        sources: list[Place] = []
+        produced: bool | None = None  # whether another stage produces its input; None: none has to
         for kind, i, there in needs((task.kind, key_index(schedule, task, here.device), stage)):
             on = places.get((kind, i, there, batch))
             if on is not None:
-                found.append(on)
+                sources.append(on)
             if there != stage and there in stages:
-                brought = brought or on is not None
-        if brought is False and batch >= 0 and task.microbatch is not None:
-            found.append(here)
-        return found
+                produced = produced or on is not None
+        if produced is False and batch >= 0 and task.microbatch is not None:
+            sources.append(here)
+        return sources
 
     return [
         [

@@ -1,4 +1,4 @@
-"""Training with stages on several devices without fxpipe: a plain loop whose sums are in parts."""
+"""A plain training loop that sums gradients like stages with copies on several devices."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.oracles.delayed_loop import DelayedLoop, Loss
 
 
 class CopiedLoop(DelayedLoop):
-    """A plain loop over micro-batches; the gradients of a parameter are summed copy by copy.
+    """A plain loop over micro-batches that sums the gradients of a parameter copy by copy.
 
-    The micro-batches of each copy are added in their order, those of the stage's own device to what
-    is in ``.grad``. Then the sums of the copies are added, in the order of the copies.
+    Each copy adds the gradients of its micro-batches in order; copy 0, the stage's own device, adds
+    them to ``.grad``. Then the sums of the copies are added in the order of the copies.
 
     Attributes:
         copy_of: name of a parameter and micro-batch → 0, or the number of the copy.
-        clip: the greatest norm of all gradients, or None.
+        clip: the maximum norm of all gradients, or None.
     """
 
     clip: float | None = None
@@ -35,12 +35,12 @@ class CopiedLoop(DelayedLoop):
         microbatches: int,
         copy_of: Callable[[str, int], int],
     ) -> None:
-        """Nothing is trained yet; see DelayedLoop."""
+        """Create a loop; see ``DelayedLoop``."""
         super().__init__(model, optimizer, loss, microbatches, lambda name: 0)
         self.copy_of = copy_of
 
     def backward(self, x: Any, y: Any) -> Tensor:
-        """Add the gradients of a batch to ``.grad``, and clip them. Returns its loss."""
+        """Add the gradients of a batch to ``.grad`` and clip them; returns its loss."""
         parameters = dict(self.model.named_parameters())
         sums: dict[str, dict[int, Tensor]] = {
             name: {} if parameter.grad is None else {0: parameter.grad}

@@ -1,4 +1,4 @@
-"""Cyclic data parallelism as its paper has it: N micro-batches, N stages, two sets of weights."""
+"""Cyclic data parallelism as in its paper: N micro-batches, N stages, two sets of weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 
 class CyclicLoop:
-    """θ(t+1) = θ(t) − γ/N Σ_i ∇f_i(θ̂(i, t)), over stages in the paper's numbers, from 1.
+    """θ(t+1) = θ(t) − γ/N Σ_i ∇f_i(θ̂(i, t)), with stages numbered from 1 as in the paper.
 
-    θ̂(i, t) is θ(t − 1) on all stages in version 1, and in version 2 on the stages 1 … N − i; the
-    later ones have had all gradients of step t − 1 by then, and are θ(t).
+    In version 1, θ̂(i, t) is θ(t − 1) on all stages. In version 2 it is θ(t − 1) on the stages
+    1 … N − i, and θ(t) on the later ones, which have all gradients of step t − 1 by then.
 
     Attributes:
         model: a sequence of N stages; it holds θ(t).
@@ -25,14 +25,14 @@ class CyclicLoop:
     def __init__(
         self, stages: nn.Sequential, optimizer: Callable[[Any], Optimizer], version: int
     ) -> None:
-        """A loop over a copy of the stages."""
+        """Create a loop that trains a copy of the stages."""
         self.model = copy.deepcopy(stages)
         self.before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self._optimizer = optimizer(self.model.parameters())
         self._version = version
 
     def step(self, inputs: Tensor, targets: Tensor, loss: Callable[..., Tensor]) -> Tensor:
-        """A step of N micro-batches of one size; returns the mean of their losses."""
+        """Train on N micro-batches of equal size; returns their mean loss."""
         n = len(self.model)
         now = dict(self.model.named_parameters())
         sums: dict[str, Tensor] = {}
@@ -57,5 +57,5 @@ class CyclicLoop:
     def run(
         self, batches: Sequence[tuple[Tensor, Tensor]], loss: Callable[..., Tensor]
     ) -> list[Tensor]:
-        """The losses of steps in a row."""
+        """Train on the batches one after another; returns their losses."""
         return [self.step(x, y, loss) for x, y in batches]

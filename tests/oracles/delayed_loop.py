@@ -36,13 +36,13 @@ class DelayedLoop:
         microbatches: int,
         delays: Callable[..., int],
     ) -> None:
-        """Nothing is trained yet.
+        """Create a loop.
 
         Args:
-            model: trained in place.
+            model: the model, trained in place.
             optimizer: over the model's parameters.
             loss: ``loss(output, target)``.
-            microbatches: into how many a batch is split.
+            microbatches: how many micro-batches a batch is split into.
             delays: name of a parameter → how many versions behind the newest it is read.
         """
         self.model = model
@@ -62,12 +62,12 @@ class DelayedLoop:
         loss: Loss = MSE,
         delay: int = 1,
     ) -> Self:
-        """A loop of its own copy of a model, which reads all parameters as many versions late."""
+        """Create a loop over a copy of a model; it reads all parameters ``delay`` versions late."""
         alone = copy.deepcopy(model)
         return cls(alone, optimizer(alone.parameters()), loss, microbatches, lambda _: delay)
 
     def step(self, x: Any, y: Any) -> Tensor:
-        """One batch; its loss is that of the old weights."""
+        """Train on a batch; returns its loss at the old weights."""
         newest = len(self.history) - 1
         for name, parameter in self.model.named_parameters():
             parameter.data.copy_(self.read(name, max(newest - self.delays(name), 0)))
@@ -80,19 +80,19 @@ class DelayedLoop:
         return loss
 
     def backward(self, x: Any, y: Any) -> Tensor:
-        """Add the gradients of a batch to ``.grad``. Returns its loss."""
+        """Add the gradients of a batch to ``.grad``; returns its loss."""
         return loop.train(self.model, self.microbatches, x, loss=self.loss, target=y).loss
 
     def read(self, name: str, version: int) -> Tensor:
-        """The value of a parameter that a batch of a version takes its gradient at."""
+        """The value of a parameter at which a batch that reads ``version`` takes its gradient."""
         return self.history[version][name]
 
     def run(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Their losses."""
+        """Train on the batches; returns their losses."""
         return [self.step(x, y) for x, y in batches]
 
     def states(self, batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
-        """The model's state before them, and after each of them."""
+        """Train on the batches; returns the model's state before them and after each."""
         found = [copy.deepcopy(self.model.state_dict())]
         for x, y in batches:
             self.step(x, y)
@@ -100,7 +100,7 @@ class DelayedLoop:
         return found
 
     def restart(self) -> None:
-        """The weights as they are now are the only version, as after a flush."""
+        """Forget all versions but the newest, as a flush does."""
         self.history = [self._values()]
 
     def assert_trained(
@@ -110,8 +110,8 @@ class DelayedLoop:
         batches: Sequence[Batch],
         flush_at: Collection[int] = (),
     ) -> None:
-        """A pipe trains ``model`` like this loop: its losses are the same to the bit, and so is the
-        state after the flushes behind some batches and after the last one."""
+        """Check that a pipe trains ``model`` like this loop, to the bit: the losses, and the state
+        after the last batch and after flushes behind the batches ``flush_at``."""
         for number, (x, y) in enumerate(batches):
             loss = pipe.step(x, target=y)
             assert torch.equal(loss, self.step(x, y)), f"loss of batch {number}"
@@ -120,7 +120,7 @@ class DelayedLoop:
                 self.assert_same(model)
 
     def assert_same(self, model: nn.Module, bound: float = 0.0) -> None:
-        """Another model has the same state; see ``loop.assert_same``."""
+        """Check that another model has the same state; see ``loop.assert_same``."""
         loop.assert_same(model.state_dict(), self.model.state_dict(), bound)
 
     def _values(self) -> dict[str, Tensor]:
@@ -129,8 +129,7 @@ class DelayedLoop:
 
 
 class RuledLoop(DelayedLoop):
-    """The same with a delay for each micro-batch of each parameter: ``delays`` takes its name and
-    the micro-batch.
+    """A loop with delays by micro-batch: ``delays`` takes a parameter's name and the micro-batch.
 
     Attributes:
         oldest: name of a parameter → the version that stands for all before it.
@@ -139,7 +138,7 @@ class RuledLoop(DelayedLoop):
     oldest: Mapping[str, int] = {}
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """One batch, its micro-batches one after another, each at weights of its own."""
+        """Train on a batch, each micro-batch at its own versions; returns the loss."""
         newest = len(self.history) - 1
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
@@ -161,10 +160,10 @@ class RuledLoop(DelayedLoop):
 
 
 class PredictedLoop(DelayedLoop):
-    """The same with weights that are predicted from the optimizer's momentum.
+    """A loop whose weights are predicted from the optimizer's momentum.
 
     Attributes:
-        moves: version → name → by what its last update moved the parameter, without decay.
+        moves: version → name → how far the last update moved the parameter, without decay.
     """
 
     moves: list[dict[str, Tensor]]

@@ -1,4 +1,4 @@
-"""All legal divisions of a small graph of work, each weighed by going through it from the start."""
+"""All legal divisions of a small graph of work, each weighed from scratch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxpipe.passes.partition.work import Machine, Work
 
 
 def legal(work: Work, stages: int) -> Iterator[tuple[int, ...]]:
-    """Every assignment in which no value runs backward and no stage is empty."""
+    """Yield every assignment in which no value flows backward and no stage is empty."""
     for assigned in itertools.product(range(stages), repeat=len(work)):
         forward = all(
             transfer.source is None
@@ -22,7 +22,7 @@ def legal(work: Work, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def weighed(work: Work, machine: Machine, assigned: Sequence[int]) -> tuple[list[float], int]:
-    """Seconds of each stage, bytes that cross: written down once more, in another way."""
+    """The seconds of each stage, and the bytes that cross stages, computed unlike the solver."""
     seconds = [
         math.fsum(s for s, at in zip(work.seconds, assigned, strict=True) if at == stage) / speed
         for stage, speed in enumerate(machine.speeds)
@@ -44,7 +44,7 @@ def weighed(work: Work, machine: Machine, assigned: Sequence[int]) -> tuple[list
 
 
 def fits(work: Work, machine: Machine, assigned: Sequence[int]) -> bool:
-    """Whether each stage keeps its limit: likewise."""
+    """Whether each stage keeps within its limit, computed unlike the solver."""
     for stage, limit in enumerate(machine.limits):
         own = [atom for atom, at in enumerate(assigned) if at == stage]
         always = machine.reserved[stage] if machine.reserved else 0.0

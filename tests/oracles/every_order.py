@@ -1,7 +1,7 @@
-"""The best of all orders: every way to order the tasks of each device, tried in turn.
+"""The best schedule of a small problem, found by trying every order of every device's tasks.
 
-It has its own arithmetic: tasks by name, the longest way to each, and, where steps follow one
-another, the greatest mean over every round of devices.
+A step takes as long as the longest path through its tasks. Where steps follow one another, the
+time per step is the maximum cycle mean over all cycles of devices.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Row = tuple[Work, ...]
 
 
 def best_of_all(problem: Any) -> float:
-    """The least time of a problem: of a step, or of each of many."""
+    """The least time of a problem: of one step, or per step of many."""
     rows = [list(all_rows(problem, device)) for device in range(problem.devices)]
     return min(least_time(problem, chosen) for chosen in product(*rows))
 
 
 def all_rows(problem: Any, device: int) -> Iterator[Row]:
-    """Every order of a device's tasks in which micro-batches come in turn and find room."""
+    """Yield every order of a device's tasks with micro-batches in turn that fits into memory."""
     stages = [s for s, home in enumerate(problem.placement) if home == device]
     kinds = [(k, s) for s in stages for k in ("FI" if problem.whole else "FIW")]
 
@@ -34,7 +34,7 @@ def all_rows(problem: Any, device: int) -> Iterator[Row]:
         if all(count == problem.microbatches for count in counts.values()):
             yield row
         for (k, s), i in counts.items():
-            # nothing that the chain of stages forbids anyway
+            # skip what the chain of stages forbids anyway
             if k == "F":
                 ready = all(counts["F", u] > i for u in stages if u < s)
             elif k == "I":
@@ -49,14 +49,16 @@ def all_rows(problem: Any, device: int) -> Iterator[Row]:
 
 
 def best_of_all_steps(problem: Any) -> float:
-    """The least time a batch where batches mix on devices, of which each has one stage."""
+    """The least time per batch if batches mix on devices with one stage each."""
     rows = [list(all_steps(problem, stage)) for stage in range(problem.devices)]
     return min(period(problem, chosen) for chosen in product(*rows))
 
 
 def all_steps(problem: Any, stage: int) -> Iterator[Row]:
-    """Every order of a device's tasks that all steps can repeat: forwards of this step's batch, and
-    backwards of micro-batches with a number below 0 if they are of earlier ones."""
+    """Yield every order of a device's tasks that all steps can repeat.
+
+    Forwards are of this step's batch; backwards of earlier batches have negative micro-batches.
+    """
     m, delay, kinds = problem.microbatches, problem.delay, "FI" if problem.whole else "FIW"
     sizes = {"F": problem.saved[stage], "I": problem.deferred[stage], "W": 0.0}
     for lags in product(range((delay + 1) * m + 1), repeat=len(kinds) - 1):
@@ -67,7 +69,7 @@ def all_steps(problem: Any, stage: int) -> Iterator[Row]:
             kept |= dict.fromkeys(range(first["I"], 0), sizes["F"])
             for letter in letters:
                 i = count[letter]
-                through = count[kinds[-1]] >= -delay * m  # so the weights that it reads are there
+                through = count[kinds[-1]] >= -delay * m  # so the weights that it reads exist
                 if not (through if letter == "F" else i < count[kinds[kinds.index(letter) - 1]]):
                     break
                 count[letter], kept[i] = i + 1, sizes[letter]
@@ -79,8 +81,8 @@ def all_steps(problem: Any, stage: int) -> Iterator[Row]:
 
 
 def period(problem: Any, rows: Sequence[Row]) -> float:
-    """What steps take that repeat such rows, once they take equally long, or do by turns; infinite
-    where a step waits for a later one."""
+    """The time per step in steady state of steps that repeat these rows; infinite if a step waits
+    for a later one."""
     took = {"F": problem.forward, "I": problem.backward, "W": problem.weight}
     m, last, steps = problem.microbatches, len(rows) - 1, 44
     ways = {"F": (-1, (0.0, *problem.down)), "I": (1, (*problem.up, 0.0))}
@@ -108,13 +110,13 @@ def period(problem: Any, rows: Sequence[Row]) -> float:
             if sum(map(len, left)) == before:
                 return inf
         ended.append(list(now))
-    many = 24  # as often as any number of turns of up to four devices
+    many = 24  # a multiple of the length of any cycle of up to four devices
     ends = zip(ended[-1], ended[-1 - many], strict=True)
     return max((late - early) / many for late, early in ends)
 
 
 def has_room(problem: Any, device: int, row: Row) -> bool:
-    """Whether what is kept behind the row's last task is not too much."""
+    """Whether what the device keeps after the row's last task fits into its memory."""
     kept: dict[tuple[int, int], float] = {}
     for letter, i, s in row:
         kept[i, s] = {"F": problem.saved[s], "I": problem.deferred[s], "W": 0}[letter]
@@ -122,7 +124,7 @@ def has_room(problem: Any, device: int, row: Row) -> bool:
 
 
 def least_time(problem: Any, rows: Sequence[Row]) -> float:
-    """Of the rows of all devices; infinite where they wait for one another."""
+    """The makespan of the rows of all devices; infinite if they deadlock."""
     devices = range(len(rows))
     update = [0.0] * len(rows)
     for stage, home in enumerate(problem.placement):
@@ -130,7 +132,7 @@ def least_time(problem: Any, rows: Sequence[Row]) -> float:
     if problem.flush:
         # all devices meet before their updates
         return max(ends(problem, rows, [0.0] * len(rows))) + max(update)
-    # from the first task of one device to the last of another
+    # from the first task of one device to the last task of another
     ways = []
     for device in devices:
         reached = ends(problem, rows, [0.0 if d == device else -inf for d in devices])
@@ -145,7 +147,7 @@ def least_time(problem: Any, rows: Sequence[Row]) -> float:
 
 
 def ends(problem: Any, rows: Sequence[Row], begins: Sequence[float]) -> list[float]:
-    """Device → its end, updates left out."""
+    """Device → the end of its last task, without updates."""
     took = {"F": problem.forward, "I": problem.backward, "W": problem.weight}
     done: dict[Work, float] = {}
     now, places = list(begins), [0] * len(rows)

@@ -1,4 +1,4 @@
-"""Training on one device without fxpipe: the plain loop that every pipeline must equal."""
+"""The plain training loop on one device, without fxpipe, that every pipeline must equal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class Looped:
-    """What the loop over the micro-batches gave.
+    """The results of the loop over the micro-batches.
 
     Attributes:
         loss: the sum of the micro-batches' losses, each weighted by its share of the batch.
-        sizes: micro-batch → its samples.
+        sizes: micro-batch → its number of samples.
         outputs: micro-batch → the model's output, detached.
     """
 
@@ -28,7 +28,7 @@ class Looped:
 
     @property
     def output(self) -> Any:
-        """The outputs of the micro-batches one after another, where all are tensors of rows."""
+        """The concatenated outputs of the micro-batches, which must be tensors with rows."""
         return pytree.tree_map(lambda *parts: torch.cat(parts), *self.outputs)
 
 
@@ -42,17 +42,17 @@ def train(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     **kwargs: Any,
 ) -> Looped:
-    """Forward and backward of one batch; gradients are added to ``.grad``.
+    """Run forward and backward of one batch; adds the gradients to ``.grad``.
 
     Args:
         model: the model.
-        microbatches: into how many parts the batch is split.
-        *args: inputs; tensors with as many rows as the first one has are split.
-        loss: ``loss(output, *targets)``; None where the model returns ``{"loss": …}``.
-        target: a tensor or a tuple of them.
-        weight: from the targets of a micro-batch to what its loss counts; else it counts by its
-            rows. One of 0 is left out.
-        around: what forward and loss run in, such as autocast, and backward does not.
+        microbatches: how many micro-batches the batch is split into.
+        *args: inputs; tensors with as many rows as the first one are split.
+        loss: ``loss(output, *targets)``; None if the model returns ``{"loss": …}``.
+        target: a tensor or a tuple of tensors.
+        weight: targets of a micro-batch → the weight of its loss, by default its rows.
+            Micro-batches of weight 0 are left out.
+        around: context for forward and loss, but not backward, such as autocast.
         **kwargs: keyword inputs.
     """
     targets = () if target is None else target if isinstance(target, tuple) else (target,)
@@ -78,7 +78,7 @@ def train(
 
 
 def split(inputs: Any, rows: int, microbatches: int) -> list[Any]:
-    """The inputs of each micro-batch: tensors of so many rows are split, others repeated."""
+    """Split the inputs into micro-batches; tensors without ``rows`` rows are repeated."""
     leaves, spec = pytree.tree_flatten(inputs)
     columns = [
         leaf.tensor_split(microbatches)
@@ -90,7 +90,7 @@ def split(inputs: Any, rows: int, microbatches: int) -> list[Any]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Name → a copy of ``.grad``, of every parameter."""
+    """Name of a parameter → a copy of its ``.grad``."""
     return {
         name: None if parameter.grad is None else parameter.grad.clone()
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -98,7 +98,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def clear(*models: nn.Module) -> None:
-    """Forget all gradients."""
+    """Set all gradients to None."""
     for model in models:
         model.zero_grad(set_to_none=True)
 
@@ -106,12 +106,12 @@ def clear(*models: nn.Module) -> None:
 def assert_same(
     ours: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], bound: float = 0.0
 ) -> None:
-    """Both have the same names, None at the same ones, and the same tensors.
+    """Check that both have the same names, with None for the same ones, and the same tensors.
 
     Args:
-        ours: what fxpipe made.
-        expected: what the loop made.
-        bound: how far entries may differ, relative to the greatest; 0 asks for the same bits.
+        ours: the results of fxpipe.
+        expected: the results of the loop.
+        bound: how far entries may differ, relative to the largest; 0 requires the same bits.
     """
     assert list(ours) == list(expected)
     wrong = [name for name in ours if not _alike(ours[name], expected[name], bound)]

@@ -1,4 +1,4 @@
-"""What the devices of a program hold and hand each other, for the executor of programs."""
+"""What the devices of a program hold and send each other, for the executor of programs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.oracles.symbolic_loop import Model, tensor
 
 
 class WrongError(Exception):
-    """What ran is not a step."""
+    """The program does not compute a training step."""
 
 
 class Devices:
-    """The memory of each device, the wires between them, and the caller's side."""
+    """The memory of each device, the links between them, and the caller's side."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -39,7 +39,7 @@ class Devices:
         }
 
     def _offload(self, device: int, x: ins.Offload | ins.Prefetch | ins.Await) -> None:
-        """What is stored is there still, until it is freed; what is fetched is there once."""
+        """Store or fetch a value: stored values stay until freed, fetched ones arrive once."""
         buffer = x.buffer._replace(batch=self.step + x.buffer.batch)
         again = (buffer.source, buffer.microbatch) in self.again
         kept: BufferKind = "state" if again else "saved"
@@ -104,7 +104,7 @@ class Devices:
         return Buffer(kind, "", stage, stage, copy, self.step + batch)
 
     def _ends(self, buffer: Buffer) -> tuple[int, int]:
-        """The devices that send and receive a value."""
+        """The devices that send and receive a buffer."""
         placement = self.program.placement
         if buffer.kind in ("weights", "sums"):
             ends = placement[buffer.source], buffer.microbatch

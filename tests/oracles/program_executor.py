@@ -1,7 +1,7 @@
-"""A small executor that says what a program computes, for tests of the verifier.
+"""A small executor that finds what a program computes, for tests of the verifier.
 
-It shares nothing with the library but its data. A tensor is a number that stands for how it was
-computed: two are equal when they come from the same operations on the same inputs.
+It shares only data classes with the library. A tensor is a number that stands for how it was
+computed: equal numbers mean the same operations on the same inputs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tests.oracles.symbolic_loop import Model, tensor
 
 
 def steps_to_tell(program: Program) -> int:
-    """After how many steps a window has shown all that it does."""
+    """How many steps it takes until a window has shown all of its behaviour."""
     versions = [getattr(x, "version", 0) for own in program.lists for x in own]
     overlap = program.depth - min(versions, default=0)
     return overlap + 2 if overlap else 1
 
 
 def program_is_right(program: Program, expected: Model, steps: int = 1) -> bool:
-    """Whether a program computes this, whichever device is ahead of the others."""
+    """Whether a program computes ``expected``, whichever device runs ahead of the others."""
     try:
         return all(
             _Run(program, favourite, steps).gives(expected) for favourite in range(program.devices)
@@ -34,15 +34,15 @@ def program_is_right(program: Program, expected: Model, steps: int = 1) -> bool:
 
 
 class _Run(Devices):
-    """One run of some steps and the flush; the favourite device goes on whenever it can."""
+    """One run of some steps and the flush, in which a favourite device runs whenever it can."""
 
     def __init__(self, program: Program, favourite: int, steps: int) -> None:
         super().__init__(program)
         self.summed: set[tuple[int, int]] = set()
-        self.parts: set[tuple[int, int]] = set()  # stages' sums that a replica has a part of
-        self.apart: set[tuple[int, int]] = set()  # stages' versions whose parts are not gathered
+        self.parts: set[tuple[int, int]] = set()  # stages' sums of which a replica has a part
+        self.apart: set[tuple[int, int]] = set()  # stages' versions with parts not yet gathered
         self.begun: dict[tuple[int, int], tuple[str | None, int, int, int]] = {}
-        self.complete: set[tuple[int, int]] = set()  # stages' sums of which but one bucket has left
+        self.complete: set[tuple[int, int]] = set()  # stages' sums that lack the last reduce
         self.copied: dict[tuple[int, int, int], list[int]] = {}
         self.sums: dict[int, list[int]] = {}
         instructions = [x for own in program.lists for x in own]
@@ -71,12 +71,12 @@ class _Run(Devices):
             raise WrongError("something is left")
 
     def gives(self, expected: Model) -> bool:
-        """Whether it has computed this; a user's own tasks may be left out."""
+        """Whether the run has computed ``expected``; user-defined tasks may be left out."""
         seen = self.model.seen.items() <= expected.seen.items()
         return seen and replace(self.model, seen=expected.seen) == expected
 
     def _advance(self, device: int) -> bool:
-        """Run the next instruction of a device, if there is one and it need not wait."""
+        """Run the next instruction of a device; returns False if there is none or it must wait."""
         own = self.lists[device]
         if self.next[device] == len(own) or not self._execute(device, own[self.next[device]]):
             return False
@@ -270,7 +270,7 @@ class _Run(Devices):
             self.complete.add((stage, batch))
 
     def _there(self, stage: int, batch: int) -> None:
-        """A stage's gradients are not on their way between the replicas."""
+        """Check that a stage's gradients are not in flight between the replicas."""
         if (stage, batch) in self.summed | self.complete | self.begun.keys():
             raise WrongError("its gradients are being summed")
 
@@ -282,7 +282,7 @@ class _Run(Devices):
         self.model.add(stage, batch, found, version, to)
 
     def _meet(self, device: int, instruction: ins.Barrier | ins.Pause) -> bool:
-        """Whether all devices have come to their meeting of this number."""
+        """Whether all devices have reached their meeting of this number."""
         number = self.met[device]
         for other, own in enumerate(self.lists):
             meetings = [k for k, x in enumerate(own) if isinstance(x, ins.Barrier | ins.Pause)]
@@ -330,7 +330,7 @@ def _batch(instruction: ins.Instruction) -> int:
 
 
 def _kind(instruction: ins.Compute) -> str | None:
-    """The letter of what runs a part of a backward."""
+    """The letter of an instruction that runs a part of a backward."""
     if isinstance(instruction, ins.PartialBackward):
         return instruction.kind
     if isinstance(instruction, ins.Backward | ins.WeightGrad) and instruction.rest:

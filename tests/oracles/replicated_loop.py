@@ -1,4 +1,4 @@
-"""Training of several replicas without fxpipe: their batches one after another, in plain loops."""
+"""Plain training loops, without fxpipe, over the batches of several replicas in turn."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def train(
     total: bool = False,
     scale: float = 1.0,
 ) -> Tensor:
-    """Forward and backward of the batches of all replicas.
+    """Run forward and backward of the batches of all replicas.
 
-    The gradients of the first replica are added to what is in ``.grad``, those of every other one
-    by themselves; then their sums are added in the order of the replicas. So are the losses. Each
-    replica begins with the same buffers, and those of the first one stay.
+    The first replica adds its gradients to ``.grad``, each other one sums its own. These sums, and
+    the losses, are then added in the order of the replicas. Each replica begins with the same
+    buffers, and those of the first one are kept.
 
     Args:
         model: the model.
-        microbatches: into how many parts each batch is split.
+        microbatches: how many micro-batches each batch is split into.
         inputs: replica → its batch.
         targets: replica → its targets.
         loss: ``loss(output, target)``, a mean.
-        weight: from the targets of a micro-batch to what its loss counts; else its samples count.
-        total: whether losses are added up, not averaged.
-        scale: what losses are multiplied by for their gradients.
+        weight: targets of a micro-batch → the weight of its loss, by default its samples.
+        total: whether losses are added, not averaged.
+        scale: factor of the losses for the gradients.
 
     Returns:
         The loss of all batches together.
@@ -80,16 +80,16 @@ def _added(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class ReplicatedLoop(DelayedLoop):
-    """Training of replicas whose batches read weights that are some updates old, maybe none."""
+    """A loop over the batches of replicas that read weights 0 or more updates old."""
 
     clip: float | None = None
     scale: float = 1.0
     stages: Sequence[Sequence[str]] | None = None
-    """Stage → the names of its parameters, where gradients are clipped by the norm of the parts
-    that the replicas have of them."""
+    """Stage → the names of its parameters, if the norm for clipping is summed over the replicas'
+    parts of the gradients."""
 
     def backward(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> Tensor:
-        """Add the gradients of the batches of all replicas to ``.grad``, and clip them."""
+        """Add the gradients of the batches of all replicas to ``.grad`` and clip them."""
         made = train(self.model, self.microbatches, x, y, loss=self.loss, scale=self.scale)
         parameters = list(self.model.parameters())
         for parameter in parameters:

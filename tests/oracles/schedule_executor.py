@@ -1,7 +1,7 @@
-"""A small executor that says whether a schedule computes its steps, for tests of its verifier.
+"""A small executor that checks whether a schedule computes its steps, for tests of the verifier.
 
-It shares nothing with the library but its data: it runs a few steps and the flush, one after
-another, and looks at what has been done.
+It shares only data classes with the library. It runs a few steps and the flush, and compares what
+has run with a plain loop.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fxpipe.ir.task import KINDS, Task
 
 
 def schedule_is_right(schedule: Schedule) -> bool:
-    """Whether the rows, run against each other, do what a plain loop does, and no more."""
+    """Whether the rows, run together, do exactly what a plain loop does."""
     if any(task.batch > 0 or task.kind not in KINDS for row in schedule.rows for task in row):
         return False
     if schedule.copies and (schedule.depth or any(schedule.delays) or schedule.predict):
@@ -28,18 +28,18 @@ def schedule_is_right(schedule: Schedule) -> bool:
 
 
 class _Wrong(Exception):
-    """A task that no plain loop has."""
+    """A task has run that a plain loop would not run."""
 
 
 class _Run:
-    """Some steps, and the flush behind them.
+    """A run of some steps and the flush.
 
     Attributes:
         done: kind, stage and batch → the micro-batches whose task has run, in order.
         newest: stage → its newest version.
         forwards: stage → device → batch and micro-batch of its forwards there, in order.
         added: stage and batch → device → micro-batches whose gradients have been added, in order.
-        summed: stage and batch → the devices whose gradients have left to be summed.
+        summed: stage and batch → the devices that have sent their gradients to be summed.
         own: stage → device → the micro-batches that it computes there.
     """
 
@@ -68,7 +68,7 @@ class _Run:
             return False
 
     def _step(self, step: int) -> bool:
-        """Whether every device comes to the end of its window."""
+        """Run a window; returns whether every device reaches its end."""
         rows = [
             deque((t, step + t.batch) for t in row if 0 <= step + t.batch < self.steps)
             for row in self.schedule.rows
@@ -83,7 +83,7 @@ class _Run:
         return not any(rows)
 
     def _runs(self, device: int, task: Task, batch: int) -> bool:
-        """Run a task, unless it has to wait."""
+        """Run a task; returns False if it has to wait."""
         s, i, kind, last = task.stage, task.microbatch, task.kind, self.schedule.stages - 1
         if s is None or not 0 <= s <= last:
             raise _Wrong
@@ -91,11 +91,11 @@ class _Run:
         if self.schedule.placement[s] != device and not (copied and kind in "FBIWROPA"):
             raise _Wrong
         if KINDS[kind].per_microbatch and i not in self.own[s][device] and kind in "FBIWROP":
-            raise _Wrong  # its forward is nowhere, or on another device
+            raise _Wrong  # its forward did not run, or ran on another device
         if i not in (self.every if KINDS[kind].per_microbatch else [None]):
             raise _Wrong
         if self._reads(kind, s, i, batch) > self.newest[s]:
-            raise _Wrong  # that version is not made yet
+            raise _Wrong  # that version does not exist yet
 
         def has(letters: str, stage: int) -> bool:
             return any(i in self.done[letter, stage, batch] for letter in letters)
@@ -125,14 +125,14 @@ class _Run:
         return ready
 
     def _reads(self, kind: str, s: int, i: int | None, batch: int) -> int:
-        """The version that a task reads; an update reads the newest, a reduce none."""
+        """The version that a task reads: the newest for an update, none for a reduce."""
         if not self.schedule.trains:
             late = any(self.schedule.delay_of(s, j) for j in self.every)
             return self.steps if late else 0
         return max(batch - self.schedule.delay_of(s, i), 0) if kind not in "AU" else 0
 
     def _own(self, kind: str, s: int, i: int | None, batch: int) -> bool:
-        """A user's task: gradients must be there still, and all that it follows be done."""
+        """Run a user-defined task: its gradients must exist, and all that it follows be done."""
         uses = {*KINDS[kind].reads, *KINDS[kind].writes}
         if "gradients" in uses and self.done["U", s, batch]:
             raise _Wrong
@@ -163,7 +163,7 @@ class _Run:
             self.newest[s] += 1
 
     def _whole(self) -> bool:
-        """Whether all has been done that a plain loop does, in its order."""
+        """Whether everything that a plain loop does has run, in its order."""
         trains = self.schedule.trains
         for s in range(self.schedule.stages):
             every = [(b, i) for b in range(self.steps) for i in self.every]

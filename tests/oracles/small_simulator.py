@@ -1,6 +1,6 @@
-"""When a schedule's tasks run: a simulator of a few lines, for tests alone.
+"""A simulator of a few lines that finds when a schedule's tasks run.
 
-It knows the tasks and what they wait for; communication is free, and stages are equal.
+Communication is free, and stages are equal.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 
 AS_LONG = {"F": 1, "B": 1, "I": 1, "W": 1, "A": 0, "U": 0}
-"""A backward as long as a forward, as many papers draw it."""
+"""Times of tasks, with a backward as long as a forward, as many papers draw it."""
 
 HALVES = {"F": 1, "B": 2, "I": 1, "W": 1, "A": 0, "U": 0}
-"""Forward, input gradient and weight gradient each as long as the others."""
+"""Times of tasks, with equal forwards, input gradients and weight gradients."""
 
 
 def times(forward: int, input_gradient: int, weight_gradient: int) -> dict[str, int]:
@@ -26,7 +26,7 @@ def times(forward: int, input_gradient: int, weight_gradient: int) -> dict[str, 
 
 
 class Ran(NamedTuple):
-    """A task and when it ran."""
+    """A task with its start and end."""
 
     task: Task
     start: int
@@ -38,7 +38,7 @@ Timeline = list[list[Ran]]
 
 
 def run_of(schedule: Schedule, steps: int) -> Schedule:
-    """Windows 0, 1, 2, … and the flush as one long step; micro-batch i of batch t is t m + i."""
+    """Unroll windows and the flush into one long step; micro-batch i of batch t is t m + i."""
     m = schedule.microbatches
     rows = []
     for row in schedule.rows:
@@ -54,10 +54,10 @@ def run_of(schedule: Schedule, steps: int) -> Schedule:
 
 
 def simulate(schedule: Schedule, takes: Mapping[str, int], *, together: bool = False) -> Timeline:
-    """Each task starts as soon as its device and its inputs allow.
+    """Start each task as soon as its device is free and its inputs exist.
 
-    With ``together``, a forward and the whole backward behind it are one pass, that starts when
-    the inputs of both are there and ends both at once.
+    With ``together``, a forward and the whole backward after it are one pass, which starts when
+    the inputs of both exist and ends both at once.
     """
     rows = [_passes(row, together) for row in schedule.rows]
     ends: dict[tuple[str, int | None, int], int] = {}
@@ -118,14 +118,14 @@ def busy(timeline: Timeline, device: int) -> int:
 
 
 def idle(timeline: Timeline) -> int:
-    """The longest that a device idles between its first task and its last."""
+    """The longest idle time of a device between its first task and its last."""
     return max(
         own[-1].end - own[0].start - busy(timeline, device) for device, own in enumerate(timeline)
     )
 
 
 def grid(schedule: Schedule, takes: Mapping[str, int]) -> str:
-    """A row a device, a column a unit of time; small letters for a device's second stage."""
+    """Draw a row per device and a column per unit of time, second stages in lower case."""
     timeline = simulate(schedule, takes)
     rows = []
     for device, own in enumerate(timeline):
@@ -153,7 +153,7 @@ _KEPT = {"F": 1, "B": -1, "I": 0, "W": -1, "A": 0, "U": 0}
 
 
 def peak_stash(schedule: Schedule, *stages: int, device: int | None = None) -> int:
-    """Micro-batches that these stages of a device keep at once, at most."""
+    """The most micro-batches that these stages of a device keep at once."""
     kept = peak = 0
     for task in schedule.rows[schedule.placement[stages[0]] if device is None else device]:
         if task.stage in stages:
@@ -163,5 +163,5 @@ def peak_stash(schedule: Schedule, *stages: int, device: int | None = None) -> i
 
 
 def device_stash(schedule: Schedule, device: int) -> int:
-    """The same for all stages of a device, in micro-batches of one stage."""
+    """The most micro-batches that all stages of a device keep at once, counted by stage."""
     return peak_stash(schedule, *schedule.held_by(device), device=device)

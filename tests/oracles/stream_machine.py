@@ -1,9 +1,9 @@
-"""Streams and events on the CPU: every wrong order shows as wrong numbers.
+"""Streams and events on the CPU, where every wrong order shows as wrong numbers.
 
-Each stream is a queue that is worked off by itself; see ``stream_queues``. Memory is given and
-taken back when an instruction is launched, as a caching allocator does, and taken again at
-once; who is given some fills it with NaN when it starts, and who lets go of some when it is done.
-A computation works in all memory that is free when it is launched.
+Each stream works off its own queue; see ``stream_queues``. As with a caching allocator, memory is
+allocated and freed when an instruction is launched, and freed memory is reused at once. An
+instruction fills the memory that it allocates with NaN when it starts, and the memory that it frees
+when it is done. A computation uses all memory that is free at its launch as scratch space.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Ran:
-    """What a run leaves.
+    """The results of a run.
 
     Attributes:
         gradients: stage and batch → sums that no update has used up.
-        state: name in the model → what the last micro-batch wrote to the buffer.
+        state: name of a buffer in the model → what the last micro-batch wrote to it.
     """
 
     gradients: dict[tuple[int, int], list[Tensor | None]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Ran:
 
 
 def dispatch_order(program: Program) -> tuple[int, ...]:
-    """The device of each instruction, where one thread takes all turns."""
+    """The device of each instruction, if one thread launches all, in the order of turns."""
     at = [0] * program.devices
     order: list[int] = []
     for device, stop in program.turns:
@@ -59,7 +59,7 @@ class StreamMachine:
     """All devices of one run.
 
     Attributes:
-        layouts: device and buffer in its batch → how its value lies in memory.
+        layouts: device and buffer in its batch → the memory layout of its value.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class StreamMachine:
         in_turn: bool = False,
         threads: bool = True,
     ) -> None:
-        """Nothing runs yet.
+        """Create the machine.
 
         Args:
-            program: with launches.
-            stages: the plan's.
-            jobs: batch → what it brings along.
+            program: the program, with launches.
+            stages: the plan's stages.
+            jobs: batch → its inputs and targets.
             weights: parameters and buffers.
-            layouts: of all values; filled by a run without a seed.
-            seed: of all that is left to chance; None does each instruction when it is launched.
+            layouts: the layouts of all values; a run without a seed fills them.
+            seed: the seed of all random choices; None runs each instruction when it is launched.
             in_turn: whether one host thread launches, in the order of ``Program.turns``.
-            threads: whether each stream has a thread; else the order of their work is drawn, and
-                the seed alone decides what comes of it.
+            threads: whether each stream has a thread; otherwise the order of their work is drawn,
+                and the results depend on the seed alone.
         """
         self.program, self.jobs, self.layouts = program, jobs, layouts
         self.random = random.Random(seed)
@@ -103,7 +103,7 @@ class StreamMachine:
         self.errors: list[BaseException] = []
 
     def run(self) -> Ran:
-        """Launch all windows, in any order that a host may take, and wait for the streams."""
+        """Launch all windows in a random order that a host may take, and wait for the streams."""
         steps = len(self.jobs) + self.program.depth
         try:
             with torch.no_grad():
@@ -167,7 +167,7 @@ class StreamMachine:
                     raise WrongOrder("nothing can be launched")
 
     def _launch(self, device: int, step: int, position: int) -> bool:
-        """Launch an instruction, or say that the host has to wait."""
+        """Launch an instruction; returns False if the host has to wait."""
         x = self.program.lists[device][position]
         launch = self.program.launches[device][position]
         waits = [event._replace(batch=event.batch + step) for event in launch.waits]
@@ -197,7 +197,7 @@ class StreamMachine:
         return True
 
     def _do(self, work: Work | None, record: threading.Event | None) -> None:
-        """A stream's share of an instruction."""
+        """Run an instruction's work on its stream, then record its event."""
         try:
             if work is not None and not self.errors:
                 work()
@@ -208,7 +208,7 @@ class StreamMachine:
                 record.set()
 
     def _work(self, device: int, step: int, x: ins.Instruction) -> Work | None:
-        """What an instruction does, with the memory that it is given now."""
+        """The work of an instruction, with memory that is allocated and freed now."""
         held, memory = self.held[device], self.memories[device]
         if isinstance(x, ins.Send | ins.Stash):
             self.sent[_named(x.buffer, step)] = held.get(_named(x.buffer, step))
@@ -277,7 +277,7 @@ class StreamMachine:
             each.poison()
 
     def _keep(self, device: int, ended: list[Held]) -> None:
-        """Copy the sums of gradients that lie in what ends: they alone would keep it."""
+        """Copy sums of gradients out of memory that is freed: nothing else would keep it."""
         blocks = [block for each in ended for block in each.blocks if block is not None]
         going = {block.untyped_storage().data_ptr() for block in blocks}
         for sums in self.machines[device].store.gradients.values():
@@ -286,7 +286,7 @@ class StreamMachine:
                     sums[index] = total.clone()
 
     def _scratch(self, device: int, step: int) -> Machine:
-        """The device's machine as an instruction sees it: its own values, everybody's sums."""
+        """The device's machine as an instruction sees it: its own values, all devices' sums."""
         own = self.machines[device]
         machine = Machine(self.program, device, own.stages, self.jobs, own.channels, own.weights)
         machine.step, machine.batches = step, range(len(self.jobs))
@@ -296,7 +296,7 @@ class StreamMachine:
         return machine
 
     def _eager(self, device: int, step: int, x: ins.Instruction) -> None:
-        """Do an instruction on plain values, and note how what it makes lies in memory."""
+        """Run an instruction on plain values, and note the memory layout of its results."""
         values = self.values[device]
         machine = self._scratch(device, step)
         machine.store.values = {b: values[_named(b, step)] for b in self.program.reads(x)}
@@ -313,7 +313,7 @@ class StreamMachine:
 
 
 class _Sums(dict[tuple[int, int], list[Tensor | None]]):
-    """Sums of gradients under the batches of a step, kept under those from the first step on."""
+    """Sums of gradients by batch of a step, stored by batch since the first step."""
 
     def __init__(self, kept: dict[tuple[int, int], list[Tensor | None]], step: int) -> None:
         self._kept, self._step = kept, step
@@ -335,7 +335,7 @@ class _Sums(dict[tuple[int, int], list[Tensor | None]]):
 
 
 class _NoChannels:
-    """Values move by their blocks."""
+    """No channels: values move between devices as blocks of memory."""
 
     stopping = False
 
@@ -349,7 +349,7 @@ class _NoChannels:
         raise AssertionError
 
     def publish(self, buffer: Buffer, value: Any) -> None:
-        """Nobody else wants it."""
+        """Do nothing: no other process needs the value."""
 
 
 def _named(buffer: Buffer, step: int) -> Buffer:

@@ -1,4 +1,4 @@
-"""Memory that is given when an instruction is launched, as a caching allocator does."""
+"""Memory that is allocated when an instruction is launched, as by a caching allocator."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Layout = tuple[list[Any], Any]
-"""The leaves of a value, with a Shape for each tensor, and how they hang together."""
+"""The leaves of a value, with a Shape for each tensor, and its tree structure."""
 
 
 class Memory:
-    """The memory of a device: blocks of bytes, the one that was let go last taken first.
+    """The memory of a device: blocks of bytes, of which the last freed is reused first.
 
     Attributes:
-        free: bytes → the blocks that are free.
+        free: size in bytes → the free blocks.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class Memory:
 
 
 def poison(block: Tensor) -> None:
-    """All bits set are NaN in any floating type, and −1 in any integer."""
+    """Set all bits: NaN in any floating type, −1 in any integer type."""
     block.fill_(255)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a tensor lies in a block."""
+    """The layout of a tensor in a block."""
 
     dtype: torch.dtype
     size: tuple[int, ...]

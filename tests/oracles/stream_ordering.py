@@ -1,4 +1,4 @@
-"""What streams and events order, found the long way: every path, every pair of accesses."""
+"""What streams and events order, by brute force: every path, every pair of accesses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Node = tuple[int, int, int]
 
 
 class Ordering:
-    """The instructions of some windows in a row, and which are done before which start."""
+    """The instructions of some consecutive windows, and which end before which start."""
 
     def __init__(self, program: Program, steps: int) -> None:
         self.program = program
@@ -49,7 +49,7 @@ class Ordering:
 
     @property
     def runs(self) -> bool:
-        """Whether it can be launched at all."""
+        """Whether the program can be launched at all."""
         return self.past is not None
 
     def launch(self, node: Node) -> Launch:
@@ -59,7 +59,7 @@ class Ordering:
         return self.program.lists[node[1]][node[2]]
 
     def _closed(self, launched: list[set[int]]) -> list[int] | None:
-        """For each node the set of all that are done before it, as bits; None in a circle."""
+        """For each node the set of nodes that end before it, as bits; None if there is a cycle."""
         sends = {
             self._of(node, x.buffer): self.index[node]
             for node in self.nodes
@@ -88,7 +88,7 @@ class Ordering:
         return past if done == len(self.nodes) else None
 
     def is_before(self, one: Node, other: Node) -> bool:
-        """Whether one is done whenever the other starts."""
+        """Whether ``one`` always ends before ``other`` starts."""
         assert self.past is not None
         return bool(self.past[self.index[other]] >> self.index[one] & 1)
 
@@ -96,7 +96,7 @@ class Ordering:
         return buffer._replace(batch=buffer.batch + node[0])
 
     def races(self) -> Iterator[tuple[Node, Node]]:
-        """Every two that conflict, as the lists have them, and are not ordered."""
+        """Yield pairs of instructions that conflict and are not ordered, in the lists' order."""
         reads: dict[object, list[Node]] = {}
         writes: dict[object, list[Node]] = {}
         ends: dict[object, list[Node]] = {}
@@ -128,7 +128,7 @@ class Ordering:
         yield from self._stages()
 
     def _memory(self) -> Iterator[tuple[Node, Node]]:
-        """What takes memory comes after all that let some go before it was launched."""
+        """Yield pairs: memory is freed, then allocated by an instruction that may start before."""
         for device in range(self.program.devices):
             let_go: list[Node] = []
             for node in sorted(node for node in self.nodes if node[1] == device):
@@ -141,7 +141,7 @@ class Ordering:
                     let_go.append(node)
 
     def _stages(self) -> Iterator[tuple[Node, Node]]:
-        """What a stage keeps for long is changed in the order of the list."""
+        """Yield pairs that change a stage's lasting state in the list's order, but unordered."""
         for stage, device in enumerate(self.program.placement):
             own = [
                 node

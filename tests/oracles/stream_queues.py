@@ -1,7 +1,7 @@
-"""What works off the queues of streams: threads with delays, or one thread in a drawn order.
+"""Workers for the queues of streams: threads with delays, or one thread in a random order.
 
-Threads run beside each other as a device's streams do, and what they show depends on the machine.
-A drawn order does one piece of work at a time, and depends on nothing but its seed.
+Threads run concurrently as a device's streams do, so their results depend on the machine. The
+random order runs one piece of work at a time and depends only on its seed.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class Queues(Protocol):
     """The streams of all devices."""
 
     def give(self, place: Place, waits: Sequence[threading.Event], work: Work) -> None:
-        """Let a stream do something once it is through with all before, and events are there."""
+        """Queue work on a stream, to run after its earlier work and the events ``waits``."""
         ...
 
     def linger(self, seconds: float) -> None:
-        """Take so long, in the middle of some work."""
+        """Sleep in the middle of some work."""
         ...
 
     def finish(self) -> None:
-        """Work off everything.
+        """Run all queued work.
 
         Raises:
-            WrongOrder: some work waits for what never comes.
+            WrongOrder: some work waits for ever.
         """
         ...
 
 
 class Threads:
-    """Each stream has a thread, and is as slow as is drawn for it."""
+    """A thread for each stream, with a random speed."""
 
     def __init__(self, dice: random.Random) -> None:
         self._dice = dice
@@ -104,11 +104,11 @@ class _Thread:
 
 
 _spare: list[_Thread] = []
-"""Threads that no run uses; one is started once."""
+"""Idle threads for later runs to reuse."""
 
 
 class Drawn:
-    """One thread does the work of all streams, of which some lag far behind the others."""
+    """One thread for the work of all streams, some of which lag far behind the others."""
 
     def __init__(self, dice: random.Random) -> None:
         self._dice = dice
@@ -116,7 +116,7 @@ class Drawn:
         self._weights: dict[Place, float] = {}
 
     def give(self, place: Place, waits: Sequence[threading.Event], work: Work) -> None:
-        """See Queues.give. Some of what is ready is done at once."""
+        """See Queues.give. Runs some of the ready work at once."""
         if place not in self._queues:
             self._queues[place] = deque()
             self._weights[place] = self._dice.choice([1.0, 1.0, 0.1, 0.01])
@@ -125,7 +125,7 @@ class Drawn:
             self._do_one()
 
     def linger(self, seconds: float) -> None:
-        """See Queues.linger: there is nobody to wait for."""
+        """Do nothing: no other thread runs meanwhile."""
 
     def finish(self) -> None:
         """See Queues.finish."""

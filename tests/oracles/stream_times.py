@@ -1,4 +1,4 @@
-"""When a program with streams runs, if a copy takes a time of its own: for tests of the pass."""
+"""When the instructions of a program with streams run, if copies take time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from fxpipe.ir.task import KINDS
 
 @dataclass
 class Timed:
-    """What happened.
+    """When the instructions ran.
 
     Attributes:
-        makespan: when the last instruction is done.
-        stalls: each instruction that waited for an event while its stream had nothing else to do,
-            and for how long.
+        makespan: the end of the last instruction.
+        stalls: each instruction that waited for an event on an idle stream, and for how long.
         spans: device → start and end of each of its instructions.
     """
 
@@ -27,7 +26,7 @@ class Timed:
 
 
 def timed(program: Program, copy: float) -> Timed:
-    """Launch everything at once; each stream works as soon as its waits allow."""
+    """Launch everything at once; each stream runs as soon as its waits allow."""
     run = Timed(spans=[[] for _ in program.lists])
     events: dict[Event, float] = {}
     free: dict[tuple[int, str], float] = {}

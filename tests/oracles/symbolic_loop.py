@@ -1,4 +1,4 @@
-"""The plain loop over micro-batches, in numbers that stand for how they were computed."""
+"""The plain loop over micro-batches, on numbers that stand for how tensors were computed."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from fxpipe.ir.value import HOST, Edge
 
 
 def tensor(*origin: object) -> int:
-    """The tensor that an operation makes."""
+    """The number of the tensor that an operation returns."""
     return hash(origin)
 
 
 @dataclass
 class Model:
-    """The state of all stages over some steps, and what the caller got.
+    """The state of all stages over some steps, and the caller's results.
 
     Batches and versions count from the first step.
 
     Attributes:
         weights: (stage, version) → weights.
-        gradients: (stage, batch) → what its backwards added, in order, until the update.
-        statistics: stage, and the copy of it → what its forwards wrote, in order.
+        gradients: (stage, batch) → the gradients of its backwards, in order, until the update.
+        statistics: (stage, copy) → the buffers that its forwards wrote, in order.
         given: (value, the stage it comes from, whether it is a gradient, micro-batch, batch) →
-            what the caller got; each stage that reads an input gives a gradient of its own.
-        seen: (kind, stage, micro-batch, batch) → what a user's own task has seen.
+            the caller's results; each stage that reads an input returns its own gradient of it.
+        seen: (kind, stage, micro-batch, batch) → what a user-defined task has read.
     """
 
     weights: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -40,25 +40,25 @@ class Model:
         return Model({(stage, 0): tensor("weights", stage) for stage in range(stages)})
 
     def forward(self, stage: int, version: int, inputs: list[int], copy: int = 0) -> int:
-        """What a forward saves; its outputs follow from that."""
+        """Return what a forward saves, which determines its outputs."""
         kept = tensor("forward", self.weights[stage, version], *inputs)
         self.statistics.setdefault((stage, copy), []).append(kept)
         return kept
 
     def gradient(self, stage: int, version: int, kept: int, arriving: list[int]) -> int:
-        """What the gradients of a stage's inputs and weights follow from."""
+        """Return what determines the gradients of a stage's inputs and weights."""
         return tensor("backward", self.weights[stage, version], kept, *arriving)
 
     def add(
         self, stage: int, batch: int, gradient: int, version: int, to: list[int] | None = None
     ) -> None:
-        """Add the gradients of a stage's weights of a version, or add them to those of a copy."""
+        """Add the gradients of a stage's weights of a version, to a copy's sum ``to`` if given."""
         added = tensor("weights", self.weights[stage, version], gradient)
         own = self.gradients.setdefault((stage, batch), []) if to is None else to
         own.append(added)
 
     def take(self, stage: int, batch: int, summed: list[int]) -> None:
-        """Add what a copy of a stage has summed."""
+        """Add the sum of a copy of a stage."""
         self.gradients.setdefault((stage, batch), []).append(tensor("of a copy", *summed))
 
     def reduce(self, stage: int, batch: int) -> None:
@@ -81,7 +81,7 @@ class Model:
         self.weights[stage, writes] = tensor("update", weights, *added)
 
     def look(self, kind: str, stage: int, i: int | None, batch: int, version: int) -> None:
-        """A user's own task: what it reads."""
+        """Record what a user-defined task reads."""
         reads = KINDS[kind].reads
         gradients = self.gradients.get((stage, batch), []) if "gradients" in reads else []
         weights = self.weights[stage, version] if "parameters" in reads else 0
@@ -103,19 +103,19 @@ def plain_loop(
     clips: bool = False,
     copies: Callable[[int, int], int] = lambda stage, microbatch: 0,
 ) -> Model:
-    """Steps on one device: micro-batch after micro-batch, stage after stage, and back.
+    """Run steps on one device: micro-batch after micro-batch, stage after stage, and back.
 
     Args:
-        stages: how many.
-        edges: between them.
-        microbatches: a step.
+        stages: the number of stages.
+        edges: the edges between them.
+        microbatches: the number of micro-batches in a step.
         trains: whether there is a backward.
         updates: whether the weights are updated.
-        steps: how many.
-        delays: stage and micro-batch, or None for what runs once a step → by how many updates
-            its weights are old.
-        before: letters of a user's tasks before the update, once a step and stage.
-        after: the same behind it.
+        steps: the number of steps.
+        delays: stage and micro-batch (None for tasks once per step) → how many updates old its
+            weights are.
+        before: letters of user-defined tasks before the update, once per step and stage.
+        after: letters of user-defined tasks after the update.
         reduces: whether gradients are summed over several replicas.
         clips: whether gradients are clipped by the norms of all stages.
         copies: stage and micro-batch → 0, or the number of the stage's copy that computes it.
@@ -137,7 +137,7 @@ def plain_loop(
                 model.clip(stage, batch, norms)
             for kind in before:
                 model.look(kind, stage, None, batch, max(batch - delays(stage, None), 0))
-            if updates or steps > 1:  # or else the caller does it, between steps
+            if updates or steps > 1:  # otherwise the caller updates, between steps
                 model.update(stage, batch, batch, batch + 1)
             for kind in after:
                 model.look(kind, stage, None, batch, batch + 1)

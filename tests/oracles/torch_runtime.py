@@ -1,7 +1,7 @@
-"""The runtime of torch.distributed.pipelining on paper: what becomes of lists of its actions.
+"""A model of the runtime of torch.distributed.pipelining, which runs lists of its actions.
 
-Each rank runs its actions in order, as ``_PipelineScheduleRuntime`` does; transfers between two
-ranks have no names. They may be under way all at once (gloo), or one by one (NCCL).
+Each rank runs its actions in order, as ``_PipelineScheduleRuntime`` does. Transfers between two
+ranks are matched by order alone. All may be in flight at once (gloo), or one at a time (NCCL).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ACTION = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
 
 
 def works(rows: Rows, microbatches: int) -> bool:
-    """Whether it ends with the right gradients, under gloo and under NCCL."""
+    """Whether the rows end with the right gradients, under gloo and under NCCL."""
     try:
         home = _home(rows)
         for one_by_one in (False, True):
@@ -38,7 +38,7 @@ def _home(rows: Rows) -> dict[int, int]:
 
 
 def parts(text: str) -> list[tuple[int, str, int]]:
-    """An action, or those of a pair: stage, kind, micro-batch (−1 where it has none)."""
+    """Parse an action or a pair of them: stage, kind, micro-batch (−1 if it has none)."""
     inner = text[1 : text.index(")")].split(";") if text.startswith("(") else [text]
     found = [_ACTION.fullmatch(each) for each in inner]
     assert all(found)
@@ -46,7 +46,7 @@ def parts(text: str) -> list[tuple[int, str, int]]:
 
 
 class _Machine:
-    """All ranks, and what has been sent between them."""
+    """The state of all ranks, and of the transfers between them."""
 
     def __init__(
         self, rows: Rows, home: dict[int, int], microbatches: int, one_by_one: bool
@@ -90,7 +90,7 @@ class _Machine:
             assert all((stage, "F", i) in self.done for i in range(self.count))
 
     def arrived(self, a: int, b: int) -> int:
-        """How many of a's transfers with b are through, where they go one by one."""
+        """How many of a's transfers with b are done, if they run one at a time."""
         if not self.one_by_one:
             return len(self.ends[a, b])
         through = 0
@@ -101,7 +101,7 @@ class _Machine:
         return through
 
     def has(self, rank: int, what: tuple[int, str, int]) -> bool:
-        """Whether a receive that was posted is through; what came must be what was meant."""
+        """Whether a posted receive is done; raises if it got another value than it is for."""
         assert what in self.posted
         source = self.home[what[0] + (-1 if what[1] == "RECV_F" else 1)]
         number = [w for way, w in self.ends[rank, source] if way == "RECV"].index(what)
@@ -112,7 +112,7 @@ class _Machine:
         return self.ends[rank, source].index(("RECV", what)) < self.arrived(rank, source)
 
     def taken(self, rank: int, sent: tuple[int, str, int]) -> bool:
-        """Whether the other rank has a receive for what was sent."""
+        """Whether the other rank has posted a receive for what was sent."""
         letter = sent[1][-1]
         to = sent[0] + (1 if letter == "F" else -1)
         peer = self.home[to]
@@ -188,7 +188,7 @@ class _Machine:
     def input(
         self, rank: int, other: int, kinds: Sequence[str], receive: tuple[int, str, int]
     ) -> bool:
-        """Whether what a compute reads has come; the stage next to it may be on the same rank."""
+        """Whether the input of a compute has arrived, or comes from a stage of the same rank."""
         if other not in self.home:
             return True
         if self.home[other] == rank:
