@@ -46,7 +46,7 @@ def test_a_model_with_leaf_modules_is_planned_with_whole_backwards() -> None:
         pipe.step(x, target=y)
         train(alone, pipe.schedule.microbatches, x, loss=mse_loss, target=y)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
-    with pytest.raises(fxpipe.InputError, match="'zb-h1' has backwards in halves, in which these"):
+    with pytest.raises(fxpipe.InputError, match="'zb-h1' has backwards in halves, and these"):
         fxpipe.plan_training(model, 2, 8, schedules=["zb-h1"], **given)
 
 

@@ -251,8 +251,8 @@ def compiled(model: nn.Module, leaves: Any, tracer: Any = "export") -> None:
     ("leaves", "message"),
     [
         (["inn"], "no submodule 'inn'.*inner"),
-        ([nn.LSTM], "LSTM, and no submodule"),
-        ([nn.Linear(4, 4)], "a Linear, and no submodule"),
+        ([nn.LSTM], "LSTM, which is no submodule"),
+        ([nn.Linear(4, 4)], "a Linear, which is no submodule"),
         ([""], "no submodule ''"),
         ("inner", "give a list"),
         (nn.Linear, "give a list"),
