@@ -1,9 +1,10 @@
 """Compare predicted with measured step times over two CPU devices.
 
-The rows combine five models with schedules, numbers of micro-batches, recomputation and cuts. Each
-row compiles its own pipe, predicts and measures its step, and predicts it again with the times of
-a profile. Finally ``schedule="auto"`` chooses for three of the models, and its steps take turns
-with those of the fastest measured row.
+The rows combine five models with schedules, numbers of micro-batches, recomputation and cuts. A
+trial of a row compiles a new pipe, predicts and measures its step, and predicts it again with the
+times of a profile. All rows take turns, several times, so that a machine whose speed changes for a
+while spoils few trials of each. Finally ``schedule="auto"`` chooses for three of the models, and
+its steps take turns with those of the fastest measured row.
 
 Run it with ``python -m benchmarks.predicting`` on an idle machine; ``--quick`` runs every seventh
 row.
@@ -104,8 +105,8 @@ CASES = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """A configuration, and its seconds a step.
+class Trial:
+    """The seconds of a step with one pipe.
 
     Attributes:
         predicted: by the pipe before any step of it was timed.
@@ -115,11 +116,6 @@ class Row:
         corrected: predicted after a profile.
     """
 
-    model: str
-    schedule: str
-    microbatches: int
-    recompute: str
-    cut: str
     predicted: float
     low: float
     high: float
@@ -130,32 +126,67 @@ class Row:
     def ratio(self) -> float:
         return self.predicted / self.measured
 
+
+Configuration = tuple[str, str, int, str, str]
+"""Model, schedule, micro-batches, recompute and cut."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration with its trials, and the medians over these."""
+
+    model: str
+    schedule: str
+    microbatches: int
+    recompute: str
+    cut: str
+    trials: Sequence[Trial]
+
+    @property
+    def predicted(self) -> float:
+        return median(trial.predicted for trial in self.trials)
+
+    @property
+    def measured(self) -> float:
+        return median(trial.measured for trial in self.trials)
+
+    @property
+    def ratio(self) -> float:
+        return median(trial.ratio for trial in self.trials)
+
+    @property
+    def corrected(self) -> float:
+        """The ratio after a profile."""
+        return median(trial.corrected / trial.measured for trial in self.trials)
+
     @property
     def name(self) -> str:
         return f"{self.schedule}, m = {self.microbatches}, {self.recompute}, {self.cut}"
 
     def cells(self) -> list[str]:
-        times = (self.predicted, self.low, self.high, self.measured)
+        low, high = (median(getattr(t, end) for t in self.trials) for end in ("low", "high"))
+        ratios = [trial.ratio for trial in self.trials]
         return [
             self.model,
             self.schedule,
             str(self.microbatches),
             self.recompute,
             self.cut,
-            *(f"{1e3 * seconds:.2f}" for seconds in times),
+            *(f"{1e3 * seconds:.2f}" for seconds in (self.predicted, low, high, self.measured)),
             f"{self.ratio:.3f}",
-            f"{self.corrected / self.measured:.3f}",
+            f"{min(ratios):.3f} – {max(ratios):.3f}",
+            f"{self.corrected:.3f}",
         ]
 
 
 HEADINGS = (
     *("model", "schedule", "m", "recompute", "cut", "predicted, ms", "from", "to"),
-    *("measured, ms", "ratio", "ratio after a profile"),
+    *("measured, ms", "ratio", "of single trials", "ratio after a profile"),
 )
 
 
-def configurations() -> Iterator[tuple[str, str, int, str, str]]:
-    """Model, schedule, micro-batches, recompute and cut."""
+def configurations() -> Iterator[Configuration]:
+    """The configurations of all rows."""
     for cut, name in product(("balanced", "early"), CASES):
         if cut == "balanced" or CASES[name].early:
             for rest in product(SCHEDULES, MICROBATCHES, RECOMPUTE):
@@ -176,8 +207,9 @@ def pipe_of(name: str, cut: str = "balanced", **options: Any) -> fxpipe.Pipeline
     )
 
 
-def run(name: str, schedule: str, microbatches: int, recompute: str, cut: str, rounds: int) -> Row:
+def run(configuration: Configuration, steps: int) -> Trial:
     """Predict and measure one configuration."""
+    name, schedule, microbatches, recompute, cut = configuration
     x, y = CASES[name].batch()
     with pipe_of(
         name, cut, schedule=schedule, microbatches=microbatches, recompute=recompute
@@ -185,14 +217,13 @@ def run(name: str, schedule: str, microbatches: int, recompute: str, cut: str, r
         for _ in range(WARM_UP):
             pipe.step(x, target=y)
         found = pipe.simulate()
-        seconds = median(timed(lambda: pipe.step(x, target=y))[1] for _ in range(rounds))
+        seconds = median(timed(lambda: pipe.step(x, target=y))[1] for _ in range(steps))
         pipe.profile(x, target=y, steps=2)
         corrected = pipe.simulate().step_time
-    times = (found.step_time, *found.range, seconds, corrected)
-    return Row(name, schedule, microbatches, recompute, cut, *times)
+    return Trial(found.step_time, *found.range, seconds, corrected)
 
 
-def choice(name: str, rows: Sequence[Row], rounds: int) -> list[Figure]:
+def choice(name: str, rows: Sequence[Row], steps: int) -> list[Figure]:
     """What ``schedule="auto"`` chooses, and how its steps compare with those of the fastest row,
     run in turn; and the row with the shortest prediction beside the fastest one."""
     best, likely = (min(rows, key=attrgetter(key)) for key in ("measured", "predicted"))
@@ -203,7 +234,7 @@ def choice(name: str, rows: Sequence[Row], rounds: int) -> list[Figure]:
         _, deciding = timed(lambda: pipe.step(x, target=y))
         both = (pipe, other)
         times: list[list[float]] = [[], []]
-        for _ in range(WARM_UP + rounds):
+        for _ in range(WARM_UP + steps):
             for each, own in zip(both, times, strict=True):
                 own.append(timed(lambda each=each: each.step(x, target=y))[1])  # type: ignore[misc]
         chosen = f"{pipe.schedule.name}, m = {pipe.schedule.microbatches}"
@@ -228,7 +259,7 @@ def summary(rows: Sequence[Row]) -> list[Figure]:
     for name, own in groups.items():
         for word, ratios in (
             ("predicted", [row.ratio for row in own]),
-            ("after a profile", [row.corrected / row.measured for row in own]),
+            ("after a profile", [row.corrected for row in own]),
         ):
             off = [100 * abs(ratio - 1) for ratio in ratios]
             if off:
@@ -237,18 +268,25 @@ def summary(rows: Sequence[Row]) -> list[Figure]:
                     Figure(f"{name}, {word}, off by, median", median(off), "%"),
                     Figure(f"{name}, {word}, off by, 90th percentile", tail, "%"),
                 ]
-    inside = sum(row.low <= row.measured <= row.high for row in rows)
-    near = sum(abs(row.ratio - 1) <= NEAR for row in rows)
+        figures.append(_near(f"{name}, predicted", own))
+    trials = [trial for row in rows for trial in row.trials]
+    inside = sum(trial.low <= trial.measured <= trial.high for trial in trials)
     return [
         *figures,
-        Figure(f"predicted within {100 * NEAR:.0f} %", f"{near} of {len(rows)}"),
-        Figure("measured within the range", f"{inside} of {len(rows)}"),
+        _near("single trials, predicted", trials),
+        Figure("single trials, measured within the range", f"{inside} of {len(trials)}"),
     ]
+
+
+def _near(name: str, predictions: Sequence[Row] | Sequence[Trial]) -> Figure:
+    near = sum(abs(each.ratio - 1) <= NEAR for each in predictions)
+    return Figure(f"{name} within {100 * NEAR:.0f} %", f"{near} of {len(predictions)}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare predicted with measured steps.")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=7)
     parser.add_argument(
         "--quick", action="store_true", help="run every seventh row, and write no report"
     )
@@ -257,16 +295,18 @@ def main() -> int:
     machine = describe()
     torch.set_num_threads(len(DEVICES))  # one for each device
     chosen = [each for each in configurations() if arguments.model in (None, each[0])]
-    rows: list[Row] = []
+    trials: dict[Configuration, list[Trial]] = {}
     start = perf_counter()
-    print(*HEADINGS, sep=" | ")
-    for each in chosen[:: QUICK if arguments.quick else 1]:
-        rows.append(run(*each, arguments.rounds))
-        print(*rows[-1].cells(), sep=" | ", flush=True)
+    for _ in range(arguments.trials):
+        print(*HEADINGS, sep=" | ")
+        for each in chosen[:: QUICK if arguments.quick else 1]:
+            trials.setdefault(each, []).append(run(each, arguments.steps))
+            print(*Row(*each, trials[each]).cells(), sep=" | ", flush=True)
+    rows = [Row(*each, own) for each, own in trials.items()]
     figures = [*summary(rows), Figure("all rows", perf_counter() - start, "s")]
     for name in CHOOSING:
         own = [row for row in rows if row.model == name]
-        figures += choice(name, own, arguments.rounds) if own else []
+        figures += choice(name, own, arguments.steps) if own else []
     figures.append(Figure("all", perf_counter() - start, "s"))
     if arguments.quick or arguments.model:
         print(*(f"{figure.name}: {figure}" for figure in figures), sep="\n")
@@ -274,7 +314,8 @@ def main() -> int:
     settings = {
         "devices": ", ".join(DEVICES),
         "optimizer": "Adam",
-        "measured": f"median of {arguments.rounds} steps after {WARM_UP}",
+        "trials": f"{arguments.trials} of each row, all rows in turn; the medians stand here",
+        "measured": f"median of {arguments.steps} steps after {WARM_UP}",
         "early": "a cut at a third of the model or before",
     }
     grid = Grid(HEADINGS, [row.cells() for row in rows])
