@@ -156,26 +156,40 @@ class Engine:
         return outputs
 
     @contextmanager
-    def timed(self, devices: int) -> Iterator[list[list[int]]]:
-        """Take the time of every instruction inside the block.
-
-        Yields:
-            A list that is filled at the end of the block: device → start and end of its
-            instructions, in nanoseconds of the first rank's clock.
+    def timed(self) -> Iterator[list[list[int]]]:
+        """Take the time of every instruction inside the block. Yields a list that is filled at its
+        end: device → start and end of its instructions, in nanoseconds of the first rank's clock.
         """
         self.flush()
-        taken = self._times = [[] for _ in range(devices)]
         times: list[list[int]] = []
-        try:
+        with self.timed_here([[] for _ in self._options.devices]) as local:
             yield times
             self.flush()
+        times += self.gathered(local)
+
+    @contextmanager
+    def timed_here(self, marks: list[list[Any]]) -> Iterator[list[list[int]]]:
+        """``timed`` for this process alone, by its own clock; ``marks`` gets the times as its
+        devices mark them."""
+        local: list[list[int]] = []
+        self._times = marks
+        try:
+            yield local
         finally:
             self._times = []
-        local = [self._backend.nanoseconds(device, marks) for device, marks in enumerate(taken)]
+        local += (self._backend.nanoseconds(device, of) for device, of in enumerate(marks))
+
+    @property
+    def timing(self) -> bool:
+        """Whether times are being taken."""
+        return bool(self._times)
+
+    def gathered(self, local: Sequence[Sequence[int]]) -> list[list[int]]:
+        """What ``timed_here`` took on all ranks of this replica, by the first rank's clock."""
         group = self._options.group
         ranks = [*zip(clocks(group), group.exchange("times", local), strict=True)]
         ranks = [ranks[rank] for rank in group.pipeline]
-        times += ([t - ahead for ahead, lists in ranks for t in lists[d]] for d in range(devices))
+        return [[t - ahead for ahead, ls in ranks for t in ls[d]] for d in range(len(local))]
 
     @locked
     def held(self, compiled: Compiled) -> Sizes:

@@ -110,7 +110,7 @@ class Pipeline(Saved):
             ExecutionError: an instruction raised; the weights are as before the step, unless the
                 message says otherwise.
         """
-        ranks = self._options.ranks
+        ranks, begin = self._options.ranks, perf_counter()
         called = self._group.calling("step") if ranks else nullcontext()
         with SignalsAtOperations() as signals, called:
             meter = self._engine.meter
@@ -129,7 +129,9 @@ class Pipeline(Saved):
             micro = self._compiler.weighed(compiled, micro)
             if not all(micro.weights):
                 compiled = compiled.weighted(micro.weights)
-            result = self._engine.step(compiled, micro, with_output=return_output)
+            watching = self._rehearsals.watching(compiled, begin) if ranks else nullcontext()
+            with watching:
+                result = self._engine.step(compiled, micro, with_output=return_output)
             if self._group.size > 1:
                 self._changes.stepped(compiled)
             self._shown = compiled
@@ -214,8 +216,8 @@ class Pipeline(Saved):
     def profile(self, *args: Any, target: Any = None, steps: int = 1, **kwargs: Any) -> Simulation:
         """Train on a batch as ``step`` does, and return the measured times of all instructions.
 
-        ``simulate`` predicts with these times from then on. Python's cyclic garbage is collected
-        only after the steps, as a collection may take longer than a step.
+        ``simulate`` predicts with these times from then on, unless devices have streams. Python's
+        cyclic garbage is collected only after the steps, as a collection may take longer than one.
 
         Args:
             *args: the model's positional inputs; the target may be the last of them.
@@ -238,13 +240,13 @@ class Pipeline(Saved):
                 args, target = split_target(self._model, args, kwargs)
             with without_collection():
                 start = perf_counter()
-                with self._engine.timed(len(self.devices)) as times:
+                with self._engine.timed() as times:
                     for _ in range(steps):
                         self.step(*args, target=target, **kwargs)
                 seconds = perf_counter() - start
-        compiled = self._compiled()
-        measured = measured_run(self.program, steps, times, self._engine.held(compiled))
-        self._rehearsals.learn(compiled, StepTimes(seconds, times), steps)
+            compiled = self._compiled()
+            measured = measured_run(self.program, steps, times, self._engine.held(compiled))
+            self._rehearsals.learn(compiled, [StepTimes(seconds, times)], steps)
         return measured
 
     # modes and closing

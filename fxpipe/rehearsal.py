@@ -6,8 +6,9 @@ results and updates copies of the weights, so it does not change the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field, replace
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -36,7 +37,7 @@ from fxpipe.runtime.run import FlushedRun
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.runtime.weights.optimizer_state import frozen
 from fxpipe.signals import SignalsAtOperations
-from fxpipe.simulator.costs import Rehearsal
+from fxpipe.simulator.costs import Overheads, Rehearsal
 from fxpipe.torchtools.optimizers import alone
 
 _LEAST, _MOST, _SECONDS = 4, 20, 0.5
@@ -47,43 +48,93 @@ _SAMPLED = 1 << 22
 scaled up."""
 
 
+@dataclass
+class _Known:
+    """What is known of a program.
+
+    Attributes:
+        program: the program, which stays alive so that no other one has its id.
+        rehearsal: its rehearsal, if there is one.
+        begun: how many of its first steps over several ranks have begun.
+        runs: the times of these on this rank, without the first.
+    """
+
+    program: Program
+    rehearsal: Rehearsal | None = None
+    begun: int = 0
+    runs: list[StepTimes] = field(default_factory=list)
+
+
 class Rehearsals:
-    """The rehearsals of a pipe's programs, each made when somebody asks for it."""
+    """The rehearsals of a pipe's programs, each made when somebody asks for it. Over several ranks,
+    where no rank can rehearse alone, the first real steps are timed instead."""
 
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
         self._options = options
         self._compiler = compiler
         self._engine = engine
-        # first stage's kernel, which identifies the plan → id of a program → this and its rehearsal
-        self._made: WeakKeyDictionary[Any, dict[int, tuple[Program, Rehearsal]]]
-        self._made = WeakKeyDictionary()
+        # first stage's kernel, which identifies the plan → id of a program → what is known of it
+        self._programs: WeakKeyDictionary[Any, dict[int, _Known]] = WeakKeyDictionary()
+
+    def _known(self, compiled: Compiled) -> _Known:
+        programs = self._programs.setdefault(compiled.plan.stages[0].kernel, {})
+        return programs.setdefault(id(compiled.program), _Known(compiled.program))
 
     def of(self, compiled: Compiled) -> Rehearsal | None:
         """The rehearsal of a call's program; None if there is none and it cannot be made now."""
-        rehearsals = self._made.setdefault(compiled.plan.stages[0].kernel, {})
-        if id(compiled.program) not in rehearsals:
-            rehearsal = self.rehearse(compiled, self._compiler.plans.graph_of(compiled.traced).call)
-            if rehearsal is None:
-                return None
-            rehearsals[id(compiled.program)] = compiled.program, rehearsal
-        return rehearsals[id(compiled.program)][1]
+        known = self._known(compiled)
+        if known.rehearsal is None:
+            call = self._compiler.plans.graph_of(compiled.traced).call
+            known.rehearsal = self.rehearse(compiled, call)
+        return known.rehearsal
 
-    def learn(self, compiled: Compiled, took: StepTimes, steps: int) -> None:
-        """Replace the rehearsal of a program by the times of a real run."""
-        if self._on_processors:
-            rehearsals = self._made.setdefault(compiled.plan.stages[0].kernel, {})
-            before = rehearsals.get(id(compiled.program))
-            rehearsal = learned(
-                compiled.program, [took], overheads(), serial=compiled.threads == 1, steps=steps
-            )
-            if before:
-                rehearsal = replace(rehearsal, off=max(rehearsal.off, before[1].off))
-            rehearsals[id(compiled.program)] = compiled.program, rehearsal
+    @contextmanager
+    def watching(self, compiled: Compiled, begin: float) -> Iterator[None]:
+        """Run a step over several ranks, which began at a time of ``perf_counter``. The first steps
+        of a program are timed; the next one begins with telling the other ranks the times."""
+        known = self._known(compiled)
+        can = not self._options.places and not compiled.schedule.overlaps
+        if not can or known.rehearsal is not None or self._engine.timing:
+            yield
+            return
+        if known.begun > _LEAST:
+            self._learn_first(compiled, known)
+            yield
+            return
+        known.begun += 1
+        meter = self._engine.meter  # of this rank alone, which may take the times, too
+        marks = [[] for _ in self._options.devices] if meter is None else meter.times
+        with self._engine.timed_here(marks) as times:
+            yield
+        if known.begun > 1:  # the first one warms up
+            known.runs.append(StepTimes(perf_counter() - begin, times))
 
-    @property
-    def _on_processors(self) -> bool:
-        """Whether this process runs all devices, and they are CPUs."""
-        return self._options.group.size == 1 and not self._options.places
+    def _learn_first(self, compiled: Compiled, known: _Known) -> None:
+        """Learn from the first steps, or time others if not all succeeded."""
+        runs, known.runs, known.begun = known.runs, [], 0
+        counts = self._options.group.exchange("the first steps", len(runs))
+        if min(counts) == max(counts) > 1:
+            gathered = self._engine.gathered
+            self.learn(compiled, [StepTimes(run.seconds, gathered(run.times)) for run in runs])
+
+    def learn(self, compiled: Compiled, runs: Sequence[StepTimes], steps: int = 1) -> None:
+        """Replace the rehearsal of a program by the times of real runs of so many steps, unless
+        devices have streams. All ranks learn from the first replica, so that they predict the same.
+        """
+        if self._options.places:
+            return
+        group, known = self._options.group, self._known(compiled)
+        shared = group.share("the runs", lambda: [[run.seconds, run.times] for run in runs])
+        rehearsal = learned(
+            compiled.whole(),
+            [StepTimes(*run) for run in shared],
+            Overheads(*group.share("the overheads", lambda: astuple(overheads()))),
+            serial=group.size == 1 and compiled.threads == 1,
+            steps=steps,
+            apart=group.size > 1,
+        )
+        before = known.rehearsal.off if known.rehearsal else 0.0
+        known.rehearsal = replace(rehearsal, off=max(rehearsal.off, before))
 
     def rehearse(self, compiled: Compiled, call: Call) -> Rehearsal | None:
         """Run some steps of a call's program. Returns None if this process does not run all devices
@@ -95,8 +146,9 @@ class Rehearsals:
             call: a similar call, with micro-batches of any size.
         """
         engine = self._engine
-        cannot = compiled.traced.leaves or self._options.hollow or not engine.flushed
-        if cannot or not self._on_processors:
+        options = self._options
+        alone = options.group.size == 1 and not options.places
+        if compiled.traced.leaves or options.hollow or not engine.flushed or not alone:
             return None
         try:
             engine.check()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain as joined
@@ -75,6 +75,7 @@ def learned(
     serial: bool = False,
     steps: int = 1,
     shares: Mapping[int, float] = MappingProxyType({}),
+    apart: bool = False,
 ) -> Rehearsal:
     """Learn from some runs of a program how long its tasks and instructions take.
 
@@ -88,6 +89,8 @@ def learned(
         serial: whether one thread runs the lists of all devices.
         steps: how many steps each run has.
         shares: stage → the share of its update that ran, if that is not all of it.
+        apart: whether each device has a process of its own. The time of a hand-over is then not
+            known before, and taken from the runs.
     """
     lists = (unroll(program, steps) if steps > 1 or program.depth else program).lists
     tasks: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -120,6 +123,9 @@ def learned(
                 elif isinstance(instruction, _AT_ONCE) and moved is None:
                     short.append(seconds)
     overhead = mean(short) if short else known.instruction
+    if apart:
+        waits = [wait for run in middle for wait in _hand_overs(lists, run.times)]
+        known = replace(known, hand_over=max(median(waits) - overhead, 0.0) if waits else 0.0)
     costs = {key: mean(times) for key, times in tasks.items()}
     costs |= {key: max(seconds - overhead, 0.0) for key, seconds in transfers.items()}
     machine = Overheads(overhead, known.task, known.hand_over)
@@ -131,6 +137,23 @@ def learned(
     costs |= {("U", s): costs["U", s] / share for s, share in shares.items() if ("U", s) in costs}
     machine = replace(machine, step=outside, error=known.error)
     return Rehearsal(costs, machine, serial, spread([run.seconds for run in took]) + known.error)
+
+
+def _hand_overs(
+    lists: Sequence[Sequence[ins.Instruction]], times: Sequence[Sequence[int]]
+) -> Iterator[float]:
+    """Yield, for each value that a device waited for, the seconds from the end of its send to the
+    end of its receive."""
+    sent = {
+        instruction.buffer: end
+        for list_, ends in zip(lists, times, strict=True)
+        for instruction, end in zip(list_, ends[1::2], strict=True)
+        if isinstance(instruction, ins.Sending)
+    }
+    for list_, ran in zip(lists, times, strict=True):
+        for instruction, begin, end in zip(list_, ran[::2], ran[1::2], strict=True):
+            if isinstance(instruction, ins.Receiving) and begin < sent[instruction.buffer]:
+                yield 1e-9 * max(end - sent[instruction.buffer], 0)
 
 
 def spread(seconds: Sequence[float]) -> float:

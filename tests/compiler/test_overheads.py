@@ -51,6 +51,16 @@ def test_what_a_run_took_is_predicted_of_its_program(name: str, steps: int, seri
     assert made.step_time == pytest.approx(ran.makespan / steps + 6.0)
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "2bw"])
+def test_the_hand_over_between_processes_is_what_a_device_waits_after_a_send(name: str) -> None:
+    program = chain_program(find_recipe(name)(3, 6))
+    costs = {"F": 3.0, "B": 5.0, "U": 7.0}
+    ran = simulate(program, costs, links=Link(0.75), overhead=0.25, steps=3)
+    took = [StepTimes(ran.makespan, clocked(ran))] * 4
+    found = learned(program, took, Overheads(hand_over=99.0), steps=3, apart=True)
+    assert found.overheads.hand_over == pytest.approx(0.75)
+
+
 @pytest.mark.parametrize("stores", [1.0, 30.0])
 def test_what_a_run_stored_and_fetched_took_what_was_waited_for_it(stores: float) -> None:
     program = chain_program(add_offload(find_recipe("gpipe")(3, 6), "always"))

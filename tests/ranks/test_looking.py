@@ -116,6 +116,34 @@ def alone_on_one(mesh: DeviceMesh, schedule: str) -> list[str]:
         return [*seen, str(pipe.batches)]
 
 
+def predicted(devices: DeviceMesh | int, schedule: str) -> dict[str, float]:
+    """The seconds of a step as predicted before the first ones were timed, after that, and after a
+    profile; and the least and the most that these steps, and that a step of the profile, took."""
+    with pipe_of(devices, schedule=schedule) as pipe:
+        times = []
+        for _ in range(6):
+            begin = time.perf_counter()
+            pipe.step(batch(), target=batch())
+            times.append(time.perf_counter() - begin)
+            if len(times) == 1:
+                before = pipe.simulate().step_time
+        after = pipe.simulate().step_time
+        begin = time.perf_counter()
+        ran = pipe.profile(batch(), target=batch(), steps=3).makespan / 3
+        most = (time.perf_counter() - begin) / 3
+        profiled = pipe.simulate().step_time
+        least = min(times[1:5])
+    return {
+        "before": before,
+        "after": after,
+        "least": least,
+        "most": max(times[1:5]),
+        "profiled": profiled,
+        "ran": ran,
+        "profile": most,
+    }
+
+
 def several(devices: DeviceMesh | int) -> dict[str, dict[str, Any]]:
     return {
         "flushed": shown(devices),
@@ -154,6 +182,45 @@ def test_a_profile_is_one_timeline_on_every_rank(found: Found, kind: str) -> Non
     assert first["spans"] == second["spans"]
     assert first["measured"] == second["measured"]
     assert len(first["spans"]) == len(found[1][kind]["spans"])
+
+
+def metered(mesh: DeviceMesh) -> tuple[float, float, bool]:
+    """Predictions before and after the first steps, and whether metrics had the times of all steps;
+    only the first rank takes metrics."""
+    with pipe_of(mesh) as pipe:
+        taken = []
+        for step in range(6):
+            if mesh.get_local_rank() == 0:
+                taken.append("bubble" in pipe.metrics or step < 1)
+            pipe.step(batch(), target=batch())
+            if step == 0:
+                before = pipe.simulate().step_time
+        return before, pipe.simulate().step_time, all(taken)
+
+
+def test_the_first_steps_are_timed_beside_the_metrics_of_one_rank() -> None:
+    first, second = on_ranks(2, metered)
+    assert first == second
+    before, after, all_measured = first
+    assert after != before
+    assert all_measured
+
+
+def test_after_its_first_steps_and_after_a_profile_every_rank_predicts_what_they_took() -> None:
+    first, *others = on_ranks(4, predicted, "1f1b", replicas=2)
+    for key in ("before", "after", "profiled"):
+        assert [each[key] for each in others] == [first[key]] * 3, key
+    assert first["ran"] == others[0]["ran"]  # of the same replica
+    assert first["after"] != first["before"]
+    assert 0.5 * first["least"] < first["after"] < 2 * first["most"]
+    assert 0.5 * first["ran"] < first["profiled"] < 2 * first["profile"]
+
+
+def test_steps_that_overlap_are_predicted_by_a_profile_alone() -> None:
+    first, second = on_ranks(2, predicted, "2bw")
+    assert first["after"] == first["before"]
+    assert first["profiled"] == second["profiled"]
+    assert 0.5 * first["ran"] < first["profiled"] < 2 * first["profile"]
 
 
 @KINDS
