@@ -284,7 +284,8 @@ class GraphMemory:
             value = node.meta.get("val")
             if not isinstance(value, Tensor) or wanted is None:
                 continue
-            if torch.empty_like(value).stride() != wanted:
+            # unlike ``clone``, ``empty_like`` gives a fake tensor other strides than a real one
+            if value.clone().stride() != wanted:
                 ends = zip(value.shape, wanted, strict=True)
                 extent = 1 + sum((size - 1) * stride for size, stride in ends)
                 size = extent * value.element_size() if value.numel() else 0

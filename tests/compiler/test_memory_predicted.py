@@ -38,7 +38,8 @@ def transformer() -> Work:
 def trained(work: Work, devices: int = 2, steps: int = 1, **options: Any) -> Any:
     """Predicted and counted, of steps in which everything is in its stride."""
     model, x, y, loss = work
-    with fxpipe.compile(model, ["cpu"] * devices, microbatches=4, loss=loss, **options) as pipe:
+    options = {"microbatches": 4, **options}
+    with fxpipe.compile(model, ["cpu"] * devices, loss=loss, **options) as pipe:
         pipe.prepare(x, target=y)
         predicted = pipe.simulate()
         with counted(pipe) as found:
@@ -74,6 +75,15 @@ def test_the_peak_of_every_device_is_as_predicted(make: Any, schedule: str, reco
     torch.manual_seed(0)
     optimizer = partial(Adam, lr=1e-3)
     ran = trained(make(), schedule=schedule, recompute=recompute, optimizer=optimizer)
+    assert error(*ran) < 0.01
+
+
+@pytest.mark.parametrize("make", [unet, transformer])
+def test_the_peak_with_micro_batches_of_one_sample_is_as_predicted(make: Any) -> None:
+    """A part of a tensor along its second dimension is then dense, and a copy keeps its strides."""
+    torch.manual_seed(0)
+    optimizer = partial(Adam, lr=1e-3)
+    ran = trained(make(), schedule="1f1b", microbatches=8, optimizer=optimizer)
     assert error(*ran) < 0.01
 
 
