@@ -1,10 +1,11 @@
-"""Compare predicted with measured step times over two CPU devices.
+"""Compare predicted with measured step times and memory over two CPU devices.
 
 The rows combine five models with schedules, numbers of micro-batches, recomputation and cuts. A
 trial of a row compiles a new pipe, predicts and measures its step, and predicts it again with the
 times of a profile. All rows take turns, several times, so that a machine whose speed changes for a
-while spoils few trials of each. Finally ``schedule="auto"`` chooses for three of the models, and
-its steps take turns with those of the fastest measured row.
+while spoils few trials of each. One more pipe of each row counts the bytes that devices hold.
+Finally ``schedule="auto"`` chooses for three of the models, and its steps take turns with those of
+the fastest measured row.
 
 Run it with ``python -m benchmarks.predicting`` on an idle machine; ``--quick`` runs every seventh
 row.
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import fxpipe
+from benchmarks.counted import counted
 from benchmarks.machine import describe
 from benchmarks.models.gpt2 import GPT2
 from benchmarks.models.resnet import ResNet
@@ -40,6 +42,7 @@ RECOMPUTE = ("never", "always")
 CHOOSING = ("U-Net", "GPT-2", "ResNet")
 QUICK = 7
 WARM_UP = 2
+COUNTED = 2
 NEAR = 0.1
 
 
@@ -133,7 +136,8 @@ Configuration = tuple[str, str, int, str, str]
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration with its trials, and the medians over these."""
+    """A configuration with its trials, and the medians over these; ``bytes`` is the predicted over
+    the counted peak of the device for which this is furthest off."""
 
     model: str
     schedule: str
@@ -141,6 +145,7 @@ class Row:
     recompute: str
     cut: str
     trials: Sequence[Trial]
+    bytes: float
 
     @property
     def predicted(self) -> float:
@@ -176,12 +181,13 @@ class Row:
             f"{self.ratio:.3f}",
             f"{min(ratios):.3f} – {max(ratios):.3f}",
             f"{self.corrected:.3f}",
+            f"{self.bytes:.4f}",
         ]
 
 
 HEADINGS = (
     *("model", "schedule", "m", "recompute", "cut", "predicted, ms", "from", "to"),
-    *("measured, ms", "ratio", "of single trials", "ratio after a profile"),
+    *("measured, ms", "ratio", "of single trials", "ratio after a profile", "bytes"),
 )
 
 
@@ -223,6 +229,29 @@ def run(configuration: Configuration, steps: int) -> Trial:
     return Trial(found.step_time, *found.range, seconds, corrected)
 
 
+def count(configuration: Configuration) -> float:
+    """Of the device for which it is furthest off, the predicted over the counted peak."""
+    name, schedule, microbatches, recompute, cut = configuration
+    x, y = CASES[name].batch()
+    with pipe_of(
+        name, cut, schedule=schedule, microbatches=microbatches, recompute=recompute
+    ) as pipe:
+        pipe.prepare(x, target=y)
+        with counted(pipe) as devices:
+            for step in range(2 * COUNTED):
+                if step == COUNTED:
+                    for device in devices:
+                        device.clear()
+                pipe.step(x, target=y)
+        pairs = zip(pipe.simulate().memory, devices, strict=True)
+        return max((memory.peak / device.peak for memory, device in pairs), key=_off)
+
+
+def _off(ratio: float) -> float:
+    """How far a ratio is from 1."""
+    return abs(ratio - 1)
+
+
 def choice(name: str, rows: Sequence[Row], steps: int) -> list[Figure]:
     """What ``schedule="auto"`` chooses, and how its steps compare with those of the fastest row,
     run in turn; and the row with the shortest prediction beside the fastest one."""
@@ -261,7 +290,7 @@ def summary(rows: Sequence[Row]) -> list[Figure]:
             ("predicted", [row.ratio for row in own]),
             ("after a profile", [row.corrected for row in own]),
         ):
-            off = [100 * abs(ratio - 1) for ratio in ratios]
+            off = [100 * _off(ratio) for ratio in ratios]
             if off:
                 tail = quantiles(off, n=10, method="inclusive")[-1] if off[1:] else off[0]
                 figures += [
@@ -275,11 +304,12 @@ def summary(rows: Sequence[Row]) -> list[Figure]:
         *figures,
         _near("single trials, predicted", trials),
         Figure("single trials, measured within the range", f"{inside} of {len(trials)}"),
+        Figure("all, peak memory, off by at most", 100 * max(_off(row.bytes) for row in rows), "%"),
     ]
 
 
 def _near(name: str, predictions: Sequence[Row] | Sequence[Trial]) -> Figure:
-    near = sum(abs(each.ratio - 1) <= NEAR for each in predictions)
+    near = sum(_off(each.ratio) <= NEAR for each in predictions)
     return Figure(f"{name} within {100 * NEAR:.0f} %", f"{near} of {len(predictions)}")
 
 
@@ -296,13 +326,16 @@ def main() -> int:
     torch.set_num_threads(len(DEVICES))  # one for each device
     chosen = [each for each in configurations() if arguments.model in (None, each[0])]
     trials: dict[Configuration, list[Trial]] = {}
+    bytes_: dict[Configuration, float] = {}
     start = perf_counter()
     for _ in range(arguments.trials):
         print(*HEADINGS, sep=" | ")
         for each in chosen[:: QUICK if arguments.quick else 1]:
             trials.setdefault(each, []).append(run(each, arguments.steps))
-            print(*Row(*each, trials[each]).cells(), sep=" | ", flush=True)
-    rows = [Row(*each, own) for each, own in trials.items()]
+            if each not in bytes_:
+                bytes_[each] = count(each)
+            print(*Row(*each, trials[each], bytes_[each]).cells(), sep=" | ", flush=True)
+    rows = [Row(*each, own, bytes_[each]) for each, own in trials.items()]
     figures = [*summary(rows), Figure("all rows", perf_counter() - start, "s")]
     for name in CHOOSING:
         own = [row for row in rows if row.model == name]
@@ -316,6 +349,8 @@ def main() -> int:
         "optimizer": "Adam",
         "trials": f"{arguments.trials} of each row, all rows in turn; the medians stand here",
         "measured": f"median of {arguments.steps} steps after {WARM_UP}",
+        "bytes": f"predicted over counted peak of {COUNTED} steps after as many, of the device for "
+        "which it is furthest off",
         "early": "a cut at a third of the model or before",
     }
     grid = Grid(HEADINGS, [row.cells() for row in rows])
