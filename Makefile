@@ -69,7 +69,7 @@ format: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools
-	$(INSTALL) --no-build-isolation --editable '.[test,demo,html,frameworks]'
+	$(INSTALL) --no-build-isolation --editable '.[test,demo,html,frameworks,search]'
 	touch $@
 
 $(VENV)/docs: $(READY)

@@ -124,17 +124,25 @@ class Rehearsals:
         if self._options.places:
             return
         group, known = self._options.group, self._known(compiled)
-        shared = group.share("the runs", lambda: [[run.seconds, run.times] for run in runs])
-        rehearsal = learned(
-            compiled.whole(),
-            [StepTimes(*run) for run in shared],
-            Overheads(*group.share("the overheads", lambda: astuple(overheads()))),
-            serial=group.size == 1 and compiled.threads == 1,
-            steps=steps,
-            apart=group.size > 1,
-        )
+        apart = group.size > 1
+        serial = not apart and compiled.threads == 1
+
+        def taught() -> list[Any] | None:
+            try:
+                program, machine = compiled.whole(), overheads()
+                found = learned(program, runs, machine, serial=serial, steps=steps, apart=apart)
+            except Exception as error:  # what has run counts all the same
+                noted(f"no times are learned of this run: {told(error)}")
+                return None
+            costs = [[letter, stage, time] for (letter, stage), time in found.costs.items()]
+            return [costs, astuple(found.overheads), found.off]
+
+        if (shared := group.share("what the runs teach", taught)) is None:
+            return
+        costs, machine, off = shared
+        times = {(letter, stage): time for letter, stage, time in costs}
         before = known.rehearsal.off if known.rehearsal else 0.0
-        known.rehearsal = replace(rehearsal, off=max(rehearsal.off, before))
+        known.rehearsal = Rehearsal(times, Overheads(*machine), serial, max(off, before))
 
     def rehearse(self, compiled: Compiled, call: Call) -> Rehearsal | None:
         """Run some steps of a call's program. Returns None if this process does not run all devices

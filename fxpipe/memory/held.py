@@ -7,7 +7,6 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
