@@ -74,6 +74,7 @@ class Engine:
         self._workers = [Worker(f"fxpipe-{i}", options.threads) for i in range(choice.most)]
         self._lock = PipeLock(self._workers)
         self._times: list[list[Any]] = []
+        self.failures = 0
         self._overlapping: OverlappingRun | None = None
         options.group.when_failed(self._roll_back)
 
@@ -157,9 +158,8 @@ class Engine:
 
     @contextmanager
     def timed(self) -> Iterator[list[list[int]]]:
-        """Take the time of every instruction inside the block. Yields a list that is filled at its
-        end: device → start and end of its instructions, in nanoseconds of the first rank's clock.
-        """
+        """Take the times of the instructions in the block. Yields a list that is filled at its end:
+        device → start and end of each instruction, in nanoseconds of the first rank's clock."""
         self.flush()
         times: list[list[int]] = []
         with self.timed_here([[] for _ in self._options.devices]) as local:
@@ -262,6 +262,7 @@ class Engine:
     def _roll_back(self) -> str:
         """Drop the batches in flight after a call that failed, possibly on another rank. Returns in
         words which batches count; empty if none were in flight."""
+        self.failures += 1
         return "" if self._overlapping is None else self._overlapping.abandon()
 
     def _overlap(

@@ -57,12 +57,14 @@ class _Known:
         rehearsal: its rehearsal, if there is one.
         begun: how many of its first steps over several ranks have begun.
         runs: the times of these on this rank, without the first.
+        failures: how many calls had failed when the first of them began.
     """
 
     program: Program
     rehearsal: Rehearsal | None = None
     begun: int = 0
     runs: list[StepTimes] = field(default_factory=list)
+    failures: int = 0
 
 
 class Rehearsals:
@@ -97,6 +99,8 @@ class Rehearsals:
         if not can or known.rehearsal is not None or self._engine.timing:
             yield
             return
+        if known.failures != self._engine.failures:  # ranks failed at different places: start anew
+            known.runs, known.begun, known.failures = [], 0, self._engine.failures
         if known.begun > _LEAST:
             self._learn_first(compiled, known)
             yield

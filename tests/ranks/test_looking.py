@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import socket
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -204,6 +205,31 @@ def test_the_first_steps_are_timed_beside_the_metrics_of_one_rank() -> None:
     before, after, all_measured = first
     assert after != before
     assert all_measured
+
+
+def interrupted(mesh: DeviceMesh, fails: int) -> tuple[int, bool, float]:
+    """The batches that count where the first rank alone fails before it runs a step of that number,
+    whether predictions change after it, and what they are in the end."""
+    with pipe_of(mesh) as pipe:
+        for step in range(14):
+            with ExitStack() as stack:
+                if step == fails:
+                    stack.enter_context(pytest.raises(fxpipe.FxpipeError))
+                if step == fails and mesh.get_local_rank() == 0:
+                    error = fxpipe.InputError("not this one")
+                    stack.enter_context(patch.object(type(pipe), "_check_data", side_effect=error))
+                pipe.step(batch(), target=batch())
+            if step == 0:
+                before = pipe.simulate().step_time
+        after = pipe.simulate().step_time
+        return pipe.batches, after != before, after
+
+
+@pytest.mark.parametrize("fails", [2, 5])
+def test_a_call_that_fails_on_one_rank_leaves_the_ranks_timing_the_same_steps(fails: int) -> None:
+    first, second = on_ranks(2, interrupted, fails)
+    assert first == second
+    assert first[:2] == (13, True)
 
 
 def test_after_its_first_steps_and_after_a_profile_every_rank_predicts_what_they_took() -> None:
