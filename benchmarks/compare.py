@@ -61,7 +61,7 @@ def main() -> int:
             for who, run in contest.runs.items()
         },
     ).publish()
-    ours = [who for who, it in CONTENDERS.items() if who.startswith(OURS) and not it.rounded]
+    ours = [who for who, it in CONTENDERS.items() if who.startswith(OURS)]
     return 0 if all(contest.same(who) for contest in contests.values() for who in ours) else 1
 
 
@@ -145,7 +145,8 @@ def settings(contests: Mapping[str, Contest]) -> dict[str, str | int]:
         "threads": f"{DEVICES} in all, and one where it says so; every process of "
         "torch.distributed.pipelining and every rank has one",
         "halves": "fxpipe cuts for itself; torchgpipe and torch.distributed.pipelining are given "
-        "equal halves: " + ", ".join(f"{name} at {case.half}" for name, case in cases.items()),
+        "equal halves: "
+        + ", ".join(f"{name} at {', '.join(case.cuts)}" for name, case in cases.items()),
         "speed": "median of the loop of one thread over the contender's",
         "processor time": "of all processes and threads, median",
         "peak memory": "resident, added up over processes; above what it was after imports",

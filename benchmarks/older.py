@@ -136,7 +136,7 @@ def serve() -> int:
             microbatches=case.microbatches,
             loss=case.loss,
             optimizer=case.optimizer,
-            partition=[case.half],
+            partition=list(case.cuts),
         )
         pipe.step(x, target=y)
         return lambda: pipe.step(x, target=y)

@@ -22,11 +22,11 @@ from typing import Any
 import fxpipe
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Grid, Report
+from fxpipe.extensions.search import exact
+from fxpipe.extensions.search.listing import list_schedule
+from fxpipe.extensions.search.local import greedy_policies
+from fxpipe.extensions.search.search import Found
 from fxpipe.ir.recipe import Placement
-from fxpipe.search import exact
-from fxpipe.search.listing import list_schedule
-from fxpipe.search.local import greedy_policies
-from fxpipe.search.search import Found
 from fxpipe.simulator import Link
 
 SEED = 20261122

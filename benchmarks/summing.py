@@ -32,9 +32,8 @@ from torch.utils._pytree import tree_leaves
 import fxpipe
 from benchmarks.machine import describe
 from benchmarks.overlap import TASK, lengthen
-from benchmarks.report import Figure, Grid, Report, timed
+from benchmarks.report import Figure, Grid, Report
 from fxpipe.ir import instruction as ins
-from fxpipe.runtime.ranks.summing import Part, RunningSum
 from fxpipe.simulator import Link, Simulation
 from fxpipe.simulator.sums import Sum
 
@@ -50,7 +49,6 @@ SUMS = (
     "step, ms",
 )
 
-ADDING = ("replicas", "ms after the last part of 25 MiB, in order", "ms, as they come")
 
 STEPS = 2
 """Of a round in which gradients are summed."""
@@ -85,8 +83,7 @@ CASES = (
     Case("1f1b", 2, 1, {"bucket_cap_mb": 0.5, "shard_optimizer": True}),
     Case("1f1b", 2, 2, {"bucket_cap_mb": 0.25}),
     Case("2bw", 2, 2, {"bucket_cap_mb": 0.25}),
-    Case("1f1b", 3, 1, {"bucket_cap_mb": 0.5, "ordered_sums": True}),
-    Case("1f1b", 3, 1, {"bucket_cap_mb": 0.5, "ordered_sums": False}),
+    Case("1f1b", 3, 1, {"bucket_cap_mb": 0.5}),
 )
 
 
@@ -221,27 +218,12 @@ def summing_row(case: Case, rounds: int) -> list[str]:
     ]
 
 
-def adding_row(replicas: int, rounds: int) -> list[str]:
-    """A row of the table: what is left to do when the last replica's part of a bucket has come."""
-    parts = [Part([torch.rand(25 * 2**18 // replicas)], [((1,), (1,))]) for _ in range(replicas)]
-    row = [str(replicas)]
-    for ordered in (True, False):
-        seconds: list[float] = []
-        for _ in range(10 * rounds):
-            sums = RunningSum(replicas, ordered)
-            for replica in range(replicas - 1):
-                sums.take(replica, parts[replica])
-            seconds.append(timed(lambda: sums.take(replicas - 1, parts[-1]))[1])  # noqa: B023
-        row.append(f"{1e3 * median(seconds):.2f}")
-    return row
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time what sums gradients over replicas.")
     parser.add_argument("--rounds", type=int, default=5)
     rounds, machine = parser.parse_args().rounds, describe()
     summed = [summing_row(case, rounds) for case in track(CASES, "sums")]
-    grids = [Grid(SUMS, summed), Grid(ADDING, [adding_row(n, rounds) for n in (2, 3, 8)])]
+    grids = [Grid(SUMS, summed)]
     furthest = max((float(row[4]) for row in summed), key=abs)
     figures = [Figure("hidden share of sums, furthest from the simulated one", furthest)]
     settings = {

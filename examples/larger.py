@@ -5,8 +5,7 @@ Start it with::
     torchrun --standalone --nproc-per-node=4 -m examples.larger
 
 Every process limits itself to less memory than the weights of the whole model take. Training takes
-three times as much as the weights: the weights, their gradients, and a copy to undo an update if a
-step fails.
+twice as much as the weights: the weights and their gradients.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from fxpipe.comparison import Comparison, compare
+from typing import TYPE_CHECKING, Any
+
 from fxpipe.compile import compile
 from fxpipe.errors import (
     CaptureError,
     CheckpointError,
     DeviceError,
     DeviceMemoryError,
+    EndedError,
     ExecutionError,
     Fault,
     FxpipeError,
@@ -17,10 +19,10 @@ from fxpipe.errors import (
     PartitionError,
     PassError,
     RankError,
-    RecomputeError,
     TraceError,
     VerificationError,
 )
+from fxpipe.extend import find, names
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, one_each, round_robin, schedule, vee
@@ -29,11 +31,14 @@ from fxpipe.ir.task import A, B, C, F, I, O, P, R, Task, TaskContext, U, W, defi
 from fxpipe.kernels.recompute import is_recomputing
 from fxpipe.passes.partition.options import Partition
 from fxpipe.pipeline import Pipeline
-from fxpipe.plan_training import plan_training
-from fxpipe.planner.choices import Choice, TrainingPlan
-from fxpipe.planner.cluster import Cluster
-from fxpipe.prefetch import prefetch
-from fxpipe.search.search import search_schedule
+from fxpipe.removed import gone
+
+if TYPE_CHECKING:
+    from fxpipe.extensions.comparison.comparison import Comparison, compare
+    from fxpipe.extensions.planner.choices import Choice, TrainingPlan
+    from fxpipe.extensions.planner.cluster import Cluster
+    from fxpipe.extensions.planner.plan_training import plan_training
+    from fxpipe.extensions.search.search import search_schedule
 
 __version__ = "0.1.0"
 
@@ -48,6 +53,7 @@ __all__ = [
     "Comparison",
     "DeviceError",
     "DeviceMemoryError",
+    "EndedError",
     "ExecutionError",
     "F",
     "Fault",
@@ -66,7 +72,6 @@ __all__ = [
     "R",
     "RankError",
     "Recipe",
-    "RecomputeError",
     "Schedule",
     "Task",
     "TaskContext",
@@ -82,9 +87,16 @@ __all__ = [
     "is_recomputing",
     "one_each",
     "plan_training",
-    "prefetch",
     "round_robin",
     "schedule",
     "search_schedule",
     "vee",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name that an extension has, when it is first used."""
+    if name not in names("public"):
+        instead = gone(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
+    return find("public", name, f"{__name__}.{name}")

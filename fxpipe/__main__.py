@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fxpipe.cli import main
+from fxpipe.extend import find
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(find("command", "main", "the command line")())

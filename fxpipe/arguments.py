@@ -60,25 +60,6 @@ def read_schedule(
     return recipe, microbatches
 
 
-def read_decides(schedule: Any, delay: Any, predict: Any) -> str:
-    """Return "search" or "auto" if the first step chooses the schedule, else "". Raises InputError
-    if a delay or predicted weights are asked for, which the choice does not offer."""
-    if schedule not in ("search", "auto") or not isinstance(schedule, str):
-        return ""
-    if delay and schedule == "auto":
-        raise InputError(
-            'schedule="auto" decides among schedules with a flush, and delay is for batches that '
-            'overlap; leave it out, or give schedule="search"'
-        )
-    if predict:
-        raise InputError(
-            f'schedule="{schedule}" may decide that batches read the newest weights, and predict '
-            "is for those that read older ones; leave it out, or give what "
-            "fxpipe.search_schedule(..., delay=1) finds"
-        )
-    return schedule
-
-
 def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
     assert _library  # importing it has registered the library's schedules
     if isinstance(schedule, str) and "\n" in schedule:

@@ -6,7 +6,8 @@ outputs and lets the pipeline drain.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from fxpipe.ir.traced import Traced, Value
 from fxpipe.ir.value import HOST
 from fxpipe.locks import PipeLock, locked_in_backward
 from fxpipe.passes.partition.assignment import readers
+from fxpipe.runtime.devices.backend import Backend
 from fxpipe.runtime.host import BatchHost, draw_seed
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.run import FlushedRun
@@ -38,7 +40,7 @@ def outputs_of(host: BatchHost, run: FlushedRun) -> list[Any]:
 
 
 def differentiable_call(
-    compiled: Compiled, host: BatchHost, run: FlushedRun, lock: PipeLock, group: RankGroup
+    compiled: Compiled, host: BatchHost, run: FlushedRun, lock: PipeLock, backend: Backend
 ) -> list[Any]:
     """Run the forwards and return the flat outputs with a backward for autograd. An input that the
     model returns unchanged is returned as it is.
@@ -54,7 +56,18 @@ def differentiable_call(
     parameters = run.weights.by_name
     leaves = (leaf for leaf in host.micro.batch.leaves if isinstance(leaf, Tensor))
     watched = [*leaves, *parameters.values(), *run.weights.constants]
-    call = _Call(lock, group, compiled, host, run, list(inputs), list(parameters), watched)
+    devices = {name: leaf.device for name, leaf in inputs.items()}
+    call = _Call(
+        lock,
+        backend.group,
+        compiled,
+        host,
+        run,
+        backend.caller(),
+        devices,
+        list(parameters),
+        watched,
+    )
     tensors = (*inputs.values(), *parameters.values())
     outputs = _Pipe.apply(call, *tensors)  # type: ignore[no-untyped-call]
     return [
@@ -68,7 +81,8 @@ class _Call:
     """What forward keeps for backward.
 
     Attributes:
-        inputs: names of the inputs that get a gradient.
+        caller: orders the backward by the streams of the thread that called forward, too.
+        inputs: name of each input that gets a gradient → the device where it has to be.
         parameters: names of the parameters in the model.
         watched: tensors that must not change in place between forward and backward.
         versions: the versions of those tensors after forward.
@@ -79,7 +93,8 @@ class _Call:
     compiled: Compiled
     host: BatchHost
     run: FlushedRun | None
-    inputs: list[str]
+    caller: Callable[[], AbstractContextManager[None]]
+    inputs: Mapping[str, torch.device]
     parameters: list[str]
     watched: list[Tensor]
     versions: list[int] = field(default_factory=list)
@@ -115,14 +130,18 @@ class _Call:
                     before = totals[spec.name]
                     totals[spec.name] = gradient if before is None else before + gradient
             self.host.set_output_gradients(list(totals), list(totals.values()))
-            by_name = run.advance(
-                lambda: {**self.host.gradients_of_inputs(), **run.take_gradients()}
-            )
+            with self.caller():
+                by_name = run.advance(lambda: {**self._to_inputs(), **run.take_gradients()})
         if None in totals.values():
             used = [name for name, total in totals.items() if total is not None]
             flows = reached(self.compiled.traced, used)
             by_name = {name: gradient for name, gradient in by_name.items() if name in flows}
         return (None, *(by_name.get(name) for name in (*self.inputs, *self.parameters)))
+
+    def _to_inputs(self) -> dict[str, Tensor]:
+        """The gradients of the inputs, where these are."""
+        gradients = self.host.gradients_of_inputs()
+        return {name: gradient.to(self.inputs[name]) for name, gradient in gradients.items()}
 
 
 def reached(traced: Traced, outputs: Sequence[str]) -> set[str]:

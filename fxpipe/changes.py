@@ -47,8 +47,11 @@ class Changes:
         self._options = options
         self._progress = progress
         self._several = options.replicas > 1
+        # what a call compares counts only if it succeeds: the ranks of one that fails may have
+        # come to different places
+        self._failures = 0
         self._same_weights = self._same_settings = False
-        self._compared = False  # whether the weights and buffers of the first call were
+        self._compared = False  # whether the weights and buffers of a call were
         self._compiled: Compiled | None = None  # of the last step
         self._own: frozenset[str] = frozenset()
         self._others: frozenset[str] = frozenset()
@@ -58,7 +61,11 @@ class Changes:
     def told(self, *, flushed: bool) -> Changed:
         """What this rank tells the others. Unless all batches are ``flushed``, updates are writing
         weights now; the next update refuses other writes, or a later call tells of them."""
-        settings = "\n".join(self._progress.settings()) if self._several else ""
+        if self._failures != self._options.group.failures:
+            self._failures = self._options.group.failures
+            self._same_weights = self._same_settings = False
+        self._compared |= self._same_weights
+        settings = "\n".join(self._progress.settings()) if self._same_settings else ""
         changes = Changed(self._progress.chosen(), settings)
         if not flushed or not self._left:
             return changes
@@ -119,7 +126,7 @@ class Changes:
         if self._compared:
             names &= {name for name, x in state.items() if isinstance(x, nn.Parameter)}
         self._agree([f"{name}: {digest(state[name])}" for name in sorted(names)])
-        self._same_weights = self._compared = True
+        self._same_weights = True
         self._left = self._marks()
 
     def check_settings(self, compiled: Compiled) -> None:

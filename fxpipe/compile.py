@@ -6,15 +6,13 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Never, get_args
 
 import torch
 from torch import nn
 
 from fxpipe import arguments
 from fxpipe.arguments import ScheduleLike
-from fxpipe.compiler.auto import AutoCompiler, PendingPlacement
 from fxpipe.compiler.capturing import check_cuda_graphs
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.objective import Loss, Reduction, Weight
@@ -22,13 +20,15 @@ from fxpipe.compiler.options import Options, Tracer
 from fxpipe.devices import Devices, read_group
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
+from fxpipe.extend import find, names
 from fxpipe.passes.inductor.compile_stages import StageCompiler
 from fxpipe.passes.partition.options import Each, Partition, read_partition
 from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.pipeline import Pipeline
+from fxpipe.removed import refuse_removed
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Choice, Dispatch
-from fxpipe.runtime.devices.cuda import home
+from fxpipe.runtime.devices.lanes import home
 from fxpipe.runtime.ranks.group import refuse_on_ranks
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, OptimizerLike
 from fxpipe.torchtools.meta import bytes_without_data
@@ -57,7 +57,6 @@ def compile(
     clip_norm: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
     shard_optimizer: bool = False,
-    ordered_sums: bool = True,
     bucket_cap_mb: float = 25,
     example: Any = None,
     batch_dims: BatchDims | None = None,
@@ -65,12 +64,11 @@ def compile(
     partition: str | Sequence[str] | Partition = "auto",
     tracer: Tracer = "export",
     leaf_modules: Sequence[str | type[nn.Module] | nn.Module] = (),
-    fuse_accumulation: bool = False,
-    recompute_check: bool = False,
     dispatch: Dispatch | Literal["auto"] = "auto",
     cuda_graphs: bool = False,
     stage_compiler: StageCompiler | None = None,
     verbose: bool = False,
+    **removed: Never,
 ) -> Pipeline:
     """Cut a model into stages, one or more for each device, and return a pipeline that trains it.
 
@@ -86,9 +84,10 @@ def compile(
 
             - a list of names or torch.devices. A device may be listed several times; each entry
               computes on a stream of its own.
-            - a list of torch.cuda.Streams to compute on. Several may belong to one GPU, such as
-              those of green contexts.
-            - a number: of CUDA devices, or of CPU devices on a machine without CUDA.
+            - a list of streams (torch.Stream, torch.cuda.Stream) to compute on. Several may belong
+              to one GPU, such as those of green contexts.
+            - a number: of CUDA devices or other accelerators with streams, or of CPU devices on
+              a machine without.
             - a DeviceMesh. Each process of the mesh runs one device, and all of them call
               ``compile``. The mesh dimension "pp" has the devices of a pipeline, and "dp" the
               replicas of the pipeline.
@@ -158,10 +157,6 @@ def compile(
             as flat arrays, so the optimizer has to treat each element by itself, as SGD, Adam and
             AdamW do; any other is refused. ``pipe.optimizer`` then has only the settings of its
             groups. With one replica nothing changes.
-        ordered_sums: add the gradients of the replicas in their order, so that the sums are the
-            same to the bit in every run. False adds them in the order in which they arrive: from
-            three replicas on, only the last one is still to be added when all have arrived, and
-            the last bits differ from run to run. Either way all replicas get the same sums.
         bucket_cap_mb: the size in MiB of the buckets in which a stage's gradients are summed over
             replicas, as in ``DistributedDataParallel``. A bucket is sent while the last backward
             computes the next ones. ``math.inf`` sums all gradients of a stage at once. The sums are
@@ -194,27 +189,19 @@ def compile(
             these in one thread only. The sizes of what a leaf module returns must not depend on
             values, because the graph has the sizes of the first micro-batch; this is checked for
             leaf modules that were made automatically.
-        fuse_accumulation: let matrix products add the parameters' gradients to the sums over
-            micro-batches in their own kernels. This saves time in linear layers; gradients then
-            equal those of the plain loop to rounding, not to the bit.
-        recompute_check: compare the result of each recomputation with that of its forward, to the
-            bit. If they differ, an error names the first node that does. The check takes time, and
-            on a CUDA device the host waits for each recomputation.
         dispatch: which threads run the devices' instruction lists, or launch them on CUDA devices:
 
             - "device": a thread for each device.
             - "thread": one thread for all devices, in an order in which it never has to wait.
-            - "auto": "device" on CUDA devices, and the faster of the two on CPU devices.
+            - "auto": "device"; on CPU devices "thread" if there is one processor, or if operations
+              are short: the largest tensor that an operation reads or makes has fewer than 16,384
+              elements, on average over the operations of a micro-batch.
 
             Results are the same to the bit, and so is the number of intra-op threads. Python runs
             one thread at a time, so several threads hand over the interpreter lock at every
-            operation. If operations are shorter than a hand-over, one thread is faster;
-            ``profile`` then shows the devices one after another. "auto" chooses for each compiled
-            plan, by the time of a hand-over on this machine and the times of operations on the
-            first micro-batch, or in the first three steps if you named the cut, and logs its
-            choice. If the operations of a larger micro-batch turn out to be long, each device gets
-            a thread after all. Tasks of your own, optimizers and leaf modules that wait for another
-            device need "device".
+            operation, and one thread is faster if operations are shorter than that; ``profile``
+            then shows the devices one after another. Tasks of your own, optimizers and leaf modules
+            that wait for another device need "device".
         cuda_graphs: on CUDA devices, capture the computation of a stage into CUDA graphs in the
             first steps and replay them from then on: one launch instead of one for each operation.
             Results are the same to the bit. For each micro-batch size, a stage has fixed memory for
@@ -238,8 +225,10 @@ def compile(
             leaf modules, is in an info record of the logger "fxpipe", and the table of stages says
             what is compiled. It excludes ``cuda_graphs``.
         verbose: print every pass and its time on standard error, with a line that shows what is
-            running. The logger "fxpipe" has the passes as debug records, and two info records: one
-            for the whole compilation and one for the choice of threads.
+            running. The logger "fxpipe" has the passes as debug records, and info records: one for
+            the whole compilation, and one after three seconds that the compilation still runs, and
+            in which pass.
+        removed: arguments of earlier versions, all of which are refused. See docs/removed.md.
 
     Returns:
         The pipe: a module with the parameters, buffers and submodules of the model.
@@ -248,6 +237,7 @@ def compile(
         InputError: an argument is wrong; the error says which one and what to do.
         TraceError, PartitionError: with ``example``, as in ``Pipeline.step``.
     """
+    refuse_removed(removed)
     if isinstance(model, Pipeline):
         raise InputError("the model is a pipe already; compile the module that it was made of")
     group, places = read_group(devices)
@@ -262,9 +252,6 @@ def compile(
         arguments.check_flags(
             deferred_batchnorm=deferred_batchnorm,
             shard_optimizer=shard_optimizer,
-            ordered_sums=ordered_sums,
-            fuse_accumulation=fuse_accumulation,
-            recompute_check=recompute_check,
             cuda_graphs=cuda_graphs,
             predict=predict,
             verbose=verbose,
@@ -275,22 +262,16 @@ def compile(
                 "cuda_graphs",
                 "a capture waits for the device, which may wait for another rank; leave it out",
             )
-            check_cuda_graphs(
-                torch_devices[0],
-                recompute_check=recompute_check,
-                fuse_accumulation=fuse_accumulation,
-            )
+            check_cuda_graphs(torch_devices[0])
         cuts = read_partition(partition, memory_limits)
         cuts.check(model, len(places))
-        decides = arguments.read_decides(schedule, delay, predict)
-        # until the first step has chosen a schedule, calls have the stages of this one
-        first_schedule = "zb-h1" if decides else schedule
+        late = None  # chooses the schedule at the first step
+        if isinstance(schedule, str) and schedule in names("schedule"):
+            made = find("schedule", schedule, f"schedule={schedule!r}")
+            late = made(schedule, delay=delay, predict=predict)
         recipe, microbatches = arguments.read_schedule(
-            first_schedule, len(places), microbatches, delay
+            late.recipe if late else schedule, len(places), microbatches, delay
         )
-        placement = PendingPlacement()
-        if decides:
-            recipe = replace(recipe, name=decides, placement=placement)
         if predict:
             recipe = recipe.predicting()
         arguments.check_overlap(recipe, optimizer)
@@ -307,7 +288,6 @@ def compile(
             objective=arguments.read_objective(loss, reduction, loss_weight),
             optimizer=given_optimizer,
             shard_optimizer=shard_optimizer,
-            ordered_sums=ordered_sums,
             bucket_cap_mb=arguments.check_bucket_cap(bucket_cap_mb),
             clip_norm=clip_norm,
             scaler=scaler,
@@ -318,24 +298,20 @@ def compile(
             partition=cuts,
             tracer=tracer,
             leaf_modules=arguments.read_leaf_modules(leaf_modules, model),
-            fuse_accumulation=fuse_accumulation,
-            recompute_check=recompute_check,
             dispatch=arguments.read_dispatch(dispatch, torch_devices[0]),
             cuda_graphs=cuda_graphs,
             stage_compiler=stage_compiler,
             threads=group.members.threads or max(1, torch.get_num_threads() // len(places)),
-            places=torch_devices if torch_devices[0].type == "cuda" else (),
+            places=() if torch_devices[0].type == "cpu" else torch_devices,
             verbose=verbose,
             group=group,
             replicas=group.replicas,
-            decides=decides,
+            decides=recipe.name if late else "",
             hollow=bytes_without_data(model, torch_devices[0]),
         )
         inputs = None if example is None else arguments.read_example(example)
         choice = Choice(1 if group.size > 1 else len(places), options.dispatch)
-        compiler = (
-            AutoCompiler(options, choice, placement) if decides else Compiler(options, choice)
-        )
+        compiler = late.compiler(options, choice) if late else Compiler(options, choice)
         pipe = Pipeline(options, compiler, Engine(options, choice))
         failed.callback(pipe.close)
         group.agree("what fxpipe.compile was given", options.text if group.size > 1 else "")
@@ -355,7 +331,9 @@ def _check_free(model: nn.Module) -> None:
     if owner is not None and not owner.closed:
         raise InputError(
             "the model is compiled already, and two pipes would share its parameters; use that "
-            "pipe, close() it first, or compile copy.deepcopy(model)"
+            "pipe, whose calls may alternate between inputs and between losses (pipe(x), then "
+            "backward of any loss), close() it first, or compile copy.deepcopy(model), which has "
+            "weights of its own"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for other, pipe in _compiled.items():
@@ -367,5 +345,5 @@ def _check_free(model: nn.Module) -> None:
                 raise InputError(
                     f"parameter {names[id(parameter)]!r} is also one of a {type(other).__name__} "
                     "that is compiled already, and two pipes would share it; close() that pipe "
-                    "first, or compile copy.deepcopy(model)"
+                    "first, or compile copy.deepcopy(model), which has weights of its own"
                 )

@@ -1,4 +1,4 @@
-"""Read the devices that a user names: CPU or CUDA devices, streams, or a mesh of ranks."""
+"""Read the devices that a user names: CPU devices, accelerators, streams, or a mesh of ranks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpipe.compiler.options import Place
 from fxpipe.errors import InputError
-from fxpipe.runtime.devices.cuda import home
+from fxpipe.runtime.devices.lanes import Place, home
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.rendezvous import meet, read_mesh
+from fxpipe.torchtools.accelerator import available
 
 _MOST = 1 << 16
 
-Devices = int | Sequence[str | torch.device | torch.cuda.Stream] | DeviceMesh
+Devices = int | Sequence[str | torch.device | torch.Stream] | DeviceMesh
 
 
 def read_group(devices: Devices) -> tuple[RankGroup, list[Place]]:
@@ -34,13 +34,13 @@ def read_group(devices: Devices) -> tuple[RankGroup, list[Place]]:
     members = meet(devices, pipeline, replicas)
     group = RankGroup(members)
     return group, [
-        torch.device("cpu") if index is None else torch.device("cuda", index)
+        torch.device("cpu") if index is None else torch.device(devices.device_type, index)
         for index in members.devices[: len(group.pipeline)]
     ]
 
 
 def read_devices(devices: int | Sequence[str | Place]) -> list[Place]:
-    """Return the device or CUDA stream of each position in the pipeline.
+    """Return the device or stream of each position in the pipeline.
 
     Raises:
         InputError: the list is empty, a device does not exist, or devices do not go together.
@@ -50,24 +50,23 @@ def read_devices(devices: int | Sequence[str | Place]) -> list[Place]:
     if isinstance(devices, int):
         if not 1 <= devices <= _MOST:
             raise InputError(f"devices is {devices}; give at least 1, and at most {_MOST}")
-        if not torch.cuda.is_available():
+        found = available()
+        if found is None or not found.streams:
             return [torch.device("cpu")] * devices
-        if devices > torch.cuda.device_count():
+        if devices > (count := torch.accelerator.device_count()):
             raise InputError(
-                f"devices is {devices} and there are {torch.cuda.device_count()} CUDA devices; "
+                f"devices is {devices} and there are {count} {found.kind.upper()} devices; "
                 "name them one by one, as one device may be listed several times"
             )
-        devices = [f"cuda:{index}" for index in range(devices)]
+        devices = [f"{found.kind}:{index}" for index in range(devices)]
     if isinstance(devices, str):
         raise InputError(f"devices is the string {devices!r}; give a list, such as [{devices!r}]")
     if not devices:
         raise InputError('devices is empty; give at least one, such as ["cpu", "cpu"]')
     places = [_place(device) for device in devices]
     if len({home(place).type for place in places}) > 1:
-        raise InputError(
-            f"devices are {', '.join(map(str, places))}; name CPU devices or CUDA devices, not both"
-        )
-    streams = [place for place in places if isinstance(place, torch.cuda.Stream)]
+        raise InputError(f"devices are {', '.join(map(str, places))}; name devices of one kind")
+    streams = [place for place in places if isinstance(place, torch.Stream)]
     for index, stream in enumerate(streams):
         if stream in streams[:index]:
             raise InputError(
@@ -78,8 +77,8 @@ def read_devices(devices: int | Sequence[str | Place]) -> list[Place]:
 
 
 def _place(name: str | Place) -> Place:
-    """The device of a name, with its index if it is a CUDA device, or a stream as it is."""
-    if isinstance(name, torch.cuda.Stream):
+    """The device of a name, with its index if it is none of the CPU, or a stream as it is."""
+    if isinstance(name, torch.Stream):
         return name
     try:
         device = torch.device(name)
@@ -87,16 +86,19 @@ def _place(name: str | Place) -> Place:
             raise TypeError
     except (RuntimeError, TypeError):
         raise InputError(f'there is no device {name!r}; name one such as "cpu"') from None
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(
-            f'stages cannot run on {device}; name CPU or CUDA devices, such as ["cpu", "cpu"]'
-        )
     if device.type == "cpu":
         return device
-    if not torch.cuda.is_available():
-        raise InputError(f'there is no {device} here; name CPU devices, such as ["cpu", "cpu"]')
-    count = torch.cuda.device_count()
-    index = torch.cuda.current_device() if device.index is None else device.index
+    found = available()
+    if found is None or found.kind != device.type:
+        known = "CPU" if found is None else f"CPU or {found.kind.upper()}"
+        raise InputError(
+            f'stages cannot run on {device} here; name {known} devices, such as ["cpu", "cpu"]'
+        )
+    count = torch.accelerator.device_count()
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
     if index >= count:
-        raise InputError(f"there is no {device}; the CUDA devices are cuda:0 to cuda:{count - 1}")
-    return torch.device("cuda", index)
+        raise InputError(
+            f"there is no {device}; the {found.kind.upper()} devices are {found.kind}:0 to "
+            f"{found.kind}:{count - 1}"
+        )
+    return torch.device(found.kind, index)

@@ -15,9 +15,8 @@ from fxpipe.call import differentiable_call, outputs_of
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.predict import held_sizes, predicted_peaks
-from fxpipe.errors import InputError
+from fxpipe.errors import RESTORE, EndedError, InputError
 from fxpipe.ir.traced import Traced
-from fxpipe.kernels.kernel import Kernel
 from fxpipe.locks import PipeLock, locked
 from fxpipe.metrics import Meter, clocks, measured
 from fxpipe.runtime.batch import MicroBatches
@@ -32,6 +31,7 @@ from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.progress import Progress
 from fxpipe.simulator.sizes import Sizes
+from fxpipe.torchtools import allocator
 
 R = TypeVar("R", bound=Run[Any])
 
@@ -50,18 +50,15 @@ class Engine:
 
     def __init__(self, options: Options, choice: Choice) -> None:
         """Start as many worker threads as ``choice`` may need to run the devices' lists."""
-        backend = backend_of(options.group, options.here, options.devices, options.ordered_sums)
+        backend = backend_of(options.group, options.here, options.devices)
         clipping = None
         if options.clips:
             clipping = Clipping(options.clip_norm, options.scaler, options.model)
-        others = [other for other in range(options.replicas) if other != options.group.replica]
         stages = None
         if options.optimizer is not None:
             shard = (options.group.replica, options.replicas) if options.shards else None
             stages = Optimizers(options.model, options.optimizer, options.owns, self.flush, shard)
-        self.progress = Progress(
-            options.model, stages, clipping, backend.generators, options.owns, others
-        )
+        self.progress = Progress(options.model, stages, clipping, backend.generators, options.owns)
         self.stashed: Mapping[int, int] = {}
         self.closed = False
         self.meter: Meter | None = None
@@ -70,13 +67,13 @@ class Engine:
         self._place = options.here if options.ranks and options.places else None
         self._clipping = clipping
         self._backend = backend
-        self._choice = choice
+        if not options.places:
+            allocator.share_arena()
         self._workers = [Worker(f"fxpipe-{i}", options.threads) for i in range(choice.most)]
         self._lock = PipeLock(self._workers)
         self._times: list[list[Any]] = []
-        self.failures = 0
         self._overlapping: OverlappingRun | None = None
-        options.group.when_failed(self._roll_back)
+        options.group.when_failed(self._call_failed)
 
     @property
     def batches(self) -> int:
@@ -124,37 +121,31 @@ class Engine:
 
         def result() -> Any:
             loss = host.loss()
-            returned = (loss, host.output()) if with_output else loss
-            draw_seed(traced)
-            return returned
+            return (loss, host.output()) if with_output else loss
 
         host.weigh_loss(*self._dtype_and_scale(compiled, 0))
         run = self._flushed(compiled, state, optimizers, onto_grad=not self.updates)
-        run.feed(Job(self._kernels(compiled), host, self._clipping, compiled.specs))
+        run.feed(Job(compiled.kernels, host, self._clipping, compiled.specs))
         try:
             returned = run.advance(result)
         finally:
             if run.committed:  # even if an interrupt came after the commit
                 self.progress.count()
+                draw_seed(traced)
                 if self._clipping is not None:
                     self._clipping.settle(1)
         self.stashed = run.peak_kept
-        self._took(compiled, run.busy, len(micro), backward=True)
         return returned
 
     def infer(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, without gradients."""
         host, run = self._called(compiled, micro)
-        outputs = outputs_of(host, run)
-        self._took(compiled, run.busy, len(micro), backward=False)
-        return outputs
+        return outputs_of(host, run)
 
     def call(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""
         host, run = self._called(compiled, micro)
-        outputs = differentiable_call(compiled, host, run, self._lock, self._options.group)
-        self._took(compiled, run.busy, len(micro), backward=False)
-        return outputs
+        return differentiable_call(compiled, host, run, self._lock, self._backend)
 
     @contextmanager
     def timed(self) -> Iterator[list[list[int]]]:
@@ -208,7 +199,20 @@ class Engine:
         return run is None or (run.program is compiled.program and run.threads == compiled.threads)
 
     def check(self) -> None:
-        """Check that the pipe can still run. Raises InputError if not."""
+        """Check that the pipe can still run.
+
+        Raises:
+            InputError: it is closed, or its workers have ended.
+            EndedError: an earlier failure has ended it.
+        """
+        self._check_workers()
+        self._refuse_ended()
+
+    def _refuse_ended(self) -> None:
+        if why := self.progress.ended:
+            raise EndedError(f"the pipe has ended in an earlier call: {why}; {RESTORE}")
+
+    def _check_workers(self) -> None:
         if self.closed:
             raise InputError("the pipe is closed; compile the model again")
         if self._options.ranks:
@@ -226,6 +230,7 @@ class Engine:
     @locked
     def flush(self) -> None:
         """Run the batches in flight to their end. See ``Pipeline.flush``."""
+        self._refuse_ended()
         run = self._overlapping
         if run is None or run.failed:
             self._overlapping = None
@@ -236,6 +241,14 @@ class Engine:
             self.stashed = run.peak_kept
             if self._clipping is not None:
                 self._clipping.settle(run.count)
+
+    def flush_unless_ended(self) -> None:
+        """Get ready for a checkpoint to be restored. Raises InputError if the pipe is closed."""
+        self._check_workers()
+        if self.progress.ended:
+            self._overlapping = None
+        else:
+            self.flush()
 
     @locked
     def abandon(self) -> None:
@@ -248,7 +261,8 @@ class Engine:
     def close(self) -> None:
         """Flush and end the workers."""
         try:
-            if self._overlapping is None or not self._overlapping.forked:
+            forked = self._overlapping is not None and self._overlapping.forked
+            if not (forked or self.progress.ended):
                 self.flush()
         finally:
             self.closed = True
@@ -259,10 +273,9 @@ class Engine:
             self._options.group.close()
             self._backend.close()
 
-    def _roll_back(self) -> str:
-        """Drop the batches in flight after a call that failed, possibly on another rank. Returns in
-        words which batches count; empty if none were in flight."""
-        self.failures += 1
+    def _call_failed(self) -> str:
+        """Drop the batches in flight after a call that failed, possibly on another rank. Returns
+        in words what became of the weights; empty if none were in flight."""
         return "" if self._overlapping is None else self._overlapping.abandon()
 
     def _overlap(
@@ -275,8 +288,6 @@ class Engine:
         """Train on a batch that overlaps with others; the loss that it returns may come later."""
         run = self._overlapped(compiled, optimizers)
         number = run.count
-        if run.busy_step is not None:
-            self._took(compiled, run.busy_step, len(host.micro), backward=True)
         if self._clipping is not None:
             # for later batches it may not be decided yet whether they update
             self._clipping.settle(number - 2 - compiled.schedule.depth)
@@ -285,7 +296,7 @@ class Engine:
         draw_seed(compiled.traced)
         lock = self._lock
         loss = PendingLoss(dtype, lambda: lock.call(run.wait_for, [number]))
-        job = Job(self._kernels(compiled), host, self._clipping, compiled.specs)
+        job = Job(compiled.kernels, host, self._clipping, compiled.specs)
         run.step(job, lambda: loss.come(host.loss()), whole=with_output)
         self.stashed = run.peak_kept
         return (loss.read(), host.output()) if with_output else loss
@@ -311,7 +322,7 @@ class Engine:
         none = [None] * len(compiled.plan.stages)
         state = self.progress.state_of(traced)
         run = self._flushed(compiled, state, none, onto_grad=False)
-        run.feed(Job(self._kernels(compiled), host, self._clipping, compiled.specs))
+        run.feed(Job(compiled.kernels, host, self._clipping, compiled.specs))
         return host, run
 
     def _flushed(
@@ -370,6 +381,7 @@ class Engine:
             weights,
             first=first,
             times=self._times or self._metered(compiled),
+            ended=self.progress.end,
             expected=lambda: predicted_peaks(
                 compiled.plan,
                 compiled.whole(),
@@ -388,13 +400,3 @@ class Engine:
         taken = [(device, marks) for device, marks in enumerate(meter.times) if marks]
         times = {device: self._backend.nanoseconds(device, marks) for device, marks in taken}
         return measured(meter.program, times) if times and meter.program else {}
-
-    def _kernels(self, compiled: Compiled) -> Sequence[Sequence[Kernel]]:
-        return compiled.rechecked() if self._options.recompute_check else compiled.kernels
-
-    def _took(
-        self, compiled: Compiled, seconds: float, microbatches: int, *, backward: bool
-    ) -> None:
-        """Let the choice of threads learn from the processor time of a run."""
-        if self._choice.trials:
-            self._choice.took(compiled.plan, seconds, microbatches, backward=backward)

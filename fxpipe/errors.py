@@ -138,8 +138,12 @@ class PassError(FxpipeError):
     """The input or the output of a pass does not verify. Names the pass."""
 
 
-class RecomputeError(FxpipeError):
-    """A recomputation differs from the forward that it repeats. Names stage and node."""
+class EndedError(FxpipeError):
+    """An earlier failure has left the stages at different updates, and the pipe has ended."""
+
+
+RESTORE = "go on from the last checkpoint with restore() or load()"
+"""The advice for a pipe that has ended."""
 
 
 class CaptureError(FxpipeError):

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
-from textwrap import wrap
+from textwrap import fill, wrap
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+def without_addresses(text: str) -> str:
+    """Text in which ``repr`` of an object names no place in this process's memory."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def bytes_text(count: float) -> str:
     """``2.0 MiB``."""
+    size, unit = byte_unit(count)
+    return f"{count:.0f} B" if size == 1 else f"{count / size:.1f} {unit}"
+
+
+def byte_unit(count: float) -> tuple[int, str]:
+    """The unit in which so many bytes are written, as its bytes and its name."""
     if count < 1024:
-        return f"{count:.0f} B"
-    size, units = count / 1024, ["KiB", "MiB", "GiB", "TiB"]
-    while size >= 1023.95 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.1f} {units[0]}"
+        return 1, "B"
+    power = 1
+    while count >= 1023.95 * 1024**power and power < len(_UNITS):
+        power += 1
+    return 1024**power, _UNITS[power - 1]
 
 
 def time_text(seconds: float) -> str:
@@ -73,13 +90,40 @@ def preformatted(text: str) -> str:
     )
 
 
-def table_text(table: Table, width: int) -> str:
-    """A table as plain text, whatever the terminal is."""
+def plain_table(gap: int = 2) -> Table:
+    """An empty table without frames and with narrow gaps, so that much fits into a line."""
+    padding = (0, gap - 1, 0, 0)
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=padding)
+
+
+def screen_width() -> int:
+    """The columns of the terminal that standard output is; 80 where it is none."""
+    shown = sys.stdout is not None and sys.stdout.isatty()  # None if it is closed
+    return shutil.get_terminal_size((80, 24)).columns if shown else 80
+
+
+def table_text(table: Table) -> str:
+    """A table as plain text, as wide as the screen at most."""
     # else rich would also show an empty output in a notebook
-    console = Console(width=width, color_system=None, force_jupyter=False)
+    console = Console(width=screen_width(), color_system=None, force_jupyter=False)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Text in lines as wide as the screen; further lines are indented."""
+    return fill(text, screen_width(), subsequent_indent=indent, break_on_hyphens=False)
+
+
+_told: set[str] = set()
+
+
+def first_time(text: str) -> bool:
+    """Whether this process has not shown a text yet, such as a legend; it has from now on."""
+    new = text not in _told
+    _told.add(text)
+    return new
 
 
 def count_text(count: int) -> str:
@@ -99,6 +143,11 @@ def shape_text(shape: Sequence[int], dtype: torch.dtype) -> str:
     """``8×64×32×32 float32``."""
     sizes = "×".join(map(str, shape)) or "scalar"
     return f"{sizes} {str(dtype).removeprefix('torch.')}"
+
+
+def stages_text(stages: Sequence[int]) -> str:
+    """``stage 3``, ``stages 0-2 and 5``, from ascending numbers."""
+    return f"stage{'' if len(stages) == 1 else 's'} {numbers_text(stages)}"
 
 
 def numbers_text(numbers: Iterable[int]) -> str:

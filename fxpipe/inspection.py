@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.predict import Sizes, given_links, predict, predict_memory
+from fxpipe.compiler.predict import given_links, predict, predict_memory
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.formatting import preformatted
@@ -28,6 +27,7 @@ from fxpipe.ir.traced import Traced
 from fxpipe.locks import locked
 from fxpipe.metrics import Meter
 from fxpipe.rehearsal import Rehearsals
+from fxpipe.removed import gone
 from fxpipe.runtime.devices.backend import is_worker
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.simulator import Simulation
@@ -98,9 +98,11 @@ class Inspected(nn.Module):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError:
+        except AttributeError as error:
             options = vars(self).get("_options")
             if options is None or name.startswith("__") or not hasattr(options.model, name):
+                if instead := gone(f"pipe.{name}"):
+                    raise AttributeError(f"{error}{instead}") from None
                 raise
         return getattr(options.model, name)
 
@@ -137,8 +139,9 @@ class Inspected(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The stages and edges of the last training step."""
-        return self._measured().plan
+        """The stages and edges of the last training step. After a cut by names, the stages have
+        costs from the first ``simulate`` on."""
+        return self._compiled().plan
 
     @property
     def schedule(self) -> Schedule:
@@ -150,20 +153,6 @@ class Inspected(nn.Module):
         """The program of the last training step, with the lists of all devices. A rank keeps the
         list of its own device only, and lowers the others again for this property."""
         return self._compiled().whole()
-
-    @property
-    def sizes(self) -> Sizes:
-        """FLOPs and bytes of the stages as sympy expressions in the micro-batch size, and the
-        largest micro-batch that is predicted to fit into the memory limits."""
-        compiled = self._measured()
-        with self._engine.quiet():
-            sizes = self._compiler.sizes(compiled, self._engine.updates)
-
-        def peaks(samples: int) -> Sequence[float]:
-            with self._engine.quiet():
-                return sizes.peaks(samples)
-
-        return replace(sizes, peaks=peaks)
 
     @property
     def stashed(self) -> Mapping[int, int]:
@@ -187,20 +176,21 @@ class Inspected(nn.Module):
 
     @property
     @locked
-    def metrics(self) -> dict[str, Any]:
-        """Figures of the last step, as plain values for a logger.
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last step, as a flat dict of numbers, which loggers take as it is.
 
-        Steps are measured from the first time that you read this property. Values that are not
-        known, as before that time or after a step that failed, are None. Over several ranks,
+        Steps are measured from the first time that you read this property. Figures that are not
+        known, as before that time or after a step that failed, are left out. Over several ranks,
         ``bubble`` and ``stage_seconds`` are of this rank's device; if batches overlap, both are
-        None, and ``profile`` measures them.
+        left out, and ``profile`` measures them.
 
         Returns:
-            ``batches``, ``loss`` and ``grad_norm``; ``seconds``, the time of the last call of
-            ``step``, including compilation; ``bubble``, the share of the run for which the devices
-            idle until the last micro-batch is done; ``stage_seconds``, stage → the time for which
-            it computed; ``peak_memory``, device → the most bytes that it is predicted to hold;
-            ``weight_versions``.
+            ``batches``, ``loss`` and ``grad_norm``; ``compile_seconds``, the time for which the
+            last call of ``step`` compiled, usually 0, and ``seconds``, the rest of its time;
+            ``bubble``, the share of the run for which the devices idle until the last micro-batch
+            is done. Of each stage, by its number, such as ``stage_seconds/0``: the time for which
+            it computed, and ``weight_versions/0`` if batches overlap. ``peak_memory/0``: the most
+            bytes that device 0 is predicted to hold.
         """
         meter = self._engine.meter
         if meter is None:
@@ -210,15 +200,24 @@ class Inspected(nn.Module):
             peaks = [memory.peak for memory in self._memory().memory]
             meter.compiled, meter.peaks = shown, peaks
         measured = self._engine.measured(meter)
-        return {
+        figures = {
             "batches": self.batches,
             "loss": None if meter.loss is None else float(meter.loss),
             "grad_norm": self.grad_norm,
             "seconds": meter.seconds,
+            "compile_seconds": meter.compile_seconds,
             "bubble": measured.get("bubble"),
-            "stage_seconds": measured.get("stage_seconds"),
-            "peak_memory": meter.peaks,
-            "weight_versions": self.weight_versions or None,
+        }
+        several = {
+            "stage_seconds": measured.get("stage_seconds", {}),
+            "peak_memory": dict(enumerate(meter.peaks or ())),
+            "weight_versions": dict(enumerate(self.weight_versions)),
+        }
+        known = {name: value for name, value in figures.items() if value is not None}
+        return known | {
+            f"{name}/{number}": value
+            for name, values in several.items()
+            for number, value in values.items()
         }
 
     @property
@@ -269,18 +268,17 @@ class Inspected(nn.Module):
         return self._engine.progress.stages
 
     def __repr__(self) -> str:
-        """The table of stages."""
-        shown = None if self._shown is None else self._measured()
+        """The table of stages, which measures nothing: after a cut by names it has times from the
+        first ``simulate`` on."""
+        shown = self._shown
+        ended = bool(self._engine.progress.ended)  # then nothing is known of its memory
         verdict = self._compiler.verdict
-        memory = () if shown is None else peak_texts(self._memory())
         places = self._group.members.places or [*map(str, self.devices)]
+        memory: Sequence[str] = ["–"] * len(places)
+        if shown is not None and not ended:
+            memory = peak_texts(self._memory())
         replicas = self._options.replicas
-        table = stage_table(self._model, shown, places, verdict, memory, replicas)
-        # with batches in flight, ``sizes`` would wait for the other ranks
-        in_flight = self._group.size > 1 and not self._engine.flushed
-        if shown is None or shown.traced.leaves or in_flight:
-            return table
-        return "\n".join([table, *self.sizes.verdict()])
+        return stage_table(self._model, shown, places, verdict, memory, replicas)
 
     def _repr_html_(self) -> str:
         return preformatted(repr(self))
@@ -335,7 +333,7 @@ class Inspected(nn.Module):
 
     def _memory(self) -> Simulation:
         """A simulation whose memory is to be shown; its times are not."""
-        compiled = self._measured()
+        compiled = self._compiled()
         return predict_memory(compiled.plan, compiled.whole(), self._engine.held(compiled))
 
     def _measured(self) -> Compiled:

@@ -1,24 +1,33 @@
 """Report the passes of a compilation as they run: to the logger ``fxpipe`` and on standard error.
 
-Each pass is a debug record. The record has the pass's name and seconds in its text and in its
-attributes ``fxpipe_pass`` and ``fxpipe_seconds``.
+A compilation that takes long says so once at level INFO, and on a terminal shows which pass it is
+in until it ends. Each pass is a debug record. The record has the pass's name and seconds in its
+text and in its attributes ``fxpipe_pass`` and ``fxpipe_seconds``.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from rich.console import Console
+from rich.live import Live
 from rich.status import Status
+from rich.text import Text
 
 LOGGER = logging.getLogger("fxpipe")
 
 WIDTH = 28
 """The width of the column of pass names, in characters."""
+
+
+PATIENCE = 3.0
+"""Seconds after which a compilation says that it takes long."""
 
 
 class Listener:
@@ -30,6 +39,7 @@ class Listener:
     """
 
     def __init__(self, what: str = "", console: Console | None = None) -> None:
+        self.now = ""  # the pass that began last
         self._passes = 0
         self._what = what
         self._console = console
@@ -37,6 +47,7 @@ class Listener:
 
     def begins(self, name: str) -> None:
         """A pass begins; passes may be nested."""
+        self.now = name
         if self._console is None:
             return
         line = f"compiling {self._what}: {name}"
@@ -79,10 +90,69 @@ def listening(listener: Listener) -> Iterator[None]:
         _listener.reset(token)
 
 
+class _Waiting:
+    """Says that a compilation takes long, once it does, from a thread of its own.
+
+    Args:
+        listener: knows the pass.
+        what: what is compiled.
+        line: whether to show a line with the pass and the seconds, if standard error is a terminal.
+    """
+
+    def __init__(self, listener: Listener, what: str, *, line: bool) -> None:
+        self._listener = listener
+        self._what = what
+        self._start = time.perf_counter()
+        self._live: Live | None = None
+        self._line = line
+        self._lock = threading.Lock()
+        self._ended = False
+        self._timer = threading.Timer(PATIENCE, self._late)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def end(self) -> None:
+        """Say no more, and remove the line."""
+        self._timer.cancel()
+        with self._lock:
+            self._ended = True
+            if self._live is not None:
+                self._live.stop()
+        self._timer.join()
+
+    def _late(self) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            LOGGER.info("still %s", self._text())
+            console = Console(stderr=True)
+            if self._line and sys.stderr.isatty() and not console.is_dumb_terminal:
+                self._live = Live(
+                    console=console,
+                    get_renderable=lambda: Text(self._text(), no_wrap=True, overflow="ellipsis"),
+                    transient=True,
+                    # the program may redirect these itself, and would restore what is no more
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
+                self._live.start()
+
+    def _text(self) -> str:
+        seconds = time.perf_counter() - self._start
+        return f"compiling {self._what}, for {seconds:.0f} s: {self._listener.now}"
+
+
 @contextmanager
-def reported(what: str, verbose: bool) -> Iterator[None]:
-    """Report the passes inside the block to the logger, and if ``verbose`` on standard error."""
+def reported(what: str, verbose: bool, *, line: bool = True) -> Iterator[None]:
+    """Report the passes inside the block to the logger, and if ``verbose`` on standard error.
+
+    If the block takes long, the logger is told; without ``verbose`` a terminal then shows a
+    ``line`` with the pass that runs, until the block ends. Nested blocks say nothing of this.
+    """
     listener = Listener(what, Console(stderr=True) if verbose else None)
+    waiting = None
+    if _listener.get() is None:
+        waiting = _Waiting(listener, what, line=line and not verbose)
     start = time.perf_counter()
     done = False
     try:
@@ -90,6 +160,8 @@ def reported(what: str, verbose: bool) -> Iterator[None]:
             yield
         done = True
     finally:
+        if waiting is not None:
+            waiting.end()
         listener.close(time.perf_counter() - start, done=done)
 
 

@@ -23,15 +23,17 @@ class Meter:
 
     Attributes:
         times: device → the start and end times of its instructions.
-        seconds: the time that the last call of ``step`` took.
+        seconds: the time that the last call of ``step`` took, without compiling.
+        compile_seconds: the time for which it compiled.
         loss: the loss that it returned.
-        program: the program that it ran. These three are None before a step, and after a failure.
+        program: the program that it ran. These four are None before a step, and after a failure.
         compiled: the compiled step of ``peaks``.
         peaks: device → the most bytes that it is predicted to hold.
     """
 
     times: list[list[Any]]
     seconds: float | None = None
+    compile_seconds: float | None = None
     loss: Any = None
     program: Program | None = None
     compiled: object = None
@@ -41,13 +43,14 @@ class Meter:
     def begin(self) -> None:
         """Begin to measure a step."""
         self._start = perf_counter()
-        self.seconds = self.loss = self.program = None
+        self.seconds = self.compile_seconds = self.loss = self.program = None
         for times in self.times:
             times.clear()
 
-    def end(self, loss: Any, program: Program) -> None:
+    def end(self, loss: Any, program: Program, compile_seconds: float) -> None:
         """Keep the results of a step."""
-        self.seconds, self.loss, self.program = perf_counter() - self._start, loss, program
+        self.seconds = perf_counter() - self._start - compile_seconds
+        self.compile_seconds, self.loss, self.program = compile_seconds, loss, program
 
 
 def measured(program: Program, times: Mapping[int, Sequence[int]]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -22,11 +22,12 @@ from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.inspection import SignedLikeTheModel
 from fxpipe.locks import locked, locked_in_backward
-from fxpipe.runtime.batch import Batch, MicroBatches, check_surroundings
+from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
 from fxpipe.saving import Saved
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.measured import measured_run
+from fxpipe.torchtools import allocator
 from fxpipe.torchtools.pytrees import together
 from fxpipe.torchtools.state import without_collection
 
@@ -51,6 +52,7 @@ class Pipeline(Saved):
         super().__init__(options, compiler, engine)
         self._filled: Compiled | None = None  # a call whose parameters and buffers have data
         self._changes = Changes(options, engine.progress)
+        self._compile_seconds = 0.0  # for which the last step compiled
         self._microbatches = options.microbatches or 4 * len(self.devices)
         self._fixed = options.recipe.microbatches is not None
         self._has_loss = options.loss is not None
@@ -81,9 +83,8 @@ class Pipeline(Saved):
         An input whose strides differ from the traced strides is copied to these. The result equals
         that of the plain loop over the copy; for other strides kernels may round differently.
 
-        If batches overlap, a failure rolls all stages back to the same batch: continue with batch
-        number ``batches``. Older versions of the weights are then dropped, so the next batches read
-        the newest version, as after ``load_state_dict``; a checkpoint keeps the older versions.
+        If batches overlap, a failure ends the pipe: go on from the last checkpoint, which keeps the
+        older versions of the weights, too.
 
         Args:
             *args: the model's positional inputs. Tensors are split along dimension 0, or the one in
@@ -104,11 +105,14 @@ class Pipeline(Saved):
             else must be the same in every micro-batch.
 
         Raises:
-            InputError: inputs, target or loss do not fit.
+            InputError: inputs, target or loss do not fit, or gradients are off, as under
+                ``torch.no_grad``.
             TraceError: in the first call of its kind: the model or the loss cannot be traced.
             PartitionError: in the first call: the model cannot be cut as asked.
-            ExecutionError: an instruction raised; the weights are as before the step, unless the
-                message says otherwise.
+            ExecutionError: an instruction raised. The weights, buffers and optimizers are as before
+                the step; but if an update had begun, or batches overlap, the pipe has ended, and
+                the message says which stages have updated.
+            EndedError: the pipe has ended in an earlier call; restore a checkpoint.
         """
         ranks, begin = self._options.ranks, perf_counter()
         called = self._group.calling("step") if ranks else nullcontext()
@@ -119,15 +123,17 @@ class Pipeline(Saved):
             self._refuse_hooks()
             self._engine.check()
             micro = self._taken(args, kwargs, target, step=True)
+            check_gradients()
             kind = Kind("step", self._engine.updates, return_output)
             compiled = None if ranks else self._compiler.known(micro, kind)
+            self._compile_seconds = 0.0
             if compiled is None:
                 compiled, micro = self._ready(micro, kind)
             self._check_data(compiled)
             if self._group.replicas > 1:
                 self._changes.check_settings(compiled)
             micro = self._compiler.weighed(compiled, micro)
-            if not all(micro.weights):
+            if not isinstance(micro.weights, torch.Tensor) and not all(micro.weights):
                 compiled = compiled.weighted(micro.weights)
             watching = self._rehearsals.watching(compiled, begin) if ranks else nullcontext()
             with watching:
@@ -136,7 +142,9 @@ class Pipeline(Saved):
                 self._changes.stepped(compiled)
             self._shown = compiled
             if meter is not None:
-                meter.end(result[0] if return_output else result, compiled.program)
+                meter.end(
+                    result[0] if return_output else result, compiled.program, self._compile_seconds
+                )
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose results are kept")
         return result
@@ -149,7 +157,9 @@ class Pipeline(Saved):
         read anyway.
 
         Raises:
-            ExecutionError: an instruction raised; the message says which batches count.
+            ExecutionError: an instruction raised. The pipe has ended; the message says with how
+                many batches each stage has updated.
+            EndedError: the pipe has ended in an earlier call; restore a checkpoint.
         """
         self._engine.flush()
 
@@ -272,8 +282,8 @@ class Pipeline(Saved):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._engine.abandon()  # do not finish batches that the error left half done
+        if error is not None and self._group.size > 1:
+            self._engine.abandon()  # the other ranks may not come to a flush
         self.close()
 
     def _refuse_hooks(self) -> None:
@@ -336,7 +346,7 @@ class Pipeline(Saved):
         """Return the compiled program for a call on which all ranks agree, and its batch, split
         anew if the compiler decides so. While a call is compiled, nothing else runs."""
         if kind.purpose == "step" and self._compiler.decides(micro):
-            with self._engine.quiet():
+            with self._compiling():
                 count = self._compiler.decide(
                     micro, updates=self._engine.updates, rehearse=self._rehearsals.rehearse
                 )
@@ -344,6 +354,7 @@ class Pipeline(Saved):
             micro = micro.batch.in_parts(count, micro.replica)
         known = self._compiler.known(micro, kind)
         compiles = known is None
+        timed = [self._rehearsals.timed(known)]
         if self._group.size > 1:
             flushes = known is not None and not self._engine.joins(known)
             common, replica_text = fingerprint(
@@ -357,13 +368,28 @@ class Pipeline(Saved):
                 common,
                 own="\n".join([replica_text, *chosen]),
                 twins=settings,
-                value=(compiles, flushes, *written),
+                value=(compiles, flushes, *timed, *written),
             )
             compiles = any(compiles for compiles, *_ in ranks)  # another replica may have to
-            self._changes.hear([Changed((), "", *written) for _, _, *written in ranks])
+            timed = [timed for _, _, timed, *_ in ranks]
+            self._changes.hear([Changed((), "", *written) for _, _, _, *written in ranks])
             if self._group.replicas > 1 and any(flushes for _, flushes, *_ in ranks):
                 self.flush()
+        self._rehearsals.agreed = all(timed)
         if known is not None and not compiles:
             return known, micro
+        with self._compiling():
+            self._compiler.plans.proven |= self._engine.batches > 0
+            compiled = self._compiler.compile(micro, kind)
+        allocator.give_back()
+        return compiled, micro
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Inside, nothing else runs, and the time counts as that of compiling."""
         with self._engine.quiet():
-            return self._compiler.compile(micro, kind), micro
+            begin = perf_counter()
+            try:
+                yield
+            finally:
+                self._compile_seconds += perf_counter() - begin

@@ -75,12 +75,16 @@ class Rehearsals:
         self._options = options
         self._compiler = compiler
         self._engine = engine
+        self.agreed = False  # whether the programs of all ranks in this step have been timed
         # first stage's kernel, which identifies the plan → id of a program → what is known of it
         self._programs: WeakKeyDictionary[Any, dict[int, _Known]] = WeakKeyDictionary()
 
     def _known(self, compiled: Compiled) -> _Known:
         programs = self._programs.setdefault(compiled.plan.stages[0].kernel, {})
-        return programs.setdefault(id(compiled.program), _Known(compiled.program))
+        known = programs.setdefault(id(compiled.program), _Known(compiled.program))
+        if known.failures != self._options.group.failures:  # ranks failed at different places
+            known.runs, known.begun, known.failures = [], 0, self._options.group.failures
+        return known
 
     def of(self, compiled: Compiled) -> Rehearsal | None:
         """The rehearsal of a call's program; None if there is none and it cannot be made now."""
@@ -93,16 +97,13 @@ class Rehearsals:
     @contextmanager
     def watching(self, compiled: Compiled, begin: float) -> Iterator[None]:
         """Run a step over several ranks, which began at a time of ``perf_counter``. The first steps
-        of a program are timed; the next one begins with telling the other ranks the times."""
+        of a program are timed; a step in which all ranks have timed theirs begins with telling the
+        other ranks the times."""
         known = self._known(compiled)
-        can = not self._options.places and not compiled.schedule.overlaps
-        if not can or known.rehearsal is not None or self._engine.timing:
-            yield
-            return
-        if known.failures != self._engine.failures:  # ranks failed at different places: start anew
-            known.runs, known.begun, known.failures = [], 0, self._engine.failures
-        if known.begun > _LEAST:
+        if self.agreed:
             self._learn_first(compiled, known)
+        done = known.rehearsal is not None or known.begun > _LEAST
+        if done or not self._can_time(compiled):
             yield
             return
         known.begun += 1
@@ -112,6 +113,17 @@ class Rehearsals:
             yield
         if known.begun > 1:  # the first one warms up
             known.runs.append(StepTimes(perf_counter() - begin, times))
+
+    def timed(self, compiled: Compiled | None) -> bool:
+        """Whether this rank has timed the first steps of a program, and has not told them."""
+        if not self._options.ranks or compiled is None or not self._can_time(compiled):
+            return False
+        known = self._known(compiled)
+        return known.rehearsal is None and known.begun > _LEAST
+
+    def _can_time(self, compiled: Compiled) -> bool:
+        overlaps = compiled.purpose != "step" or compiled.schedule.overlaps
+        return not (self._options.places or overlaps or self._engine.timing)
 
     def _learn_first(self, compiled: Compiled, known: _Known) -> None:
         """Learn from the first steps, or time others if not all succeeded."""

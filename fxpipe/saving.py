@@ -11,6 +11,7 @@ import torch
 
 from fxpipe.compiler.compiled import Owned, owned
 from fxpipe.errors import InputError
+from fxpipe.extend import find
 from fxpipe.inspection import Inspected
 from fxpipe.locks import locked
 from fxpipe.runtime.ranks.group import refuse_on_ranks
@@ -142,7 +143,8 @@ class Saved(Inspected):
 
     @locked
     def restore(self, path: str | os.PathLike[str]) -> Any:
-        """Go on from a checkpoint, at any time, on any number of devices.
+        """Go on from a checkpoint, at any time, on any number of devices; also after a failure that
+        has ended the pipe.
 
         Everything is checked before anything changes; each optimizer first makes a step on a copy
         of its restored state. If the optimizer function makes different optimizers for different
@@ -158,8 +160,7 @@ class Saved(Inspected):
                 Nothing has changed.
         """
         with self._group.calling("restore"):
-            self._engine.check()
-            self._engine.flush()
+            self._engine.flush_unless_ended()
             return self._go_on_from(checkpoint_file.read(path))
 
     @locked
@@ -187,15 +188,14 @@ class Saved(Inspected):
                 checkpoint stays as it is.
             RankError: another rank failed in this way, or is gone.
         """
-        from fxpipe.runtime.weights import checkpoint_folder  # slow to import
-
         with self._group.calling("save"):
+            write = find("option", "save", "pipe.save")
             self._engine.flush()
             progress = self._engine.progress
             changed = any(self._group.exchange("changes", progress.changed))
             saved = progress.checkpoint(extra, changed=changed).part(self._owned().kept)
             state = self._own_part(self._model.state_dict())
-            checkpoint_folder.write(saved, state, folder, self._group)
+            write(saved, state, folder, self._group)
 
     @locked
     def load(self, folder: str | os.PathLike[str], *, must_exist: bool = True) -> Any:
@@ -219,18 +219,16 @@ class Saved(Inspected):
                 a rank does not know its stages.
             RankError: another rank failed in this way, or is gone.
         """
-        from fxpipe.runtime.weights import checkpoint_folder  # slow to import
-
         with self._group.calling("load"):
-            self._engine.check()
-            self._engine.flush()
-            there = self._group.exchange("folder", checkpoint_folder.exists(folder))
+            exists, read = (find("option", name, "pipe.load") for name in ("saved", "load"))
+            self._engine.flush_unless_ended()
+            there = self._group.exchange("folder", exists(folder))
             if not must_exist and not any(there):
                 return None
             if self._options.hollow:
                 self._used()  # raises before anything is read
             own = None if self._group.size == 1 else self._owned().used
-            return self._go_on_from(checkpoint_folder.read(folder, own))
+            return self._go_on_from(read(folder, own))
 
     def _go_on_from(self, saved: Checkpoint) -> Any:
         plan = self._shown.plan if self._shown else None

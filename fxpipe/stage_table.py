@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
-from rich.table import Table
 from torch import nn
 
+from fxpipe.compiler.balance import HEAVY, proven, ratio
 from fxpipe.compiler.compiled import Compiled
-from fxpipe.formatting import bytes_text, table_text
+from fxpipe.formatting import (
+    bytes_text,
+    count_text,
+    first_time,
+    plain_table,
+    runs,
+    table_text,
+    wrapped,
+)
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.inductor import peak_of
 from fxpipe.passes.partition.assignment import Verdict
 
-_MODULES = 4
-"""The most modules of a stage that are named."""
+_MODULES = 12
+"""The most modules of a stage that are named, where runs of numbers count once."""
+
+_LEGEND = (
+    "times are of one micro-batch; share: of the time of all stages; receives: bytes from other "
+    "stages; stash: bytes kept for later stages than the next; memory: the most that the stage's "
+    "device holds at once in a step, predicted"
+)
 
 
 def stage_table(
@@ -25,53 +40,65 @@ def stage_table(
     memory: Sequence[str],
     replicas: int,
 ) -> str:
-    """Return the table of the stages and a line on their balance.
+    """Return the table of the stages, their modules, and a line on their balance.
 
-    ``places`` and ``memory`` are the location and the predicted memory peak of each device.
+    ``places`` and ``memory`` are the location and the predicted memory peak of each device. What
+    the columns mean is told by the first table of a process.
     """
     title = f"fxpipe.Pipeline of {type(model).__name__} over {len(places)} devices"
     title += f" in {replicas} replicas" * (replicas > 1)
     if compiled is None:
         return f"{title}: not compiled yet; the first call traces it"
     plan, schedule = compiled.plan, compiled.schedule
-    table = Table(
-        title=f"{title}, {schedule.name}, {schedule.microbatches} micro-batches",
-        title_justify="left",
-    )
-    for heading in ("stage", "device"):
-        table.add_column(heading)
-    table.add_column("modules", overflow="fold")
-    for heading in ("parameters", "forward", "backward", "share", "receives", "stash", "memory"):
+    table = plain_table()
+    for heading in ("stage", "params", "forward", "backward", "share", "receives", "stash"):
         table.add_column(heading, justify="right")
+    table.add_column("memory", justify="right")
     counts = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
     seconds = [0.0 if s.costs is None else s.costs.forward + s.costs.backward for s in plan.stages]
-    for stage, work in zip(plan.stages, seconds, strict=True):
-        device = schedule.placement[stage.index]
-        copied = [f"+{copy} ({places[copy]})" for copy in schedule.devices_of(stage.index)[1:]]
+    loads = seconds if verdict is None else [load.seconds for load in verdict.loads]
+    heavy = HEAVY * sum(loads) / len(loads)
+    prefix = _common([name for stage in plan.stages for name in stage.modules])
+    modules = []
+    for stage, work, load in zip(plan.stages, seconds, loads, strict=True):
+        at = stage.index
+        share = f"{100 * work / sum(seconds):.1f} %" if sum(seconds) else "–"
+        into = sum(plan.bytes_of(edge) or 0 for edge in plan.edges_into(at))
+        skips = [edge for edge in plan.edges_from(at) if edge.kind == "skip"]
         table.add_row(
-            str(stage.index),
-            "\n".join([f"{device} ({places[device]})", *copied]),
-            _modules(stage),
-            f"{sum(counts[argument.target] for argument in stage.parameters):,}",
+            str(at),
+            count_text(sum(counts[argument.target] for argument in stage.parameters)),
             _milliseconds(stage, "forward"),
             _milliseconds(stage, "backward"),
-            f"{100 * work / sum(seconds):.1f} %" if sum(seconds) else "",
-            bytes_text(sum(plan.bytes_of(e) or 0 for e in plan.edges_into(stage.index))),
-            bytes_text(
-                sum(plan.bytes_of(e) or 0 for e in plan.edges_from(stage.index) if e.kind == "skip")
-            ),
-            memory[device],
+            f"> {share}" if load > heavy else share,
+            bytes_text(into),
+            bytes_text(sum(plan.bytes_of(edge) or 0 for edge in skips)),
+            memory[schedule.placement[at]],
         )
-    return (
-        f"{table_text(table, 130)}\nper micro-batch; {_balance(seconds, verdict)}\n"
-        "share: of the time of all stages; receives: bytes from others; "
-        "stash: bytes kept for later stages than the next\n"
-        "memory: the most that the stage's device holds at once in a step, predicted"
-        f"{_libraries(plan)}"
-    )
+        on = " and ".join(f"{device} ({places[device]})" for device in schedule.devices_of(at))
+        modules.append(wrapped(f"{at} on device {on}: {_modules(stage, prefix)}", "   "))
+    under = f" (of {prefix[:-1]})" if prefix else ""
+    lines = [
+        wrapped(f"{title}, {schedule.name}, {schedule.microbatches} micro-batches"),
+        table_text(table),
+        f"stages and their modules{under}",
+        *modules,
+        wrapped(_balance(seconds, loads, verdict)),
+        *_libraries(plan),
+    ]
+    if first_time(_LEGEND):
+        lines.append(wrapped(_LEGEND))
+    return "\n".join(lines)
 
 
-def _libraries(plan: Plan) -> str:
+def _common(names: Sequence[str]) -> str:
+    """The longest ``"a.b."`` that all names begin with; no name is left empty by it."""
+    columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    same = takewhile(lambda column: len({*column}) == 1, columns)
+    return "".join(f"{column[0]}." for column in same)
+
+
+def _libraries(plan: Plan) -> list[str]:
     """A line on how many graphs of each stage inductor has compiled, if it has any."""
     graphs = [
         (stage.forward, stage.backward, stage.input_grad, stage.weight_grad)
@@ -83,34 +110,28 @@ def _libraries(plan: Plan) -> str:
         for of_stage in graphs
     ]
     if all(count.startswith("0 ") for count in counts):
-        return ""
-    return f"\ngraphs compiled by inductor, by stage: {', '.join(counts)}"
+        return []
+    return [f"graphs compiled by inductor, by stage: {', '.join(counts)}"]
 
 
-def _modules(stage: Stage) -> str:
-    shown = ", ".join(stage.modules[:_MODULES])
-    more = len(stage.modules) - _MODULES
-    return shown + (f" and {more} more" if more > 0 else "")
+def _modules(stage: Stage, prefix: str) -> str:
+    names = runs(name.removeprefix(prefix) for name in stage.modules)
+    more = len(names) - _MODULES
+    shown = ", ".join(names[:_MODULES]) + (f" and {more} more" if more > 0 else "")
+    return shown or "none as a whole"
 
 
 def _milliseconds(stage: Stage, which: str) -> str:
-    return "" if stage.costs is None else f"{1e3 * getattr(stage.costs, which):.2f} ms"
+    return "–" if stage.costs is None else f"{1e3 * getattr(stage.costs, which):.2f} ms"
 
 
-def _balance(seconds: Sequence[float], verdict: Verdict | None) -> str:
+def _balance(seconds: Sequence[float], loads: Sequence[float], verdict: Verdict | None) -> str:
     """How the slowest stage compares with the mean and with the best cut."""
     if not sum(seconds):
-        return "nothing was measured"
+        return "–: not measured yet; pipe.simulate() measures it"
+    mark = "> " if ratio(loads) > HEAVY else ""
+    told = f"{mark}the slowest stage takes {ratio(loads):.2f} times the mean"
     if verdict is None:
-        ratio = max(seconds) * len(seconds) / sum(seconds)
-        return f"the slowest stage takes {ratio:.2f} times the mean"
-    loads = verdict.loads
-    mean = sum(load.seconds for load in loads) / len(loads)
-    what = "compute and transfers" if any(load.transfer for load in loads) else "compute"
-    proven = "the best cut"
-    if verdict.gap >= 5e-4:
-        proven = f"at most {100 * verdict.gap:.1f} % slower than the best cut"
-    return (
-        f"the slowest stage takes {verdict.slowest / mean:.2f} times the mean ({what}), proven "
-        f"{proven} of those that {verdict.condition}"
-    )
+        return told
+    transfers = any(load.transfer for load in verdict.loads)
+    return f"{told} (compute{' and transfers' * transfers}), {proven(verdict)}"

@@ -3,7 +3,8 @@
 Both repeat a building block. Two stages a device are placed as a V, and if every task takes one
 unit of time, a device has six units of work per micro-batch: F, I and W on each stage. The block
 says when the F and I run, for which other devices wait. Repeated every six units it gives a
-schedule, whose stash is proportional to the length of the block; the W fill the gaps.
+schedule, whose stash is proportional to the length of the block; the W fill the gaps. While the
+pipe fills and drains, tasks leave the order of the blocks where that closes gaps.
 
 Both work for every p and m. The bubble here is the time of a step beyond a device's work; 1F1B's is
 6(p − 1) tasks of these half-size stages. ``fxpipe.schedules`` explains the symbols and drawings.
@@ -36,11 +37,11 @@ def v_half(
     Choose it for longer contexts or larger stages in the same memory. p = 3, m = 3, all tasks
     equally long::
 
-        0: F0 F1  .  .  . f0 i0 F2 w0 f1 i1 w1 I0 W0  . f2 i2 I1 w2 W1  . I2 W2 U
-        1:  . F0  .  . f0 F1  . i0 f1 w0 F2 I0 i1 W0 f2 w1 I1 i2 W1 w2 I2 W2  . U
-        2:  .  . F0 f0  .  . F1 f1 i0 I0 w0 F2 W0 f2 i1 I1 w1 W1 i2 I2 w2 W2  . U
+        0: F0 F1 F2  .  . f0 i0 w0 f1 i1 w1 I0 W0  .  . f2 i2 I1 w2 W1  . I2 W2 U
+        1:  . F0 F1  . f0  . f1 i0 w0 F2 I0 i1 W0 w1 f2  . I1 i2 W1 w2 I2 W2  . U
+        2:  .  . F0 f0 F1 f1  .  . i0 I0 w0 F2 W0 f2 i1 I1 w1 W1 i2 I2 w2 W2  . U
 
-    Bubble: with equal times and m ≥ p, 3(p − 1) tasks for even p and 3p − 4 for odd p > 1. It does
+    Bubble: with equal times and m ≥ p > 2, 3p − 7 tasks for even p and 3p − 4 for odd p. It does
     not grow with m where T_F ≤ T_I ≤ T_F + T_W/2. Stash: at most 2⌊(p + 2)/2⌋ micro-batches of one
     of a device's two stages, in the memory of ⌊(p + 2)/2⌋ of both, for every p, m and times.
     """
@@ -58,11 +59,11 @@ def v_min(
     A micro-batch takes one unit of time a device, down and up the V, forward and back. Choose it
     where memory is scarce. p = 3, m = 3, all tasks equally long::
 
-        0: F0  .  .  .  . f0 F1 i0 w0  .  . f1 F2 I0 i1 W0 w1 f2  . I1 i2 W1 w2  .  . I2 W2 U
-        1:  . F0  .  . f0  .  . F1 i0 w0 f1  . I0 F2 W0 i1 f2 w1 I1 W1  . i2 w2  . I2 W2  . U
-        2:  .  . F0 f0  .  .  .  . F1 f1 i0 I0 w0 W0 F2 f2 i1 I1 w1 W1  .  . i2 I2 w2 W2  . U
+        0: F0 F1  .  .  . f0 i0 f1 w0 F2  . I0 i1 W0 w1 f2 i2 I1 w2 W1  . I2 W2 U
+        1:  . F0 F1  . f0  . f1 i0 w0  . I0 F2 W0 i1 f2 w1 I1 i2 W1 w2 I2 W2  . U
+        2:  .  . F0 f0 F1 f1  .  . i0 I0 w0 W0 F2 f2 i1 I1 w1 W1 i2 I2 w2 W2  . U
 
-    Bubble: with equal times, m ≥ p and p > 1, 4p − 5 tasks, and 4p − 3 where 3 divides p. With
+    Bubble: with equal times and m ≥ p > 2, 4p − 5 tasks, and 4p − 7 where 3 divides p. With
     unequal times it grows with m, as the paper says. Stash: at most 2⌊(p + 4)/3⌋ micro-batches of
     one of a device's two stages, in the memory of ⌊(p + 4)/3⌋ of both, for every p, m and times.
     """
@@ -94,7 +95,10 @@ def repeat(
     """Repeat a block for all micro-batches and return device → its tasks, without the updates.
 
     In each unit of time a device runs the next F or I of its blocks, if the inputs are there and an
-    F does not exceed the limit; else the W that has waited longest; else nothing.
+    F does not exceed the limit; else the W that has waited longest; else nothing. Blocks leave gaps
+    where no micro-batch is before or after them, which two rules close: until micro-batch 0 is back
+    at the first stage, an F may overtake what has to wait, if the F that it overtakes still fit;
+    and after a device's last F, its I run as they arrive.
 
     Args:
         block: the times of one micro-batch.
@@ -103,23 +107,26 @@ def repeat(
     Raises:
         ValueError: the devices wait for one another: the limit is too small for the block.
     """
-    orders = [deque(_order(block, device, devices, microbatches)) for device in range(devices)]
+    orders = [_order(block, device, devices, microbatches) for device in range(devices)]
     waiting: list[deque[Task]] = [deque() for _ in orders]
     rows: list[list[Task]] = [[] for _ in orders]
+    forwards = [2 * microbatches] * devices  # that have not run yet
     kept = [0] * devices
     done: set[Task] = set()
     while any(orders) or any(waiting):
         now = []
         for device, order in enumerate(orders):
-            blocked = kept[device] == limit and order and order[0].kind == "F"
-            if order and not blocked and done >= _needs(order[0], devices):
-                task = order.popleft()
+            opening, closing = I(0, 0) not in done, not forwards[device]
+            task = _next(order, devices, done, limit - kept[device], opening, closing)
+            if task:
+                order.remove(task)
             elif waiting[device]:
                 task = waiting[device].popleft()
             else:
                 continue
             if task.kind == "I":
                 waiting[device].append(replace(task, kind="W"))
+            forwards[device] -= task.kind == "F"
             kept[device] += {"F": 1, "I": 0, "W": -1}[task.kind]
             rows[device].append(task)
             now.append(task)
@@ -127,6 +134,26 @@ def repeat(
             raise ValueError(f"a stash of {limit} is too little for the block; raise the limit")
         done.update(now)
     return tuple(map(tuple, rows))
+
+
+def _next(
+    order: list[Task], devices: int, done: set[Task], room: int, opening: bool, closing: bool
+) -> Task | None:
+    """The F or I that a device can run now, of those that it has left; ``repeat`` has the rules.
+
+    Args:
+        room: for how many more F there is memory.
+        opening: whether an F may overtake.
+        closing: whether an I may.
+    """
+    for place, task in enumerate(order):
+        turn = place == 0 or (opening if task.kind == "F" else closing)
+        if turn and (task.kind == "I" or room > 0) and done >= _needs(task, devices):
+            return task
+        room -= task.kind == "F"
+        if not closing and (not opening or room <= 0):
+            break
+    return None
 
 
 def _order(block: _Block, device: int, devices: int, microbatches: int) -> list[Task]:

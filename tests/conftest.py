@@ -31,9 +31,22 @@ from tests.helpers.times import equal_times
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
-QUICK = ("draw", "ir", "partition/solver", "schedules", "simulator", "text", "verify")
+QUICK = (
+    "draw",
+    "extensions/comparison",
+    "extensions/formulas",
+    "extensions/page",
+    "ir",
+    "partition/solver",
+    "schedules",
+    "simulator",
+    "text",
+    "verify",
+)
 REMEMBERING = (
     "compiler",
+    "extensions/checkpoint_folder",
+    "extensions/planner",
     "models/test_exactness.py",
     "models/test_split_training.py",
     "partition",
@@ -177,12 +190,10 @@ def interruptible() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def a_thread_for_each_device() -> Iterator[None]:
-    """Keep measurements of this machine from choosing the dispatch if a test does not.
-
-    Handing over the interpreter lock takes no time, so each device gets a thread.
-    """
+    """Let each device have a thread, however small a test's tensors are, and however many
+    processors there are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "hand_over", lambda: 0.0)
+        patch.setattr(choice, "SMALL", 0)
         patch.setattr(choice, "processors", lambda: 8)
         yield
 

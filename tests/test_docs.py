@@ -14,12 +14,13 @@ from typing import get_args
 import pytest
 
 from fxpipe import errors, schedules
-from fxpipe.cli.commands import make_parser
 from fxpipe.compiler.passes import LISTS
+from fxpipe.extensions.cli.commands import make_parser
 from fxpipe.ir.instruction import OPCODES
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.task import BUILT_IN, KINDS
 from fxpipe.ir.value import BufferKind
+from tests.helpers.registered import registry_restored
 from tests.test_readme import run
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -108,6 +109,26 @@ def test_all_that_the_page_of_the_architecture_names_is_there() -> None:
     assert folders <= told, f"say in a sentence what is in {sorted(folders - told)}"
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    words = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading.strip()) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in words}
+
+
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if "://" in link or link.startswith("notebooks/"):  # copied there when the pages are built
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name) if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
 def test_every_kind_of_task_is_on_the_page_of_the_language_with_its_cost() -> None:
     told = rows("language.md")
     assert told.keys() == BUILT_IN
@@ -127,7 +148,8 @@ def test_the_code_of_a_page_gives_what_stands_there(
     for name in ("accelerate", "pytorch_lightning"):
         if f"import {name}" in page or f"from {name}" in page:
             pytest.importorskip(name, reason=f"{name} is not installed: .[frameworks]")
-    outputs = list(run(page))
+    with registry_restored():
+        outputs = list(run(page))
     if request.config.getoption("--update-golden"):
         for block, real in reversed(outputs):
             page = page[: block.start] + real + page[block.end :]

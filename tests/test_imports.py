@@ -1,7 +1,8 @@
 """The layers of the library: what each may import, when it is loaded or inside its functions.
 
-The representations alone reach up, in the methods that are named here: ``plan.verify()``,
-``schedule.draw()`` and their like. Imports for type checking alone are free.
+The representations alone reach up, in the methods that are named here, such as ``plan.verify()``;
+what draws, simulates and counts them is found by ``fxpipe/extend.py``. Imports
+for type checking alone are free.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     "ground": (
         "fxpipe.errors",
+        "fxpipe.extend",
         "fxpipe.log",
         "fxpipe.random",
         "fxpipe.signals",
@@ -29,13 +31,10 @@ LAYERS = {
     "text": ("fxpipe.text",),
     "verify": ("fxpipe.verify",),
     "simulator": ("fxpipe.simulator",),
-    "formulas": ("fxpipe.formulas",),
     "schedules": ("fxpipe.schedules",),
     "passes": ("fxpipe.passes",),
     "memory": ("fxpipe.memory",),
-    "search": ("fxpipe.search",),
     "draw": ("fxpipe.draw",),
-    "planner": ("fxpipe.planner",),
     "runtime": ("fxpipe.runtime",),
     "compiler": ("fxpipe.compiler",),
     "face": (
@@ -44,22 +43,20 @@ LAYERS = {
         "fxpipe.arguments",
         "fxpipe.call",
         "fxpipe.changes",
-        "fxpipe.cli",
-        "fxpipe.comparison",
         "fxpipe.compile",
         "fxpipe.devices",
         "fxpipe.engine",
         "fxpipe.inspection",
         "fxpipe.metrics",
         "fxpipe.pipeline",
-        "fxpipe.plan_training",
-        "fxpipe.prefetch",
         "fxpipe.python_file",
         "fxpipe.rehearsal",
+        "fxpipe.removed",
         "fxpipe.saving",
         "fxpipe.stage_table",
         "fxpipe.locks",
     ),
+    "extensions": ("fxpipe.extensions",),
 }
 """Layer → its modules; a package stands for all that is in it, save for ``fxpipe`` itself."""
 
@@ -70,42 +67,31 @@ MAY_IMPORT = {
     "text": BASE,
     "verify": (*BASE, "text"),
     "simulator": (*BASE, "text", "verify", "passes"),
-    "formulas": (*BASE, "simulator"),
     "schedules": ("representations",),
     "passes": (*BASE, "text", "verify"),
     "memory": (*BASE, "simulator", "passes"),
-    "search": (*BASE, "simulator", "schedules"),
     "draw": (*BASE, "text", "verify", "simulator"),
-    "planner": (*BASE, "simulator", "schedules", "passes", "memory", "search", "draw"),
     "runtime": (*BASE, "text", "verify"),
-    "compiler": tuple(layer for layer in LAYERS if layer != "face"),
-    "face": tuple(LAYERS),
+    "compiler": tuple(layer for layer in LAYERS if layer not in ("face", "extensions")),
+    "face": tuple(layer for layer in LAYERS if layer != "extensions"),
+    "extensions": tuple(LAYERS),
 }
 """Layer → the other layers that it may import."""
 
 
 REACH_UP = {
     "fxpipe.errors": {"draw"},
-    "fxpipe.ir.plan": {"__str__", "draw", "parse", "text", "verify"},
-    "fxpipe.ir.program": {"__str__", "draw", "parse", "simulate", "verify", "window"},
-    "fxpipe.ir.recipe": {"formulas"},
+    "fxpipe.ir.plan": {"__str__", "text", "verify"},
+    "fxpipe.ir.program": {"__str__", "parse", "verify", "window"},
     "fxpipe.ir.schedule": {
         "__str__",
-        "csv",
-        "draw",
-        "formulas",
-        "from_csv",
         "from_file",
-        "from_nodes",
-        "grid",
         "parse",
-        "simulate",
         "stash",
         "verify",
         "versions",
     },
-    "fxpipe.ir.traced": {"__str__", "parse", "text", "verify"},
-    "fxpipe.simulator.simulation": {"draw", "html"},
+    "fxpipe.ir.traced": {"__str__", "text", "verify"},
 }
 """Module → its methods that may import from any layer when they are called."""
 

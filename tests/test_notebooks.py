@@ -79,8 +79,8 @@ class Forked:
         return self.poll()
 
 
-def executed(book: Any, brief: Mapping[str, str], fresh_process: bool) -> Any:
-    """A copy with the outputs of a fresh kernel, with some lines replaced."""
+def executed(book: Any, brief: Mapping[str, str], folder: Path, fresh_process: bool) -> Any:
+    """A copy with the outputs of a fresh kernel in a folder, with some lines replaced."""
     import nbformat
     from jupyter_client.provisioning import local_provisioner
     from nbclient import NotebookClient
@@ -94,7 +94,7 @@ def executed(book: Any, brief: Mapping[str, str], fresh_process: bool) -> Any:
         kernel_name="python3",
         timeout=240,
         record_timing=False,
-        resources={"metadata": {"path": str(FOLDER)}},
+        resources={"metadata": {"path": str(folder)}},
     )
     with pytest.MonkeyPatch.context() as patch:
         if not fresh_process:
@@ -124,7 +124,7 @@ def test_all_notebooks_are_here() -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_is_committed(
-    path: Path, request: pytest.FixtureRequest
+    path: Path, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     pytest.importorskip("skimage")
     import nbformat
@@ -133,7 +133,7 @@ def test_a_notebook_runs_and_shows_what_is_committed(
     update = bool(request.config.getoption("--update-golden"))
     whole = update or DEEP
     brief = {} if whole else BRIEF.get(path.stem, {})
-    fresh = executed(committed, brief, whole or path.stem == FRESH)
+    fresh = executed(committed, brief, tmp_path, whole or path.stem == FRESH)
     assert "stderr" not in {kind for cell in fresh.cells for kind in kinds(cell)}
     if update:
         nbformat.write(fresh, path)

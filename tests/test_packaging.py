@@ -115,7 +115,7 @@ def test_a_wheel_installed_elsewhere_imports_and_lists_the_schedules(
     assert {"fxpipe", "fxpipe.passes", "fxpipe.schedules"} <= files.keys()
     assert [name for name, file in files.items() if not file.is_relative_to(installed)] == []
     assert {"1f1b", "gpipe"} <= set(there["recipes"])
-    for path in ("py.typed", "draw/page.js"):
+    for path in ("py.typed", "extensions/page/page.js"):
         assert (installed / "fxpipe" / path).is_file()
 
 

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from fxpipe.cli import main
+from fxpipe import formatting
 from fxpipe.errors import FxpipeError
+from fxpipe.extensions.cli import main
 from fxpipe.ir.recipe import RECIPES
 
 ROOT = Path(__file__).parent.parent
@@ -74,7 +76,11 @@ def console_output(text: str) -> str:
             if shown.tell():
                 print(file=shown)
             print(line, file=shown)
-            with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+            with (
+                contextlib.redirect_stdout(shown),
+                contextlib.redirect_stderr(shown),
+                patch.object(formatting, "_told", set()),  # a command is a process
+            ):
                 main(arguments)
     return shown.getvalue()
 
@@ -131,11 +137,13 @@ def test_the_bubble_in_the_table_of_schedules_is_that_of_their_simulations() -> 
     rows = re.findall(r"^\| `([\w-]+)` \| ([^|]*) \| ([^|]*) \|", README.read_text(), re.MULTILINE)
     checked = []
     for name, bubble, between in rows:
-        formula = bubble.removesuffix(", p even").replace("v m", "2m")
+        formula, _, where = bubble.replace("v m", "2m").partition(", ")
         if name not in RECIPES or not set(formula) <= set("(pm0123456789 +−)/"):
             continue
         checked.append(name)
         for p, m in ((2, 8), (4, 8), (4, 16), (8, 16)):
+            if p == 2 and where == "p even > 2":
+                continue
             simulation = RECIPES[name](p, m).simulate(halves)
             for text, value in ((formula, simulation.bubble), (between, simulation.bubble_size)):
                 text = re.sub(r"(?<=\d)(?=[mp(])|(?<=m)(?=\()", "*", text).replace("−", "-")

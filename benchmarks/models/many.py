@@ -52,6 +52,7 @@ MODELS = 20
 """That one process tries; torch and transformers keep much of each."""
 
 STEPS = 3
+LAYERS = 2
 LENGTH = 16
 WORDS = 96
 SECONDS = 240
@@ -60,11 +61,14 @@ SECONDS = 240
 PARAMETERS = 40_000_000
 """How many a small model may have."""
 
+DEEP = r"(num_|n_)?(hidden_|encoder_|decoder_)?layers?|num_\w+_layers|(num_|n_)blocks"
+"""The pattern of the names of numbers of layers."""
+
 SIZES: tuple[tuple[str, int], ...] = (
     (r"\w*vocab_size\w*|n_token|encoder_hash_byte_group_vocab", WORDS),
     (r"num_kv_shared_layers|num_nextn_predict_layers", 0),
     (r"n_group|topk_group|num_expert_group", 1),
-    (r"(num_|n_)?(hidden_|encoder_|decoder_)?layers?|num_\w+_layers|(num_|n_)blocks", 2),
+    (DEEP, LAYERS),
     (r"depths?|num_block_repeats|stage_num_blocks|stage_numb_of_layers", 1),
     (r"num_self_attends_per_block|n_shared_experts", 1),
     (r"\w*experts_per_tok(en)?|\w*top_?k|moe_k", 2),
@@ -84,6 +88,9 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"patch_size", 8),
 )
 """Patterns of the names of sizes, and what each may be at most; the first that fits counts."""
+
+UNCHANGED = ("id2label", "label2id", "per_layer_config")
+"""Tables in configurations that no size is in."""
 
 OWN: dict[str, dict[str, Any]] = {
     "bit": {"num_groups": 8},
@@ -202,12 +209,18 @@ def built(kind: str, name: str) -> tuple[nn.Module, list[Batch], nn.Module, list
         raise NotBuiltError(named(error)) from error
 
 
-def made(kind: str, name: str) -> tuple[nn.Module, list[Batch]]:
-    """A small model of an architecture, in training, and batches for it."""
+def made(kind: str, name: str, layers: int = LAYERS) -> tuple[nn.Module, list[Batch]]:
+    """A small model of an architecture, in training, and batches for it.
+
+    Args:
+        kind: of model, one of ``KINDS``.
+        name: of the architecture.
+        layers: how many it has, or more if there are more kinds of layers.
+    """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     default = transformers.CONFIG_MAPPING[name]()
-    config = type(default)(**small(default.to_dict()) | OWN.get(name, {}))
+    config = type(default)(**small(default.to_dict(), layers) | OWN.get(name, {}))
     for each in (config, getattr(config, "text_config", config)):
         each.use_cache = False
     config.is_decoder = kind == "CausalLM"
@@ -223,25 +236,26 @@ def made(kind: str, name: str) -> tuple[nn.Module, list[Batch]]:
     return model.train(), [batch(kind, config, model.main_input_name) for _ in range(STEPS)]
 
 
-def small(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those values of a configuration that are to be others.
+def small(values: Mapping[str, Any], least: int) -> dict[str, Any]:
+    """Those values of a configuration that are to be others, with at least so many layers.
 
     A list with an entry for each layer keeps one of each kind, and there are as many layers.
     """
     depth = values.get("num_hidden_layers", values.get("num_layers"))
     lists = {n: v for n, v in values.items() if isinstance(v, list) and len(v) == depth}
     kinds = {n: [v for i, v in enumerate(each) if v not in each[:i]] for n, each in lists.items()}
-    layers = max([2, *map(len, kinds.values())])
+    layers = max([least, *map(len, kinds.values())])
     changed = {}
     for name, value in values.items():
         new = value
         if name in kinds:
-            new = [reduced(name, kinds[name][i % len(kinds[name])]) for i in range(layers)]
+            new = [kinds[name][i % len(kinds[name])] for i in range(layers)]
+            new = [reduced(name, each, least) for each in new]
         elif isinstance(value, (list, tuple)):
-            new = [reduced(name, each) for each in value]
+            new = [reduced(name, each, least) for each in value]
         elif not isinstance(value, dict):
-            new = reduced(name, value)
-        elif name not in ("id2label", "label2id", "per_layer_config") and (inner := small(value)):
+            new = reduced(name, value, least)
+        elif name not in UNCHANGED and (inner := small(value, least)):
             new = {**{key: value[key] for key in value if key == "model_type"}, **inner}
         if new != (list(value) if isinstance(value, tuple) else value):
             changed[name] = new
@@ -251,7 +265,7 @@ def small(values: Mapping[str, Any]) -> dict[str, Any]:
     return changed | ({"num_key_value_heads": 2} if keys and heads and keys < heads else {})
 
 
-def reduced(name: str, value: Any) -> Any:
+def reduced(name: str, value: Any, layers: int) -> Any:
     """One value: a size, where it is too large or missing; no dropout; a word that there is."""
     if isinstance(value, float) and "drop" in name:
         return 0.0
@@ -261,7 +275,8 @@ def reduced(name: str, value: Any) -> Any:
         return value and value // 4
     for pattern, size in SIZES:
         if re.fullmatch(pattern, name):
-            return size if value is None else min(size, value)
+            most = layers if pattern == DEEP else size
+            return most if value is None else min(most, value)
     return 1 if value and value >= WORDS and re.fullmatch(r"\w+_token_(id|index)", name) else value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,39 +17,63 @@ DEVICES = 2
 """Each of them a CPU device of one thread."""
 
 
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": sgd,
+    "Adam": torch.optim.Adam,
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A model and its training. The same seed makes the same of it in every process.
 
     Attributes:
-        title: for people.
+        net: the model, for people.
+        batch: a batch, for people.
         model: makes it.
         shape: of a batch of inputs, and of its targets.
         microbatches: into how many a batch is split; they divide it.
-        optimizer: from parameters.
+        update: the name of its optimizer.
         rounds: how many steps of each contender are timed by default.
-        half: the submodule at which the second half of the work begins, for contenders that
-            must be told. Of the U-Net's it is that with the slower half the fastest, as measured.
+        cuts: the submodules at which the second and later devices' work begins, for contenders
+            that must be told. Of the U-Net's on two devices it is that with the slower half the
+            fastest, as measured.
         loss: of an output and its target.
     """
 
-    title: str
+    net: str
+    batch: str
     model: Callable[[], nn.Module]
     shape: tuple[int, ...]
     microbatches: int
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    update: str
     rounds: int
-    half: str
+    cuts: tuple[str, ...]
     loss: Loss = mse_loss
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.net}, {self.update}, batch {self.batch}"
+
+    @property
+    def optimizer(self) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+        """Makes the optimizer of parameters."""
+        return OPTIMIZERS[self.update]
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return len(self.cuts) + 1
 
     def make(self) -> tuple[nn.Module, Tensor, Tensor]:
         """The model, a batch and its target."""
         torch.manual_seed(0)
         return self.model(), torch.rand(self.shape), torch.rand(self.shape)
-
-
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-3)
 
 
 def tiny() -> nn.Module:
@@ -59,30 +83,46 @@ def tiny() -> nn.Module:
 
 CASES = {
     "unet": Case(
-        title="U-Net, 3 levels, Adam, batch 32×3×64×64",
+        net="U-Net, 3 levels",
+        batch="32×3×64×64",
         model=lambda: UNet(depth=3),
         shape=(32, 3, 64, 64),
         microbatches=8,
-        optimizer=torch.optim.Adam,
+        update="Adam",
         rounds=15,
-        half="ups.0",
+        cuts=("ups.0",),
     ),
     "transformer": Case(
-        title="transformer, 8 layers of width 512, SGD, batch 64 of 8 tokens",
+        net="transformer, 8 layers of width 512",
+        batch="64 of 8 tokens",
         model=lambda: transformer(512, 8),
         shape=(64, 8, 512),
         microbatches=8,
-        optimizer=sgd,
+        update="SGD",
         rounds=15,
-        half="4",
+        cuts=("4",),
     ),
     "tiny": Case(
-        title="tiny, 4 linear layers of width 8, SGD, batch 512",
+        net="tiny, 4 linear layers of width 8",
+        batch="512",
         model=tiny,
         shape=(512, 8),
         microbatches=64,
-        optimizer=sgd,
+        update="SGD",
         rounds=60,
-        half="2",
+        cuts=("2",),
     ),
 }
+
+QUARTERS = {"unet": ("downs.1", "ups.0", "ups.1"), "transformer": ("2", "4", "6")}
+"""Case → its cuts on four devices."""
+
+RESIDENT = {
+    f"{name}, {optimizer}, {len(cuts) + 1} devices": replace(
+        CASES[name], cuts=cuts, update=optimizer
+    )
+    for name in QUARTERS
+    for cuts in (CASES[name].cuts, QUARTERS[name])
+    for optimizer in OPTIMIZERS
+}
+"""Those of ``benchmarks.resident``."""

@@ -23,19 +23,17 @@ class Entry:
 
     Attributes:
         load: imports it.
-        processes: how many it is.
+        apart: whether each device has a process of its own.
         threads: of each process.
         late: whether its gradients are one version late, as it says.
         turn: how many steps it makes in a row; the work of each must not reach into others' turns.
-        rounded: whether its losses may differ from the loop's by rounding, as it says.
     """
 
     load: Callable[[], Make]
-    processes: int = 1
+    apart: bool = False
     threads: int = DEVICES
     late: bool = False
     turn: int = 1
-    rounded: bool = False
 
 
 def _loop(threads: int) -> Entry:
@@ -53,10 +51,13 @@ def _late_loop() -> Make:
     return lambda case, rank, meeting: LateLoop(case, 1)
 
 
-def _gpipe() -> Make:
-    from benchmarks.peers.gpipe import TorchGPipe
+def _gpipe(checkpoint: str = "never") -> Entry:
+    def load() -> Make:
+        from benchmarks.peers.gpipe import TorchGPipe
 
-    return lambda case, rank, meeting: TorchGPipe(case)
+        return lambda case, rank, meeting: TorchGPipe(case, checkpoint)
+
+    return Entry(load)
 
 
 def _pipelining() -> Make:
@@ -66,19 +67,23 @@ def _pipelining() -> Make:
 
 
 def _pipe(
-    schedule: str, *, late: bool = False, fused: bool = False, dispatch: str = "auto"
+    schedule: str,
+    *,
+    late: bool = False,
+    dispatch: str = "auto",
+    recompute: str = "never",
 ) -> Entry:
     def load() -> Make:
         from benchmarks.peers.pipe import Pipe
 
         options: dict[str, Any] = {
             "schedule": schedule,
-            "fuse_accumulation": fused,
             "dispatch": dispatch,
+            "recompute": recompute,
         }
         return lambda case, rank, meeting: Pipe(case, **options)
 
-    return Entry(load, late=late, turn=LATE_TURN if late else 1, rounded=fused)
+    return Entry(load, late=late, turn=LATE_TURN if late else 1)
 
 
 def _ranks() -> Make:
@@ -89,22 +94,30 @@ def _ranks() -> Make:
 
 LOOP = "plain loop, 1 thread"
 LATE = "plain loop, gradients one version late"
+GPIPE = "torchgpipe"
 PIPELINING = "torch.distributed.pipelining, 1F1B"
+OURS = "fxpipe, 1f1b"
 THREADS = "fxpipe, 1f1b, a thread a device"
 RANKS = "fxpipe, 1f1b, a rank a device"
 
 CONTENDERS = {
     LOOP: _loop(1),
     "plain loop, 2 threads": _loop(2),
-    "torchgpipe": Entry(_gpipe),
-    PIPELINING: Entry(_pipelining, processes=DEVICES, threads=1),
-    "fxpipe, 1f1b": _pipe("1f1b"),
+    GPIPE: _gpipe(),
+    PIPELINING: Entry(_pipelining, apart=True, threads=1),
+    OURS: _pipe("1f1b"),
     THREADS: _pipe("1f1b", dispatch="device"),
-    RANKS: Entry(_ranks, processes=DEVICES, threads=1),
-    "fxpipe, 1f1b, fused": _pipe("1f1b", fused=True),
+    RANKS: Entry(_ranks, apart=True, threads=1),
     "fxpipe, zb-h1": _pipe("zb-h1"),
     "fxpipe, 2bw": _pipe("2bw", late=True),
 }
+
+SAVING = {
+    "torchgpipe, checkpoint always": _gpipe("always"),
+    "fxpipe, gpipe": _pipe("gpipe"),
+    "fxpipe, 1f1b, recompute always": _pipe("1f1b", recompute="always"),
+}
+"""Those that are of interest for their memory."""
 
 REFERENCES = {LATE: Entry(_late_loop, threads=1, late=True, turn=LATE_TURN)}
 """Those whose losses are of interest, and not their time."""

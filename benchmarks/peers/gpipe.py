@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
-from benchmarks.peers.case import DEVICES, Case
+from benchmarks.peers.case import Case
 from benchmarks.peers.contender import Contender, index_of
 from examples.unet import UNet
 
@@ -68,20 +68,21 @@ def isolated(part: Any, namespace: Namespace) -> nn.Module:
 
 
 class TorchGPipe(Contender):
-    """Without recomputation, as all others here; its devices of one name share a worker thread."""
+    """By default without recomputation; its devices of one name share a worker thread."""
 
-    def __init__(self, case: Case) -> None:
-        torch.set_num_threads(DEVICES)
+    def __init__(self, case: Case, checkpoint: str = "never") -> None:
+        torch.set_num_threads(case.devices)
         self.case = case
         model, self.x, self.y = case.make()
         layers = sequence(model)
-        first = index_of(layers, case.half.replace(".", " "))
+        cuts = [index_of(layers, cut.replace(".", " ")) for cut in case.cuts]
+        ends = [*cuts, len(layers)]
         self.model = GPipe(
             layers,
-            balance=[first, len(layers) - first],
-            devices=["cpu"] * DEVICES,
+            balance=[end - start for start, end in zip([0, *cuts], ends, strict=True)],
+            devices=["cpu"] * case.devices,
             chunks=case.microbatches,
-            checkpoint="never",
+            checkpoint=checkpoint,
         )
         self.optimizer = case.optimizer(self.model.parameters())
 

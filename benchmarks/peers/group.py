@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import resource
 import tempfile
@@ -13,9 +14,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.case import CASES
+from benchmarks.peers.case import CASES, RESIDENT, Case
 from benchmarks.peers.contender import Contender
-from benchmarks.peers.contenders import CONTENDERS, REFERENCES
+from benchmarks.peers.contenders import CONTENDERS, REFERENCES, SAVING, Entry
 
 PATIENCE = 120.0
 """Seconds after which a contender counts as hanging."""
@@ -46,11 +47,13 @@ class Memory:
 
     Attributes:
         imported: when everything was imported, and nothing made.
-        peak: at most, ever.
+        peak: at most, ever, or since the last ``reset``.
+        now: at the moment.
     """
 
     imported: int
     peak: int
+    now: int
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,15 @@ class Group:
     """
 
     def __init__(self, contender: str, case: str) -> None:
-        entry = (CONTENDERS | REFERENCES)[contender]
+        entry = _entry(contender)
+        processes = _case(case).devices if entry.apart else 1
         self.contender = contender
         self._folder = tempfile.TemporaryDirectory()
         meeting = (Path(self._folder.name) / "meeting").as_uri()
         context = multiprocessing.get_context("spawn")
         self._ends: list[Connection] = []
         self._workers = []
-        for rank in range(entry.processes):
+        for rank in range(processes):
             ours, theirs = context.Pipe()
             worker = context.Process(
                 target=_work, args=(contender, case, rank, meeting, theirs), daemon=True
@@ -106,7 +110,11 @@ class Group:
     def memory(self) -> Memory:
         """What was resident until now."""
         answers = self._order("memory")
-        return Memory(sum(imported for imported, _ in answers), sum(peak for _, peak in answers))
+        return Memory(*map(sum, zip(*answers, strict=True)))
+
+    def reset(self) -> None:
+        """Let the peak begin anew; on Linux alone."""
+        self._order("reset")
 
     def close(self) -> None:
         """End the processes, if need be by force. They may have ended already."""
@@ -150,10 +158,18 @@ class Group:
             worker.join()
 
 
+def _entry(contender: str) -> Entry:
+    return (CONTENDERS | REFERENCES | SAVING)[contender]
+
+
+def _case(name: str) -> Case:
+    return (CASES | RESIDENT)[name]
+
+
 def _work(contender: str, case: str, rank: int, meeting: str, orders: Connection) -> None:
     """One process: it answers each order, and ends with a failure where something is raised."""
     warnings.simplefilter("ignore")
-    entry = (CONTENDERS | REFERENCES)[contender]
+    entry = _entry(contender)
     imported = 0
     made: Contender | None = None
     try:
@@ -162,14 +178,18 @@ def _work(contender: str, case: str, rank: int, meeting: str, orders: Connection
             match orders.recv():
                 case "import":
                     make = entry.load()
-                    imported = _peak()
+                    if case in RESIDENT:
+                        _import_all()
+                    imported = _resident()[0]
                 case "set up":
-                    made = make(CASES[case], rank, meeting)
+                    made = make(_case(case), rank, meeting)
                 case "step":
                     assert made is not None
                     answer = _turn(made, entry.turn)
                 case "memory":
-                    answer = imported, _peak()
+                    answer = imported, *_resident()
+                case "reset":
+                    Path("/proc/self/clear_refs").write_text("5")
                 case "close":
                     if made is not None:
                         made.close()
@@ -190,10 +210,21 @@ def _turn(made: Contender, steps: int) -> tuple[float, float, tuple[float, ...]]
     return seconds / steps, cpu / steps, tuple(float(loss) for loss in losses if loss is not None)
 
 
-def _peak() -> int:
-    """The most bytes that this process had resident."""
+def _import_all() -> None:
+    """Import what an export does, so that no contender's modules count as what it holds."""
+    import torch
+
+    linear = torch.nn.Linear(2, 2)
+    torch.export.export(linear, (torch.zeros(1, 2),)).run_decompositions()
+    importlib.import_module("torch._inductor.compile_fx")
+    importlib.import_module("torch.distributed.pipelining")
+
+
+def _resident() -> tuple[int, int]:
+    """The most bytes that this process had resident, and those that it has."""
     status = Path("/proc/self/status")
     if status.exists():  # getrusage there counts what was resident before this program began
-        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(lines["VmHWM"].split()[0]) * 1024, int(lines["VmRSS"].split()[0]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+    return peak, peak

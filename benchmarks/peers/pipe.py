@@ -9,7 +9,7 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxpipe
-from benchmarks.peers.case import DEVICES, Case
+from benchmarks.peers.case import Case
 from benchmarks.peers.contender import Contender
 
 
@@ -17,11 +17,11 @@ class Pipe(Contender):
     """It is told nothing of the model but the model."""
 
     def __init__(self, case: Case, devices: DeviceMesh | None = None, **options: Any) -> None:
-        torch.set_num_threads(1 if devices else DEVICES)  # one for each device
+        torch.set_num_threads(1 if devices else case.devices)  # one for each device
         model, self.x, self.y = case.make()
         self.pipe = fxpipe.compile(
             model,
-            devices or ["cpu"] * DEVICES,
+            devices or ["cpu"] * case.devices,
             microbatches=case.microbatches,
             loss=case.loss,
             optimizer=case.optimizer,
@@ -46,8 +46,9 @@ class RankPipe(Pipe):
     """One rank of a pipe over processes."""
 
     def __init__(self, case: Case, rank: int, meeting: str) -> None:
-        distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=DEVICES)
-        super().__init__(case, init_device_mesh("cpu", (DEVICES,), mesh_dim_names=("pp",)))
+        size = case.devices
+        distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+        super().__init__(case, init_device_mesh("cpu", (size,), mesh_dim_names=("pp",)))
 
     def meet(self) -> None:
         """See Contender.meet."""

@@ -7,7 +7,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, SplitPoint, pipeline
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from benchmarks.peers.case import DEVICES, Case
+from benchmarks.peers.case import Case
 from benchmarks.peers.contender import Contender, index_of
 
 
@@ -16,10 +16,13 @@ class Pipelining(Contender):
 
     def __init__(self, case: Case, rank: int, meeting: str) -> None:
         torch.set_num_threads(1)
-        distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=DEVICES)
+        distributed.init_process_group(
+            "gloo", init_method=meeting, rank=rank, world_size=case.devices
+        )
         model, x, y = case.make()
         stage = stage_of(model, case, rank, x)
         self.rank, self.x, self.y = rank, x, y
+        self.last = case.devices - 1
         self.schedule = Schedule1F1B(stage, case.microbatches, loss_fn=case.loss)
         self.optimizer = case.optimizer(stage.submod.parameters())
 
@@ -31,10 +34,10 @@ class Pipelining(Contender):
         """See Contender.step."""
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
-        if self.rank == 0:
-            self.schedule.step(self.x)
-        else:
+        if self.rank == self.last:
             self.schedule.step(target=self.y, losses=losses)
+        else:
+            self.schedule.step(*([self.x] if self.rank == 0 else []))
         self.optimizer.step()
         return torch.stack(losses).mean() if losses else None
 
@@ -44,12 +47,11 @@ class Pipelining(Contender):
 
 
 def stage_of(model: nn.Module, case: Case, rank: int, x: Tensor) -> _PipelineStageBase:
-    """The half of a model that a rank trains."""
+    """The part of a model that a rank trains."""
     device = torch.device("cpu")
     if isinstance(model, nn.Sequential):
-        first = index_of(model, case.half)
-        own = model[:first] if rank == 0 else model[first:]
-        return PipelineStage(own, rank, DEVICES, device)
+        ends = [0, *(index_of(model, cut) for cut in case.cuts), len(model)]
+        return PipelineStage(model[ends[rank] : ends[rank + 1]], rank, case.devices, device)
     part = x.tensor_split(case.microbatches)[0]
-    split = {case.half: SplitPoint.BEGINNING}
+    split = dict.fromkeys(case.cuts, SplitPoint.BEGINNING)
     return pipeline(model, (part,), split_spec=split).build_stage(rank, device)

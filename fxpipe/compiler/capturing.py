@@ -28,28 +28,16 @@ _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 """Tags of operations whose result the host must read: a number, or a size that depends on data."""
 
 
-def check_cuda_graphs(
-    home: torch.device, *, recompute_check: bool, fuse_accumulation: bool
-) -> None:
+def check_cuda_graphs(home: torch.device) -> None:
     """Check ``cuda_graphs=True``.
 
     Raises:
-        InputError: the devices are not CUDA devices, or another option excludes captured graphs.
+        InputError: the devices are not CUDA devices.
     """
     if home.type != "cuda":
         raise InputError(
             f"cuda_graphs is True and the devices are {home.type.upper()} devices, which have "
             "none; leave cuda_graphs out, or name CUDA devices"
-        )
-    if recompute_check:
-        raise InputError(
-            "recompute_check looks at what forwards save, which stays in the graphs with "
-            "cuda_graphs; leave one of them out"
-        )
-    if fuse_accumulation:
-        raise InputError(
-            "fuse_accumulation adds gradients in a stage's graph, to sums that are elsewhere in "
-            "every step, and with cuda_graphs they are added outside of it; leave one of them out"
         )
 
 
@@ -79,8 +67,8 @@ class Capturing:
     def _captured(self, plan: Plan, schedule: Schedule, program: Program) -> list[Kernel]:
         written = {write.target for stage in plan.stages for write in stage.writes}
         needed = slots(program)
-        if schedule.overlaps:  # versions to go back to after a failure
-            self._versions = dict.fromkeys(range(schedule.stages), max(schedule.delays) + 2)
+        if schedule.overlaps:
+            self._versions = dict.fromkeys(range(schedule.stages), max(schedule.delays) + 1)
         kernels: list[Kernel] = []
         for stage in plan.stages:
             kernel = stage.kernel

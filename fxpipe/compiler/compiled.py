@@ -11,15 +11,14 @@ from torch import nn
 
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Purpose
-from fxpipe.ir.instruction import Recompute
 from fxpipe.ir.plan import Plan, ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.kernels.kernel import Discarding, Kernel
-from fxpipe.kernels.recompute import CheckedRecompute
 from fxpipe.passes.inductor.compile_stages import peaks_of, take_peaks
 from fxpipe.passes.tracing.loss_terms import Divisor
+from fxpipe.torchtools.functions import unnumbered
 
 
 class Kind(NamedTuple):
@@ -69,15 +68,8 @@ class Compiled:
         return self.plan.results & values
 
     def names(self, stage: int) -> frozenset[str]:
-        """The names in the model of the parameters and buffers that a stage reads or writes."""
-        part = self.plan.stages[stage]
-        names = {argument.target for argument in (*part.parameters, *part.buffers)}
-        names |= {write.target for write in part.writes}
-        for norm in self.traced.deferred:
-            if norm.moments in names:
-                names |= {norm.running_mean, norm.running_var}
-                names |= {norm.tracked} if norm.tracked else set()
-        return frozenset(names)
+        """``Traced.touched`` of a stage."""
+        return self.traced.touched(self.plan.stages[stage])
 
     def weighted(self, weights: Sequence[float]) -> Compiled:
         """The same call, with kernels that discard the gradients of micro-batches of weight 0."""
@@ -87,19 +79,6 @@ class Compiled:
         ]
         return replace(self, kernels=kernels)
 
-    def rechecked(self) -> Sequence[Sequence[Kernel]]:
-        """The kernels for one step that compares each recomputation with its forward."""
-        stages = {
-            x.stage for list_ in self.program.lists for x in list_ if isinstance(x, Recompute)
-        }
-        return [
-            [
-                CheckedRecompute(kernel, stage, index) if stage in stages else kernel
-                for stage, kernel in enumerate(kernels)
-            ]
-            for index, kernels in enumerate(self.kernels)
-        ]
-
 
 def exchanged(traced: Traced, plan: Plan) -> tuple[object, ...]:
     """The edges, buckets, loss and outputs of a graph. One program can run the micro-batches of two
@@ -108,16 +87,19 @@ def exchanged(traced: Traced, plan: Plan) -> tuple[object, ...]:
     return plan.edges, plan.buckets, traced.loss, outputs
 
 
-def agree_on_plans(options: Options, schedule: Schedule, plans: Sequence[Plan]) -> None:
-    """Check that all ranks have made the same plans, one for each micro-batch size, and take over
-    the memory peaks of stages that other ranks have compiled. Raises RankError if plans differ."""
+def agree_on_plans(
+    options: Options, schedule: Schedule, traced: Traced, plans: Sequence[Plan]
+) -> None:
+    """Check that all ranks have made the same plans of a graph, one for each micro-batch size, and
+    take over the memory peaks of stages that other ranks have compiled. Raises RankError if plans
+    differ, or only some draw random numbers, whose seed each step of all ranks shares."""
     first, group = plans[0], options.group
     trained = [[each.target for each in stage.parameters] for stage in first.stages]
     stages = [s.index for s in first.stages if options.stage_compiler and options.owns(s.index)]
     answers = group.agree(
         "the compiled plan",
-        f"{schedule}\n{trained}",
-        own=str(first),
+        f"{schedule}\n{trained}\nthe model draws random numbers: {traced.seeded}",
+        own=unnumbered(str(first)),
         value=[peaks_of(plan, stages) for plan in plans],
     )
     for rank in group.pipeline:
@@ -175,7 +157,9 @@ def owned(model: nn.Module, compiled: Compiled | None, owns: Callable[[int], boo
     used: set[str] = set()
     for stage in () if compiled is None else compiled.plan.stages:
         assert compiled is not None
-        touched = {first_names[name] for name in compiled.names(stage.index) if name in first_names}
+        touched = {
+            first_names[name] for name in compiled.traced.touched(stage) if name in first_names
+        }
         written = {first_names.get(write.target) for write in stage.writes}
         keeper |= {name: stage.index for name in touched if name in written or name not in keeper}
         if owns(stage.index):

@@ -11,23 +11,25 @@ from functools import partial
 from typing import Any
 
 from fxpipe.compiler import passes
+from fxpipe.compiler.balance import unbalanced
 from fxpipe.compiler.capturing import Capturing
 from fxpipe.compiler.compiled import Compiled, Kind, agree_on_plans, exchanged, restoring
 from fxpipe.compiler.fingerprint import ModelState, state_text
 from fxpipe.compiler.front_end import Call
-from fxpipe.compiler.objective import divided, known_buffers, with_weights
+from fxpipe.compiler.objective import Copies, divided, known_buffers, on_device, with_weights
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Graph, Plans
-from fxpipe.compiler.predict import Sizes, predicted_peaks, remedies, step_sizes
+from fxpipe.compiler.predict import predicted_peaks, remedies, step_sizes
 from fxpipe.compiler.preflight import refuse_copied
+from fxpipe.compiler.residence import settle
 from fxpipe.compiler.timetable import Purpose, Timetable
-from fxpipe.errors import FxpipeError, InputError, PartitionError
+from fxpipe.errors import InputError, PartitionError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
-from fxpipe.log import reported
+from fxpipe.log import LOGGER, reported
 from fxpipe.passes.graph.lazy_module import sources_forgotten
 from fxpipe.passes.partition.assignment import Assignment, Verdict
 from fxpipe.passes.partition.measure import NodeCost
@@ -41,7 +43,6 @@ from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator.costs import Rehearsal
 from fxpipe.torchtools.source import users_level
 from fxpipe.torchtools.state import (
-    untouched,
     without_collection,
     without_saved_tensor_hooks,
 )
@@ -78,7 +79,8 @@ class Compiler:
         self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]], int]] = {}
         self._since: int | None = None  # that number for the call that ``known`` saw last
         self._programs: dict[Any, Program] = {}
-        self._warned = False
+        self._warned = self._balance_told = False
+        self._copies: Copies = {}
         self._state: tuple[Any, ...] = (None,)
         self._told: tuple[tuple[Any, ...], Sequence[str]] | None = None
 
@@ -89,9 +91,8 @@ class Compiler:
         if entry is None:
             return None
         compiled, plans, _ = entry
-        if self.options.places:
-            for traced, plan in plans:
-                self.plans.settle(traced, plan, compiled.schedule)
+        for traced, plan in plans:
+            settle(self.options, traced, plan, compiled.schedule)
         return compiled
 
     def told(self) -> ModelState:
@@ -118,7 +119,23 @@ class Compiler:
                 except PartitionError as error:
                     cure = self._remedies(compiled, graph, size, kind.updates)
                     raise PartitionError(f"{error}; {cure}") from None
+        if kind.purpose == "step":
+            self._tell_balance(compiled.plan)
         return compiled
+
+    def _tell_balance(self, plan: Plan) -> None:
+        """Warn once if a stage is much slower than the others; one rank tells it."""
+        costs = [stage.costs for stage in plan.stages if stage.costs is not None]
+        if self._balance_told or len(costs) < len(plan.stages) or self.options.group.rank:
+            return
+        self._balance_told = True
+        verdict = self.verdict
+        seconds = [cost.forward + cost.backward for cost in costs]
+        if verdict is not None:
+            seconds = [load.seconds for load in verdict.loads]
+        text = unbalanced(seconds, verdict, self.options.partition)
+        if text is not None:
+            LOGGER.warning("%s", text)
 
     def decides(self, micro: MicroBatches) -> bool:
         """Whether a schedule has to be chosen for this batch."""
@@ -138,7 +155,7 @@ class Compiler:
     def _compiling(self, what: str) -> Iterator[None]:
         with (
             SignalsAtOperations(),
-            reported(what, self.options.verbose),
+            reported(what, self.options.verbose, line=self.options.group.rank == 0),
             without_collection(),
             sources_forgotten(),
             without_saved_tensor_hooks(),
@@ -171,7 +188,11 @@ class Compiler:
         purpose, batch, microbatches, sizes = kind.purpose, micro.batch, len(micro), micro.sizes
         wants = batch.wants(purpose)
         schedule = self.timetable.schedule(microbatches, purpose)
-        for fixed in self._fixed:  # a graph for one size has other names than one for several
+        first = Call(batch, micro.leaves[0], sizes[0], purpose, wants, schedule)
+        # the graph of a whole batch serves a partial one, too, beside another for one size only
+        serves = len(set(sizes)) > 1 and self.plans.first_size(first) in sizes
+        # a graph for one size has other names than one for several
+        for fixed in reversed(self._fixed) if serves else self._fixed:
             calls = {
                 size: Call(
                     batch, micro.leaves[sizes.index(size)], size, purpose, wants, schedule, fixed
@@ -198,7 +219,7 @@ class Compiler:
         if kind.outputs:
             traced = self.plans.output_dims(calls[sizes[0]], traced)
         if self.options.group.size > 1:  # the text takes time, and not every value has one
-            agree_on_plans(self.options, schedule, [plan for _, plan in plans.values()])
+            agree_on_plans(self.options, schedule, traced, [plan for _, plan in plans.values()])
         program, whole = self._program(plan, schedule, purpose, kind.updates)
         kernels = {
             size: self.capturing.captured(plan, schedule, program)
@@ -242,7 +263,7 @@ class Compiler:
             self._known = {key: entry for key, entry in self._known.items() if key[0][0] in kept}
         self._state = state
         batch, wants = micro.batch, micro.batch.wants(kind.purpose)
-        return state, batch.key, batch.size, wants, len(micro), kind, self.choice.changes
+        return state, batch.key, batch.size, wants, len(micro), kind
 
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
         """Return the same micro-batches, each with the weight of its loss in the batch's loss.
@@ -256,9 +277,13 @@ class Compiler:
         objective, group, terms = self.options.objective, self.options.group, compiled.terms
         replicas = group.replicas if compiled.purpose == "step" else 1
         counted = len(micro) * replicas > 1 and any(map(any, terms))
+        if self._warned and replicas == 1:  # only means over targets change the weights
+            counted = counted and all(term is not None and term.told for term in terms[0])
         if objective.averages and replicas == 1 and not counted:
             return micro  # weighted by samples already
-        buffers = known_buffers(compiled.traced, self.options.model)
+        if replicas == 1 and (weights := on_device(terms, micro)) is not None:
+            return replace(micro, weights=weights)
+        buffers = known_buffers(compiled.traced, self.options.model, self._copies)
         values = divided(terms, micro, buffers, alone=replicas == 1) if counted else []
         parts = [(objective.counts(micro), values)]
         if replicas > 1:
@@ -290,31 +315,6 @@ class Compiler:
     def verdict(self) -> Verdict | None:
         """How well the stages are balanced; None before the model is partitioned."""
         return self._placement.verdict
-
-    def sizes(self, compiled: Compiled, updates: bool) -> Sizes:
-        """What the stages of a step compute and hold, as functions of the samples in a micro-batch.
-        Raises InputError for stages with leaf modules, whose sizes are in no graph."""
-        from fxpipe.passes.graph.extents import extents  # sympy is slow to import
-
-        if compiled.traced.leaves:
-            raise InputError(
-                "sizes are read from graphs, and those of the leaf modules here are in none; "
-                'compile with tracer="export", and without leaf modules'
-            )
-        graph = self.plans.graph_of(compiled.traced)
-        try:
-            traced, plan = self.plans.any_size(graph, compiled.samples)
-        except FxpipeError:  # the model refuses zeros, so there is no other graph
-            traced, plan = compiled.traced, compiled.plan
-        with self.plans.filled(), untouched(self.options.model):
-            stages = extents(plan, traced.state_of(self.options.model), compiled.samples)
-        return Sizes(
-            stages,
-            self.options.names,
-            self._placement.limits,
-            compiled.samples,
-            lambda samples: self._peaks(self.resized(compiled, graph, samples, updates), updates),
-        )
 
     def resized(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> Compiled:
         """The same call for micro-batches of another size; for predictions, never run."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fxpipe.compiler.compiled import Kind
+from fxpipe.formatting import without_addresses
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.ranks.message import digest
 
@@ -33,7 +34,7 @@ def fingerprint(
     leaves = [
         f"{tuple(leaf.shape)} {leaf.dtype}" + ", requires grad" * leaf.requires_grad
         if isinstance(leaf, torch.Tensor)
-        else repr(leaf)
+        else without_addresses(repr(leaf))
         for leaf in batch.leaves
     ]
     common = [

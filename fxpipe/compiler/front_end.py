@@ -7,6 +7,7 @@ make the graphs themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,22 +19,23 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.leaves import Leaves
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.preflight import output_dims, own_loss, refuse_hidden
+from fxpipe.compiler.preflight import output_dims, own_loss, refuse_hidden, refuse_kept_values
 from fxpipe.compiler.timetable import Purpose
-from fxpipe.errors import TraceError, way_out
+from fxpipe.errors import FxpipeError, TraceError, way_out
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED, Traced, Value, with_dims
 from fxpipe.log import LOGGER
 from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import LossModule
-from fxpipe.passes.tracing.explain import differing_line
+from fxpipe.passes.tracing.explain import differing_line, explained, refuse_names
 from fxpipe.passes.tracing.leaf_calls import LeafCalls
 from fxpipe.passes.tracing.leaf_nests import REST
 from fxpipe.passes.tracing.rest import Calls, split
 from fxpipe.passes.tracing.symbolic import is_torchs
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
+from fxpipe.torchtools.following import Following
 from fxpipe.torchtools.functions import checkpoints_opened
 from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.state import assigned_in_place, intra_op_threads, put_back, untouched
@@ -124,6 +126,13 @@ class Call:
         state, wanted = traced.state_of(model), self.wanted(traced)
         return {"traced": traced, "values": values, "state": state, "wanted": wanted}
 
+    def as_trained(self, traced: Traced, model: nn.Module) -> dict[str, Any]:
+        """The same facts, but with gradients, which later calls may want even if this one wants
+        none; and ``needed``, what this call wants."""
+        purpose: Purpose = "step" if self.purpose == "step" else "call"
+        facts = replace(self, purpose=purpose).facts(traced, model)
+        return {**facts, "needed": self.wanted(traced)}
+
     def wanted(self, traced: Traced) -> Wanted:
         """The values of a graph whose gradients start the backwards."""
         match self.purpose:
@@ -153,6 +162,7 @@ class FrontEnd:
         self._leaves = Leaves(options)
         self.guards = Guards(options, self._leaves.modules)
         self._written: set[str] = set()  # inputs that the model writes into
+        self._told: set[str] = set()  # other warnings that were given
 
     def trace(self, call: Call, *, fixed: bool) -> Traced:
         """Trace the model, and for a step its loss, for micro-batches like this one. If ``fixed``,
@@ -171,6 +181,8 @@ class FrontEnd:
             "size": size,
             "called": self._leaves.modules,
             "is_leaf": self._is_leaf,
+            "told": self._told,
+            "keeps_all": call.purpose != "infer" and "R" not in call.schedule.kinds,
             "given_loss": call.with_loss and loss is not None,
             "returned_loss": call.with_loss and loss is None,
             "leaf_loss": False,
@@ -340,6 +352,15 @@ class FrontEnd:
         }
         try:
             traced: Traced = run_all(passes.TRACE, facts)["traced"]
+        except Exception as error:
+            if source.lacks_memory(error):
+                raise
+            if not isinstance(error, TraceError) or not error.submodules:
+                refuse_names(self.options.model)
+            if isinstance(error, FxpipeError):
+                raise
+            # the model itself has run before, so that PyTorch's tracers have failed
+            raise explained(model, error, self.options.tracer) from error
         finally:
             if calls is not None:
                 calls.forget()
@@ -355,18 +376,31 @@ class FrontEnd:
 
         refuse_hidden(self.options.model, (args, kwargs), taken_apart(output), again)
 
+    def refuse_kept_values(self, call: Call) -> None:
+        """Raise TraceError if the loss reads a value that the model computes and keeps elsewhere
+        than in its output, such as a forward hook's."""
+        loss = self.options.objective.loss
+        if loss is None or not call.with_loss:
+            return
+        _, _, targets = call.batch.unflatten(call.leaves)
+        with torch.enable_grad():
+            output, _ = self.call(call, False)
+            refuse_kept_values(self.options.model, loss, output, targets)
+
     def call(self, call: Call, with_loss: bool) -> tuple[Any, Tensor | None]:
         """Call the model itself on one micro-batch; returns its output, and its loss or None."""
         if self._written:
             call = call._mapped(torch.clone)
         args, kwargs, targets = call.batch.unflatten(call.leaves)
-        with assigned_in_place(self.options.model), checkpoints_opened():
-            output = self.options.model(*args, **kwargs)
-        if not with_loss:
-            return output, None
-        if self.options.objective.loss is not None:
-            return output, self.options.objective(output, *targets)
-        return output, own_loss(output)
+        model, leaves = self.options.model, self._leaves.modules.values()
+        spread = Following(model, leaves) if self.options.apart else nullcontext()
+        with assigned_in_place(model), checkpoints_opened(), spread:
+            output = model(*args, **kwargs)
+            if not with_loss:
+                return output, None
+            if self.options.objective.loss is not None:
+                return output, self.options.objective(output, *targets)
+            return output, own_loss(output)
 
 
 def _output_dims(traced: Traced, size: int) -> Dims:

@@ -79,14 +79,19 @@ class Guards:
         leaves = {id(module) for module in self._leaves.values()}
         called: Any = nn.Module.__call__
         leaf: FrameType | None = None  # a leaf module reads its attributes anew in every step
+        kernel: FrameType | None = None  # an operation, whose kernel runs anew in every step, too
 
         def profile(frame: FrameType, event: str, arg: Any) -> None:
-            nonlocal leaf
-            if frame is leaf and event == "return":
-                leaf = None
-            if event != "call" or leaf is not None:
+            nonlocal leaf, kernel
+            if event == "return":
+                leaf = None if frame is leaf else leaf
+                kernel = None if frame is kernel else kernel
+            if event != "call" or leaf is not None or kernel is not None:
                 return
             code = frame.f_code
+            if code is _Numbers.operation.__code__:
+                kernel = frame
+                return
             if code in collecting:
                 return
             if leaves and code is called.__code__ and id(frame.f_locals.get("self")) in leaves:
@@ -108,6 +113,10 @@ class Guards:
         finally:
             put_back(before)
             self._seen = None
+
+    def ran(self, code: CodeType) -> bool:
+        """Whether this code ran inside ``reading``, outside of leaf modules."""
+        return code in self._reads.codes
 
     def state(self) -> tuple[Any, ...]:
         """Everything that traces depend on besides the call; the variant's number comes first."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import InputError, told
@@ -180,6 +181,25 @@ def divided(
     ]
 
 
+def on_device(terms: Sequence[Sequence[Divisor | None]], micro: MicroBatches) -> Tensor | None:
+    """The weights of micro-batches, computed on the device of the targets, so that the host does
+    not wait for it. None if a loss is not just a mean over targets that are not ignored, or if
+    these are on the CPU. NaN if all targets are ignored, as the loss is then."""
+    if not terms:
+        return None
+    counts: list[Tensor] = []
+    for divisors, leaves in zip(terms, micro.leaves, strict=True):
+        if len(divisors) != 1 or divisors[0] is None or divisors[0].counts is None:
+            return None
+        arguments = [leaves[i] for i in divisors[0].leaves]
+        devices = {x.device for x in arguments if isinstance(x, Tensor)}
+        if divisors[0].buffers or len(devices) != 1 or next(iter(devices)).type == "cpu":
+            return None
+        counts.append(divisors[0].counts(*arguments))
+    stacked = torch.stack(counts).double()
+    return stacked / stacked.sum()
+
+
 def together(parts: Sequence[Sequence[Divided]]) -> list[Divided]:
     """Join the values of the replicas' micro-batches."""
     joined: list[Divided] = []
@@ -261,9 +281,14 @@ def _near(ratios: Sequence[float], others: Sequence[float]) -> bool:
     )
 
 
-def known_buffers(traced: Traced, model: nn.Module) -> Callable[[str], Tensor]:
-    """Return a function for ``divided``: name → buffer or constant. It raises InputError if the
-    buffer has no data."""
+Copies = dict[str, tuple[Tensor, int, Tensor]]
+"""Name → a buffer on a device, its version, and a copy of that on the CPU."""
+
+
+def known_buffers(traced: Traced, model: nn.Module, copies: Copies) -> Callable[[str], Tensor]:
+    """Return a function for ``divided``: name → buffer or constant, on the CPU. It raises
+    InputError if the buffer has no data. ``copies`` has those of earlier calls, so that the host
+    waits for a device only where a buffer has changed."""
 
     def buffer(name: str) -> Tensor:
         tensor = traced.constants.get(name)
@@ -274,6 +299,11 @@ def known_buffers(traced: Traced, model: nn.Module) -> Callable[[str], Tensor]:
                 f"buffer {name!r} says how losses are weighted, which every rank has to know, "
                 'and has no data here; make it with data (device="cpu") where the model is built'
             )
-        return tensor
+        if tensor.is_cpu:
+            return tensor
+        before, version, copy = copies.get(name, (None, -1, tensor))
+        if before is not tensor or version != tensor._version:
+            copies[name] = tensor, tensor._version, (copy := tensor.cpu())
+        return copy
 
     return buffer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from fxpipe.compiler.objective import Objective
+from fxpipe.formatting import without_addresses
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
 from fxpipe.passes.inductor.compile_stages import StageCompiler
@@ -20,16 +20,16 @@ from fxpipe.passes.partition.options import Partition
 from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.devices.lanes import Place
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
-
-Place = torch.device | torch.cuda.Stream
-"""Where a device of a pipe computes: on a torch.device, or on a stream of one."""
+from fxpipe.torchtools.pytrees import size_in_bytes
 
 Tracer = Literal["export", "symbolic"]
 
 WHOLE = 1 << 26
-"""A model with at most this many bytes on the meta device gets data while it is compiled."""
+"""A model with at most this many bytes on the meta device gets data while it is compiled; and one
+with at most this many is as a whole on each rank's device meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,8 +43,8 @@ class Options:
         recipe: the schedule of training steps with its delay, which also places the stages.
         objective: the loss, and how the losses of micro-batches make the loss of the batch.
         leaf_modules: name → submodule that is called as it is.
-        dispatch: whether one thread or one per device runs the instruction lists; None for the
-            faster one.
+        dispatch: whether one thread or one per device runs the instruction lists; None to decide
+            by the sizes of tensors.
         threads: intra-op threads of a device.
         places: device → its torch.device, for devices with streams; empty for CPU devices.
         group: the ranks that run the devices' lists, one each; a group of one runs all.
@@ -73,8 +73,6 @@ class Options:
     partition: Partition = field(default_factory=Partition)
     tracer: Tracer = "export"
     leaf_modules: Mapping[str, nn.Module] = field(default_factory=dict)
-    fuse_accumulation: bool = False
-    recompute_check: bool = False
     dispatch: Dispatch | None = None
     cuda_graphs: bool = False
     stage_compiler: StageCompiler | None = None
@@ -85,7 +83,6 @@ class Options:
     hollow: int = 0
     replicas: int = 1
     shard_optimizer: bool = False
-    ordered_sums: bool = True
     bucket_cap_mb: float = inf
     decides: str = ""
 
@@ -122,7 +119,22 @@ class Options:
     @property
     def whole(self) -> bool:
         """Whether this process may hold the whole model while it is compiled."""
-        return self.hollow <= WHOLE
+        if not self.places or not self.ranks:
+            return self.hollow <= WHOLE
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return sum(map(size_in_bytes, tensors)) <= WHOLE
+
+    @property
+    def apart(self) -> bool:
+        """Whether no device may hold the whole model while it is compiled, but only stages that it
+        runs: if there are several with memory of their own."""
+        several = len(self.devices if self.ranks else set(self.places)) > 1
+        return bool(self.places) and several and not (self.ranks and self.whole)
+
+    @property
+    def spread(self) -> bool:
+        """Whether the model itself can run with its stages on several devices, in this process."""
+        return self.apart and not self.ranks
 
     def owns(self, stage: int) -> bool:
         """Whether this process runs a stage, updates its weights and keeps its state, which a
@@ -165,4 +177,4 @@ class Options:
         )
         names = [option.name for option in fields(self) if option.name not in apart]
         lines += [f"{name}: {getattr(self, name)!r}" for name in names]
-        return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))
+        return without_addresses("\n".join(lines))

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import platform
 import tempfile
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain as joined
+from itertools import pairwise
 from math import sqrt
 from operator import itemgetter
+from queue import SimpleQueue
 from statistics import mean, median, quantiles, stdev
 from time import perf_counter
 from types import MappingProxyType, SimpleNamespace
@@ -28,7 +31,6 @@ from fxpipe.ir.unroll import unroll
 from fxpipe.ir.value import Buffer
 from fxpipe.kernels.kernel import BackwardResult, ForwardResult
 from fxpipe.passes.inductor.libraries import Libraries
-from fxpipe.runtime import choice
 from fxpipe.runtime.devices.backend import Backend, Worker
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.offload import FileMemory
@@ -171,7 +173,7 @@ def overheads() -> Overheads:
     """The overheads of this machine: measured once on it and kept, except for the hand-over, which
     is measured in each process."""
     kept = Libraries().kept(f"least {Overheads()} on {_here()}", _measured_overheads)
-    return Overheads(**kept, hand_over=choice.hand_over())
+    return Overheads(**kept, hand_over=hand_over())
 
 
 def _here() -> tuple[object, ...]:
@@ -272,3 +274,34 @@ def _steps(
         run.advance(lambda: None)
         runs.append(StepTimes(perf_counter() - start, times))
     return runs[1:]
+
+
+_HAND_ROUNDS, _HAND_TURNS = 15, 40
+"""To time a hand-over: the rounds, of which the lower quartile counts, and the turns in each."""
+
+
+@cache
+def hand_over() -> float:
+    """Seconds from when one thread starts to wait until the thread that it woke goes on.
+
+    Measured once, which takes some hundredths of a second. The lower quartile of the rounds counts,
+    so that other work on the machine matters little.
+    """
+    there, back = SimpleQueue[None](), SimpleQueue[None]()
+    exchanges = range(_HAND_ROUNDS * _HAND_TURNS)
+
+    def answer() -> None:
+        for _ in exchanges:
+            back.put(there.get())
+
+    thread = threading.Thread(target=answer, name="fxpipe-measure", daemon=True)
+    thread.start()
+    times = [perf_counter()]
+    for _ in range(_HAND_ROUNDS):
+        for _ in range(_HAND_TURNS):
+            there.put(None)
+            back.get()
+        times.append(perf_counter())
+    thread.join()
+    rounds = sorted(after - before for before, after in pairwise(times))
+    return rounds[_HAND_ROUNDS // 4] / (2 * _HAND_TURNS)

@@ -9,8 +9,15 @@ the times that ``verbose=True`` prints. Results are kept: a call like an earlier
 
 from __future__ import annotations
 
-from fxpipe.compiler.preflight import refuse_hooks, refuse_sparse, run_loss, run_model, try_own_loss
-from fxpipe.passes.differentiate.accumulate import fuse_accumulation
+from fxpipe.compiler.preflight import (
+    refuse_hooks,
+    refuse_lazy,
+    refuse_sparse,
+    run_loss,
+    run_model,
+    tell_checkpoints,
+    try_own_loss,
+)
 from fxpipe.passes.differentiate.differentiate import differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.differentiate.part_gradients import part_gradients
@@ -30,6 +37,7 @@ from fxpipe.passes.partition.assignment import one_stage, place_like
 from fxpipe.passes.partition.atoms import footprint_of
 from fxpipe.passes.partition.balance import balance, cut_at, judge
 from fxpipe.passes.partition.cut import cut
+from fxpipe.passes.partition.distinct import distinct, spread
 from fxpipe.passes.partition.measure import measure, measure_leaves
 from fxpipe.passes.runner import Pass
 from fxpipe.passes.schedule import (
@@ -40,7 +48,7 @@ from fxpipe.passes.schedule import (
     write_schedule,
 )
 from fxpipe.passes.tracing.attach_loss import attach_leaf_loss, attach_loss, declare_own_loss
-from fxpipe.passes.tracing.explain import refuse_control_flow, refuse_entries, refuse_values
+from fxpipe.passes.tracing.explain import refuse_control_flow, refuse_sparse_values, refuse_values
 from fxpipe.passes.tracing.leaf_calls import call_leaves, record_leaves
 from fxpipe.passes.tracing.symbolic import trace_symbolically
 from fxpipe.passes.tracing.trace import export
@@ -58,13 +66,15 @@ SCHEDULE = (
 """A recipe and a number of micro-batches → the schedule of a step or a call."""
 
 ADMIT = (
+    Pass(refuse_lazy, "model", ""),
     Pass(refuse_sparse, "model, inputs, tracer", ""),
     Pass(refuse_hooks, "model, is_leaf", ""),
 )
-"""Refuse sparse tensors and hooks that no graph could hold."""
+"""Refuse buffers without shapes, sparse tensors, and hooks that no graph could hold."""
 
 TRY = (
     Pass(run_model, "model, guards, called, args, kwargs", "output"),
+    Pass(tell_checkpoints, "model, guards, is_leaf, told", "", when="keeps_all"),
     Pass(run_loss, "model, guards, objective, output, targets, size", "", when="given_loss"),
     Pass(try_own_loss, "output", "", when="returned_loss"),
 )
@@ -79,6 +89,7 @@ TRACE = (
         when="not symbolic",
     ),
     Pass(refuse_control_flow, "model, program", "", when="not symbolic"),
+    Pass(refuse_sparse_values, "model, program", "", when="not symbolic"),
     Pass(
         functionalise,
         "program, accepts, model, discards",
@@ -86,7 +97,6 @@ TRACE = (
         when="not symbolic",
     ),
     Pass(refuse_values, "model, functional traced", "", when="not symbolic"),
-    Pass(refuse_entries, "model, functional traced", "", when="not symbolic"),
     Pass(call_leaves, "functional traced, model, calls, args, kwargs", "traced", when="calls"),
     Pass(trace_symbolically, "model, args, kwargs, leaves", "traced", when="symbolic"),
 )
@@ -107,26 +117,34 @@ JOIN = (
 """The graphs of the model and its loss → the one graph that is cut."""
 
 SINGLE = (
+    Pass(
+        distinct,
+        "traced, values, state, wanted, whole",
+        "traced, values, wanted, equal",
+        when="reduced",
+    ),
     Pass(one_stage, "traced", "assignment", when="not under_autograd"),
     Pass(cut, "traced, assignment, owners, stage_costs", "plan", when="not under_autograd"),
     Pass(
         differentiate,
-        "plan, values, state, wanted",
+        "plan, values, state, wanted, functional",
         "differentiated plan",
         when="not under_autograd",
     ),
-    Pass(part_backward, "differentiated plan", "parted plan", when="not under_autograd"),
+    Pass(part_backward, "differentiated plan", "parted plan", when="functional"),
 )
-"""The first graph of a model → the plan of one stage that can be measured."""
+"""The first graph of a model → the plan of one stage that can be measured; of the graph's different
+operations alone, if nobody needs the plan itself. Its backward has halves if steps need them."""
 
 MEASURE = (
     Pass(measure, "traced, plan, values, state, whole", "costs", when="not under_autograd"),
     Pass(measure_leaves, "traced, values", "costs", when="under_autograd"),
+    Pass(spread, "costs, equal", "costs", when="reduced"),
 )
 """A graph and that plan → what each node costs. Over several ranks, only rank 0 runs this."""
 
 PARTITION = (
-    Pass(footprint_of, "traced, plan, costs, state, copies, undo", "footprint", when="limited"),
+    Pass(footprint_of, "traced, plan, costs, state, copies", "footprint", when="limited"),
     Pass(
         balance,
         "traced, stages, costs, machine, footprint, together, nearest",
@@ -152,18 +170,24 @@ FIT = (
 PLAN = (
     Pass(cut, "traced, assignment, owners, stage_costs", "plan"),
     Pass(lay_channels_last, "plan", "plan", when="stage_compiler"),
-    Pass(differentiate, "plan, values, state, wanted", "differentiated plan"),
+    Pass(differentiate, "plan, values, state, wanted, functional", "differentiated plan"),
     Pass(lay_weights, "differentiated plan", "differentiated plan", when="stage_compiler"),
     Pass(part_backward, "differentiated plan", "parted plan", when="parted"),
-    Pass(part_gradients, "parted plan, bucket_bytes", "bucketed plan", when="replicated"),
-    Pass(fuse_accumulation, "bucketed plan", "plan", when="fuse_accumulation"),
+    Pass(part_gradients, "parted plan, bucket_bytes", "plan", when="replicated"),
 )
 """A graph → the plan with its kernels."""
 
 COMPILE = (Pass(compile_stages, "plan, stage_compiler, threads, own", "plan"),)
 """A plan → the same plan with compiled graphs in its kernels; with ``stage_compiler``."""
 
-CHECK = (Pass(check, "traced, plan, values, state, call, differentiated, own", "", when="whole"),)
+CHECK = (
+    Pass(
+        check,
+        "traced, plan, values, state, call, differentiated, own, devices",
+        "",
+        when="whole",
+    ),
+)
 """Check that the plan computes what the model computes."""
 
 DEVICES = (Pass(place_devices, "plan, device, stage_devices", "plan"),)

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
-from fxpipe.errors import PartitionError
+from fxpipe.errors import PartitionError, told
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
-from fxpipe.memory.held import undo_bytes
+from fxpipe.log import noted
 from fxpipe.passes.inductor.libraries import Libraries
 from fxpipe.passes.inductor.lower_graph import graph_text
 from fxpipe.passes.partition.assignment import Assignment, Verdict, compute_nodes, owners
 from fxpipe.passes.partition.atoms import Footprint
+from fxpipe.passes.partition.distinct import reducible
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.work import Load, Machine
 from fxpipe.passes.runner import run_all
 from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.torchtools.state import intra_op_threads, under, untouched
+
+T = TypeVar("T")
 
 
 class Placement:
@@ -48,13 +52,14 @@ class Placement:
         self._reference: tuple[Traced, Assignment] | None = None
         self._budget: MemoryBudget | None = None
         self._measured: Mapping[str, Any] = {}
+        self._parted = True  # whether steps may split backwards, so that halves are measured
         self._unmeasured: Mapping[str, Any] | None = None  # the facts of a graph without costs
 
     def place(self, facts: Mapping[str, Any], microbatches: int, *, step: bool) -> Assignment:
         """Assign every node of a graph to a stage.
 
         Args:
-            facts: the result of ``Call.facts`` for the graph.
+            facts: the result of ``Call.as_trained`` for the graph.
             microbatches: the number of micro-batches in a batch.
             step: whether it is the graph of a step, whose memory ``keeps_limits`` checks later.
 
@@ -70,12 +75,19 @@ class Placement:
             machine = partition.machine(schedule, options.names)
             self._budget = MemoryBudget(schedule.placement, machine)
         machine = self._budget.machine
+        self._parted = "I" in schedule.kinds or bool(options.decides)
         nearest = step and self._budget.nearest
         if not step:
             self._budget.way_out = "give compile(..., example=...) of a step, raise memory_limits"
         later = self._can_measure_later(traced, schedule)
         if not later and self._measured.get("traced") is not traced:
-            self._measured = self.measure(facts)
+            self._measured = (
+                self.measure(
+                    facts, parted=self._parted
+                )  # the plan of one stage tells what nodes keep in memory
+                if machine.limited
+                else {"traced": traced, "costs": self.node_costs(facts)}
+            )
         facts = {
             **({"traced": traced} if later else self._measured),
             "state": facts["state"],
@@ -91,14 +103,14 @@ class Placement:
             "model": options.model,
         }
         if machine.limited:  # else memory does not matter, and no optimizer has to be made
-            facts["copies"], facts["undo"] = self._copies(schedule)
+            facts["copies"] = self._copies(schedule)
         assignment: Assignment = run_all(passes.PARTITION, facts)["assignment"]
         if partition.at is not None:
             self._budget.way_out = "begin stages at other submodules, raise memory_limits"
         self._reference = traced, assignment
         self.owners = owners(traced, assignment)
         self._unmeasured = {**facts, "judged": True} if later else None
-        self.costs = {} if later else _by_stage(traced, assignment, facts["costs"])
+        self.costs = {} if later else self._by_stage(traced, assignment, facts["costs"])
         return assignment
 
     def _can_measure_later(self, traced: Traced, schedule: Schedule) -> bool:
@@ -118,10 +130,10 @@ class Placement:
 
     def measure_later(self, facts: Mapping[str, Any]) -> None:
         """Measure the ``unmeasured`` graph, with the facts of a call like the first."""
-        facts = {**(self._unmeasured or {}), **facts, **self.measure(facts)}
+        facts = {**(self._unmeasured or {}), **facts, "costs": self.node_costs(facts)}
         traced, assignment = facts["traced"], run_all(passes.PARTITION, facts)["assignment"]
         self._reference, self._unmeasured = (traced, assignment), None
-        self.costs = _by_stage(traced, assignment, facts["costs"])
+        self.costs = self._by_stage(traced, assignment, facts["costs"])
 
     def take(self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]) -> None:
         """Use this assignment of a graph, whose nodes have these costs, instead of a cut."""
@@ -131,13 +143,13 @@ class Placement:
         self._budget.way_out = "take another choice, raise the memory of the cluster"
         self._reference = traced, assignment
         self.owners = owners(traced, assignment)
-        self.costs = _by_stage(traced, assignment, costs)
+        self.costs = _by_stage(traced, assignment, costs, halves=True)
 
     def costs_of(
         self, facts: Mapping[str, Any], assignment: Assignment
     ) -> Mapping[int, StageCosts]:
         """Measure a further graph; returns stage → its costs."""
-        return _by_stage(facts["traced"], assignment, self.measure(facts)["costs"])
+        return self._by_stage(facts["traced"], assignment, self.node_costs(facts))
 
     def follow(self, traced: Traced, reference: Traced, assignment: Assignment) -> Assignment:
         """Assign the nodes of a graph to stages as in a reference graph with its assignment."""
@@ -145,22 +157,57 @@ class Placement:
         placed: Assignment = run_all(passes.FOLLOW, facts)["assignment"]
         return placed
 
-    def measure(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    def measure(self, facts: Mapping[str, Any], *, parted: bool = True) -> Mapping[str, Any]:
         """Measure a graph; returns it as ``traced``, its ``plan`` of one stage, and ``costs``, node
-        → its costs."""
-        facts = {
+        → its costs. It is measured as for training, whatever the call is for, unless backwards fail
+        and the call needs none; ``parted``: also the halves of its backward."""
+        with self._measuring():
+            facts = _trying_gradients(
+                self._facts(facts, parted=parted), lambda facts: run_all(passes.SINGLE, facts)
+            )
+            costs = self._options.group.share("costs", lambda: self._costs(facts))
+        return {"traced": facts["traced"], "plan": facts["plan"], "costs": _node_costs(costs)}
+
+    def node_costs(self, facts: Mapping[str, Any]) -> Mapping[str, NodeCost]:
+        """Measure each different operation of a graph once, as ``measure`` does; returns node → its
+        costs."""
+        traced = facts["traced"]
+        if traced.leaves or not reducible(traced):
+            measured = self.measure(facts, parted=self._parted)
+            costs: Mapping[str, NodeCost] = measured["costs"]
+            return costs
+
+        def costs_of(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
+            return self._costs(run_all(passes.SINGLE, facts))
+
+        facts = self._facts(facts, parted=self._parted, reduced=True)
+        with self._measuring():
+            share = self._options.group.share
+            return _node_costs(share("costs", lambda: _trying_gradients(facts, costs_of)))
+
+    def _by_stage(
+        self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]
+    ) -> dict[int, StageCosts]:
+        return _by_stage(traced, assignment, costs, halves=self._parted or traced.leaves)
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        with untouched(self._options.model), intra_op_threads(self._options.threads):
+            yield
+
+    def _facts(
+        self, facts: Mapping[str, Any], *, parted: bool, reduced: bool = False
+    ) -> dict[str, Any]:
+        return {
             **facts,
             "plan": None,
             "owners": {},
             "stage_costs": {},
             "under_autograd": facts["traced"].leaves,
-            "whole": self._options.whole,
+            "whole": self._options.whole and not self._options.apart,
+            "reduced": reduced,
+            "functional": parted and not facts["traced"].leaves,
         }
-        with untouched(self._options.model), intra_op_threads(self._options.threads):
-            facts = run_all(passes.SINGLE, facts)
-            costs = self._options.group.share("costs", lambda: self._costs(facts))
-        costs = {name: NodeCost(*cost) for name, cost in costs.items()}
-        return {"traced": facts["traced"], "plan": facts["plan"], "costs": costs}
 
     def _costs(self, facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
         """Node → its costs. With a stage compiler these are measured once on a machine and kept, so
@@ -170,7 +217,7 @@ class Placement:
         if self._options.stage_compiler is None or graph is None:
             return _measured(facts)
         names = "\n".join(node.name for node in facts["traced"].graph.nodes)
-        text = f"{names}\n{graph_text(graph, self._options.threads)}"
+        text = f"{names}\n{facts['functional']}\n{graph_text(graph, self._options.threads)}"
         costs: dict[str, Sequence[float]] = Libraries().kept(text, lambda: _measured(facts))
         return costs
 
@@ -208,16 +255,12 @@ class Placement:
         """Cut the next graph as if it were the first."""
         self._reference = self._budget = self._unmeasured = None
 
-    def _copies(self, schedule: Schedule) -> tuple[float, float]:
-        """How many tensors of its size each trained parameter needs in memory: ``copies`` all the
-        time (versions, gradient, optimizer state), and ``undo`` for undoing an update. If updates
-        run among other tasks, ``copies`` includes these; else updates come after all backwards,
-        when no saved values are in memory."""
+    def _copies(self, schedule: Schedule) -> float:
+        """How many tensors of its size each trained parameter needs in memory: versions, gradient,
+        optimizer state."""
         options = self._options
         state = state_size(options.optimizer) / (options.replicas if options.shards else 1)
-        copies = max(schedule.delays) + 2 + state + schedule.predict
-        undo = undo_bytes(schedule, state, 1) if options.optimizer else 0.0
-        return (copies + undo, 0.0) if schedule.overlaps else (copies, undo)
+        return max(schedule.delays) + 2 + state + schedule.predict
 
 
 def _measured(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
@@ -226,9 +269,26 @@ def _measured(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
     return {name: tuple(vars(cost).values()) for name, cost in costs.items()}
 
 
+def _node_costs(costs: Mapping[str, Any]) -> dict[str, NodeCost]:
+    return {name: NodeCost(*cost) for name, cost in costs.items()}
+
+
+def _trying_gradients(facts: Mapping[str, Any], run: Callable[[Mapping[str, Any]], T]) -> T:
+    """What ``run`` makes of the facts. If backwards fail, as an operation has no derivative or
+    memory is short, and the call needs none, it is what ``run`` makes without them."""
+    try:
+        return run(facts)
+    except Exception as error:
+        if facts["wanted"] == facts["needed"]:
+            raise
+        noted(f"stages are measured without gradients: {told(error)}")
+    return run({**facts, "wanted": facts["needed"]})
+
+
 def _by_stage(
-    traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]
+    traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost], *, halves: bool
 ) -> dict[int, StageCosts]:
+    """Stage → the sum of its nodes' costs; ``halves``: whether those of halves are known."""
     by_stage: list[dict[str, NodeCost]] = [{} for _ in range(assignment.stages)]
     for node in compute_nodes(traced.graph):
         by_stage[assignment.nodes[node.name]][node.name] = costs[node.name]
@@ -236,8 +296,8 @@ def _by_stage(
         stage: StageCosts(
             forward=sum(cost.forward for cost in nodes.values()),
             backward=sum(cost.backward for cost in nodes.values()),
-            input_grad=sum(cost.input_grad for cost in nodes.values()),
-            weight_grad=sum(cost.weight_grad for cost in nodes.values()),
+            input_grad=sum(cost.input_grad for cost in nodes.values()) if halves else None,
+            weight_grad=sum(cost.weight_grad for cost in nodes.values()) if halves else None,
             nodes={name: (cost.backward, cost.weight_grad) for name, cost in nodes.items()},
         )
         for stage, nodes in enumerate(by_stage)

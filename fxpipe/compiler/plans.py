@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.front_end import Call, FrontEnd
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
+from fxpipe.compiler.residence import gathered, settle, settled
 from fxpipe.errors import TraceError, told
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Plan, StageCosts
-from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, with_dims
-from fxpipe.log import noted
+from fxpipe.log import LOGGER, noted
+from fxpipe.passes.graph.check import CloseError
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
-from fxpipe.torchtools.meta import standing_in
-from fxpipe.torchtools.state import (
-    autocasts,
-    intra_op_threads,
-    move,
-    on_device,
-    to_device,
-    under,
-    untouched,
-)
+from fxpipe.torchtools.following import is_of_devices
+from fxpipe.torchtools.state import autocasts, intra_op_threads, under, untouched
 
 
 @dataclass(frozen=True)
@@ -53,12 +46,16 @@ class Plans:
     Attributes:
         front_end: traces the model.
         graphs: the graphs that plans were made from.
+        proven: whether some graph of the model was found to be right, here or before a checkpoint
+            that was loaded. From then on, what may yet be rounding is a warning, not an error.
     """
 
     def __init__(self, options: Options, placement: Placement) -> None:
         self.options = options
         self.front_end = FrontEnd(options)
         self.graphs: dict[Any, Graph] = {}
+        self.proven = False
+        self._doubted = False  # whether that warning was given
         self._placement = placement
         # kind of call → the first size, which has a graph of its own; None if there is none
         self._first: dict[Any, int | None] = {}
@@ -90,43 +87,31 @@ class Plans:
             self._checked = {key for key in self._checked if key[0] in known}
 
     def plan(self, call: Call) -> tuple[Traced, Plan]:
-        """Make the graph of the whole model and its plan, whose stages are on their devices.
-
-        For that the whole model is on the first device; on ranks, on this rank's device.
+        """Make the graph of the model and its plan, whose stages are on their devices.
 
         Raises:
             TraceError: the model cannot be traced, or its trace computes something else.
             PartitionError: the graph cannot be cut as asked.
         """
-        places, placement = self.options.places, call.schedule.placement
+        options, placement = self.options, call.schedule.placement
         key = *self._plan_key(call), placement
         if key not in self._placed_plans:
             with self._gathered(call) as here:
                 traced, plan = self._plan(here)
-                self._check(here, traced, plan)
-            if places:
-                stage_devices = tuple(places[device] for device in placement)
-                facts = {"plan": plan, "device": self.options.here, "stage_devices": stage_devices}
-                # compile again, for these devices
+                if not options.spread:
+                    plan = self._compiled(plan)
+                    self._check(here, traced, plan)
+            if options.places:
+                stage_devices = tuple(options.places[device] for device in placement)
+                facts = {"plan": plan, "device": options.here, "stage_devices": stage_devices}
                 plan = self._compiled(run_all(passes.DEVICES, facts)["plan"])
+            if options.spread:
+                with settled(options, call, traced, plan) as here:
+                    self._check(here, traced, plan)
             self._placed_plans[key] = traced, plan
         traced, plan = self._placed_plans[key]
-        self.settle(traced, plan, call.schedule)
+        settle(options, traced, plan, call.schedule)
         return traced, plan
-
-    def settle(self, traced: Traced, plan: Plan, schedule: Schedule) -> None:
-        """Move the tensors of this process's stages to the devices where these run in a call.
-
-        The tensors stay the same objects. No two stages have the same parameter or buffer.
-        """
-        if self.options.places:
-            state = traced.state_of(self.options.model)
-            for stage in plan.stages:
-                if not self.options.owns(stage.index):
-                    continue
-                device = self.options.places[schedule.placement[stage.index]]
-                for argument in (*stage.parameters, *stage.buffers):
-                    move(state[argument.target], device)
 
     def forget(self) -> None:
         """Forget all plans, so that graphs are placed and differentiated anew; keep the traces."""
@@ -153,7 +138,7 @@ class Plans:
         """Measure the stages for micro-batches of another size, of zeros; returns stage → its
         costs. Raises FxpipeError as ``any_size``."""
         with self._followed(graph, size) as (here, traced, assignment):
-            return self._placement.costs_of(here.facts(traced, self.options.model), assignment)
+            return self._placement.costs_of(here.as_trained(traced, self.options.model), assignment)
 
     def measure(self) -> None:
         """Measure the costs of stages if that was put off, with random data, as the data of the
@@ -167,7 +152,7 @@ class Plans:
         with torch.inference_mode(False), torch.enable_grad(), under(()):
             for call in (first.random(), first.zeros()):
                 try:
-                    self._placement.measure_later(call.facts(traced, self.options.model))
+                    self._placement.measure_later(call.as_trained(traced, self.options.model))
                     return
                 except Exception as error:
                     noted(f"the stages are not measured: {told(error)}")
@@ -186,7 +171,7 @@ class Plans:
             traced = self._trace(here)
             for size in dict.fromkeys((*sizes, call.size)):
                 if traced.accepts(size) and (size in sizes or not results):
-                    facts = here.resized(size).facts(traced, self.options.model)
+                    facts = here.resized(size).as_trained(traced, self.options.model)
                     results[size] = {**self._placement.measure(facts), "state": facts["state"]}
         return results
 
@@ -225,37 +210,23 @@ class Plans:
         dims = self._dims[key]
         return traced if dims is None else with_dims(traced, dims)
 
-    @contextmanager
-    def _gathered(self, call: Call) -> Iterator[Call]:
-        """Inside, the model and the call's tensors are on the first device, or on a rank's own, and
-        all have data."""
-        if not self.options.places:
-            with self.filled():
-                yield call
-            return
-        first = self.options.here
-        constants = [c for g in self.graphs.values() for c in g.traced.constants.values()]
-        with on_device(self.options.model, constants, first):
-            yield replace(call, leaves=to_device(call.leaves, first))
+    def gathered(self, graph: Graph) -> AbstractContextManager[Call]:
+        """Inside, the model is where the graph was traced, with stand-ins for what is elsewhere."""
+        return self._gathered(graph.call.zeros())
 
-    def filled(self) -> AbstractContextManager[object]:
-        """Inside, parameters and buffers without data have stand-ins."""
-        options = self.options
-        if not options.hollow:
-            return nullcontext()
-        return standing_in(
-            options.model, lambda x: isinstance(x, nn.Parameter) and not options.whole
-        )
+    def _gathered(self, call: Call) -> AbstractContextManager[Call]:
+        return gathered(self.options, call, [graph.traced for graph in self.graphs.values()])
 
     def _plan(self, call: Call) -> tuple[Traced, Plan]:
         graph = self._graph(call)
         key = self._plan_key(call)
         if key not in self._plans:
-            self._plans[key] = self._compiled(self._differentiated(graph, call))
+            self._plans[key] = self._differentiated(graph, call)
         return graph.traced, self._plans[key]
 
     def _differentiated(self, graph: Graph, call: Call) -> Plan:
         options = self.options
+        replicated = options.replicas > 1 and call.purpose != "infer"
         facts = {
             **call.facts(graph.traced, options.model),
             "assignment": graph.assignment,
@@ -263,8 +234,8 @@ class Plans:
             "stage_costs": self._placement.costs,
             "stage_compiler": options.stage_compiler,
             "parted": call.parted,
-            "fuse_accumulation": options.fuse_accumulation,
-            "replicated": options.replicas > 1 and call.purpose != "infer",
+            "functional": call.parted or replicated,
+            "replicated": replicated,
             "bucket_bytes": options.bucket_bytes,
         }
         with untouched(options.model), intra_op_threads(options.threads):
@@ -292,12 +263,12 @@ class Plans:
         key = (id(traced), gradients, call.parted)
         if key in self._checked:
             return
-        model = self.options.model
+        options, model = self.options, self.options.model
 
         def run() -> tuple[Any, Tensor | None]:
             with under(casts):
                 output, loss = self.front_end.call(call, call.with_loss)
-            outputs.append(output)
+            outputs[:] = [output]
             return output, loss
 
         outputs: list[Any] = []
@@ -307,28 +278,43 @@ class Plans:
             "plan": plan,
             "call": run,
             "differentiated": gradients,
-            "own": [s.index for s in plan.stages if self.options.owns(s.index)],
-            "whole": self.options.whole,
+            "own": [s.index for s in plan.stages if options.owns(s.index)],
+            "whole": options.whole,
+            "devices": [options.places[device] for device in call.schedule.placement]
+            if options.spread
+            else [],
         }
-        if not self.options.whole:
-            noted(
-                f"the compiled {call.purpose} is not compared with the model, which has "
-                f"{bytes_text(self.options.hollow)} on the meta device; compile a smaller one of "
-                "its kind to check it"
-            )
-        with untouched(model), intra_op_threads(self.options.threads):
+        left_out = f"the compiled {call.purpose} is not compared with the model, "
+        cure = "; compile a smaller one of its kind to check it"
+        if not options.whole and options.hollow:
+            noted(f"{left_out}which has {bytes_text(options.hollow)} on the meta device{cure}")
+        elif not options.whole:
+            noted(f"{left_out}which no rank's device holds as a whole{cure}")
+        with untouched(model), intra_op_threads(options.threads):
             try:
                 with under(()):  # in graphs, casts are operations
                     run_all(passes.CHECK, facts)
-            except TraceError as error:
-                self.front_end.refuse_two_traces(call, error)
-                if self.options.stage_compiler is not None:
-                    error.add_note("its graphs were compiled by inductor; without stage_compiler?")
-                raise
+            except Exception as error:
+                if options.spread and is_of_devices(error):
+                    noted(f"{left_out}which does not run on several devices: {told(error)}{cure}")
+                    self._checked.add(key)
+                    return
+                if not isinstance(error, TraceError):
+                    raise
+                if not (self.proven and isinstance(error, CloseError)):
+                    self.front_end.refuse_kept_values(call)
+                    self.front_end.refuse_two_traces(call, error)
+                    if options.stage_compiler is not None:
+                        error.add_note("its graphs were compiled by inductor: stage_compiler=None?")
+                    raise
+                if not self._doubted:
+                    LOGGER.warning("%s. Earlier graphs were right, so training goes on", error)
+                self._doubted = True
             if gradients:
                 with torch.enable_grad():
                     self.front_end.refuse_hidden(call, outputs.pop() if outputs else run()[0])
         self._checked.add(key)
+        self.proven = True
         self.front_end.guards.settle()  # attributes that this run has set make no new variant
 
     def _graph(self, call: Call) -> Graph:
@@ -340,7 +326,7 @@ class Plans:
         if kept is not None:
             return kept
         traced = self._trace(call)
-        facts = call.facts(traced, self.options.model)
+        facts = call.as_trained(traced, self.options.model)
         assignment = self._placement.place(
             facts, call.schedule.microbatches, step=call.purpose == "step"
         )
@@ -374,6 +360,13 @@ class Plans:
             self.front_end.guards.settle()
             self._traced[key, call.size] = traced
         return traced
+
+    def first_size(self, call: Call) -> int | None:
+        """The size of the first graph for calls like this one, if that holds for one size only, and
+        there is no graph for all sizes yet."""
+        key = self._graph_key(call)[:-1]
+        whole = any(known[:-1] == key and known[-1] is None for known, _ in self._traced)
+        return None if whole else self._first.get(key)
 
     def _plan_key(self, call: Call) -> tuple[Any, ...]:
         return self._graph_key(call), call.size, call.purpose, call.wants, call.parted

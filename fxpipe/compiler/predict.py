@@ -1,19 +1,16 @@
-"""Predict by simulation the seconds and bytes of a plan, the largest micro-batch that fits into
-memory, and the options with which a step that does not fit would."""
+"""Predict by simulation the seconds and bytes of a plan, and the options with which a step that
+does not fit into memory would."""
 
 from __future__ import annotations
 
 import inspect
-import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,7 +19,6 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.overheads import away_rates
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import FxpipeError, InputError
-from fxpipe.formatting import bytes_text, plural, preformatted, table_text
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
@@ -41,14 +37,8 @@ from fxpipe.simulator.costs import (
     check_keys,
     measured_costs,
 )
-from fxpipe.simulator.sizes import Sizes as StageSizes
+from fxpipe.simulator.sizes import Sizes
 from fxpipe.torchtools.state import processors
-
-if TYPE_CHECKING:
-    from fxpipe.passes.graph.extents import Extent
-
-_MOST = 1 << 20
-"""The largest micro-batch, in samples, that is tried."""
 
 _LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
 """Schedules with a flush that keep fewer micro-batches than others of the same placement."""
@@ -57,7 +47,7 @@ _LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
 def predict(
     plan: Plan,
     program: Program,
-    sizes: StageSizes,
+    sizes: Sizes,
     costs: Costs | None = None,
     *,
     rehearsal: Rehearsal | None = None,
@@ -111,7 +101,7 @@ def given_links(options: Options) -> Links | None:
 
 
 def _away_costs(
-    plan: Plan, program: Program, sizes: StageSizes, rates: tuple[float, float] | str
+    plan: Plan, program: Program, sizes: Sizes, rates: tuple[float, float] | str
 ) -> dict[tuple[str, int], float]:
     """The seconds to store what a stage keeps of a micro-batch ("O"), and to fetch it ("P"), at
     these rates, or at those of a type of device."""
@@ -129,12 +119,12 @@ def _away_costs(
     return {(way, s): mean(sizes) / rate for way, rate in ways for s, sizes in stored.items()}
 
 
-def predicted_peaks(plan: Plan, program: Program, sizes: StageSizes) -> list[int]:
+def predicted_peaks(plan: Plan, program: Program, sizes: Sizes) -> list[int]:
     """Device → the most bytes that it is predicted to hold, as ``pipe.simulate()`` shows it."""
     return [memory.peak for memory in predict_memory(plan, program, sizes).memory]
 
 
-def predict_memory(plan: Plan, program: Program, sizes: StageSizes) -> Simulation:
+def predict_memory(plan: Plan, program: Program, sizes: Sizes) -> Simulation:
     """``predict`` for the memory only: if nothing was measured, tasks take units of time."""
     return predict(plan, program, sizes, None if measured_costs(plan) else {"F": 1.0})
 
@@ -146,7 +136,7 @@ def held_sizes(
     own: Sequence[Optimizer | None] | None,
     *,
     stepping: bool,
-) -> StageSizes:
+) -> Sizes:
     """Count the bytes that the stages of all processes and their optimizers hold.
 
     Args:
@@ -177,7 +167,7 @@ def held_sizes(
     )
 
 
-def step_sizes(compiled: Compiled, options: Options, updates: bool) -> StageSizes:
+def step_sizes(compiled: Compiled, options: Options, updates: bool) -> Sizes:
     """The bytes that the stages hold in a step. Without ``optimizer=``, the state of an Adam that
     the caller steps is included."""
     state = compiled.traced.state_of(options.model)
@@ -200,100 +190,6 @@ def split_target(
     except TypeError:
         return args[:-1], args[-1] if args else None
     return args, None
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """FLOPs and bytes of the stages as expressions in ``b``, the samples of a micro-batch.
-
-    Attributes:
-        stages: stage → FLOPs, bytes saved and bytes sent for a micro-batch.
-        devices: device → its name.
-        limits: device → the bytes that it may hold; infinite if there is no limit.
-        samples: the samples in a micro-batch now.
-        peaks: samples in a micro-batch → for each device the most bytes that it is predicted to
-            hold in a step with these stages, recompute and optimizer, as ``simulate`` shows it.
-            Without ``optimizer=``, the state of an Adam that the caller steps is included.
-    """
-
-    stages: tuple[Extent, ...]
-    devices: tuple[str, ...]
-    limits: tuple[float, ...]
-    samples: int
-    peaks: Callable[[int], Sequence[float]] = field(repr=False, compare=False)
-
-    @cached_property
-    def largest(self) -> int | None:
-        """The most samples that a micro-batch may have if all devices are to keep their limits with
-        these stages, as predicted. 0 if not even one sample fits; None if there is no limit, or
-        2²⁰ samples still fit.
-
-        Raises:
-            TraceError: the model cannot be traced for another size.
-        """
-        if all(limit == math.inf for limit in self.limits):
-            return None
-        known: dict[int, Sequence[float]] = {}
-        low, high, next_ = 0, _MOST + 1, self.samples
-        while high - low > 1:
-            known[next_] = self.peaks(next_)
-            if all(map(operator.le, known[next_], self.limits)):
-                low = next_
-            else:
-                high = next_
-            next_ = min(max(self._guess(known), low + 1), high - 1, max(8 * low, self.samples))
-        return None if low == _MOST else low
-
-    def _guess(self, known: dict[int, Sequence[float]]) -> int:
-        """The samples that reach the limits if memory grows linearly, as between the two known
-        sizes that are nearest to the limits."""
-        if len(known) == 1:
-            return max(known) // 2
-        (a, at_a), (b, at_b) = sorted(known.items())[-2:]
-        slopes = [(y - x) / (b - a) for x, y in zip(at_a, at_b, strict=True)]
-        ends = [
-            b + (limit - y) / slope
-            for slope, y, limit in zip(slopes, at_b, self.limits, strict=True)
-            if slope > 0
-        ]
-        return int(min(ends, default=_MOST))
-
-    def __str__(self) -> str:
-        """A table, and the largest micro-batch if memory is limited."""
-        table = Table()
-        for heading in ("stage", "forward FLOPs", "backward FLOPs", "saved B", "sent B"):
-            table.add_column(heading, justify="right", overflow="fold")
-        for stage, extent in enumerate(self.stages):
-            terms = (extent.forward, extent.backward, extent.saved, extent.sent)
-            table.add_row(str(stage), *map(str, terms))
-        notes = ["b: samples in a micro-batch", *self.verdict()]
-        return "\n".join([table_text(table, 130), *notes])
-
-    def __repr__(self) -> str:
-        return f"<Sizes: {plural(len(self.stages), 'stage')}, {self.samples} samples a micro-batch>"
-
-    def _repr_html_(self) -> str:
-        return preformatted(str(self))
-
-    def verdict(self) -> Sequence[str]:
-        """A line on the largest micro-batch; no line if memory is not limited."""
-        if all(limit == math.inf for limit in self.limits):
-            return []
-        try:
-            largest = self.largest
-        except FxpipeError:
-            return ["the largest micro-batch that fits is not known: the model takes one size only"]
-        if largest is None:
-            return ["any micro-batch fits the memory limits, as predicted"]
-        if not largest:
-            return ["no micro-batch fits the memory limits with these stages, as predicted"]
-        peaks = self.peaks(largest)
-        tightest = max(range(len(peaks)), key=lambda device: peaks[device] / self.limits[device])
-        return [
-            f"the largest micro-batch that fits the memory limits with these stages has {largest} "
-            f"samples, as predicted ({self.devices[tightest]} then holds "
-            f"{bytes_text(peaks[tightest])} of {bytes_text(self.limits[tightest])})"
-        ]
 
 
 def remedies(

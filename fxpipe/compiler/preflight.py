@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as module_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.objective import Objective
@@ -25,10 +27,11 @@ from fxpipe.errors import InputError, TraceError, told, way_out
 from fxpipe.formatting import plural
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
+from fxpipe.log import LOGGER
 from fxpipe.torchtools import source
 from fxpipe.torchtools.moments import DeferredNorm
-from fxpipe.torchtools.pytrees import taken_apart
-from fxpipe.torchtools.state import same_sizes
+from fxpipe.torchtools.pytrees import detached, taken_apart
+from fxpipe.torchtools.state import same_sizes, tried
 
 
 def refuse_copied(schedule: Schedule, plan: Plan, deferred: Sequence[DeferredNorm]) -> None:
@@ -46,18 +49,16 @@ def refuse_copied(schedule: Schedule, plan: Plan, deferred: Sequence[DeferredNor
 
 
 def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The model's output, without gradients."""
+    """The model's output, detached."""
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             # torch.utils.checkpoint warns of this, which is true only here
             warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
-            return model(*args, **kwargs)
+            return detached(tried(lambda: model(*args, **kwargs)))
     except Exception as error:
-        cure = "give it inputs that it takes, or correct that line"
-        if "does not require grad" in told(error):
-            cure = "it runs without gradients here: use torch.func.grad for gradients of a part"
         raise InputError(
-            f"{type(model).__name__} fails on the first micro-batch{_told(error)}; {cure}"
+            f"{type(model).__name__} fails on the first micro-batch{_told(error)}; give it inputs "
+            "that it takes, or correct that line"
         ) from error
 
 
@@ -79,6 +80,47 @@ def run_model(
         return refuse_changes(model, called, run)
 
 
+def tell_checkpoints(
+    model: nn.Module, guards: Guards, is_leaf: Callable[[str, nn.Module], bool], told: set[str]
+) -> None:
+    """Warn once if a model that has run uses ``torch.utils.checkpoint``, which graphs leave out.
+
+    Some models use it only where there are gradients: ``gradient_checkpointing_enable()`` of
+    transformers and diffusers sets an attribute of their modules. Leaf modules keep it.
+    """
+    leaves = [f"{name}." for name, module in model.named_modules() if is_leaf(name, module)]
+    asks = any(
+        getattr(module, "gradient_checkpointing", False) is True
+        for name, module in model.named_modules()
+        if not any(f"{name}.".startswith(leaf) for leaf in leaves)
+    )
+    if "checkpoints" not in told and (asks or guards.ran(inspect.unwrap(checkpoint).__code__)):
+        told.add("checkpoints")
+        LOGGER.warning(
+            "%s uses torch.utils.checkpoint (gradient checkpointing), which graphs leave out: "
+            'stages keep all their activations. With compile(..., recompute="always") or '
+            '"except_last", each stage keeps its inputs only, and runs its forward again',
+            type(model).__name__,
+        )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Check that all buffers have shapes.
+
+    Those of ``nn.LazyBatchNorm1d`` get theirs in the first run, with the statistics of that run.
+
+    Raises:
+        InputError: a buffer has no shape yet.
+    """
+    for name, buffer in model.named_buffers():
+        if is_lazy(buffer):
+            raise InputError(
+                f"the model's buffer {name!r} has no shape before the model has run; run the model "
+                "once in evaluation mode, which gives shapes to all that is lazy: model.eval(), "
+                "model(one micro-batch), model.train()"
+            )
+
+
 def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: str) -> None:
     """Check that all parameters are dense, and that the tracer takes the layouts of all inputs.
 
@@ -95,10 +137,10 @@ def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: str) -> N
     for name, value in inputs.items() if tracer == "export" else ():
         layout = value.layout if isinstance(value, Tensor) else torch.strided
         if layout not in (torch.strided, torch.sparse_coo):
-            raise InputError(
-                f'{name} is {layout}, which tracer="export" does not take; give it in COO '
-                f"({name}.to_sparse_coo())"
-            )
+            cure = f"give it in COO ({name}.to_sparse_coo())"
+            if value.is_nested:
+                cure = f"give it as padded rows ({name}.to_padded_tensor(0.0)) and their lengths"
+            raise InputError(f'{name} is {layout}, which tracer="export" does not take; {cure}')
 
 
 def refuse_hooks(model: nn.Module, is_leaf: Callable[[str, nn.Module], bool]) -> None:
@@ -272,6 +314,25 @@ def _refuse_hidden_in_loss(model: nn.Module, loss: Any, inputs: Any) -> None:
             f"the loss reads a tensor of shape {tuple(tensor.shape)} that requires a gradient, "
             "which no stage would train; make it a parameter of the model, return the loss from "
             "it, and leave out loss=, or detach it"
+        )
+
+
+def refuse_kept_values(
+    model: nn.Module, loss: Callable[..., Any], output: Any, targets: Sequence[Any]
+) -> None:
+    """Check that the loss reads nothing of the model's run but its ``output``.
+
+    Raises:
+        TraceError: it does, so that a gradient to the model's parameters comes another way.
+    """
+    parameters = {id(parameter) for parameter in model.parameters()}
+    alone = pytree.tree_map_only(Tensor, Tensor.detach, output)
+    if any(id(tensor) in parameters for tensor in _trained(loss(alone, *targets))):
+        raise TraceError(
+            f"the loss reads a value that {type(model).__name__} computes and keeps elsewhere than "
+            "in its output, as a forward hook does; a stage hands on what forward returns alone, "
+            "so return that value beside the output, and let the loss take it from there: "
+            "loss(output, ...) gets all that forward returns"
         )
 
 

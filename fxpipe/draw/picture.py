@@ -50,9 +50,10 @@ TASKS: dict[str, str] = {
 """Letter of a task's kind → its colour."""
 
 
-def tint(colour: str, number: int) -> str:
-    """The colour itself for 0, lighter for each further number, but never as light as the paper."""
-    share = _LIGHTEST * (1 - 0.55**number)
+def tint(colour: str, number: int, count: int) -> str:
+    """The colour itself for number 0 of ``count``, and lighter in equal steps for the others, but
+    never as light as the paper."""
+    share = _LIGHTEST * number / count
     parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(part + (255 - part) * share):02X}" for part in parts)
 

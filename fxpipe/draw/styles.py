@@ -49,6 +49,8 @@ class TaskStyles:
         chunks: stage and micro-batch (None if the task has none) → the stage's index among the
             stages of its device.
         tags_stages: whether labels name the stage, for devices that hold several stages.
+        count: how many such indices there are.
+        copied: whether stages have copies, which come after a device's own stages.
         steps: see ``Timeline.steps``.
         versions: task → the weight version that it reads, or that an update writes; None if
             versions are not shown.
@@ -56,13 +58,15 @@ class TaskStyles:
 
     chunks: Callable[[int, int | None], int]
     tags_stages: bool
+    count: int = 1
+    copied: bool = False
     steps: int = 0
     versions: Callable[[Task], int | None] | None = None
 
     def look(self, task: Task) -> BoxStyle:
         chunk = 0 if task.stage is None else self.chunks(task.stage, task.microbatch)
         border, width, style = BORDERS[abs(task.batch) % len(BORDERS)]
-        return BoxStyle(tint(TASKS.get(task.kind, OTHER), chunk), border, width, style)
+        return BoxStyle(tint(TASKS.get(task.kind, OTHER), chunk, self.count), border, width, style)
 
     def label(self, task: Task) -> str:
         """``F3``, then stage, batch and version if the picture needs them.
@@ -109,7 +113,8 @@ class TaskStyles:
         ]
         entries.append(LegendEntry("idle", BoxStyle(IDLE, FAINT)))
         if self.tags_stages:
-            entries.append(LegendEntry("lighter, @: later stages of a device"))
+            which = "copies of stages" if self.copied else "later stages of a device"
+            entries.append(LegendEntry(f"lighter: {which}; @: the stage"))
         for batch in sorted({task.batch for task in tasks}, reverse=not self.steps):
             if batch or self.steps > 1:
                 entries.append(self._batch(batch))
@@ -147,7 +152,10 @@ def boxes_of(
         device = drawn.device_of(stage, microbatch)
         return before[device] if device != drawn.placement[stage] else chunks[stage]
 
-    return TaskStyles(chunk, drawn.stages > drawn.devices or any(drawn.copies), steps, versions)
+    copied = any(drawn.copies)
+    count = max(before.values(), default=1) + copied
+    several = drawn.stages > drawn.devices or copied
+    return TaskStyles(chunk, several, count, copied, steps, versions)
 
 
 def simulation_boxes(simulation: Simulation) -> TaskStyles:

@@ -14,7 +14,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place, Wait, Waits, key_index, needs_of, walk
-from fxpipe.simulator.costs import Costs, times_of
+from fxpipe.simulator.costs import Costs, each_of, times_of
 from fxpipe.simulator.simulate import chain_program, simulate
 from fxpipe.simulator.simulation import Simulation, task_of
 
@@ -156,11 +156,12 @@ def _refused(schedule: Schedule, costs: Costs | None) -> Timeline[Task]:
 
     An update waits for its own stage alone.
     """
-    times = times_of(schedule.stages, schedule.kinds, costs)
+    times, each = times_of(schedule.stages, schedule.kinds, costs), each_of(costs)
 
     def cost(task: Task) -> float:
         usual = KINDS[task.kind].cost if task.kind in KINDS else _UNKNOWN_TIME
-        return times.get((task.kind, -1 if task.stage is None else task.stage), usual)
+        stage, i = (-1 if n is None else n for n in (task.stage, task.microbatch))
+        return each.get((task.kind, stage, i), times.get((task.kind, stage), usual))
 
     return sketch(schedule.rows, cost, _waits(schedule))
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from fxpipe.extend import View
 from fxpipe.formatting import plural, shown
 from fxpipe.ir.value import HOST, Edge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Mapping
 
-    from fxpipe.draw.picture import Picture
     from fxpipe.kernels.kernel import Kernel
 
 
@@ -243,7 +243,7 @@ class Plan:
         return None if spec is None else spec.bytes
 
     def __str__(self) -> str:
-        """Text that ``Plan.parse`` reads back to an equal value."""
+        """The plan as text, without shapes, costs and kernels."""
         from fxpipe.text.plan import print_plan
 
         return print_plan(self)
@@ -254,43 +254,10 @@ class Plan:
     def _repr_mimebundle_(self, **kinds: object) -> dict[str, str]:
         return shown(self, len(self.stages))
 
-    @staticmethod
-    def parse(
-        text: str,
-        root: torch.nn.Module | None = None,
-        functions: Iterable[Callable[..., Any]] = (),
-    ) -> Plan:
-        """Read a plan's text.
-
-        A plan is a program: running its graphs calls the functions and modules that it names.
-        Reading it runs and imports nothing, and a text can name only what computes: PyTorch's
-        operators and functions of tensors, Python's operators and math, methods and attributes of
-        tensors, and the modules of ``root``. So a plan's text from elsewhere writes no file and
-        starts no process, unless a module of ``root`` or one of ``functions`` does.
-
-        Args:
-            text: the text that ``str(plan)`` gave.
-            root: the module that holds the leaf modules which the graphs call, if any: the model,
-                or ``pipe.traced.module``, which also holds a loss, or the rest of the model's own
-                ``forward``, where these are called as leaf modules.
-            functions: what else the graphs may call: operators of other libraries, such as
-                ``torch.ops.torchvision.nms``, and functions of your own.
-
-        Raises:
-            ParseError: with line and column.
-        """
-        from fxpipe.text.plan import parse_plan
-
-        return parse_plan(text, root, functions)
-
     def verify(self) -> Plan:
         """Return self, or raise VerificationError with every fault."""
         from fxpipe.verify.plan import verify_plan
 
         return verify_plan(self)
 
-    def draw(self) -> Picture:
-        """The plan as a picture: stages as boxes, edges with their bytes."""
-        from fxpipe.draw.plan import draw_plan
-
-        return draw_plan(self)
+    draw = View()

@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from fxpipe.extend import View
 from fxpipe.formatting import plural, shown
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Launch
@@ -19,9 +20,6 @@ from fxpipe.ir.value import COPIED, HOST, Buffer, Edge, Operands, norm_buffer, o
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from fxpipe.draw.picture import Picture
-    from fxpipe.simulator import Simulation, Sizes
-    from fxpipe.simulator.costs import Costs, Links
 
 Turn = tuple[int, int]
 """A device, and the position in its list up to which it runs."""
@@ -358,22 +356,5 @@ class Program:
 
         return verify_program(self, channel)
 
-    def simulate(
-        self,
-        costs: Costs | None = None,
-        *,
-        links: Links | None = None,
-        overlap: bool = True,
-        sizes: Sizes | None = None,
-        steps: int | None = None,
-    ) -> Simulation:
-        """Predict the time and memory of a step. See ``fxpipe.simulator.simulate``."""
-        from fxpipe.simulator import simulate
-
-        return simulate(self, costs, links=links, overlap=overlap, sizes=sizes, steps=steps)
-
-    def draw(self) -> Picture:
-        """The program as a picture: devices as rows, time to the right, transfers as arrows."""
-        from fxpipe.draw.program import draw_program
-
-        return draw_program(self)
+    simulate = View()
+    draw = View()

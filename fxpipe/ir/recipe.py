@@ -8,18 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from numbers import Integral
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxpipe.errors import InputError, near, told
+from fxpipe.extend import View
 from fxpipe.ir.schedule import Delay, Schedule, ordered_copies
 from fxpipe.ir.task import Task, is_task
 from fxpipe.torchtools.state import without_collection
-
-if TYPE_CHECKING:
-    from sympy.core.relational import Relational
-    from sympy.logic.boolalg import Boolean
-
-    from fxpipe.formulas import Formulas
 
 Rows = Callable[..., Iterable[Task]]
 """The function that an author writes: ``(device, devices, microbatches)`` → the device's tasks.
@@ -196,31 +191,7 @@ class Recipe:
                 "numbers of devices and micro-batches, or one such as lambda microbatch, stage: 1"
             ) from error
 
-    def formulas(
-        self,
-        *,
-        given: Sequence[Relational] = (),
-        where: Boolean | None = None,
-        devices: Sequence[int] | None = None,
-        microbatches: Callable[[int], Sequence[int]] | None = None,
-        chunks: Sequence[int] | None = None,
-        steps: Sequence[int] | None = None,
-    ) -> Formulas:
-        """Makespan, bubble and stash as formulas in p, m and the times of tasks.
-
-        See ``fxpipe.formulas.recipe_formulas``.
-        """
-        from fxpipe.formulas import recipe_formulas
-
-        return recipe_formulas(
-            self,
-            given=given,
-            where=where,
-            devices=devices,
-            microbatches=microbatches,
-            chunks=chunks,
-            steps=steps,
-        )
+    formulas = View()
 
     def _row(
         self, device: int, microbatches: int, held: list[int], tasks: Iterable[Task]
@@ -242,6 +213,11 @@ class Recipe:
                 yield task
             elif len(held) == 1:
                 yield Task(task.kind, task.microbatch, held[0], task.batch)
+            elif not held:
+                raise InputError(
+                    f"{where} {position}: {task} runs on a device to which the placement gives no "
+                    "stage; give a placement that gives each device a stage, or fewer devices"
+                )
             else:
                 raise InputError(
                     f"{where} {position}: {task} names no stage and the device holds "

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import InputError
+from fxpipe.extend import View
 from fxpipe.formatting import plural, shown
 from fxpipe.ir.task import Task
 
@@ -17,12 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from os import PathLike
 
-    from sympy.core.relational import Relational
-
-    from fxpipe.draw.picture import Picture
-    from fxpipe.formulas import Formulas
-    from fxpipe.simulator import Simulation, Sizes
-    from fxpipe.simulator.costs import Costs, Links
     from fxpipe.verify.schedule import Stash
     from fxpipe.verify.versions import Versions
 
@@ -199,54 +194,10 @@ class Schedule:
 
         return read_schedule(path)
 
-    @staticmethod
-    def from_csv(text: str, *, name: str = "csv", check: bool = True) -> Schedule:
-        """Read the CSV of torch.distributed.pipelining: a row a rank, cells such as ``2F0``.
-
-        Args:
-            text: what its ``_dump_csv`` writes, as "compute_only" or with sends and receives.
-            name: the schedule's name.
-            check: whether to refuse a CSV that would hang or give wrong gradients in its runtime.
-
-        Raises:
-            ParseError: a cell is no action; with line and column.
-            VerificationError: with all that would go wrong in the runtime, by row and column.
-            InputError: a stage is missing, or in two rows.
-        """
-        from fxpipe.verify.peers import Actions
-
-        actions = Actions.parse(text, name)
-        return (actions.verify() if check else actions).schedule()
-
-    @staticmethod
-    def from_nodes(nodes: Sequence[Sequence[Any]] | str, *, name: str = "nodes") -> Schedule:
-        """Read the scheduled nodes of the zero-bubble repository: a list a device, or their text.
-
-        Args:
-            nodes: objects or mappings with ``type``, ``stage``, ``microbatch`` or ``minibatch``,
-                and ``layer_group_idx``, or ``chunk`` of a V, where a device has several stages.
-            name: the schedule's name.
-
-        Raises:
-            ParseError: the text is no list of lists; with line and column.
-            InputError: a node cannot be read; with its row and its number in the row.
-        """
-        from fxpipe.text.peers import parse_nodes
-
-        return parse_nodes(nodes, name)
-
-    def csv(self) -> str:
-        """The CSV that torch.distributed.pipelining reads as "compute_only", bubbles included.
-
-        Updates are left out: with torch they are in the loop around ``step``.
-
-        Raises:
-            VerificationError: something is wrong with the schedule.
-            InputError: torch's runtime has no action for something in it; with what to do.
-        """
-        from fxpipe.text.peers import print_actions
-
-        return print_actions(self.verify())
+    from_csv = View(static=True)
+    from_nodes = View(static=True)
+    csv = View()
+    formulas = View()
 
     def verify(self, *, stash_limit: int | Sequence[int] | None = None) -> Schedule:
         """Return self, or raise VerificationError with every fault.
@@ -271,78 +222,9 @@ class Schedule:
 
         return schedule_stash(self)
 
-    def simulate(
-        self,
-        costs: Costs | None = None,
-        *,
-        links: Links | None = None,
-        overlap: bool = True,
-        sizes: Sizes | None = None,
-        steps: int | None = None,
-        replicas: int = 1,
-        shards: bool = False,
-    ) -> Simulation:
-        """Predict the time and memory of a step, for stages that each hand one value to the next.
-
-        See ``fxpipe.simulator.simulate_schedule``.
-        """
-        from fxpipe.simulator import simulate_schedule
-
-        return simulate_schedule(
-            self,
-            costs,
-            links=links,
-            overlap=overlap,
-            sizes=sizes,
-            steps=steps,
-            replicas=replicas,
-            shards=shards,
-        )
-
-    def formulas(self, *, given: Sequence[Relational] = ()) -> Formulas:
-        """Makespan, bubble and stash of one step and its flush, as formulas in the times of tasks.
-
-        The formulas of ``Recipe.formulas`` also have p and m as variables. See
-        ``fxpipe.formulas.schedule_formulas``.
-        """
-        from fxpipe.formulas import schedule_formulas
-
-        return schedule_formulas(self, given=given)
-
-    def draw(self, *, costs: Costs | None = None, steps: int | None = None) -> Picture:
-        """The schedule as a picture: devices as rows, time to the right, faults in red.
-
-        Args:
-            costs: letter of a kind of task, or letter and stage → its time.
-            steps: how many steps to draw; by default enough to show how the schedule repeats.
-
-        Raises:
-            InputError: a letter is unknown, or a number is invalid.
-        """
-        from fxpipe.draw.schedule import draw_schedule
-
-        return draw_schedule(self, costs=costs, steps=steps)
-
-    def grid(
-        self,
-        *,
-        costs: Costs | None = None,
-        steps: int | None = None,
-        width: int | None = None,
-    ) -> str:
-        """The schedule as text, for terminals: devices as rows, time to the right, faults marked.
-
-        Args:
-            costs: letter of a kind of task, or letter and stage → its time.
-            steps: how many steps to show; by default enough to show how the schedule repeats.
-            width: characters a line; a longer grid continues below.
-
-        Raises:
-            InputError: a letter is unknown, or a number is invalid.
-        """
-        from fxpipe.draw.grid import schedule_grid
-
-        return schedule_grid(self, costs=costs, steps=steps, width=width)
+    simulate = View()
+    draw = View()
+    grid = View()
 
 
 def _check_listed(name: str, value: Any, what: str, depth: int) -> None:

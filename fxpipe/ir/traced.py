@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
-from fxpipe.ir.plan import Argument, Write, compared
+from fxpipe.ir.plan import Argument, Stage, Write, compared
 from fxpipe.torchtools.moments import DeferredNorm
 
 SEED = "fxpipe_seed"
@@ -118,6 +118,17 @@ class Traced:
         state.update(self.constants)
         return state
 
+    def touched(self, stage: Stage) -> frozenset[str]:
+        """The names of the parameters and buffers that a stage reads or writes, and of the running
+        statistics that its moments become at the end of a step."""
+        names = {argument.target for argument in (*stage.parameters, *stage.buffers)}
+        names |= {write.target for write in stage.writes}
+        for norm in self.deferred:
+            if norm.moments in names:
+                names |= {norm.running_mean, norm.running_var}
+                names |= {norm.tracked} if norm.tracked else set()
+        return frozenset(names)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Traced):
             return NotImplemented
@@ -127,31 +138,10 @@ class Traced:
         return hash(self.text)
 
     def __str__(self) -> str:
-        """Text that ``Traced.parse`` reads back to an equal value."""
+        """The graph as text, without the values of constants and how the outputs nest."""
         from fxpipe.text.plan import print_traced
 
         return print_traced(self)
-
-    @staticmethod
-    def parse(
-        text: str, root: nn.Module | None = None, functions: Iterable[Callable[..., Any]] = ()
-    ) -> Traced:
-        """Read a traced graph's text.
-
-        The text does not hold how the outputs nest, the values of constants, and the sizes for
-        which the graph holds. It can name only what the text of a plan can; see ``Plan.parse``.
-
-        Args:
-            text: the text that ``str(traced)`` gave.
-            root: the module that holds the leaf modules which the graph calls, if any.
-            functions: what else the graph may call.
-
-        Raises:
-            ParseError: with line and column.
-        """
-        from fxpipe.text.plan import parse_traced
-
-        return parse_traced(text, root, functions)
 
     def verify(self) -> Traced:
         """Return self, or raise VerificationError with every fault."""

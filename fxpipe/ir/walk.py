@@ -288,12 +288,8 @@ def turns_of(program: Program) -> tuple[Turn, ...]:
 
 
 def _in_one_thread(program: Program) -> list[list[Wait]]:
-    """Device → further waits of its instructions where one thread runs them one by one.
-
-    No device goes on from a meeting before all have reached it. And where ``Versions.awaited``
-    holds, an update comes after those of earlier batches that it awaits on all stages, so that
-    every stage still has the version that a failure would go back to.
-    """
+    """Device → further waits of its instructions where one thread runs them one by one: no device
+    goes on from a meeting before all have reached it."""
     waits: list[list[Wait]] = [[] for _ in program.lists]
     meetings = [
         [at for at, x in enumerate(row) if isinstance(x, ins.Meeting)] for row in program.lists
@@ -301,19 +297,6 @@ def _in_one_thread(program: Program) -> list[list[Wait]]:
     for places in zip(*meetings, strict=False):
         for device, here in enumerate(places):
             waits[device] += [(here + 1, d, at) for d, at in enumerate(places) if d != device]
-    every = [x for row in program.lists for x in row]
-    delay, *other_delays = {-x.version for x in every if isinstance(x, ins.Forward)} or {0}
-    one_each = len(set(program.placement)) == program.stages
-    own_tasks = any(isinstance(x, ins.Run) for x in every)
-    if delay and not other_delays and one_each and not own_tasks:
-        updates = [
-            (x.writes, Place(device, at))
-            for device, row in enumerate(program.lists)
-            for at, x in enumerate(row)
-            if isinstance(x, ins.Update)
-        ]
-        for writes, (device, position) in updates:
-            waits[device] += [(position, *on) for before, on in updates if before <= writes - delay]
     return waits
 
 

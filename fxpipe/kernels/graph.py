@@ -41,7 +41,7 @@ class GraphKernel:
         forward_graph: ``[parameters, buffers, inputs]`` → outputs, writes, saved.
         backward_graph: ``[saved, gradients, totals]`` → input gradients, new totals.
         functional_backward: ``[saved, gradients]`` → input gradients, parameter gradients, without
-            operations in place.
+            operations in place; None unless a pass is to split it.
         outputs: how many outputs the forward graph returns.
         writes: how many buffer writes follow them.
         input_strides: the strides that each input was traced with; None for values that are no

@@ -21,29 +21,18 @@ from fxpipe.simulator.sizes import Crossing, GraphInput, Left, Sizes, Storage, W
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 
-def undo_bytes(schedule: Schedule, state: float, trained: float) -> float:
-    """The bytes that a stage keeps to undo its update, from the bytes of its optimizer's ``state``
-    and of its ``trained`` parameters."""
-    return state if schedule.overlaps and not schedule.predict else state + trained
-
-
-def _optimizer(
-    optimizer: Optimizer | None, schedule: Schedule, whole: int | None
-) -> tuple[int, int, int]:
-    """The bytes of an optimizer's state, of its step's workspace, and of what undoes its step. If
-    it is sharded, ``whole`` is the bytes of the whole parameters."""
+def _optimizer(optimizer: Optimizer | None, schedule: Schedule, shards: bool) -> tuple[int, int]:
+    """The bytes of an optimizer's state, and of its step's workspace."""
     if optimizer is None:
-        return 0, 0, 0
+        return 0, 0
     state, step = optimizer_memory(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    size = sum(p.nbytes for p in parameters)
-    trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    undo = undo_bytes(schedule, state, trained if whole is None else whole)
-    if whole is not None and schedule.overlaps:  # the newest parts have memory of their own
+    if shards and schedule.overlaps:  # the newest parts have memory of their own
+        size = sum(p.nbytes for p in parameters)
         state, step = state + size, step + size
     if schedule.predict:  # batches read predicted copies, and the newest version is kept as well
-        state += trained
-    return state, step, int(undo)
+        state += sum(p.nbytes for p in parameters if p.requires_grad)
+    return state, step
 
 
 def plan_sizes(
@@ -66,7 +55,7 @@ def plan_sizes(
         plan: the plan, with kernels.
         state: name in the model → parameter or buffer.
         optimizers: stage → its optimizer.
-        schedule: the schedule; if its batches overlap, more is kept to undo updates.
+        schedule: the schedule; if its batches read predicted weights, these are copies.
         early: how many values from each other device may be in memory before their receives.
         elsewhere: stages of other processes. They have gradients if this process's stages have.
         shards: whether the optimizers are sharded.
@@ -81,10 +70,7 @@ def plan_sizes(
     buffers = {s.index: _bytes(state[a.target] for a in s.buffers) for s in plan.stages}
     written = {s.index: _bytes(state[w.target] for w in s.writes) for s in plan.stages}
     trained = {index: [x for x in whole if x.requires_grad] for index, whole in tensors.items()}
-    optimizing = {
-        index: _optimizer(by_stage.get(index), schedule, _bytes(whole) if shards else None)
-        for index, whole in trained.items()
-    }
+    optimizing = {index: _optimizer(by_stage.get(index), schedule, shards) for index in trained}
     gradients = {
         index: _bytes(x.grad for x in some if x.grad is not None) for index, some in trained.items()
     }
@@ -111,10 +97,9 @@ def plan_sizes(
         optimizer={
             # written buffers count twice, as a step reads copies of them
             index: keeps + gradients[index] + written[index] + buffers[index]
-            for index, (keeps, _, _) in optimizing.items()
+            for index, (keeps, _) in optimizing.items()
         },
-        updating={index: step for index, (_, step, _) in optimizing.items()},
-        undo={index: undo for index, (_, _, undo) in optimizing.items()},
+        updating={index: step for index, (_, step) in optimizing.items()},
         holds={index: each.saved.values for index, each in graphs.items()},
         deferred_holds={index: each.deferred.values for index, each in graphs.items()},
         deferred_gradients={index: each.deferred.gradients for index, each in graphs.items()},

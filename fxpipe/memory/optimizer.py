@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.torchtools.optimizers import alone
@@ -92,9 +93,15 @@ def _zeros(group: Mapping[str, Any], device: str) -> dict[str, Any]:
     for parameter in zeros:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     result = {**group, "params": zeros}
-    if result.get("foreach", 0) is None and real and all(p.is_cuda for p in real):
+    if result.get("foreach", 0) is None and real and _many_at_once(real):
         result["foreach"] = True  # which torch chooses on the real device
     return result
+
+
+def _many_at_once(parameters: Sequence[Tensor]) -> bool:
+    """Whether torch's optimizers step these parameters all at once if nobody chooses."""
+    kinds = _get_foreach_kernels_supported_devices()
+    return all(parameter.device.type in kinds for parameter in parameters)
 
 
 def _in_proportion(optimizer: Optimizer, parameters: Sequence[Tensor]) -> tuple[int, int]:

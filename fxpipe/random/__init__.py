@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
 _BITS = (1 << 64) - 1
@@ -148,6 +150,9 @@ torch.library.register_autograd(
     "fxpipe::_standard_gamma", _gamma_backward, setup_context=_keep, lib=_LIBRARY
 )
 
+_TWO_BYTES = (torch.bfloat16, torch.float16)
+_CAST = (torch.float32, *_TWO_BYTES)
+
 
 def native_dropout(
     x: Tensor, p: float, train: bool | None, seed: Tensor, node: int
@@ -156,7 +161,17 @@ def native_dropout(
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     mask = _MASK(x, 1 - p, seed, node)
-    return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+    return x * mask * _dropout_scale(p, x.dtype, x.device.type), mask
+
+
+@cache
+def _dropout_scale(p: float, dtype: torch.dtype, device: str) -> float:
+    """1/(1 - p) as PyTorch's dropout multiplies by it: on the CPU it is rounded to the operand's
+    type, in fused kernels it is not."""
+    if p == 1 or device != "cpu":
+        return 0.0 if p == 1 else 1 / (1 - p)
+    with _disable_current_modes():  # a tracer would record this
+        return float(torch.ones((), dtype=dtype, device="cpu").div_(1 - p).item())
 
 
 def rrelu(x: Tensor, lower: float, upper: float, training: bool, seed: Tensor, node: int) -> Tensor:
@@ -195,8 +210,18 @@ def attention(
     """Scaled dot-product attention with dropout of its weights (Vaswani et al., 1706.03762).
 
     Computes the plain formula, as fused kernels take no seed for their masks. As in torch, a query
-    whose keys are all masked gets zeros.
+    whose keys are all masked gets zeros, and on the CPU types of two bytes are computed in float32.
     """
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # autocast casts the operands, and nothing inside
+        low = torch.get_autocast_dtype(kind)
+        query, key, value = (x.to(low) if x.dtype in _CAST else x for x in (query, key, value))
+        mask = mask.to(low) if mask is not None and mask.dtype in _CAST else mask
+        with torch.autocast(kind, enabled=False):
+            return attention(query, key, value, mask, p, is_causal, scale, enable_gqa, seed, node)
+    dtype = query.dtype
+    if kind == "cpu" and dtype in _TWO_BYTES:
+        query, key, value = query.float(), key.float(), value.float()
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
@@ -210,7 +235,7 @@ def attention(
         keep = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -math.inf) if keep else scores + mask
     weights = scores.softmax(-1) if mask is None else aten._safe_softmax(scores, -1)
-    return native_dropout(weights, p, True, seed, node)[0] @ value
+    return (native_dropout(weights, p, True, seed, node)[0] @ value).to(dtype)
 
 
 FUNCTIONS = native_dropout, rrelu, rrelu_with_noise, attention

@@ -74,7 +74,7 @@ class Batch:
         leaves, spec = pytree.tree_flatten(nested)
         if any(map(is_dataclass, leaves)):
             leaves, spec = flatten(nested)
-        leaves = [_ordinary(leaf) for leaf in leaves]
+        leaves = [ordinary(leaf) for leaf in leaves]
         named = partial(_named, nested, signature)
         wanted = _wanted(batch_dims, leaves, named(), signature) if batch_dims else {}
         size = _batch_size(leaves, wanted, named)
@@ -130,10 +130,14 @@ class Batch:
                 raise InputError(f"{name} is on {leaf.device}; move it to the CPU ({name}.cpu())")
             if dim is not None and leaf.layout is not torch.strided:
                 name = self.names[index]
-                raise InputError(
-                    f"{name} is {leaf.layout}, which cannot be split along the batch; make it "
-                    f"dense ({name}.to_dense()), or give it whole to every micro-batch: "
+                cure = (
+                    f"make it dense ({name}.to_dense()), or give it whole to every micro-batch: "
                     "compile(..., batch_dims={its name: None})"
+                )
+                if leaf.is_nested:
+                    cure = f"pad its rows ({name}.to_padded_tensor(0.0)), and give their lengths"
+                raise InputError(
+                    f"{name} is {leaf.layout}, which cannot be split along the batch; {cure}"
                 )
 
     def split(self, microbatches: int) -> list[list[Any]]:
@@ -184,14 +188,15 @@ class MicroBatches:
         leaves: micro-batch → its leaves.
         weights: micro-batch → the weight of its loss in the loss of the batch: its share of the
             samples, unless ``loss_weight`` or ignored targets change it. With several replicas, the
-            weight in the loss over the batches of all replicas.
+            weight in the loss over the batches of all replicas. A tensor if it was computed on a
+            device, whose values the host does not know.
         replica: the replica whose batch this is.
         all_weights: in a step with several replicas, replica → the weights of its micro-batches.
     """
 
     batch: Batch
     leaves: list[list[Any]]
-    weights: Sequence[float]
+    weights: Sequence[float] | Tensor
     replica: int = 0
     all_weights: Sequence[Sequence[float]] = ()
 
@@ -231,7 +236,7 @@ def _copied(leaf: Any) -> Any:
     return memory.as_strided(leaf.shape, leaf.stride(), before)
 
 
-def _ordinary(leaf: Any) -> Any:
+def ordinary(leaf: Any) -> Any:
     """Clone a tensor made under ``torch.inference_mode``, so that autograd takes it."""
     if not isinstance(leaf, Tensor) or not leaf.is_inference() or torch.is_inference_mode_enabled():
         return leaf
@@ -354,5 +359,14 @@ def check_surroundings(*, step: bool) -> None:
     if step and torch.is_inference_mode_enabled():
         raise InputError(
             "a step computes gradients, which torch.inference_mode() forbids; leave that block, or "
+            "call pipe(x) there"
+        )
+
+
+def check_gradients() -> None:
+    """Check that a step may compute gradients. Raises InputError."""
+    if not torch.is_grad_enabled():
+        raise InputError(
+            "a step computes gradients, which torch.no_grad() turns off here; leave that block, or "
             "call pipe(x) there"
         )

@@ -132,9 +132,9 @@ def explained_late(
     return DeviceError(
         f"when {when}, a device reported that an instruction launched earlier had failed "
         f"({told(cause)}). As far as is known it is one of these:{streams}\n"
-        "Set the environment variable CUDA_LAUNCH_BLOCKING=1 and run it again: then the error "
-        "names the instruction itself. All that this process had on the device is lost: start it "
-        "again, from the last checkpoint",
+        "Run it again with launches that wait, on CUDA with the environment variable "
+        "CUDA_LAUNCH_BLOCKING=1: then the error names the instruction itself. All that this "
+        "process had on the device is lost: start it again, from the last checkpoint",
         suspects=suspects,
         device=left[0].device,
         instruction=suspects[0],

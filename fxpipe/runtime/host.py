@@ -113,8 +113,10 @@ class BatchHost:
         """Set the gradient of each micro-batch's loss to its weight in the loss of the batch, times
         ``scale``. The reported loss is not scaled. ``dtype`` is that of the losses."""
         assert self.traced.loss is not None
-        scaled = [weight * scale for weight in self.micro.weights]
-        self.gradients[self.traced.loss] = torch.tensor(scaled, dtype=dtype).unbind()
+        weights = self.micro.weights
+        if not isinstance(weights, Tensor):
+            weights = torch.tensor(weights, dtype=torch.float64)
+        self.gradients[self.traced.loss] = (weights * scale).to(dtype).unbind()
 
     def loss(self) -> Tensor:
         """The loss of the batch, summed over micro-batches in order, then over replicas."""
@@ -163,7 +165,7 @@ class BatchHost:
         for name, gradient in zip(names, gradients, strict=True):
             parts = self.outputs[name]
             if name == self.traced.loss and gradient is not None:
-                self.gradients[name] = [gradient * weight for weight in self.micro.weights]
+                self.gradients[name] = [times(gradient, weight) for weight in self.micro.weights]
             else:
                 self.gradients[name] = _split_like(parts, gradient, self.micro.sizes, dims[name])
 
@@ -290,12 +292,22 @@ def join(
     )
 
 
-def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def times(part: Tensor, weight: float | Tensor) -> Tensor:
+    """A part times its weight. A weight on a device rounds as a number does, and if it is 0, so is
+    the product, even of NaN."""
+    if not isinstance(weight, Tensor):
+        return part * weight
+    kind = torch.promote_types(part.dtype, torch.float32)
+    weight = weight.to(part.device, kind)
+    return torch.where(weight == 0, 0, part.to(kind) * weight).to(part.dtype)
+
+
+def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float] | Tensor) -> Tensor:
     """The sum of parts times weights, in order. Parts of weight 0 are left out, even NaN."""
     total: Tensor | None = None
     for part, weight in zip(parts, weights, strict=True):
-        if weight:
-            weighted = part * weight  # even by 1: a device may soon reuse the part's memory
+        if isinstance(weight, Tensor) or weight:
+            weighted = times(part, weight)  # even by 1: a device may soon reuse the part's memory
             total = weighted if total is None else total + weighted
     assert total is not None, "some weight is not zero"
     return total

@@ -336,6 +336,7 @@ def _free(machine: Machine, instruction: ins.Free) -> None:
 
 
 def _barrier(machine: Machine, instruction: ins.Barrier) -> None:
+    machine.weights.arrive()
     machine.channels.meet()
 
 

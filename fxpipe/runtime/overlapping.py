@@ -11,12 +11,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
-from fxpipe.errors import InputError, RankError
+from fxpipe.errors import RESTORE, EndedError, InputError, RankError
+from fxpipe.formatting import stages_text
 from fxpipe.runtime.devices.backend import Driver
 from fxpipe.runtime.host import Job
-from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.run import Finished, Run
 from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals
@@ -37,16 +35,7 @@ class OverlappingRun(Run[VersionedWeights]):
         self._left = dict.fromkeys((m.device for m in self.machines), self.count - 1)
         # batch → the function to call when its outputs have come
         self._pending: dict[int, Callable[[], None]] = {}
-        # device → step → the buffers that it has written up to that step's forwards
-        self._states: dict[int, dict[int, dict[str, Tensor]]] = {d: {} for d in self._left}
-        self.weights.when_updated(self._channels.updated)
-        self._channels.when_updated(self.weights.note)
-
-    @property
-    def busy_step(self) -> float | None:
-        """Processor seconds of the workers in the last full step; None before the first."""
-        whole = min(self._left.values()) - self._first >= self.program.depth
-        return self.busy if whole else None
+        self._draining = False
 
     def step(self, job: Job, arrived: Callable[[], None], *, whole: bool) -> None:
         """Start the step of batch ``count``, and wait for the outputs of the batch before.
@@ -57,9 +46,10 @@ class OverlappingRun(Run[VersionedWeights]):
             whole: whether to wait for the outputs of this batch, too.
 
         Raises:
-            ExecutionError: an instruction of this batch or of an earlier one raised; the message
-                says which batches count. The run is over.
-            KeyboardInterrupt: or another exception of a signal handler, likewise.
+            ExecutionError: an instruction of this batch or of an earlier one raised. The pipe has
+                ended; the message says with how many batches each stage has updated.
+            KeyboardInterrupt: or another exception of a signal handler. In one process the batch
+                stays in flight; over ranks the pipe has ended.
         """
         self.check()
         batch = self.count
@@ -84,33 +74,36 @@ class OverlappingRun(Run[VersionedWeights]):
                 signals.held.add_note("interrupted after the step, whose batch counts")
 
     def wait_for(self, batch: int) -> None:
-        """Wait for the outputs of a batch. Raises like ``step``."""
+        """Wait for the outputs of a batch. Raises like ``step``; and EndedError if an earlier
+        failure has ended the run, or RankError if that was the loss of a rank."""
         if batch not in self._pending:
             return
         if self.failed:
-            raise InputError(
+            self._group.check()
+            raise EndedError(
                 f"the loss of batch {batch} never came: a failure or an interrupt has dropped that "
-                "batch; train on it again"
+                f"batch and ended the pipe; {RESTORE}"
             )
         self.check()
         with self._held() as signals:
-            rolls_back = self._group.called
-            self._wait(signals, lambda: batch not in self._pending, rolls_back=rolls_back)
+            called = self._group.called
+            self._wait(signals, lambda: batch not in self._pending, called=called)
 
     def drain(self) -> None:
         """Finish all batches in flight. Raises like ``step``."""
         self.check()
+        self._draining = True
         with self._held() as signals:
             for step in range(self.count, self.count + self.program.depth):
                 self._submit(step)
             self._wait(signals, lambda: self.running == 0)
             self._ask(self._backend.end)
             self._together(signals, self._settle)
-            self._commit(self.count - 1)
-            self._group.kept += 1
-            self.weights.trim()
             for machine in self.machines:
+                self.weights.commit(machine.store.state)
                 machine.store.state.clear()
+            self._group.kept += 1
+            self.weights.finished(self.count)
             self._jobs.clear()
 
     def check(self) -> None:
@@ -124,8 +117,8 @@ class OverlappingRun(Run[VersionedWeights]):
             raise
 
     def abandon(self) -> str:
-        """Drop the batches in flight; the weights are then those after the last finished batch.
-        Returns which batches count, in words; empty if they were dropped before."""
+        """Drop the batches in flight, which ends the pipe. Returns with how many batches each stage
+        has updated, in words; empty if they were dropped before."""
         return "" if self.failed or self.forked else self._give_up()
 
     def _submit(self, step: int) -> None:
@@ -140,14 +133,9 @@ class OverlappingRun(Run[VersionedWeights]):
         self._channels.flush()
         for machine in driver.machines:
             self._pool(machine, step)
-            self._keep_state(machine)
-
-    def _keep_state(self, machine: Machine) -> None:
-        """Keep a device's buffers as they are after all forwards of the step's batch."""
-        if self.weights.defers:
-            with self._backend.computing(machine.device):
-                machine.store.state = self.weights.gathered(machine.store.state)
-        self._states[machine.device][machine.step] = dict(machine.store.state)
+            if self.weights.defers:
+                with self._backend.computing(machine.device):
+                    machine.store.state = self.weights.gathered(machine.store.state)
 
     def _note(self, report: Finished) -> None:
         if report.device is None:
@@ -159,11 +147,6 @@ class OverlappingRun(Run[VersionedWeights]):
             for batch in [batch for batch in self._jobs if batch <= over]:
                 if batch not in self._pending:  # outputs from other processes may come later
                     del self._jobs[batch]
-            oldest = min(over, self.weights.slowest) - 1  # another process's stage may be slower
-            for states in self._states.values():
-                for step in list(states):  # a copy: the device's thread may add a step meanwhile
-                    if step < oldest:
-                        del states[step]
 
     def _ask(self, devices: Callable[[], None]) -> None:
         """Call the backend's ``begin`` or ``end``; a failure that it reports ends the run."""
@@ -177,7 +160,7 @@ class OverlappingRun(Run[VersionedWeights]):
             raise
 
     def _together(self, signals: HeldSignals, settle: Callable[[], object]) -> None:
-        """Wait for the other processes at the end of a call; if one has failed, roll back."""
+        """Wait for the other processes at the end of a call; if one has failed, end the run."""
         try:
             settle()
         except RankError as error:
@@ -190,43 +173,30 @@ class OverlappingRun(Run[VersionedWeights]):
             error.add_note(self._give_up())
             raise
 
+    def _interruptible(self) -> bool:
+        return not self._draining
+
+    def _interrupted(self, error: BaseException) -> str:
+        if self._group.size > 1:  # the other ranks would wait
+            return super()._interrupted(error)
+        return f"batch {self.count - 1} is in flight, and counts; the pipe can go on"
+
     def _give_up(self) -> str:
-        """Stop all devices and roll the weights back. Returns which batches count, in words."""
+        """Stop all devices, which ends the pipe. Returns with how many batches each stage has
+        updated, in words."""
         self.stop()
         for job in self._jobs.values():
             if job.clipping is not None:
                 job.clipping.forget()
         self._ask(self._backend.end)  # updates that were launched may still run
-        alone = self._group.replicas == 1
-        first = self.machines[0]  # the only one where there are replicas
-        written = None if alone else (self._states[first.device], first.store.state)
-        done, twins = self._group.recovered(self.weights.own_slowest, written)
-        self.weights.recover(done)
-        for machine in self.machines:
-            step, states = machine.step, self._states[machine.device]
-            if step != done - 1 or step in states:
-                continue
-            # the device failed after its update and before the end of its list
-            kept = [] if alone else [steps[step] for steps, _ in twins if step in steps]
-            if kept:
-                states[step] = kept[0]
-                continue
-            if not alone:
-                machine.store.state = self.weights.pooled([state for _, state in twins])
-            self._keep_state(machine)
-        self._commit(done - 1)
         for machine in self.machines:
             machine.store.clear()
         self._jobs.clear()
-        dropped = self.count - done
-        self.count = done
-        return (
-            f"the weights are those after {done} batches, and the {dropped} that came later are "
-            "dropped"
+        reached = self.weights.outcome()
+        updated = [
+            f"{stages_text([s for s in reached if reached[s] == count])} with {count}"
+            for count in sorted({*reached.values()})
+        ]
+        return self._end(
+            f"of {self.count} begun batches, the stages have updated with: {', '.join(updated)}"
         )
-
-    def _commit(self, batch: int) -> None:
-        """Write the values after a batch to the model's buffers."""
-        for states in self._states.values():
-            if batch in states:
-                self.weights.commit(states[batch])

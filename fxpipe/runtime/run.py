@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
-from fxpipe.errors import DeviceError, ExecutionError, InputError, told
+from fxpipe.errors import RESTORE, DeviceError, ExecutionError, RankError, told
+from fxpipe.formatting import stages_text
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.runtime.devices.backend import Backend, Driver, Worker
@@ -78,12 +79,14 @@ class Run(Generic[W]):
         first: int = 0,
         times: Sequence[list[Any]] = (),
         expected: Expected | None = None,
+        ended: Callable[[str], None] = lambda why: None,
     ) -> None:
         """Make the machines and channels; nothing runs yet.
 
         There is one worker for each device that this process runs, or one for all. ``first`` is the
         number of the first step. ``times`` has for each device the list that gets the times of its
         instructions, see Machine. ``expected`` predicts what the devices hold, for messages.
+        ``ended`` is called with the reason if a failure leaves the stages at different updates.
         """
         self.program = program
         self.threads = len(workers)
@@ -94,6 +97,7 @@ class Run(Generic[W]):
         self._group = backend.group
         self.weights = weights
         self._expected = expected
+        self._ended = ended
         self._jobs: dict[int, Job] = {}
         self._elsewhere = Counter[int]()
         self._channels = backend.channels(program, len(workers), self._jobs)
@@ -131,11 +135,6 @@ class Run(Generic[W]):
         if self._group.size > 1:
             others = self._group.settle(dict(self.peak_kept))
             self._elsewhere = sum(map(Counter, others), Counter[int]())
-
-    @property
-    def busy(self) -> float:
-        """Processor seconds of all workers in their last step."""
-        return sum(driver.busy for driver in self._drivers)
 
     @property
     def forked(self) -> bool:
@@ -218,12 +217,10 @@ class Run(Generic[W]):
             self.running -= 1
         return report
 
-    def _wait(
-        self, signals: HeldSignals, done: Callable[[], bool], *, rolls_back: bool = True
-    ) -> None:
+    def _wait(self, signals: HeldSignals, done: Callable[[], bool], *, called: bool = True) -> None:
         """Handle reports until ``done``. Raises the first failure, or a signal's exception.
 
-        Unless ``rolls_back``, a failure stays reported, and the next wait rolls back.
+        Unless ranks are ``called`` together, a failure stays reported until the next wait.
         """
         interrupt: BaseException | None = None
         try:
@@ -234,23 +231,19 @@ class Run(Generic[W]):
                     self.check()
                     continue
                 if report is None:
+                    if signals.held is None or not self._interruptible():
+                        continue  # the exception stays held
                     interrupt = signals.take()
-                    if interrupt is not None and not rolls_back:
-                        raise interrupt
-                    if interrupt is not None:
-                        self._group.announce(interrupt)
-                        places = "; ".join(map(whereabouts, self.machines))
-                        interrupt.add_note(f"interrupted: {places}; {self._give_up()}")
-                        raise interrupt
+                    assert interrupt is not None
+                    if called:
+                        interrupt.add_note(f"interrupted: {self._interrupted(interrupt)}")
+                    raise interrupt
                 elif report.error is None or isinstance(report.error, Stopped):
                     self._note(report)
-                elif not rolls_back:
+                elif not called:
                     self._reports.put(report)
                     self.running += report.device is not None
-                    raise InputError(
-                        f"the loss cannot come, as something has failed ({told(report.error)}); "
-                        "the next call of the pipe raises it on every rank, and rolls back"
-                    )
+                    raise self._unheard(report) from report.error
                 elif report.device is None:
                     report.error.add_note(self._give_up())
                     raise report.error
@@ -273,6 +266,14 @@ class Run(Generic[W]):
         machine.position, machine.step = position, step
         return explained(machine, cause, consequence, self._backend, self._expected)
 
+    def _unheard(self, report: Finished) -> ExecutionError:
+        """The error for a failure that the other ranks have not heard of, while the run goes on."""
+        means = "the loss cannot come, and the next call of the pipe raises this on every rank"
+        if isinstance(report.error, RankError):
+            return RankError(f"{report.error}; {means}", rank=report.error.rank)
+        machine = next(machine for machine in self.machines if machine.device == report.device)
+        return explained(machine, cast(BaseException, report.error), means, self._backend)
+
     def _lost(
         self, cause: BaseException, when: str, noticed: int | None = None
     ) -> DeviceError | None:
@@ -284,9 +285,25 @@ class Run(Generic[W]):
                 self._give_up()
         return late
 
+    def _interruptible(self) -> bool:
+        """Whether a signal may interrupt the run now."""
+        return True
+
+    def _interrupted(self, error: BaseException) -> str:
+        """End the run because of a signal. Returns where the devices were, and what became of the
+        weights, in words."""
+        self._group.announce(error)
+        places = "; ".join(map(whereabouts, self.machines))
+        return f"{places}; {self._give_up()}"
+
     def _give_up(self) -> str:
-        """Stop all devices and roll back. Returns what became of the weights, in words."""
+        """Stop all devices. Returns what became of the weights, in words."""
         raise NotImplementedError
+
+    def _end(self, why: str) -> str:
+        """End the pipe, as the stages are at different updates. Returns this, in words."""
+        self._ended(why)
+        return f"{why}, so the pipe has ended; {RESTORE}"
 
     def _note(self, report: Finished) -> None:
         """Take note of a report that is not of a failure."""
@@ -296,7 +313,7 @@ class FlushedRun(Run[LiveWeights]):
     """A run of one batch, which is finished before the next one begins.
 
     ``advance`` runs it to its end or its next pause and commits the results to the model. Before
-    the commit nothing outside this object changes, and after a failure there is no commit.
+    the first update nothing outside of this object changes; a failure after it ends the pipe.
 
     Attributes:
         committed: whether the last ``advance`` committed its results.
@@ -314,12 +331,11 @@ class FlushedRun(Run[LiveWeights]):
         """Run every device to the end of its list or its next pause, and commit.
 
         Args:
-            result: computes the value to return; called before the commit, so that nothing has
-                changed if it raises.
+            result: computes the value to return; called before ``.grad`` changes.
 
         Raises:
-            ExecutionError: an instruction raised; all devices have been stopped, and the weights
-                are as before.
+            ExecutionError: an instruction raised; all devices have been stopped. The weights are as
+                before, or, if an update had begun, the pipe has ended.
             KeyboardInterrupt: or another exception of a signal handler; its note says where the
                 devices were, and whether the weights are as before or as after.
         """
@@ -332,21 +348,30 @@ class FlushedRun(Run[LiveWeights]):
                 self._wait(signals, lambda: self.running == 0)
                 self._backend.end()
                 self._settle()
+                if self.weights.begun:  # all stages have updated: the step counts, come what may
+                    self._commit()
                 returned = result()
-                self.weights.commit(self._written(), self._gradients())
+                if not self.committed:
+                    self._commit()
             except BaseException as error:
+                if self.committed:
+                    error.add_note("all stages have updated, and the step counts")
+                    raise
                 late = explained_late(error, "a step began or ended", self._backend)
-                self._put_back(late or error)
+                self._leave(late or error)
                 if late is not None:
                     raise late from error
                 raise
-            self.committed = True
-            self._group.kept += 1
             self._channels.pause()
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose results are kept")
             self._clear(values=all(machine.at_end for machine in self.machines))
         return returned
+
+    def _commit(self) -> None:
+        self.weights.commit(self._written(), self._gradients())
+        self.committed = True
+        self._group.kept += 1
 
     def take_gradients(self) -> dict[str, Tensor]:
         """Return the summed gradients by name in the model, and keep them out of ``.grad``."""
@@ -361,18 +386,37 @@ class FlushedRun(Run[LiveWeights]):
         for machine in driver.machines:
             self._pool(machine, self._advances)
 
+    def _interruptible(self) -> bool:
+        """See Run; once an update may have begun, all are let finish."""
+        return self.weights.stop_before_updates(self._group.size > 1)
+
     def _give_up(self) -> str:
         if self.stop():
             self._clear(values=True)
-        return "the weights are as before the step"
+        # before the barrier, no rank's update has begun
+        ranks = self._group.outcomes(self.weights.outcome()) if self.weights.arrived else []
+        whole, in_part = (
+            sorted({stage for outcome in ranks for stage in outcome if outcome[stage] is ended})
+            for ended in (True, False)
+        )
+        updated = [
+            f"{stages_text(stages)} {what}"
+            for stages, what in ((whole, "updated with this batch"), (in_part, "only in part"))
+            if stages
+        ]
+        if not updated:
+            return "the weights are as before the step"
+        return self._end(" and ".join(updated))
 
-    def _put_back(self, error: BaseException) -> None:
-        """Roll the weights back. Where a device is lost, this may fail without an error."""
-        if self.running and not self.failed:
-            self._give_up()
+    def _leave(self, error: BaseException) -> None:
+        """Stop after a failure, if that is not done yet, and say what became of the weights."""
+        if not self.failed:
+            error.add_note(self._give_up())
         try:
-            self._backend.end()  # updates that were launched may still run
-            self.weights.roll_back()
+            self._backend.end()  # what was launched may still run
+        except RuntimeError as after:  # a device that has failed says so at every call
+            if not isinstance(error, DeviceError):
+                error.add_note(f"since then a device reports {told(after)}")
         except Exception:
             if not isinstance(error, DeviceError):
                 raise

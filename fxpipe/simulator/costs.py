@@ -13,13 +13,23 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import KINDS
 
-Key = str | tuple[str, int]
-Costs = Mapping[str, float] | Mapping[tuple[str, int], float] | Mapping[Key, float]
-"""Letter of a kind of task, or letter and stage → its time. The time for one stage takes
-precedence."""
+OfStage = str | tuple[str, int]
+Key = OfStage | tuple[str, int, int]
+Costs = (
+    Mapping[str, float]
+    | Mapping[tuple[str, int], float]
+    | Mapping[tuple[str, int, int], float]
+    | Mapping[OfStage, float]
+    | Mapping[Key, float]
+)
+"""Letter of a kind of task, or letter and stage, or letter, stage and micro-batch → its time. The
+most particular time takes precedence."""
 
 Times = Mapping[tuple[str, int], float]
 """Letter and stage → time, for every stage."""
+
+Each = Mapping[tuple[str, int, int], float]
+"""Letter, stage and micro-batch → time, for those whose time is not that of the others."""
 
 _UNKNOWN_TIME = 1.0
 
@@ -156,6 +166,12 @@ def task_times(program: Program, costs: Costs | None = None) -> dict[tuple[str, 
     return times_of(program.stages, filter(None, map(ins.letter_of, instructions)), costs)
 
 
+def each_of(costs: Costs | None) -> Each:
+    """The times of single micro-batches in costs that ``times_of`` has checked."""
+    given: Mapping[Key, float] = dict((costs or {}).items())
+    return {k: _number(time) for k, time in given.items() if isinstance(k, tuple) and len(k) == 3}
+
+
 def times_of(
     stages: int, letters: Iterable[str], costs: Costs | None = None
 ) -> dict[tuple[str, int], float]:
@@ -172,7 +188,7 @@ def times_of(
     check_keys(costs)
     known: dict[Key, float] = dict((costs or {}).items())
     for key, time in known.items():
-        _, stage = (key, None) if isinstance(key, str) else key
+        stage = None if isinstance(key, str) else key[1]
         if stage is not None and stage not in range(stages):
             raise InputError(
                 f"costs[{key!r}] is for stage {stage}; the stages are 0 to {stages - 1}"
@@ -202,21 +218,21 @@ def check_keys(costs: object) -> None:
         raise InputError(f"costs is {costs!r}; map letters of tasks to times, such as {{'F': 1.0}}")
     for key in costs or {}:
         match key:
-            case str(letter) | (str(letter), Integral()):
+            case str(letter) | (str(letter), Integral()) | (str(letter), Integral(), Integral()):
                 if letter not in KINDS:
                     raise InputError(f"costs has no kind of task {letter!r}: {near(letter, KINDS)}")
             case _:
                 raise InputError(
-                    f"costs has the key {key!r}; write a letter of a task, such as 'F', or a "
-                    "letter and a stage, such as ('F', 0)"
+                    f"costs has the key {key!r}; write a letter of a task, such as 'F', a letter "
+                    "and a stage, such as ('F', 0), or also a micro-batch, such as ('F', 0, 3)"
                 )
 
 
 def measured_costs(plan: Plan) -> dict[tuple[str, int], float]:
     """Letter and stage → seconds of one micro-batch of the example.
 
-    Tasks that were not measured take their kind's cost times the stage's forward. Empty if nothing
-    was measured.
+    Tasks that were not measured take their kind's cost times the stage's forward; half backwards
+    take their share of the whole one. Empty if nothing was measured.
     """
     costs: dict[tuple[str, int], float] = {}
     for stage in plan.stages:
@@ -231,6 +247,8 @@ def measured_costs(plan: Plan) -> dict[tuple[str, int], float]:
         }
         for letter, kind in KINDS.items():
             seconds = known.get(letter)
+            if seconds is None and letter in known:
+                seconds = stage.costs.backward * kind.cost / KINDS["B"].cost
             usual = kind.cost * stage.costs.forward
             costs[letter, stage.index] = usual if seconds is None else seconds
     return costs

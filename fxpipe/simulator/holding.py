@@ -13,10 +13,10 @@ from fxpipe.simulator.analysis import live_versions
 from fxpipe.simulator.sizes import Crossing, GraphInput, Piece, Sizes, Storage, Workspace
 from fxpipe.simulator.sums import Gradients, Key, graph_of
 
-PARTS = ("parameters", "optimizer", "versions", "undo", "gradients", "stash", "values", "workspace")
+PARTS = ("parameters", "optimizer", "versions", "gradients", "stash", "values", "workspace")
 """The parts of a device's memory: one version of the parameters; optimizer state and buffers;
-further versions; what is kept to undo an update; sums of gradients; what is kept for backward;
-values and gradients between stages; and what the running instruction adds."""
+further versions; sums of gradients; what is kept for backward; values and gradients between stages;
+and what the running instruction adds."""
 
 _ADDING = (ins.PartialBackward, ins.Backward, ins.WeightGrad)
 """Instructions that add to sums of gradients."""
@@ -33,21 +33,15 @@ class Holding:
         parts: part of memory → its bytes now.
     """
 
-    def __init__(
-        self, program: Program, sizes: Sizes, device: int, *, apart: bool, overlaps: bool
-    ) -> None:
+    def __init__(self, program: Program, sizes: Sizes, device: int) -> None:
         """Start before the first instruction, with parameters and what else is always there.
 
         Args:
             program: all steps in a row.
             sizes: the bytes of everything.
             device: the device.
-            apart: whether the stages' delays differ, so that a stage may be ahead of the slowest by
-                more versions than its batches read.
-            overlaps: whether batches overlap.
         """
         self.program, self.sizes, self.device = program, sizes, device
-        self._apart, self._overlaps = apart, overlaps
         self.bytes = 0
         self.parts: Counter[str] = Counter(dict.fromkeys(PARTS, 0))
         self._list = program.lists[device]
@@ -71,33 +65,24 @@ class Holding:
         self._away: list[Key] = []
         self._landing = 0
         self._inside = False
+        self._shared = 0
         self._gradients = Gradients(program, sizes, device)
-        self._undo: dict[int, list[Piece]] = {}
-        self._ungathered: dict[tuple[int, int], Piece] = {}
-        writes = [x.writes for x in self._list if isinstance(x, ins.Update)]
-        self._slowest = min(writes, default=1) - 1
         self._peaks: dict[Hashable, int] = {}
         for stage, home in enumerate(program.placement):
             if home == device:
                 self._add("parameters", sizes.parameters.get(stage, 0))
                 self._add("optimizer", sizes.optimizer.get(stage, 0))
 
-    def reach(
-        self, time: float, everywhere: Mapping[int, float], summed: Mapping[Key, float]
-    ) -> None:
+    def reach(self, time: float, summed: Mapping[Key, float]) -> None:
         """Free what is no longer needed at a time.
 
         Args:
             time: the time.
-            everywhere: version → when all stages have made it; then its update is never undone.
             summed: key of gradients → when the replicas have exchanged them.
         """
         self._landing = 0
         for key in [key for key in self._away if summed.get(key, 0) <= time]:
             self._land(*key)
-        for version in [v for v in self._undo if everywhere[v] <= time]:
-            self._slowest = max(self._slowest, version)
-            self._release(*self._undo.pop(version))
 
     def _own(self, stage: int) -> int:
         """Bytes of the part of a stage's gradients that this replica sums."""
@@ -135,11 +120,16 @@ class Holding:
             case ins.Update():
                 more = self._update(instruction, position)
             case ins.AllGather(stage) | ins.GatherWeights(stage):
-                # the parts of the other replicas arrive, and all are joined in new memory; if
-                # batches overlap, new weights are joined in the memory of an older version
-                again = not (self._overlaps and isinstance(instruction, ins.GatherWeights))
+                # the parts of the other replicas arrive; gradients are joined in new memory
+                again = isinstance(instruction, ins.AllGather)
                 more = (1 + again) * self.sizes.gradients.get(stage, 0) - self._own(stage)
-        level = self.bytes + more
+        self._shared = 0
+        if isinstance(instruction, ins.InputGrad) and workspace is None:
+            # what it leaves is a part of what it uses up, and released with it
+            stage = instruction.stage
+            kept = self.sizes.saved.get(stage, 0), self.sizes.deferred.get(stage, 0)
+            self._shared = min(kept)
+        level = self.bytes - self._shared + more
         if workspace is not None:
             level = before + self._peak(instruction, workspace)
         return max(level, self._landing)
@@ -149,6 +139,7 @@ class Holding:
         parts = dict(self.parts)
         for piece in self._made if self._inside else ():
             parts[piece.part] -= piece.bytes
+        parts["stash"] -= self._shared
         parts["workspace"] = level - sum(parts.values())
         return parts
 
@@ -170,10 +161,6 @@ class Holding:
         elif isinstance(instruction, ins.AllGather):
             self._take(*self._gradients.sums(instruction.stage, instruction.batch))
             self._release(*self._gradients.parts(instruction.stage, instruction.batch))
-        elif isinstance(instruction, ins.GatherWeights):
-            stage, batch = instruction.stage, instruction.batch
-            if (undo := self._ungathered.pop((stage, batch), None)) is not None:
-                self._release(undo)
         elif isinstance(instruction, ins.Give):  # the buffer holds them from now on
             self._release(*self._gradients.sums(instruction.stage, instruction.batch))
 
@@ -217,28 +204,14 @@ class Holding:
         self._take(*pieces)
 
     def _update(self, update: ins.Update, position: int) -> int:
-        """Hold a new version and what undoes it; return what the update needs while it runs."""
+        """Hold a new version; return what the update needs while it runs."""
         stage = update.stage
         self._add("versions", -self._older.pop(stage, 0))
         # the runtime keeps as many as the delay allows, even if a late update needs fewer
         older = max(self._versions[position] - 1, min(self._delays[stage], update.writes))
-        if self._apart:
-            older = max(older, update.writes - self._slowest)
         more = older * self.sizes.gradients.get(stage, 0)
         self._older[stage] = more
         self._add("versions", more)
-        size = self.sizes.undo.get(stage, 0)
-        gathers = stage in self.program.sharded and not self._overlaps
-        if gathers:  # until the weights are gathered, only this replica's part can be undone
-            whole = self.sizes.gradients.get(stage, 0)
-            size = max(size - whole, 0)
-            size += self._own(stage)
-        undo = Piece("undo", ("undo", stage, update.writes), size)
-        self._take(undo)
-        if gathers:
-            self._ungathered[stage, update.batch] = undo
-        else:
-            self._undo.setdefault(update.writes, []).append(undo)
         return self.sizes.updating.get(stage, 0)
 
     def _workspace(self, instruction: ins.Instruction) -> Workspace | None:

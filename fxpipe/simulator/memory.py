@@ -44,26 +44,10 @@ def memory_over_time(simulation: Simulation, sizes: Sizes) -> tuple[Memory, ...]
     from when its receive is posted. Memory that several buffers share counts once, until the last
     of them is gone.
     """
-    everywhere, window = _updated(simulation), simulation.window
-    computed = (x for list_ in window.lists for x in list_ if isinstance(x, ins.Compute))
-    kind = {
-        "apart": len({x.batch - x.version for x in computed}) > 1,
-        "overlaps": window.depth > 0,
-    }
     return tuple(
-        _memory(simulation, Holding(simulation.program, sizes, device, **kind), everywhere)
+        _memory(simulation, Holding(simulation.program, sizes, device))
         for device in range(simulation.devices)
     )
-
-
-def _updated(simulation: Simulation) -> dict[int, float]:
-    """Version → when all stages have made it, and gathered it if replicas have parts of it."""
-    times: dict[int, float] = {}
-    for span in simulation.instructions():
-        if isinstance(span.instruction, ins.Update | ins.GatherWeights):
-            version = span.instruction.batch + 1
-            times[version] = max(times.get(version, 0), span.end)
-    return times
 
 
 def _early(simulation: Simulation, holding: Holding) -> list[tuple[float, int, int]]:
@@ -91,7 +75,7 @@ def _early(simulation: Simulation, holding: Holding) -> list[tuple[float, int, i
     )
 
 
-def _memory(simulation: Simulation, holding: Holding, everywhere: Mapping[int, float]) -> Memory:
+def _memory(simulation: Simulation, holding: Holding) -> Memory:
     starts = simulation.events.starts[holding.device]
     resting = holding.bytes
     levels: list[int] = []
@@ -104,7 +88,7 @@ def _memory(simulation: Simulation, holding: Holding, everywhere: Mapping[int, f
     }
     peak, parts = -1, dict(holding.parts)
     for position, start in enumerate(starts):
-        holding.reach(start, everywhere, summed)
+        holding.reach(start, summed)
         while early and early[0][0] <= start:
             _, received, size = early.popleft()
             waiting[received] = size

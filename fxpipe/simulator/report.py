@@ -14,10 +14,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from fxpipe.errors import InputError
-from fxpipe.formatting import bytes_text, plural, table_text
+from fxpipe.formatting import (
+    byte_unit,
+    bytes_text,
+    first_time,
+    plain_table,
+    plural,
+    table_text,
+    wrapped,
+)
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer
 from fxpipe.simulator.holding import PARTS
@@ -25,16 +31,17 @@ from fxpipe.simulator.simulation import Simulation, Span, task_of
 from fxpipe.simulator.sums import Sum
 from fxpipe.text.program import print_instruction
 
-LEGEND = """\
-bubble: the share of the devices' time that is idle until the last micro-batch is through. By cause:
-before the first task (warm-up), for another device's task (waits for), for transfers (copies), for
-all devices (together), for other replicas (sums), the rest in between (other), after the last task
-(drain). stash: the most micro-batches kept for backward; versions: of the weights"""
-"""What the columns of the table mean. Empty columns are left out."""
+LEGEND = (
+    "bubble: the share of the devices' time that is idle until the last micro-batch is through. By "
+    "cause: before the first task (warm-up), for another device's task (waits for), for transfers "
+    "(copies), for all devices (together), for other replicas (sums), the rest in between (other), "
+    "after the last task (drain). stash: the most micro-batches kept for backward; versions: of "
+    "the weights"
+)
+"""What the columns of the table mean, told by the first table of a process. Empty columns are left
+out."""
 
 Event = dict[str, Any]
-
-_WIDTH = 140
 
 _INSIDE = 1e-3
 """An arrow begins this share of a task before the task's end; at the end itself, the viewer would
@@ -49,6 +56,7 @@ def simulation_table(simulation: Simulation) -> str:
     headings += ["other", "drain", "stash", "versions"]
     rows: list[list[str]] = []
     end = simulation.through or 1
+    single = max(simulation.weight_versions, default=1) <= 1
     for device, idle in enumerate(simulation.idle):
         held = program.held_by(device)
         row = [
@@ -63,18 +71,18 @@ def simulation_table(simulation: Simulation) -> str:
             _share(idle.other, end),
             _share(idle.drain, end),
             ", ".join(str(simulation.stash[stage]) for stage in held),
-            ", ".join(str(simulation.weight_versions[stage]) for stage in held),
+            "" if single else ", ".join(str(simulation.weight_versions[stage]) for stage in held),
         ]
         rows.append(row)
-    table = Table(title=_title(simulation), title_justify="left")
+    table = plain_table()
     shown = [at for at in range(len(headings)) if any(row[at] for row in rows)]
     for at in shown:
         table.add_column(headings[at], justify="left" if at < 2 else "right")
     for row in rows:
         table.add_row(*(row[at] for at in shown))
-    lines = [table_text(table, _WIDTH)]
+    lines = [_title(simulation), table_text(table)]
     if simulation.sizes is not None:
-        lines.append(_memory(simulation))
+        lines += ["", _memory(simulation), ""]
     lines.append(
         f"makespan {_time(simulation, simulation.makespan)}, bubble {simulation.bubble:.1%}"
         + _long_run(simulation)
@@ -85,7 +93,8 @@ def simulation_table(simulation: Simulation) -> str:
     if simulation.through < simulation.makespan:
         when = _time(simulation, simulation.through)
         lines.append(f"shares are of the {when} until the last micro-batch is through")
-    lines.append(LEGEND)
+    if first_time(LEGEND):
+        lines.append(wrapped(LEGEND))
     if several:
         lines.append(_sums(simulation))
     return "\n".join(lines)
@@ -105,22 +114,30 @@ def peak_texts(simulation: Simulation) -> list[str]:
 def _memory(simulation: Simulation) -> str:
     """What the memory of each device is made of when it holds the most."""
     parts = [part for part in PARTS if any(memory.parts[part] for memory in simulation.memory)]
-    table = Table(title="memory at its peak, predicted", title_justify="left")
-    table.add_column("device")
-    for heading in ("peak", "at", *parts):
+    fullest = max(range(simulation.devices), key=lambda at: simulation.memory[at].peak)
+    most = simulation.memory[fullest]
+    size, unit = byte_unit(most.peak)
+    table = plain_table(gap=1)
+    for heading in ("device", "peak", *parts):
         table.add_column(heading, justify="right")
-    table.add_column("while")
-    peaks = peak_texts(simulation)
+    unknown = simulation.sizes.unknown if simulation.sizes is not None else ()
     for device, memory in enumerate(simulation.memory):
-        list_ = simulation.program.lists[device]
-        table.add_row(
-            str(device),
-            peaks[device],
-            _time(simulation, memory.time),
-            *(bytes_text(memory.parts[part]) for part in parts),
-            print_instruction(list_[memory.position]) if list_ else "",
-        )
-    return table_text(table, _WIDTH)
+        texts = [
+            f"{count / size:.1f}"
+            for count in (memory.peak, *(memory.parts[part] for part in parts))
+        ]
+        if {*simulation.program.held_by(device)} & {*unknown}:
+            texts[0] = f"at least {texts[0]}"
+        table.add_row(str(device), *texts)
+    list_ = simulation.program.lists[fullest]
+    when = f" at {_time(simulation, most.time)}, in: {print_instruction(list_[most.position])}"
+    return "\n".join(
+        [
+            f"memory at its peak, predicted, in {unit}",
+            table_text(table),
+            f"device {fullest} holds the most{when if list_ else ''}",
+        ]
+    )
 
 
 def _title(simulation: Simulation) -> str:
@@ -158,7 +175,8 @@ def _share(time: float, end: float) -> str:
 
 
 def _by_device(times: Mapping[int, float], end: float) -> str:
-    return ", ".join(f"{device}: {time / end:.1%}" for device, time in sorted(times.items()))
+    shares = ((device, f"{time / end:.1%}") for device, time in sorted(times.items()))
+    return ", ".join(f"{device}: {share}" for device, share in shares if share != "0.0%")
 
 
 def _time(simulation: Simulation, time: float) -> str:

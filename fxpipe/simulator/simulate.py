@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from math import inf
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,16 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.ir.value import COPIED, FURTHEST, HOST, Buffer, Edge
 from fxpipe.ir.walk import waits_of, walk
-from fxpipe.simulator.costs import Costs, Links, Times, check_links, link_between, task_times
+from fxpipe.simulator.costs import (
+    Costs,
+    Each,
+    Links,
+    Times,
+    check_links,
+    each_of,
+    link_between,
+    task_times,
+)
 from fxpipe.simulator.simulation import Events, Simulation, Transfer
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.simulator.sums import Sum, awaited_by, begun_by
@@ -48,8 +58,8 @@ def simulate(
 
     Args:
         program: a program with its communication in place.
-        costs: letter of a kind of task, or (letter, stage) → time; by default the kind's own cost,
-            in which a forward takes 1. Integers stay exact.
+        costs: letter of a kind of task, or (letter, stage), or (letter, stage, micro-batch) → time;
+            by default the kind's own cost, in which a forward takes 1. Integers stay exact.
         links: the latency and bandwidth of the link from one device to another, one for all or
             (from, to) → Link, in the unit of the costs; None for transfers that take no time.
             Gradients go to the other replicas by the link from a device to itself.
@@ -72,7 +82,13 @@ def simulate(
             "anything; run it through communicate first"
         )
     program = blocking(program)
-    times = task_times(program, costs)
+    times, each = task_times(program, costs), each_of(costs)
+    for letter, stage, i in each:
+        if i not in range(program.microbatches):
+            raise InputError(
+                f"costs[{(letter, stage, i)!r}] is for micro-batch {i}; the micro-batches are 0 to "
+                f"{program.microbatches - 1}"
+            )
     if not isinstance(overhead, Real) or not 0 <= overhead < inf:
         raise InputError(f"overhead is {overhead!r}; give a time of at least 0")
     usual = default_steps(program)
@@ -94,7 +110,7 @@ def simulate(
             f"program {program.name!r} gets stuck: device {device} waits for ever at position "
             f"{at}, {print_instruction(flat.lists[device][at])}; Program.verify() tells why"
         )
-    events = run(flat, walked.turns, times, **settings)
+    events = run(flat, walked.turns, times, each=each, **settings)
     same = partial(simulate, program, costs, **settings)
     return Simulation(
         flat, program, count, events, sizes, serial, again=lambda more: same(steps=more)
@@ -110,20 +126,21 @@ def simulate_schedule(
     overhead: float = 0,
     sizes: Sizes | None = None,
     steps: int | None = None,
-    replicas: int = 1,
+    replicas: int | None = None,
     shards: bool = False,
 ) -> Simulation:
     """Simulate a schedule for stages that each hand one value to the next.
 
     The arguments are those of ``simulate``; in ``sizes``, stage s makes the value ``y<s>``. With
-    several ``replicas``, each stage gets an A if the schedule has none. With ``shards``, each
-    replica updates a part of the weights.
+    several ``replicas``, each stage gets an A if the schedule has none; with one, an A does
+    nothing. By default there are two if the schedule has an A, else one, as in its pictures and
+    formulas. With ``shards``, each replica updates a part of the weights.
 
     Raises:
         VerificationError: the schedule is not valid.
         InputError: as for ``simulate``, or ``replicas`` is no number of at least 1.
     """
-    if not isinstance(replicas, Integral) or replicas < 1:
+    if replicas is not None and (not isinstance(replicas, Integral) or replicas < 1):
         raise InputError(f"replicas is {replicas!r}; give a whole number of at least 1")
     if sizes is not None and not isinstance(sizes, Sizes):
         raise InputError(f"sizes is {sizes!r}; give Sizes(...)")
@@ -211,6 +228,7 @@ def run(
     turns: Iterable[Turn],
     times: Times,
     *,
+    each: Each = MappingProxyType({}),
     links: Links | None = None,
     overlap: bool = True,
     overhead: float = 0,
@@ -255,6 +273,8 @@ def run(
             if letter is not None:
                 stage: int = instruction.stage  # type: ignore[union-attr]
                 time = times[letter, stage]
+                if each and (i := getattr(instruction, "microbatch", None)) is not None:
+                    time = each.get((letter, stage, i), time)
                 parts = stage in program.buckets and letter in "BW"
                 now += time * share_of(instruction, program, sizes) if parts else time
                 sums = begun_by(instruction, program) if parts or letter in "AU" else None
@@ -280,7 +300,9 @@ def run(
                             letter = "P"
                             ready = max(now, end_of(instruction.stored))
                         start = max(ready, lanes.get(lane, ready))
-                        end = lanes[lane] = start + times[letter, buffer.source]
+                        time = times[letter, buffer.source]
+                        time = each.get((letter, buffer.source, buffer.microbatch), time)
+                        end = lanes[lane] = start + time
                         move(buffer, device, ready, start, end)
                         now = now if overlap and beside else end
                     case _ if (moved := awaits(instruction)) is not None:

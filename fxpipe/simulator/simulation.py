@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.errors import InputError
+from fxpipe.extend import View
 from fxpipe.formatting import plural, preformatted
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
@@ -20,7 +21,6 @@ from fxpipe.simulator.sums import Sum
 if TYPE_CHECKING:
     from os import PathLike
 
-    from fxpipe.draw.picture import Picture
     from fxpipe.simulator.analysis import Idle, Steady
     from fxpipe.simulator.memory import Memory
 
@@ -300,15 +300,7 @@ class Simulation:
                 part = 0
         return {key: sum(spent) / len(spent) for key, spent in times.items()}
 
-    def draw(self, *beside: Simulation) -> Picture:
-        """Draw the tasks over time, and below them those of other simulations at the same scale.
-
-        Args:
-            beside: other simulations of the program, such as a measured one.
-        """
-        from fxpipe.draw.schedule import draw_simulations
-
-        return draw_simulations(self, *beside)
+    draw = View()
 
     def trace(self, path: str | PathLike[str], *beside: Simulation) -> None:
         """Write a trace for https://ui.perfetto.dev, with other simulations beside this one.
@@ -320,26 +312,7 @@ class Simulation:
 
         write_trace(path, self, *beside)
 
-    def html(self, *beside: Simulation) -> str:
-        """Return an interactive page that a browser opens without a network.
-
-        It zooms, pans, searches, and shows for each task what it waits for and what its device
-        holds. A measured run without others gets a simulation with its mean times above it.
-
-        Args:
-            beside: other simulations of the program, such as a measured one.
-
-        Raises:
-            InputError: bokeh is not installed, which ``fxpipe[html]`` brings.
-        """
-        from fxpipe.draw.page import make_page
-        from fxpipe.simulator.simulate import simulate
-
-        if self.measured and not beside:
-            costs, sizes = self.costs, self.sizes
-            predicted = simulate(self.window, costs, sizes=sizes, steps=self.steps)
-            return make_page(replace(predicted, seconds=self.seconds), self)
-        return make_page(self, *beside)
+    html = View()
 
     def __str__(self) -> str:
         """A table: each device's work, idle time by cause, and what it holds."""

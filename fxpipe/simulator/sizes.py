@@ -117,7 +117,8 @@ class Sizes:
         saved: stage → bytes of one micro-batch that its forward saves, without parameters,
             buffers and the values of ``holds``.
         deferred: stage → bytes that the first half of its backward leaves for the second, counted
-            like ``saved``.
+            like ``saved``. Without the half's graph in ``runs`` they are taken as a part of these:
+            the half releases the others, and holds the greater of the two while it runs.
         state: stage → bytes of the buffers that its forward writes anew for each micro-batch.
         saved_state: stage → bytes of those among them that its forward saves as they were before.
         parameters: stage → bytes of one version of its parameters.
@@ -130,7 +131,6 @@ class Sizes:
         started: stage → bytes of earlier gradients to which the first ones of a step are added.
         optimizer: stage → bytes of its optimizer's state, and of all else that is always there.
         updating: stage → bytes that its update needs while it runs.
-        undo: stage → bytes that its update keeps, to undo it, until all stages have updated.
         holds: stage → values that its ``saved`` holds.
         deferred_holds: stage → values that its ``deferred`` holds.
         deferred_gradients: stage → values, into it or from it, whose gradients its ``deferred``
@@ -163,7 +163,6 @@ class Sizes:
     started: Mapping[int, int] = field(default_factory=dict)
     optimizer: Mapping[int, int] = field(default_factory=dict)
     updating: Mapping[int, int] = field(default_factory=dict)
-    undo: Mapping[int, int] = field(default_factory=dict)
     holds: Mapping[int, frozenset[str]] = field(default_factory=dict)
     deferred_holds: Mapping[int, frozenset[str]] = field(default_factory=dict)
     deferred_gradients: Mapping[int, frozenset[str]] = field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""The text form of each representation: what is printed parses back to an equal value."""
+"""The text of each representation; those of schedules and programs parse back to equal values."""

@@ -1,6 +1,4 @@
-"""Print an fx graph as text, one node per line, and parse it back.
-
-Each line is Python syntax, which Python's own parser reads. The text is never run::
+"""Print an fx graph as text, one node per line, each as a line of Python::
 
     x = placeholder()                                 # the graph's inputs come first
     p_weight = placeholder()
@@ -12,288 +10,109 @@ Each line is Python syntax, which Python's own parser reads. The text is never r
     stash_y = stash('y', y)
     return (y, w)
 
-The text leaves out what does not change the graph's result: metadata, type annotations, the name
-of the output node, and whether a sequence is one of fx's immutable classes.
+The text is for people and for comparisons: what it leaves out does not change the graph's result.
+That is metadata, type annotations, the name of the output node, and whether a sequence is one of
+fx's immutable classes. Nothing reads it back.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import keyword
+import builtins
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, fx, nn
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from fxpipe.errors import InputError, near
-from fxpipe.text.scan import Line, end_of, is_name, lines_of
-from fxpipe.text.target import (
-    CALL_FORM,
-    ROOTS,
-    Function,
-    Path,
-    named,
-    print_function,
-    print_path,
-    read_function,
-    read_path,
-    refused_attribute,
-    refused_method,
-)
-from fxpipe.text.value import ValueReader, print_value
+from fxpipe.formatting import without_addresses
+from fxpipe.ir.plan import pop, stash
+from fxpipe.text.scan import is_name
 
-_PLACEHOLDER = re.compile(r"\*{0,2}[A-Za-z_][A-Za-z0-9_]*")
-_FORM = "write 'name = function(arguments)', or 'return (values)' at the end"
-_METHOD_FORM = "method"
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def print_graph(graph: fx.Graph) -> str:
-    """Print a graph as text that ``parse_graph`` reads back, without a final line break.
-
-    Raises:
-        InputError: an argument of a node has no text; the message names the node.
-    """
+    """Print a graph as text, without a final line break."""
     order = sorted(graph.nodes, key=lambda node: node.op != "placeholder")
-    return "\n".join(_print_node(node) for node in order)
+    return "\n".join(map(_print_node, order))
+
+
+def print_function(function: Callable[..., Any]) -> str:
+    """Print the name by which code calls a function."""
+    match function:
+        case OpOverload() | OpOverloadPacket():
+            namespace, _, name = str(function).partition(".")
+            return _print_path(f"torch.ops.{namespace}", name)
+        case HigherOrderOperator():
+            return f"torch.ops.higher_order.{function}"
+    name = getattr(function, "__name__", None) or without_addresses(repr(function))
+    if function in (stash, pop) or getattr(builtins, name, None) is function:
+        return name
+    for holder in (torch, torch.nn.functional):  # torch's own have no module, or a private one
+        if getattr(holder, name, None) is function:
+            return f"{holder.__name__}.{name}"
+    module = (getattr(function, "__module__", None) or "?").lstrip("_")
+    whole = getattr(function, "__qualname__", name)
+    return f"{module}.{name if '<locals>' in whole else whole}"
+
+
+def print_value(value: Any) -> str:
+    """Print an argument of a node as an expression."""
+    match value:
+        case fx.Node():
+            return value.name
+        case float() if not math.isfinite(value):
+            return f"-math.{-value}" if value < 0 else f"math.{value}"
+        case tuple():
+            items = [print_value(item) for item in value]
+            return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+        case list():
+            return f"[{', '.join(map(print_value, value))}]"
+        case dict():
+            pairs = (f"{print_value(key)}: {print_value(item)}" for key, item in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        case slice():
+            ends = (print_value(end) for end in (value.start, value.stop, value.step))
+            return f"slice({', '.join(ends)})"
+        case torch.device():
+            return f"torch.device({str(value)!r})"
+        case OpOverload() | OpOverloadPacket():
+            return print_function(value)
+    return "..." if value is Ellipsis else without_addresses(repr(value))
 
 
 def _print_node(node: fx.Node) -> str:
-    try:
-        if node.op == "output":
-            return f"return {print_value(node.args[0])}"
-        if not is_name(node.name):
-            raise InputError("its name is no identifier")
-        return f"{node.name} = {_print_expression(node)}"
-    except InputError as error:
-        raise InputError(f"node {node.name!r}: {error}") from None
+    if node.op == "output":
+        return f"return {print_value(node.args[0])}"
+    return f"{node.name} = {_print_expression(node)}"
 
 
 def _print_expression(node: fx.Node) -> str:
-    args, kwargs = [print_value(arg) for arg in node.args], dict(node.kwargs)
-    target = node.target
+    args, target = [print_value(arg) for arg in node.args], node.target
     if node.op == "placeholder":
         named = [] if target == node.name else [repr(target)]
-        default = [f"default={arg}" for arg in args]
-        return f"placeholder({', '.join(named + default)})"
+        return f"placeholder({', '.join(named + [f'default={arg}' for arg in args])})"
     if node.op == "get_attr":
-        return print_path("self", str(target))
+        return _print_path("self", str(target))
     if node.op == "call_module":
-        function = print_path("self", str(target))
+        function = _print_path("self", str(target))
     elif node.op == "call_method":
-        receiver = node.args[0] if node.args else None
-        if isinstance(receiver, fx.Node) and receiver.name not in ROOTS:
-            function, args = f"{args[0]}.{target}", args[1:]
-        else:
-            function, args = _METHOD_FORM, [repr(target), *args]
+        function, args = f"{args[0]}.{target}", args[1:]
     else:
         assert not isinstance(target, str)
         function = print_function(target)
-    for name in kwargs:
-        if not name.isidentifier() or keyword.iskeyword(name):
-            raise InputError(f"its argument {name!r} is no identifier")
-    named = [f"{name}={print_value(value)}" for name, value in kwargs.items()]
+    named = [f"{name}={print_value(value)}" for name, value in node.kwargs.items()]
     return f"{function}({', '.join(args + named)})"
 
 
-def parse_graph(
-    text: str, root: nn.Module | None, functions: Iterable[Function] = ()
-) -> fx.GraphModule:
-    """Read a graph from the text of ``print_graph``; see ``read_graph``."""
-    return read_graph(lines_of(text), root, functions)
-
-
-def read_graph(
-    lines: list[Line], root: nn.Module | None, functions: Iterable[Function]
-) -> fx.GraphModule:
-    """Read a graph. Nothing that the text names is run, and nothing is imported.
-
-    Args:
-        lines: the text; blank lines, comments and indentation do not matter.
-        root: the module with the leaf modules and attributes that the graph names.
-        functions: functions that the text may name besides the list in ``fxpipe.text.target``.
-
-    Raises:
-        ParseError: with the line and column of the first error.
-    """
-    return _GraphReader(root, named(functions)).read(lines)
-
-
-_Expression = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
-"""Opcode, target, args and kwargs of the node that an expression stands for."""
-
-
-class _GraphReader:
-    """Reads the lines of one graph in order.
-
-    Attributes:
-        listed: name → function that the caller lets the text name.
-        takes: the names of the graph's arguments so far.
-    """
-
-    def __init__(self, root: nn.Module | None, listed: Mapping[str, Function]) -> None:
-        self.root = root
-        self.listed = listed
-        self.graph = fx.Graph()
-        self.nodes: dict[str, fx.Node] = {}
-        self.takes: set[str] = set()
-
-    def read(self, lines: list[Line]) -> fx.GraphModule:
-        filled = [line for line in lines if not line.is_blank]
-        rest = iter(filled)
-        if not any(self._read_line(line) for line in rest):
-            message = "the graph has no end: write 'return (values)' on its last line"
-            raise end_of(filled or lines).error(message)
-        for line in rest:
-            raise line.error("nothing may follow the graph's 'return'", line.indent)
-        try:
-            # generates the code of ``forward``, but does not run it
-            return fx.GraphModule(self.root if self.root is not None else nn.Module(), self.graph)
-        except Exception as error:
-            message = f"fx cannot make code of this graph: {error}"
-            raise lines[0].error(message, lines[0].indent) from error
-
-    def _read_line(self, line: Line) -> bool:
-        """Add the line's node. Returns whether it is the output."""
-        statement = line.statement()
-        values = ValueReader(line, self.nodes, self.listed)
-        match statement:
-            case ast.Return(value=ast.expr() as value):
-                self.graph.output(values.read(value))
-                return True
-            case ast.Assign(targets=[ast.Name(id=name) as target], value=value):
-                if name in self.nodes:
-                    raise line.error(f"an earlier line already makes a node {name!r}", target)
-                if not is_name(name):
-                    raise line.error(f"{name!r} is no name of a node", target)
-                op, function, args, kwargs = self._expression(line, values, name, value)
-                node = self.graph.create_node(op, function, args, kwargs, name=name)
-                # fx renames nodes that would hide a builtin, unless the name is set afterwards
-                if node.name != name:
-                    node.name = name
-                self.nodes[name] = node
-                return False
-        raise line.error(_FORM, statement)
-
-    def _expression(
-        self, line: Line, values: ValueReader, name: str, node: ast.expr
-    ) -> _Expression:
-        if not isinstance(node, ast.Call):
-            path = read_path(line, node)
-            if path is None or path.start != "self" or not path.steps:
-                raise line.error(_FORM, node)
-            self._find(path, module=False)
-            return "get_attr", ".".join(path.steps), (), {}
-        path = read_path(line, node.func)
-        if path is None:
-            return "call_function", self._spelt(line, node.func), *values.arguments(node)
-        if path.steps and path.start not in ROOTS:
-            return self._method(path, values, node)
-        if path.start == "placeholder" and not path.steps:
-            return self._placeholder(line, values, name, node)
-        if path.start == _METHOD_FORM and not path.steps:
-            return self._spelt_method(line, values, node)
-        if path.start == "self" and path.steps:
-            self._find(path, module=True)
-            return "call_module", ".".join(path.steps), *values.arguments(node)
-        function = read_function(path, self.listed)
-        args, kwargs = values.arguments(node)
-        if function is getattr:
-            refused = refused_attribute(args[1] if len(args) == 2 and not kwargs else None)
-            if refused:
-                raise line.error(refused, node)
-        if path.start == "operator":
-            # fx writes these as operators, without a check that there are enough operands
-            try:
-                inspect.signature(function).bind(*args, **kwargs)
-            except TypeError as error:
-                raise line.error(f"wrong arguments: {error}", node) from None
-        return "call_function", function, args, kwargs
-
-    def _spelt(self, line: Line, node: ast.expr) -> Function:
-        """Read ``function('module.name')``: a function that the caller has listed."""
-        match node:
-            case ast.Call(func=ast.Name(id=word), args=[ast.Constant(value=str(name))]) if (
-                word == CALL_FORM
-            ):
-                if (function := self.listed.get(f"{CALL_FORM}({name!r})")) is not None:
-                    return function
-                roots = ", ".join(root for root in ROOTS if root != "self")
-                message = (
-                    f"a text can name only some functions of {roots} and some builtins; list "
-                    "others: Plan.parse(text, functions=[...])"
-                )
-                raise line.error(message, node)
-        raise line.error(_FORM, node)
-
-    def _method(self, path: Path, values: ValueReader, node: ast.Call) -> _Expression:
-        receiver = values.node(node, path.start)
-        if len(path.steps) != 1 or not is_name(path.steps[0]):
-            raise path.line.error("write a method of a node as 'node.method(arguments)'", node)
-        if refused := refused_method(path.steps[0]):
-            raise path.at(0, refused)
-        args, kwargs = values.arguments(node)
-        return "call_method", path.steps[0], (receiver, *args), kwargs
-
-    def _spelt_method(self, line: Line, values: ValueReader, node: ast.Call) -> _Expression:
-        """Read ``method('name', receiver)``: the receiver is no node, or is named like a root."""
-        match node.args:
-            case [ast.Constant(value=str(name)) as at, _, *_] if is_name(name):
-                if refused := refused_method(name):
-                    raise line.error(refused, at)
-                args, kwargs = values.arguments(node)
-                return "call_method", name, args[1:], kwargs
-        raise line.error("write method('name', receiver, arguments)", node)
-
-    def _placeholder(
-        self, line: Line, values: ValueReader, name: str, node: ast.Call
-    ) -> _Expression:
-        if self.nodes and next(reversed(self.nodes.values())).op != "placeholder":
-            raise line.error("placeholders come before all other nodes", node)
-        target = name
-        default: tuple[Any, ...] = ()
-        match node.args:
-            case [ast.Constant(value=str(target))] if _PLACEHOLDER.fullmatch(target):
-                pass
-            case [first, *_]:
-                raise line.error("write placeholder() or placeholder('argument')", first)
-        match node.keywords:
-            case [ast.keyword(arg="default", value=value)]:
-                default = (values.constant(value),)
-            case [first_keyword, *_]:
-                raise line.error("a placeholder takes 'default' alone", first_keyword)
-        argument = target.lstrip("*")
-        if argument in self.takes or keyword.iskeyword(argument) or argument == "self":
-            raise line.error(f"the graph cannot take an argument {argument!r} here", node)
-        self.takes.add(argument)
-        return "placeholder", target, default, {}
-
-    def _find(self, path: Path, *, module: bool) -> None:
-        """Check that the root has what a path names, without running any of its code."""
-        if self.root is None:
-            whole = print_path("self", ".".join(path.steps))
-            raise path.line.error(
-                f"{whole} needs a root: pass the module that holds it", path.whole
-            )
-        holder: object = self.root
-        for step, name in enumerate(path.steps):
-            members = dict(_members(holder))
-            last = step == len(path.steps) - 1
-            if name not in members:
-                cure = near(name, members)
-                if not step and name.startswith("fxpipe_"):
-                    cure = "pass pipe.traced.module, which has the model's submodules and this one"
-                raise path.at(step, f"the root has nothing named {name!r} here: {cure}")
-            holder = members[name]
-            if not isinstance(holder, nn.Module) and (module or not last):
-                raise path.at(step, f"{name!r} is no module")
-
-
-def _members(holder: object) -> Iterator[tuple[str, object]]:
-    """The submodules and tensors of a module, as they are stored."""
-    if isinstance(holder, nn.Module):
-        attributes = vars(holder)
-        for kind in ("_modules", "_parameters", "_buffers"):
-            yield from attributes.get(kind, {}).items()
-        yield from ((name, x) for name, x in attributes.items() if isinstance(x, Tensor))
+def _print_path(start: str, target: str) -> str:
+    """Print ``start`` and the dotted ``target`` as a Python expression."""
+    whole = start
+    for step in target.split("."):
+        whole += (
+            f".{step}" if is_name(step) else f"[{step if _INDEX.fullmatch(step) else repr(step)}]"
+        )
+    return whole

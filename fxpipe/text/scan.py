@@ -1,8 +1,7 @@
-"""Read lines of text from left to right, or as Python; every error has its line and column."""
+"""Read lines of text from left to right; every error has its line and column."""
 
 from __future__ import annotations
 
-import ast
 import json
 import keyword
 import re
@@ -33,43 +32,9 @@ class Line:
         self.number = number
         self.at = 0
 
-    @property
-    def indent(self) -> int:
-        return len(self.text) - len(self.text.lstrip())
-
-    @property
-    def is_blank(self) -> bool:
-        """Whether the line is empty or only a comment."""
-        return self.text.lstrip()[:1] in ("", "#")
-
-    def error(self, message: str, at: ast.AST | int | None = None) -> ParseError:
-        """Return an error at an index or at a part of the statement; by default at ``self.at``."""
-        if isinstance(at, ast.AST):
-            at = self._index(getattr(at, "col_offset", 0))
+    def error(self, message: str, at: int | None = None) -> ParseError:
+        """Return an error at an index; by default at ``self.at``."""
         return ParseError(message, self.number, (self.at if at is None else at) + 1)
-
-    def error_at_end(self, message: str, node: ast.expr, length: int) -> ParseError:
-        """Return an error at an expression's last ``length`` characters, such as its last name."""
-        return self.error(message, max(self._index(node.end_col_offset or 0) - length, 0))
-
-    def _index(self, count: int) -> int:
-        """Convert a column of the syntax tree, which counts bytes, to an index of the line."""
-        return self.indent + len(self.text.strip().encode()[:count].decode(errors="ignore"))
-
-    def statement(self) -> ast.stmt:
-        """Parse the only statement on the line, without running it."""
-        code, indent = self.text.strip(), self.indent
-        try:
-            body = ast.parse(code).body
-        except SyntaxError as error:
-            column = min(max(error.offset or 1, 1), len(code) + 1)
-            raise self.error(f"cannot be read: {error.msg}", indent + column - 1) from None
-        except (ValueError, RecursionError, MemoryError) as error:
-            message = f"cannot be read: {str(error) or 'it nests too deep'}"
-            raise self.error(message, indent) from None
-        if len(body) != 1:
-            raise self.error("write one statement a line", body[1] if body else indent)
-        return body[0]
 
     def take(self, pattern: re.Pattern[str]) -> str | None:
         """Read and return what the pattern matches at the current position; None if nothing."""

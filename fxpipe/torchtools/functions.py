@@ -10,11 +10,13 @@ Hooks on the gradients of values would be lost, too, and are refused.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -35,27 +37,38 @@ class _Call:
         spec: the pytree spec of the arguments.
         leaves: the flat arguments; ``_TENSOR`` and ``_SIZE`` stand for tensors and sizes, which
             are passed to each run.
-        output: the spec and the leaves of the result, with ``_TENSOR`` for tensors; None before the
-            first run.
     """
 
     function: Any
     spec: pytree.TreeSpec
     leaves: list[Any]
-    output: tuple[pytree.TreeSpec, list[Any]] | None = None
 
     def run(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Call the function itself, and return the tensors of its result."""
         args = pytree.tree_unflatten(_filled(self.leaves, tensors, sizes), self.spec)
         flat, spec = pytree.tree_flatten(_apply(self.function, *args))
-        self.output = spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in flat]
+        _HERE.output = spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in flat]
         return [leaf for leaf in flat if isinstance(leaf, Tensor)]
 
-    def result(self, tensors: Sequence[Tensor]) -> Any:
-        """Put the function's result together from its tensors."""
-        assert self.output is not None
-        spec, leaves = self.output
-        return pytree.tree_unflatten(_filled(leaves, tensors, ()), spec)
+    def text(self) -> str:
+        """The call as text, which tells nothing of this process, such as an object's address."""
+        marks = {id(_TENSOR): "tensor", id(_SIZE): "size"}
+        leaves = (
+            repr(leaf) if isinstance(leaf, _PLAIN) else marks.get(id(leaf), type(leaf).__qualname__)
+            for leaf in self.leaves
+        )
+        return f"{self.function.__module__}.{self.function.__qualname__}({', '.join(leaves)})"
+
+    def equals(self, other: _Call) -> bool:
+        """Whether one can stand for the other."""
+        return (
+            self.function is other.function
+            and self.spec == other.spec
+            and all(
+                a is b or (isinstance(a, _PLAIN) and type(a) is type(b) and repr(a) == repr(b))
+                for a, b in zip(self.leaves, other.leaves, strict=True)
+            )
+        )
 
 
 def _filled(leaves: list[Any], tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
@@ -65,9 +78,11 @@ def _filled(leaves: list[Any], tensors: Sequence[Tensor], sizes: Sequence[int]) 
 
 
 _TENSOR, _SIZE = object(), object()
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 _CALLS: dict[str, _Call] = {}
 _APPLY = torch.autograd.Function.__dict__["apply"]
 _REGISTER_HOOK: Any = Tensor.register_hook
+_RETAIN_GRAD: Any = Tensor.retain_grad
 
 
 class _ThreadState(threading.local):
@@ -76,10 +91,12 @@ class _ThreadState(threading.local):
     Attributes:
         keeps: whether each function is recorded as one operation, and hooks on values are refused.
         opens: whether reentrant checkpoints just compute their content.
+        output: the spec and the leaves of the last result, with ``_TENSOR`` for tensors.
     """
 
     keeps = False
     opens = False
+    output: tuple[pytree.TreeSpec, list[Any]] | None = None
 
 
 _HERE = _ThreadState()
@@ -87,7 +104,7 @@ _HERE = _ThreadState()
 
 def functions_kept() -> AbstractContextManager[None]:
     """Record each call of an autograd function, inside the block and in this thread, as one
-    operation; ``tensor.register_hook`` raises TraceError."""
+    operation; ``tensor.register_hook`` and ``tensor.retain_grad`` raise TraceError."""
     return _patched(keeps=True)
 
 
@@ -102,15 +119,18 @@ def checkpoints_opened() -> AbstractContextManager[None]:
 @contextmanager
 def _patched(keeps: bool) -> Iterator[None]:
     before = _HERE.keeps, _HERE.opens
-    apply, register = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
+    apply = torch.autograd.Function.__dict__["apply"]
+    register, retain = Tensor.register_hook, Tensor.retain_grad
     _HERE.keeps, _HERE.opens = keeps, True
     torch.autograd.Function.apply = classmethod(_applied)  # type: ignore[method-assign,assignment]
     Tensor.register_hook = _register_hook  # type: ignore[method-assign]
+    Tensor.retain_grad = _retain_grad  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         Tensor.register_hook = register  # type: ignore[method-assign]
+        Tensor.retain_grad = retain  # type: ignore[method-assign]
         _HERE.keeps, _HERE.opens = before
 
 
@@ -146,19 +166,46 @@ def _applied(function: Any, *args: Any, **kwargs: Any) -> Any:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sizes = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
     recorded = _Call(function, spec, [_blank(leaf) for leaf in leaves])
-    return recorded.result(torch.ops.fxpipe.function(tensors, sizes, _key(recorded)))
+    outputs = torch.ops.fxpipe.function(tensors, sizes, _key(recorded))
+    assert _HERE.output is not None
+    spec, leaves = _HERE.output
+    return pytree.tree_unflatten(_filled(leaves, outputs, ()), spec)
 
 
 def _register_hook(self: Tensor, hook: Any) -> Any:
     """Replaces ``Tensor.register_hook`` while it is patched."""
-    frame = sys._getframe(1)
-    if not _HERE.keeps or not source.is_users(frame.f_code.co_filename):
-        return _REGISTER_HOOK(self, hook)
+    if _HERE.keeps and source.is_users(sys._getframe(1).f_code.co_filename):
+        raise unheld("register_hook")
+    return _REGISTER_HOOK(self, hook)
+
+
+def _retain_grad(self: Tensor) -> None:
+    """Replaces ``Tensor.retain_grad`` while it is patched."""
+    if _HERE.keeps and source.is_users(sys._getframe(1).f_code.co_filename):
+        raise unheld("retain_grad")
+    _RETAIN_GRAD(self)
+
+
+ON_GRADIENTS = {
+    "register_hook": (
+        "registers a hook on the gradient of a value",
+        "which no graph would call; write a torch.autograd.Function with that backward",
+    ),
+    "retain_grad": (
+        "retains the gradient of a value",
+        "which no graph would keep; leave that line out",
+    ),
+}
+"""Methods of tensors that are about gradients → what the model does with them, and what to do
+instead."""
+
+
+def unheld(method: str) -> TraceError:
+    """The error for one of ``ON_GRADIENTS``, called by the innermost code of the user's."""
+    frame = sys._getframe(source.users_level() - 1)
+    does, cure = ON_GRADIENTS[method]
     where = source.of_frame(frame, frame.f_lineno)
-    raise TraceError(
-        f"the model registers a hook on the gradient of a value, at {where}, which no graph would "
-        f"call; write a torch.autograd.Function with that backward, or {way_out('')}"
-    )
+    return TraceError(f"the model {does}, at {where}, {cure}, or {way_out('')}")
 
 
 def _blank(leaf: Any) -> Any:
@@ -168,11 +215,19 @@ def _blank(leaf: Any) -> Any:
 
 
 def _key(recorded: _Call) -> str:
-    """Store a call, and return the key by which a graph refers to it."""
-    function = recorded.function
-    key = f"{function.__module__}.{function.__qualname__}/{len(_CALLS)}"
-    _CALLS[key] = recorded
-    return key
+    """Store a call, and return the key by which a graph refers to it: its text, with a number if
+    other calls have the same text, such as of two local classes of one name."""
+    key = text = recorded.text()
+    for number in count(1):
+        if recorded.equals(_CALLS.setdefault(key, recorded)):
+            return key
+        key = f"{text}#{number}"
+    raise AssertionError
+
+
+def unnumbered(text: str) -> str:
+    """The text of a graph without the numbers of keys, which depend on earlier traces."""
+    return re.sub(r"#\d+(?=['\"])", "", text)
 
 
 def _opaque(tensors: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
@@ -182,7 +237,7 @@ def _opaque(tensors: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[T
         outputs = _CALLS[key].run(tensors, sizes)
     if [tensor._version for tensor in tensors] != versions:
         raise TraceError(
-            f"the autograd function {key.partition('/')[0]} writes into its input; let it work on "
+            f"the autograd function {key.partition('(')[0]} writes into its input; let it work on "
             'a copy, or trace around it with tracer="symbolic"'
         )
     storages = {tensor.untyped_storage()._cdata for tensor in tensors}

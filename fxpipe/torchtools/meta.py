@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch._C import _to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from fxpipe.errors import InputError
 from fxpipe.torchtools.pytrees import size_in_bytes
@@ -28,7 +30,8 @@ def bytes_without_data(model: nn.Module, place: torch.device) -> int:
     for name in without_data if place.type != "cpu" else ():
         raise InputError(
             f"{name!r} is on the meta device, which only pipes over CPU devices take so far; give "
-            'the model memory first (model.to_empty(device="cpu"))'
+            'the model memory first (model.to_empty(device="cpu")), or weights that are read from '
+            "their file (model.load_state_dict(torch.load(path, mmap=True), assign=True))"
         )
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -45,32 +48,48 @@ class Scratch:
     """Memory shared by many tensors whose values do not matter.
 
     PyTorch does not know that they share it: each has a storage of its own.
+
+    Args:
+        device: where the memory is.
+        turns: how many memories of a dtype take turns, so that operands of an operation seldom
+            share one.
+        signed: whether its numbers have both signs.
     """
 
-    def __init__(self) -> None:
-        self._memory: dict[torch.dtype, Tensor] = {}
+    def __init__(
+        self, device: torch.device | str = "cpu", turns: int = 1, *, signed: bool = False
+    ) -> None:
+        self._device, self._signed = device, signed
+        self._memories: dict[torch.dtype, deque[Tensor]] = defaultdict(deque)
+        self._turns = turns
 
     def like(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the same shape, strides and dtype; return a sparse tensor itself."""
         if tensor.layout is not torch.strided:
             return tensor
-        shape, strides = tensor.shape, tensor.stride()
+        shape, strides, dtype = tensor.shape, tensor.stride(), tensor.dtype
         if 0 in shape:
-            return torch.empty_strided(shape, strides, dtype=tensor.dtype)
+            return torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
         span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        memory = self._memory.get(tensor.dtype)
+        memories = self._memories[dtype]
+        memory = memories.popleft() if len(memories) == self._turns else None
         if memory is None or len(memory) < span:
             room = max(span, 2 * len(memory)) if memory is not None else span
-            memory = self._memory[tensor.dtype] = _numbers(torch.empty(room, dtype=tensor.dtype))
-        part = (ctypes.c_char * (span * tensor.element_size())).from_address(memory.data_ptr())
-        vars(part)["memory"] = memory  # keeps the memory alive
-        return torch.frombuffer(part, dtype=tensor.dtype, count=span).as_strided(shape, strides)
+            del memory
+            memory = _numbers(torch.empty(room, dtype=dtype), self._signed).to(self._device)
+        memories.append(memory)
+        part = memory.view(torch.uint8)[: span * tensor.element_size()]
+        # with a storage of its own; through a capsule on whichever device is the current one
+        own = from_dlpack(_to_dlpack(part))
+        return own.view(dtype).as_strided(shape, strides)
 
 
-def _numbers(tensor: Tensor) -> Tensor:
-    """Fill a tensor with small positive numbers, or zeros if its dtype is integral or one byte."""
+def _numbers(tensor: Tensor, signed: bool = False) -> Tensor:
+    """Fill a tensor with small numbers, all positive unless ``signed``; or with zeros if its dtype
+    is integral or one byte."""
     if tensor.is_floating_point() and tensor.element_size() > 1:
-        return tensor.uniform_(0.0, 0.1, generator=torch.Generator().manual_seed(0))
+        low = -0.05 if signed else 0.0
+        return tensor.uniform_(low, low + 0.1, generator=torch.Generator().manual_seed(0))
     return tensor.zero_()
 
 
@@ -112,15 +131,39 @@ def _like(tensor: Tensor, scratch: Scratch | None) -> Tensor:
     if scratch is not None:
         values = scratch.like(tensor)
     else:
-        values = _numbers(torch.empty_like(tensor, device="cpu"))
+        signed = isinstance(tensor, nn.Parameter)
+        values = _numbers(torch.empty_like(tensor, device="cpu"), signed)
     if not isinstance(tensor, nn.Parameter):
         return values
-    if scratch is None and values.is_floating_point() and values.element_size() > 1:
-        values -= 0.05  # numbers of both signs
     parameter = nn.Parameter(values, tensor.requires_grad)
     parameter._backward_hooks = tensor._backward_hooks
     parameter._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
     return parameter
+
+
+@contextmanager
+def lent(model: nn.Module, others: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+    """Inside the block, the parameters of a model hold numbers in memory of ``device`` that all of
+    them share, as much as the largest needs; its buffers, and other tensors, hold copies of their
+    values there. After it all hold their own data again, which nothing has moved or copied."""
+    scratch = Scratch(device, signed=True)
+    parameters = sorted(model.parameters(), key=size_in_bytes, reverse=True)
+    copied = [*model.buffers(), *others]
+    before = [(tensor, tensor.data, tensor.grad) for tensor in (*parameters, *copied)]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+            parameter.data = scratch.like(parameter)
+        for tensor in copied:
+            tensor.data = tensor.data.to(device, copy=True)
+        torch.clear_autocast_cache()  # it has casts of the data
+        yield
+    finally:
+        for tensor, data, gradient in before:
+            tensor.grad = None
+            tensor.data = data
+            tensor.grad = gradient
+        torch.clear_autocast_cache()
 
 
 @contextmanager

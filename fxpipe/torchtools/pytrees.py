@@ -68,6 +68,14 @@ def together(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
     return _objects(pytree.tree_unflatten(list(leaves), spec))
 
 
+def detached(value: Any) -> Any:
+    """The same value; if one of its tensors has a graph of autograd, without these graphs."""
+    leaves, spec = pytree.tree_flatten(taken_apart(value))
+    if not any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves):
+        return value
+    return together(pytree.tree_map_only(Tensor, Tensor.detach, leaves), spec)
+
+
 @contextmanager
 def returning_parts(model: nn.Module) -> Iterator[None]:
     """Let the model return ``taken_apart(output)`` inside the block."""

@@ -30,6 +30,8 @@ _TYPED = ("<stdin", "<python-input", "<ipython", "<doctest", "<console")
 # where PyTorch calls a dispatch mode, and where a mode calls an operation
 _ENTRIES = tuple(str(Path(_TORCH, part)) for part in ("_compile.py", "_dynamo"))
 _EXITS = str(Path(_TORCH, "_ops.py"))
+# what torch.export calls the module of nodes that it adds itself
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
@@ -55,6 +57,17 @@ def of_node(node: fx.Node) -> str:
         for match in _FRAME.finditer(node.meta.get("stack_trace") or "")
     ]
     return _innermost(frames)
+
+
+def module_paths(node: fx.Node) -> list[str]:
+    """The submodules that a node belongs to, outermost first, without the model itself."""
+    return [path for path in module_stack(node) if path != _NO_MODULE]
+
+
+def module_stack(node: fx.Node) -> list[str]:
+    """The same, with torch.export's own name for where it adds nodes itself, such as sizes."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [path for path, _ in stack.values() if path]
 
 
 def credit(graph: fx.Graph, function: Callable[..., Any]) -> None:
@@ -91,10 +104,11 @@ def lacks_memory(cause: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def refusing_failures(what: str = "the model") -> Iterator[None]:
+def refusing_failures(what: str = "the model", gradients: bool = True) -> Iterator[None]:
     """Raise InputError, with the line of the model, for an error inside the block.
 
-    The model has run without gradients before, so they must be the cause, unless memory ran out.
+    The model has run before, so that it must be because there are gradients now, or because there
+    are none, unless memory ran out.
     """
     try:
         yield
@@ -104,7 +118,8 @@ def refusing_failures(what: str = "the model") -> Iterator[None]:
         if lacks_memory(error):
             raise
         raise InputError(
-            f"the model fails on the first micro-batch with gradients enabled, at "
+            "the model fails on the first micro-batch "
+            f"{'with gradients enabled' if gradients else 'without gradients'}, at "
             f"{of_exception(error) or what} ({told(error).splitlines()[0]}); correct that line"
         ) from error
 

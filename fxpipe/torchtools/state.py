@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from torch._C import _autograd
 from fxpipe.errors import TraceError
 from fxpipe.random.leaf_draws import others_kept
 from fxpipe.signals import SignalsAtOperations
+from fxpipe.torchtools.accelerator import kind_here, random_kept, reaches
+from fxpipe.torchtools.source import lacks_memory
 
 
 @contextmanager
@@ -29,13 +31,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
         # buffers that repeat their elements, as ``expand`` makes them, cannot be written at all
         writable = [x for x in model.buffers() if not _repeats(x)] + _rescaled(model)
         before = [(tensor, tensor.detach().clone()) for tensor in writable]
-        devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
         try:
-            with (
-                assigned_in_place(model),
-                torch.random.fork_rng(devices=sorted(devices)),
-                others_kept(),
-            ):
+            with assigned_in_place(model), random_kept(model.parameters()), others_kept():
                 yield
         finally:
             with torch.no_grad():
@@ -81,6 +78,22 @@ def _rescaled(model: nn.Module) -> list[Tensor]:
     """The weights of embeddings with ``max_norm``."""
     embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     return [module.weight for module in embeddings if module.max_norm is not None]
+
+
+T = TypeVar("T")
+
+
+def tried(run: Callable[[], T]) -> T:
+    """Run a part of a model once: without gradients, so that no activations are kept; if that
+    fails, with gradients, without which a hook on the gradient of a value cannot be registered."""
+    try:
+        with torch.no_grad():
+            return run()
+    except RuntimeError as error:
+        if lacks_memory(error):
+            raise
+    with torch.enable_grad():
+        return run()
 
 
 @contextmanager
@@ -176,16 +189,36 @@ def without_collection() -> Iterator[None]:
 
 @contextmanager
 def on_device(model: nn.Module, others: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Move the whole model and other tensors to one device inside the block."""
+    """Copy the whole model and other tensors to one device inside the block, where they stay the
+    same objects. Afterwards they have their own memory again, as nothing in the block changes them:
+    else who compares memory and versions would take them for changed by the user."""
     tensors = [*model.parameters(), *model.buffers(), *others]
-    before = [tensor.device for tensor in tensors]
+    before = [(tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.device != device]
     try:
         for tensor in tensors:
             move(tensor, device)
         yield
     finally:
-        for tensor, home in zip(tensors, before, strict=True):
-            move(tensor, home)
+        for tensor, data, gradient in before:
+            tensor.grad = None
+            tensor.data = data
+            tensor.grad = gradient
+
+
+@contextmanager
+def returned_if_failed(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """If the block fails, tensors that it has moved are again where they were."""
+    # data on the host stay there meanwhile; those on a device give way
+    before = [(x, x.data if x.is_cpu else None, x.device) for x in tensors]
+    try:
+        yield
+    except BaseException:
+        for tensor, data, device in before:
+            if data is None or tensor.grad is not None:
+                move(tensor, device)
+            else:
+                tensor.data = data
+        raise
 
 
 def move(tensor: Tensor, device: torch.device) -> None:
@@ -195,15 +228,26 @@ def move(tensor: Tensor, device: torch.device) -> None:
     with torch.no_grad():
         gradient = tensor.grad
         tensor.grad = None
-        tensor.data = tensor.data.to(device)
+        tensor.data = brought(tensor.data, device)
+        torch.clear_autocast_cache()  # it may have a cast of the old data
         if gradient is not None:
-            tensor.grad = gradient.to(device)
+            tensor.grad = brought(gradient, device)
+
+
+def brought(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device; it goes through the host if the devices cannot read each other's
+    memory. Autograd brings gradients back in the same way."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    both = here is not None and tensor.device.type == device.type == here.type
+    if both and tensor.device != device and not reaches(device, tensor.device):
+        tensor = tensor.cpu()
+    return tensor.to(device)
 
 
 def to_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
     """Copy inputs to a device; the copies require gradients if the inputs do."""
     return [
-        leaf.detach().to(device).requires_grad_(leaf.requires_grad)
+        brought(leaf.detach(), device).requires_grad_(leaf.requires_grad)
         if isinstance(leaf, Tensor)
         else leaf
         for leaf in leaves
@@ -223,7 +267,6 @@ def keep_memory() -> None:
 Autocasts = tuple[tuple[str, torch.dtype], ...]
 """Device type and dtype for each device type with autocast."""
 
-_KINDS = ("cpu", "cuda")
 _LOCK = threading.Lock()
 _inside = 0
 """How many threads are inside ``under``. PyTorch has one cache of cast weights for all threads, and
@@ -233,7 +276,7 @@ order."""
 
 def autocasts() -> Autocasts:
     """The autocasts of this thread."""
-    on = filter(torch.is_autocast_enabled, _KINDS)
+    on = filter(torch.is_autocast_enabled, ("cpu", kind_here()))
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in on)
 
 
@@ -242,7 +285,7 @@ def under(casts: Autocasts) -> Iterator[None]:
     """Set this thread's autocasts inside the block."""
     global _inside
     before, wanted = autocasts(), dict(casts)
-    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in _KINDS}
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", kind_here())}
     with _LOCK:
         _inside += 1
     torch.autocast_increment_nesting()

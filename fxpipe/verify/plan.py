@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir.plan import Argument, Plan, Stage, Write, pop, stash
 from fxpipe.ir.value import HOST, Edge, outputs_of
+from fxpipe.text.graph import print_function
 from fxpipe.text.scan import is_name
-from fxpipe.text.target import print_function
 
 _WRITING = frozenset(
     (

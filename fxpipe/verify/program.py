@@ -283,8 +283,8 @@ def _out_of_row(before: Step | None, x: Step) -> Wrong | None:
 def _barriers(facts: Facts) -> Iterator[Fault]:
     """Check that a barrier separates all gradients from all updates, and that there is no other.
 
-    With it, a failure anywhere in the step leaves every weight as it was. Where batches overlap or
-    read older versions there is none: a failure goes back to an older version.
+    With it, a failure before the first update leaves every weight as it was. Where batches overlap
+    or read older versions there is none, and a failure ends the pipe.
     """
     steps = [x for compute in facts.compute for _, x in compute]
     delayed = any(isinstance(x, ins.Forward) and x.version < 0 for x in steps)

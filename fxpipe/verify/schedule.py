@@ -32,8 +32,9 @@ StashLimit = int | Sequence[int]
 class Stash:
     """The most micro-batches that are kept at once, in a run of any length.
 
-    A micro-batch counts on a stage from the start of its forward to the end of its backward, or, if
-    that is halved, of its weight gradient, as the papers count.
+    A micro-batch counts on a stage from the start of its forward, or, if it has one, of its
+    recompute, to the end of its backward, or, if that is halved, of its weight gradient, as the
+    papers count.
 
     Attributes:
         stages: stage → the micro-batches that it keeps.
@@ -164,7 +165,7 @@ def stash_of(window: Window) -> Stash:
     """Count the stash of a schedule whose tasks are complete and in order."""
     devices = [0] * window.schedule.devices
     peaks: list[list[int]] = []
-    for begin, ends in ("F", "BW"), ("I", "W"), ("F", "R"):
+    for begin, ends in ("RF", "BW"), ("I", "W"), ("F", "R"):
         stages = [0] * window.schedule.stages
         peaks.append(stages)
         for spot, stage, kept, in_all in _levels(window, begin, ends):
@@ -184,7 +185,7 @@ def too_much(window: Window, limit: StashLimit) -> Iterator[Fault]:
     limits = _checked(limit, window.schedule.stages)
     peaks = stash_of(window)
     reported: set[int] = set()
-    for spot, stage, kept, in_all in _levels(window, "F", "BW"):
+    for spot, stage, kept, in_all in _levels(window, "RF", "BW"):
         if not isinstance(limits, tuple):
             who, what, most = spot.device, "the device keeps", limits
             now, peak = in_all, peaks.devices[who]
@@ -205,19 +206,21 @@ def _levels(window: Window, begin: str, ends: str) -> Iterator[tuple[Spot, int, 
     """Yield each task that begins a span, its stage, and how many spans are open from then on: of
     that stage, and of all stages of the device.
 
-    A span lasts from ``begin`` to one of ``ends``. If its end runs for an earlier batch than its
-    begin, it is already open when the window starts, once for each batch between.
+    A span lasts from the first of ``begin`` that its micro-batch has to one of ``ends``. If its end
+    runs for an earlier batch than its begin, it is already open when the window starts, once for
+    each batch between.
     """
     spots = window.spots
     kept, in_all = [0] * window.schedule.stages, [0] * window.schedule.devices
-    spans: set[tuple[int | None, int]] = set()
+    spans: set[tuple[str, int | None, int]] = set()
     for (kind, i, stage), spot in spots.items():
-        if kind in ends and (first := spots.get((begin, i, stage))) is not None:
-            spans.add((i, stage))
-            kept[stage] += first.batch - spot.batch
-            in_all[spot.device] += first.batch - spot.batch
+        starts = [(letter, i, stage) for letter in begin if (letter, i, stage) in spots]
+        if kind in ends and starts:
+            spans.add(starts[0])
+            kept[stage] += spots[starts[0]].batch - spot.batch
+            in_all[spot.device] += spots[starts[0]].batch - spot.batch
     for (kind, i, stage), spot in spots.items():
-        begins = kind == begin and (i, stage) in spans
+        begins = (kind, i, stage) in spans
         if begins or kind in ends:
             kept[stage] += 1 if begins else -1
             in_all[spot.device] += 1 if begins else -1

@@ -3,14 +3,6 @@
 All tasks of a micro-batch of batch t on a stage read version max(t − delay, 0), and the update of
 batch t makes version t + 1. All counts are for steps in which all batches exist: the first steps
 and the flush leave tasks out, and so need and keep no more.
-
-While batches are in flight, a failure takes all stages back to the newest version that every stage
-has. To need no more buffers for that, the update of batch n on a stage waits for the updates of
-batch n − d on all others, d being the delay. With one stage a device this cannot deadlock: behind a
-stage's update of batch n come only tasks of later batches, and on any other stage the tasks that
-depend on those follow the first forward of batch n + 1, which in turn follows the update of batch
-n − d there, whose version it reads. Where delays differ, no update waits, and a stage that is ahead
-also keeps the version that it may have to go back to.
 """
 
 from __future__ import annotations
@@ -37,7 +29,6 @@ class Versions:
         live: stage → the most versions that are needed at once, the newest included.
         microbatches: the smallest number of micro-batches with which the delays are large enough,
             if forwards run as far ahead of backwards as here; None where more would not help.
-        awaited: whether an update may wait for those of ``delay`` batches before on all stages.
     """
 
     delays: tuple[Rule, ...]
@@ -46,7 +37,6 @@ class Versions:
     enough: bool
     live: tuple[int, ...]
     microbatches: int | None
-    awaited: bool
 
     @property
     def delay(self) -> int:
@@ -85,7 +75,6 @@ def _versions(window: Window) -> tuple[Versions, list[_Stage]]:
         ),
         tuple(stage.live for stage in stages),
         _microbatches(schedule, stages),
-        _awaited(schedule),
     )
     return versions, stages
 
@@ -205,14 +194,6 @@ class _Stage:
             return 0
         steps = delay - reader.batch + self.update.batch
         return max(steps + (reader.position > self.update.position), 0)
-
-
-def _awaited(schedule: Schedule) -> bool:
-    """Whether updates may wait: one delay, one stage a device, and no tasks of a user's own, which
-    may come after an update of their batch."""
-    one_each = len(set(schedule.placement)) == schedule.stages
-    same = len({*schedule.rules, *schedule.delays}) == 1 and min(schedule.delays) > 0
-    return one_each and same and schedule.kinds <= BUILT_IN
 
 
 def _batches(spot: Spot, now: Spot) -> int:

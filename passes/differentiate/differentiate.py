@@ -24,15 +24,32 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import set_detect_anomaly
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.ir.plan import Plan, Stage, ValueSpec
 from fxpipe.ir.value import HOST, Edge, gradient_groups, outputs_of
 from fxpipe.kernels.autograd import AutogradKernel
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.passes.differentiate.joint import JointTrace, StageSides, callable_graph
-from fxpipe.passes.graph.layouts import TrueLayouts
+from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import memory, size_in_bytes
 from fxpipe.torchtools.state import under
+
+
+class _NothingEqual(TorchDispatchMode):
+    """Inside, tensors without data are not equal: istft looks for gaps in its windows by ``equal``,
+    and there was none in the model's own run."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper would take longer than the dispatch of most calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.equal.default:
+            return False
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -50,7 +67,11 @@ class Wanted:
 
 
 def differentiate(
-    plan: Plan, values: Mapping[str, Any], state: Mapping[str, Tensor], wanted: Wanted
+    plan: Plan,
+    values: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    wanted: Wanted,
+    functional: bool = True,
 ) -> Plan:
     """Plan → Plan: give stages their kernels, edges their ``gradient``, and values their specs.
 
@@ -59,13 +80,14 @@ def differentiate(
         values: input → an example of the size of one micro-batch.
         state: name in the model → parameter, buffer or constant.
         wanted: the gradients to compute; without any, the kernels are for inference.
+        functional: whether kernels keep their functional backward, for passes that split it.
     """
     if any(stage.leaves for stage in plan.stages):
         with under(()):  # no autocast, as in a stage's thread
             return _Probe(plan, values, state, wanted).run()
     # anomaly detection looks for NaN, which needs data
     with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
-        return _Tracer(plan, values, state, wanted).run()
+        return Tracer(plan, values, state, wanted, functional).run()
 
 
 def _specs(values: Mapping[str, Any]) -> dict[str, ValueSpec]:
@@ -172,11 +194,19 @@ class _Differentiator:
         )
 
 
-class _Tracer(_Differentiator):
+class Tracer(_Differentiator):
     """For stages without leaf modules: traces autograd on fake tensors, into two graphs."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self,
+        plan: Plan,
+        values: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+        wanted: Wanted,
+        functional: bool,
+    ) -> None:
+        super().__init__(plan, values, state, wanted)
+        self.functional = functional
         self.mode = FakeTensorMode()
         used = {a.target for s in self.plan.stages for a in (*s.parameters, *s.buffers)}
         tensors = {name: self.state[name] for name in used}
@@ -202,7 +232,7 @@ class _Tracer(_Differentiator):
         return fake.requires_grad_(tensor.requires_grad)
 
     def run(self) -> Plan:
-        with self.mode, TrueLayouts():  # type: ignore[no-untyped-call]
+        with self.mode, _NothingEqual():  # type: ignore[no-untyped-call]
             return super().run()
 
     def forward(self, stage: Stage) -> None:
@@ -213,7 +243,8 @@ class _Tracer(_Differentiator):
     def backward(self, stage: Stage) -> None:
         gradients = [self.total_gradient(name) for name in self.returned(stage)]
         with under(()):  # autocast does not apply to backwards
-            self.kernels[stage.index], of_inputs = self.forwards.pop(stage.index).kernel(gradients)
+            trace = self.forwards.pop(stage.index)
+            self.kernels[stage.index], of_inputs = trace.kernel(gradients, self.functional)
         for edge, gradient in zip(self.incoming(stage), of_inputs, strict=True):
             if gradient is not None:
                 self.gradients[edge.value, stage.index] = gradient
@@ -235,7 +266,8 @@ class _Probe(_Differentiator):
         names = self.returned(stage)
         flags = [self.needs_gradient(edge) for edge in self.incoming(stage)]
         kernel = self._kernel(stage, flags, flags, [True] * len(names))
-        result = kernel.forward(*self.arguments(stage))
+        with source.refusing_failures(gradients=kernel.recording):
+            result = kernel.forward(*self.arguments(stage))
         self.forwards[stage.index] = result.saved
         self.note(stage, result.saved[0] if names else [])
 

@@ -173,12 +173,13 @@ class JointTrace:
             node.meta[BYTES] = bytes_of(self._result.values[node.name])
 
     def kernel(
-        self, gradients: Sequence[Tensor | None]
+        self, gradients: Sequence[Tensor | None], functional: bool
     ) -> tuple[GraphKernel, Sequence[Tensor | None]]:
         """Trace the backward; return the stage's kernel, and for each input its gradient or None.
 
         Args:
             gradients: for each output the fake gradient that it will get, or None.
+            functional: whether the kernel keeps its functional backward.
         """
         given = [gradient for gradient in gradients if gradient is not None]
         has = [gradient is not None for gradient in gradients]
@@ -200,7 +201,9 @@ class JointTrace:
         pairs = zip(parameters, of_parameters, strict=True)
         trained = [parameter for parameter, gradient in pairs if gradient is not None]
         kernel = GraphKernel(
-            *split_joint(graph, stage.index, names, len(self._arguments), kept, trained),
+            *split_joint(
+                graph, stage.index, names, len(self._arguments), kept, trained, functional
+            ),
             outputs=len(returned),
             writes=len(stage.writes),
             input_strides=tuple(map(_strides, inputs)),

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
+from fxpipe.passes.differentiate.known_results import KnownResults
 from fxpipe.passes.graph.aliasing import functional_variant, keeps_type, may_alias
 
 _DEVICE = torch.ops.prim.device.default
@@ -52,11 +53,16 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.meta: Mapping[str, Any] = {}
+        self._known = KnownResults.shared()
         self._last: fx.Node | None = None
         self._same: dict[int, list[Tensor]] = {}  # tensor → itself and all that detach made of it
         self._shared: set[int] = set()  # tensors that may share their memory with others
         # with the tensors themselves, so that no new tensor gets the identity of one
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper would take longer than the dispatch of most calls
 
     def place(self, arguments: Sequence[Any]) -> list[Any]:
         """Add arguments, and return them; a tensor that occurs again is replaced by an alias."""
@@ -102,7 +108,7 @@ class Recorder(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        result = func(*args, **kwargs)
+        result = self._known.result(func, args, kwargs)
         several = isinstance(result, list | tuple)
         if not any(isinstance(leaf, Tensor) for leaf in (result if several else (result,))):
             return result

@@ -37,6 +37,7 @@ def split_joint(
     arguments: int,
     kept: int,
     trained: Sequence[Tensor],
+    functional: bool,
 ) -> tuple[fx.GraphModule, fx.GraphModule | None, fx.Graph | None]:
     """Return the first three fields of a GraphKernel.
 
@@ -47,6 +48,7 @@ def split_joint(
         arguments: how many placeholders the forward takes; the others are gradients.
         kept: how many of the graph's results the forward returns.
         trained: the parameters whose gradients are the last results, after those of inputs.
+        functional: whether the functional backward is wanted; else the third field is None.
     """
     _drop_detach(graph)
     graph.eliminate_dead_code()
@@ -73,8 +75,10 @@ def split_joint(
     if not computed:
         return forward, None, None
     backward = extract([*saved, *gradients], late, computed)
-    # a copy runs, because passes that split the backward need it functional
-    return forward, runnable(deepcopy(backward), f"Stage{index}Backward", inputs), backward
+    # a copy runs, where passes that split the backward need it functional
+    runs = deepcopy(backward) if functional else backward
+    module = runnable(runs, f"Stage{index}Backward", inputs)
+    return forward, module, backward if functional else None
 
 
 def _drop_detach(graph: fx.Graph) -> None:

@@ -7,32 +7,40 @@ and the gradient of every parameter. Random operations draw a fixed pattern in b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from fxpipe import random
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.traced import DRAWS_FROM_OTHERS, Traced, Value
+from fxpipe.ir.traced import AUTOCAST, DRAWS_FROM_OTHERS, Traced, Value
 from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.kernels.inductor import compiled
 from fxpipe.kernels.serial import SerialResult, run_serially
 from fxpipe.passes.graph.randomness import FixedDraws, fixed_others, pattern
 from fxpipe.torchtools import moments, source
 from fxpipe.torchtools.pytrees import pieces, taken_apart
+from fxpipe.torchtools.state import brought
 
 _RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """How much two runs of the same operations may differ, as a part of the greatest entry; a wrong
 trace differs by far more."""
 
 _NOISE = 4.0
-"""How much a gradient may differ, in multiples of its own noise, where that is more."""
+"""How much a value may differ, in multiples of its own noise, where that is more."""
+
+_CLOSE = 4.0
+"""Differences up to this multiple of what is allowed may yet be rounding."""
+
+_FEW = 0.05
+"""So may differences in this part of the whole numbers of an output, such as the largest of close
+numbers."""
 
 _ROUNDING = 8
 """By how many last bits the sum of some thousand numbers may be off."""
@@ -50,6 +58,11 @@ _WITHOUT_GRADIENTS = (
 )
 
 
+class CloseError(TraceError):
+    """The plan and the model differ by more than is allowed, but by so little that it may yet be
+    rounding."""
+
+
 def check(
     traced: Traced,
     plan: Plan,
@@ -58,6 +71,7 @@ def check(
     call: Callable[[], tuple[Any, Tensor | None]],
     differentiated: bool,
     own: Collection[int],
+    devices: Sequence[torch.device] = (),
 ) -> None:
     """Compare a differentiated plan with the model; split backwards are run whole and in halves.
 
@@ -71,23 +85,25 @@ def check(
         differentiated: whether gradients are compared as well.
         own: the stages whose parameters' gradients are compared; a rank has no memory for those of
             other ranks.
+        devices: stage → the device of its parameters, if they are on several.
 
     Raises:
         TraceError: the plan and the model differ; names the output or parameter.
+        CloseError: they differ, and nothing differs by much.
         InputError: the model fails where gradients are wanted; names its line.
     """
     called = [node for node in traced.graph.nodes if node.op == "call_module"]
-    narrow = _narrowest(plan)
-    compare = partial(
-        _compare, _CURES[traced.leaves] + ("" if differentiated else _WITHOUT_GRADIENTS), narrow
-    )
-    difference = partial(_difference, narrow)
+    narrow = _narrowest(traced, plan)
+    cure = _CURES[traced.leaves] + ("" if differentiated else _WITHOUT_GRADIENTS)
 
     @contextmanager
     def draws() -> Iterator[None]:
         with ExitStack() as stack:
             if traced.seeded or traced.leaves:
                 stack.enter_context(FixedDraws())
+            if any(node.target is random.attention for node in traced.graph.nodes):
+                # fused kernels draw masks of their own
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if any(node.meta.get(DRAWS_FROM_OTHERS) for node in called):
                 stack.enter_context(fixed_others())
             yield
@@ -99,7 +115,8 @@ def check(
     kept = _kept(state, {id(state[name]) for name in before})
 
     def run() -> tuple[list[tuple[str, Tensor]], Tensor | None]:
-        with torch.enable_grad() if differentiated else torch.no_grad(), source.refusing_failures():
+        refusing = source.refusing_failures(gradients=differentiated)
+        with torch.set_grad_enabled(differentiated), refusing:
             output, loss = call()
         leaves = pytree.tree_leaves(taken_apart(output))
         outputs = [
@@ -111,90 +128,142 @@ def check(
 
     parted = any(stage.input_grad is not None for stage in plan.stages)
 
-    def run_plan(seeds: Mapping[str, Tensor]) -> list[SerialResult]:
+    def run_plan(
+        seeds: Mapping[str, Tensor], halves: bool, take: Callable[[str, Tensor], None]
+    ) -> SerialResult:
         with torch.no_grad():
-            return [
-                run_serially(plan, values, {**state, **before}, seeds, halves=halves, own=own)
-                for halves in ([False, True] if parted else [False])
-            ]
+            return run_serially(
+                plan,
+                values,
+                {**state, **before},
+                seeds,
+                halves=halves,
+                own=own,
+                devices=devices,
+                take=take,
+            )
 
-    def run_again() -> _Gradients:
+    def restart() -> None:
         for name, tensor in before.items():
             state[name].copy_(tensor)
+
+    def is_steady() -> bool:
+        """Whether the model computes the same in another run, at the same weights."""
+        restart()
         with draws():
-            seeds, of_model = _gradients(plan, state, own, traced.loss, *run())
-            return _Gradients(of_model, [result.gradients for result in run_plan(seeds)])
+            outputs, _ = run()
+        earlier = (first[f"output {name!r}", False][1] for name, _ in outputs)
+        return not any(
+            _difference(now, then, _allowed(narrow, then))
+            for (_, now), then in zip(outputs, earlier, strict=True)
+        )
 
-    with draws():
-        outputs, loss = run()
-        # before the backward, in which a checkpoint inside of the model writes its buffers again
-        after = {name: state[name].clone() for name in before}
-        for name, tensor in kept.items():
-            compare(f"what is written to the buffer {name!r}", tensor, state[name])
-        seeds: dict[str, Tensor] = {}
-        of_model: dict[str, Tensor] = {}
-        if differentiated:
-            seeds, of_model = _gradients(plan, state, own, traced.loss, outputs, loss)
-        results = run_plan(seeds)
-    parameters = {a.name: state[a.target] for a in traced.parameters}
-    computed = {**values, **parameters, **results[0].values}
-    for name, there in outputs:
-        compare(f"output {name!r}", computed[name], there)
-    if loss is not None and traced.loss is not None:
-        compare("the loss", computed[traced.loss], loss)
-    for name, here in moments.commit(traced.deferred, before, results[0].state).items():
-        compare(f"what is written to the buffer {name!r}", here, after[name])
-    first = _Gradients(of_model, [result.gradients for result in results])
-    unlike = [name for name in of_model if any(difference(*pair) for pair in first.pairs(name))]
-    nearby = _nearby(run_again, state, of_model, narrow) if unlike else []
-    for name in unlike:
-        noise = max(_greatest(other.of_model[name] - of_model[name]) for other in nearby)
-        for index, pair in enumerate(first.pairs(name)):
-            others = (other.pairs(name)[index] for other in nearby)
-            if all(difference(*each, noise) for each in (pair, *others)):
-                compare(f"the gradient of {name!r}", *pair, noise)
+    def run_both(wanted: Collection[_What] = ()) -> _Compared:
+        """Run the model and the plan, from the same buffers. Returns what is wanted; by default the
+        outputs and all that differs, so that nothing else is kept in memory."""
+        ahead: dict[_What, _Pair] = {}
+        back: dict[_What, _Pair] = {}
+
+        def note(to: dict[_What, _Pair], what: _What, here: Tensor, there: Tensor) -> None:
+            keep = what in wanted if wanted else _difference(here, there, _allowed(narrow, there))
+            if keep:
+                to[what] = here, there
+
+        restart()
+        with draws():
+            outputs, loss = run()
+            # before the backward, in which a checkpoint in the model writes its buffers again
+            after = {name: state[name].clone() for name in before}
+            for name, tensor in kept.items():
+                difference = _difference(tensor, state[name], _allowed(None, state[name]))
+                if difference:
+                    raise _refusal(f"what is written to the buffer {name!r}", difference, cure)
+            seeds: dict[str, Tensor] = {}
+            of_model: dict[str, Tensor] = {}
+            if differentiated:
+                seeds, of_model = _gradients(plan, state, own, traced.loss, outputs, loss)
+            if devices:  # which have no memory for two sets of gradients beside the weights
+                of_model = {name: gradient.cpu() for name, gradient in of_model.items()}
+            for halves in (True, False) if parted else (False,):
+                left = dict(of_model)
+                if not halves:  # the last run
+                    of_model.clear()
+
+                def take(name: str, here: Tensor, halves: bool = halves, left: Any = left) -> None:
+                    if name in left:
+                        note(back, (f"the gradient of {name!r}", halves), here, left.pop(name))
+
+                result = run_plan(seeds, halves, take)
+                for name, there in [*left.items()]:
+                    take(name, there.new_zeros(()).expand_as(there))
+        parameters = {a.name: state[a.target] for a in traced.parameters}
+        computed = {**values, **parameters, **result.values}
+        for name, there in outputs:
+            what = f"output {name!r}", False
+            if wanted:
+                note(ahead, what, computed[name], there)
+            else:
+                ahead[what] = computed[name], there
+        if loss is not None and traced.loss is not None:
+            note(ahead, ("the loss", False), computed[traced.loss], loss)
+        for name, here in moments.commit(traced.deferred, before, result.state).items():
+            what = f"what is written to the buffer {name!r}", False
+            note(ahead, what, here, after[name])
+        return {**ahead, **back}
+
+    first = run_both()
+    allowed = {what: _allowed(narrow, there) for what, (_, there) in first.items()}
+    unlike = [what for what, pair in first.items() if _difference(*pair, allowed[what])]
+    moved = {a.target: state[a.target] for s in plan.stages if s.index in own for a in s.parameters}
+    if unlike and not is_steady():  # so that nothing nearby is rounding
+        raise _refusal(unlike[0][0], _difference(*first[unlike[0]], 0.0), cure)
+    nearby = _nearby(lambda: run_both(unlike), moved, narrow) if unlike else []
+    found: list[tuple[str, str]] = []
+    close = True
+    for what in unlike:
+        pair = first[what]
+        noise = max(_apart(other[what][1], pair[1]) for other in nearby)
+        bound = max(allowed[what], _NOISE * noise)
+        pairs = [pair, *(other[what] for other in nearby)]
+        if all(_difference(*each, bound) for each in pairs):
+            found.append((what[0], _difference(*pair, bound)))
+            close &= not all(_difference(*each, _CLOSE * bound, _FEW) for each in pairs)
+    if found:
+        raise _doubt(*found[0]) if close else _refusal(*found[0], cure)
 
 
-class _Gradients(NamedTuple):
-    """Gradients by the names of parameters, for one set of weights.
+_What = tuple[str, bool]
+"""What is compared, and whether it is of backwards in halves."""
 
-    Attributes:
-        of_model: from the model's own backward.
-        of_plan: from the plan's whole backwards and, if it has them, from their halves.
+_Pair = tuple[Tensor, Tensor]
+"""What the plan computes, and what the model computes."""
+
+_Compared = Mapping[_What, _Pair]
+
+
+def _narrowest(traced: Traced, plan: Plan) -> torch.dtype | None:
+    """The least precise floating-point type that a graph computes in, if any.
+
+    Under autocast, that of its operations inside, whatever its inputs and outputs are. The plan may
+    round to it in other places than the model: libraries do so less often.
     """
-
-    of_model: Mapping[str, Tensor]
-    of_plan: Sequence[Mapping[str, Tensor]]
-
-    def pairs(self, name: str) -> list[tuple[Tensor, Tensor]]:
-        """A parameter's gradients from the plan, each with that from the model."""
-        there = self.of_model[name]
-        none = there.new_zeros(()).expand_as(there)
-        return [(gradients.get(name, none), there) for gradients in self.of_plan]
-
-
-def _narrowest(plan: Plan) -> torch.dtype | None:
-    """The least precise floating-point type in graphs that were compiled to libraries, if any.
-
-    Under autocast, libraries round fewer values to that type than the model does.
-    """
-    dtypes: set[torch.dtype] = set()
+    graphs = [traced.graph]
     for stage in plan.stages:
         if isinstance(stage.kernel, GraphKernel):
-            for graph in (stage.kernel.forward_graph, stage.kernel.backward_graph):
-                if graph is not None and compiled(graph) is not None:
-                    values = (node.meta.get("val") for node in graph.graph.nodes)
-                    dtypes.update(x.dtype for x in values if isinstance(x, Tensor))
+            both = stage.kernel.forward_graph, stage.kernel.backward_graph
+            graphs += [module.graph for module in both if module is not None]
+    nodes = [node for graph in graphs for node in graph.nodes]
+    values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
+    dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
+    dtypes |= {dtype for node in nodes for _, dtype in node.meta.get(AUTOCAST, ())}
     return max(dtypes & _RELATIVE.keys(), key=_RELATIVE.__getitem__, default=None)
 
 
 def _nearby(
-    run_again: Callable[[], _Gradients],
-    state: Mapping[str, Tensor],
-    trained: Iterable[str],
-    narrow: torch.dtype | None,
-) -> list[_Gradients]:
-    """The gradients at three other sets of weights, moved by as much as sums round.
+    run_both: Callable[[], _Compared], weights: Mapping[str, Tensor], narrow: torch.dtype | None
+) -> list[_Compared]:
+    """What the model and the plan compute at three other sets of weights, moved by as much as sums
+    round.
 
     They show how large rounding errors are: the gradient of a bias before a BatchNorm, for example,
     is nothing else. And behind many BatchNorms, rounding decides on which side of zero a ReLU sees
@@ -202,17 +271,22 @@ def _nearby(
     wrong at all of them.
     """
     nearby = []
-    kept = {name: state[name].detach().clone() for name in trained}
+    kept = {
+        name: weight.detach().clone()
+        for name, weight in weights.items()
+        if weight.is_floating_point() and weight.layout is torch.strided
+    }
     try:
         for times in (1, 3, 7):
             for name, weight in kept.items():
                 signs = ((pattern(weight) * times).frac() < 0.5).to(weight) * 2 - 1
-                off = _ROUNDING * max(torch.finfo(x).eps for x in (weight.dtype, narrow) if x)
-                state[name].detach().copy_(weight * (1 + signs * off))
-            nearby.append(run_again())
+                off = _ROUNDING * torch.finfo(weight.dtype).eps
+                off = max(off, torch.finfo(narrow).eps if narrow else 0.0)
+                weights[name].detach().copy_(weight * (1 + signs * off))
+            nearby.append(run_both())
     finally:
         for name, weight in kept.items():
-            state[name].detach().copy_(weight)
+            weights[name].detach().copy_(weight)
     return nearby
 
 
@@ -272,46 +346,68 @@ def _gradients(
     return seeds, of_model
 
 
-def _compare(
-    cure: str,
-    narrow: torch.dtype | None,
-    what: str,
-    here: Tensor,
-    there: Tensor,
-    noise: float = 0.0,
-) -> None:
-    difference = _difference(narrow, here, there, noise)
-    if difference:
-        raise TraceError(
-            "the traced graph does not compute what the model computes: "
-            f"{what}: {difference}; some operation, such as an autograd function of its own, is "
-            f"not seen by the tracer: {cure}"
-        )
+def _refusal(what: str, difference: str, cure: str) -> TraceError:
+    return TraceError(
+        "the traced graph does not compute what the model computes: "
+        f"{what}: {difference}; some operation, such as an autograd function of its own, is "
+        f"not seen by the tracer: {cure}"
+    )
 
 
-def _difference(narrow: torch.dtype | None, here: Tensor, there: Tensor, noise: float = 0.0) -> str:
-    """How two tensors differ that were computed in types no less precise than ``narrow``; an empty
-    string if they agree."""
-    here, there = here.detach(), there.detach()
+def _doubt(what: str, difference: str) -> CloseError:
+    return CloseError(
+        f"the traced graph and the model differ by more than rounding should: {what}: "
+        f"{difference}; to tell rounding from a wrong graph, compile model.double() with inputs in "
+        "float64 and without autocast, where only a wrong graph is refused"
+    )
+
+
+def _allowed(narrow: torch.dtype | None, there: Tensor) -> float:
+    """By how much what was computed in types no less precise than ``narrow`` may differ from what
+    the model computes, ``there``."""
+    relative = max(_RELATIVE.get(x, 1e-3) for x in (there.dtype, narrow) if x)
+    return relative * max(_greatest(there), 1e-6)
+
+
+def _apart(here: Tensor, there: Tensor) -> float:
+    """How far two tensors differ; 0 if that is no number, as for other shapes, or whole numbers."""
+    if here.shape != there.shape or here.layout is not torch.strided or not _rounds(here):
+        return 0.0
+    return _greatest(brought(here.detach(), there.device) - there.detach())
+
+
+def _rounds(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _difference(here: Tensor, there: Tensor, allowed: float, few: float = 0.0) -> str:
+    """How two tensors differ if it is by more than allowed, or in more than a part of ``few`` whole
+    numbers; an empty string if they agree."""
+    here, there = brought(here.detach(), there.device), there.detach()
     if here.layout is not there.layout:
         return f"{here.layout}, not {there.layout}"
     if here.layout is not torch.strided:
         pairs = zip(pieces(here), pieces(there), strict=True)
-        differences = (_difference(narrow, *pair, noise) for pair in pairs)
-        return next(filter(None, differences), "")
+        return next(filter(None, (_difference(*pair, allowed, few) for pair in pairs)), "")
     if here.shape != there.shape or here.dtype != there.dtype:
         return f"{tuple(here.shape)} {here.dtype}, not {tuple(there.shape)} {there.dtype}"
-    if not (here.is_floating_point() or here.is_complex()):
-        return "" if torch.equal(here, there) else "its entries differ"
-    scale = _greatest(there)
-    relative = max(_RELATIVE.get(x, 1e-3) for x in (there.dtype, narrow) if x)
-    bound = max(relative * max(scale, 1e-6), _NOISE * noise)
-    if torch.allclose(here, there, rtol=0.0, atol=bound, equal_nan=True):
+    if not _rounds(here):
+        count = int((here != there).sum())
+        return f"{count} of its entries differ" if count > few * here.numel() else ""
+    apart = (here - there).abs_() if here.is_floating_point() else (here - there).abs()
+    if not here.numel() or float(apart.amax()) <= allowed:
         return ""
-    return f"it differs by {float((here - there).abs().max()):.3g}, scale {scale:.3g}"
+    if torch.allclose(here, there, rtol=0.0, atol=allowed, equal_nan=True):
+        return ""
+    return f"it differs by {float((here - there).abs().max()):.3g}, scale {_greatest(there):.3g}"
 
 
 def _greatest(tensor: Tensor) -> float:
     """The greatest absolute value among the finite entries."""
-    sizes = torch.nan_to_num(tensor.detach().abs().double(), 0.0, 0.0, 0.0)
-    return float(sizes.amax()) if tensor.numel() else 0.0
+    if tensor.layout is not torch.strided:
+        return max(map(_greatest, pieces(tensor)), default=0.0)
+    if not _rounds(tensor):
+        return 0.0
+    sizes = tensor.detach().abs()
+    sizes = sizes.float() if sizes.element_size() < 4 else sizes
+    return float(sizes.nan_to_num_(0.0, 0.0, 0.0).amax()) if tensor.numel() else 0.0

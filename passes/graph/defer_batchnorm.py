@@ -71,8 +71,9 @@ class _Deferrer:
         self.norms.append(DeferredNorm(moments, *names, module.momentum))
 
     def zeros(self, module: _BatchNorm, *shape: int) -> Tensor:
-        assert module.running_mean is not None
-        return torch.zeros(*shape, module.num_features, dtype=module.running_mean.dtype)
+        mean = module.running_mean
+        assert mean is not None
+        return torch.zeros(*shape, module.num_features, dtype=mean.dtype, device=mean.device)
 
     def finished(self, writes: list[Write]) -> Traced:
         """The rewritten graph, with these writes."""
@@ -91,7 +92,6 @@ class _Operations(_Deferrer):
 
     def run(self) -> Traced:
         graph = self.traced.graph
-        self.placeholders: dict[str, fx.Node] = {}
         deferred: set[str] = set()
         for target in self.modules:
             calls = self._calls(target)
@@ -156,22 +156,20 @@ class _Operations(_Deferrer):
         return by_name[read[-1]], by_name[written[-1]]
 
     def _placeholder(self, target: str, value: Tensor) -> fx.Node:
-        """The placeholder of the constant ``target``, added if there is none."""
+        """Add a placeholder for the constant ``target``."""
         graph = self.traced.graph
-        if target not in self.placeholders:
-            with graph.inserting_before(next(iter(graph.nodes))):
-                node = graph.placeholder(target.replace(".", "_").replace(":", "_"))
-            node.meta["val"] = value
-            self.placeholders[target] = node
-            self.buffers.append(Argument(node.name, target))
-            self.constants[target] = value
-        return self.placeholders[target]
+        with graph.inserting_before(next(iter(graph.nodes))):
+            node = graph.placeholder(target.replace(":", "_"))
+        node.meta["val"] = value
+        self.buffers.append(Argument(node.name, target))
+        self.constants[target] = value
+        return node
 
     def _gather(self, call: fx.Node, target: str) -> None:
         graph, module = self.traced.graph, self.modules[target]
         name = f"moments:{len(self.norms)}"
-        value = self.zeros(module)
-        zeros = self._placeholder(f"zeros:{module.num_features}x{value.dtype}", value)
+        # its own, as another BatchNorm may be on another device
+        zeros = self._placeholder(f"zeros:{len(self.norms)}", self.zeros(module))
         before = self._placeholder(name, self.zeros(module, 3))
         args = list(call.args)
         args[_MEAN], args[_VARIANCE], args[6] = zeros, zeros, 1.0

@@ -84,7 +84,12 @@ class _Relays:
         current = node
         for stage in self._away(node, readers):
             here = [reader for reader in readers if self.stages[reader.name] == stage]
-            behind = [reader for reader in readers if self.stages[reader.name] > stage]
+            # a reader of a later stage that runs before these cannot read what they pass on
+            behind = [
+                reader
+                for reader in readers
+                if self.stages[reader.name] > stage and self.order[reader] > self.order[here[-1]]
+            ]
             if _reads(current, here) < 2 or not (behind or to_caller):
                 continue
             alias, name = torch.ops.aten.alias.default, f"{node.name}_on_{stage}"

@@ -33,7 +33,6 @@ from fxpipe.passes.graph.exported import (
     functional,
     mask_diagonals,
 )
-from fxpipe.passes.graph.layouts import lay_gradients
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
 from fxpipe.passes.tracing.explain import at_node, explained
@@ -81,7 +80,6 @@ def functionalise(
 def _functional(program: ExportedProgram, accepts: Callable[[int], bool], discards: bool) -> Traced:
     detach_without_grad(program.graph_module)
     detach_in_place(program.graph_module)
-    lay_gradients(program.graph_module)
     mask_diagonals(program.graph_module)
     first_name = _first_names(program)
     casts = autocasts()

@@ -21,7 +21,6 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from fxpipe.kernels.graph import onto
-from fxpipe.passes.differentiate.accumulate import product_onto
 from fxpipe.torchtools.pytrees import pieces
 
 
@@ -133,7 +132,7 @@ class _Storages:
 
 def _written_over(node: fx.Node) -> Iterator[fx.Node]:
     """The operands that an operation writes its results over."""
-    if node.target in (onto, product_onto):
+    if node.target is onto:
         yield node.all_input_nodes[0]
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return

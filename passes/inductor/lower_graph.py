@@ -22,7 +22,6 @@ from torch._ops import OpOverload
 
 from fxpipe.kernels.graph import onto
 from fxpipe.kernels.inductor import Draw, Indices, TensorLayout, Wiring
-from fxpipe.passes.differentiate.accumulate import product_onto
 from fxpipe.passes.differentiate.extract import results
 from fxpipe.passes.differentiate.joint import rnn_layer_with_workspace
 from fxpipe.random import LAYOUTS
@@ -73,10 +72,9 @@ def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
         if node.op == "call_function" and node not in copies:
             target: Any = node.target
             args: Any = node.args
-            if target in (onto, product_onto):
+            if target is onto:
                 sums[node] = place[args[0]]
-                target = _addition(node)
-                args = args[:2] if node.target is onto else args  # the sum already has its layout
+                target, args = aten.add_.Tensor, args[:2]  # the sum already has its layout
             operands: Any = fx.node.map_arg((args, dict(node.kwargs)), copies.__getitem__)
             copies[node] = new.call_function(target, *operands)
     gives: list[tuple[str, Any]] = []
@@ -119,14 +117,6 @@ def _is_mixed_norm(node: fx.Node) -> bool:
     values = [operand.meta.get("val") for operand in node.all_input_nodes]
     tensors = [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]
     return len({x.dtype for x in tensors}) > 1 and tensors[0].device.type == "cpu"
-
-
-def _addition(node: fx.Node) -> Any:
-    """The in-place operator for ``onto`` or ``product_onto``."""
-    if node.target is onto:
-        return aten.add_.Tensor
-    operand: Any = node.args[1]
-    return aten.addmm_.default if operand.meta["val"].dim() == 2 else aten.baddbmm_.default
 
 
 def _look(node: fx.Node) -> TensorLayout:
@@ -190,8 +180,9 @@ class _Name(str):
 def _machine(device: torch.device) -> tuple[str, ...]:
     """The version of torch, and the processor or GPU."""
     version = torch.__version__, str(torch.version.git_version), str(_FORMAT)
-    if device.type == "cuda":
-        return (*version, str(torch.cuda.get_device_properties(device)))
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        return (*version, str(module.get_device_properties(device)))
     text = ""
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text()

@@ -79,11 +79,12 @@ def _compile(
     loader: Any = torch._C._aoti.AOTIModelPackageLoader
     package = loader(target, "model", True, 1, -1)
     held = [tensor for index, tensor in enumerate(arguments) if index not in owned]
-    if any(tensor.is_cuda for tensor in held):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    if places := {tensor.device for tensor in held if not tensor.is_cpu}:
+        memory: Any = torch.get_device_module(places.pop())
+        memory.reset_peak_memory_stats()
+        before = memory.memory_allocated()
         package.boxed_run(arguments)
-        return torch.cuda.max_memory_allocated() - before
+        return int(memory.max_memory_allocated() - before)
     del program
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         results = package.boxed_run(arguments)

@@ -36,8 +36,8 @@ class Lower:
           barrier
           update    s1 v0 -> v1
 
-    A failure must leave every weight as it was before the step. So with a flush all updates of a
-    device come behind one barrier at its end; the step has to wait for the last device anyway.
+    A failure before the first update must leave every weight as it was. So with a flush all updates
+    of a device come behind one barrier at its end; the step waits for the last device anyway.
     Where batches overlap there is no barrier, and updates stay where the schedule has them.
 
     All tasks of batch b (0 is this step's) on a stage read version b − the micro-batch's delay

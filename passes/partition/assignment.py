@@ -9,6 +9,7 @@ submodules, and ``place_like`` carries one over to another graph of the same mod
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,23 @@ from fxpipe.passes.partition.work import Load
 from fxpipe.passes.tracing.items import makes_object
 from fxpipe.passes.tracing.symbolic import leaf_tensors
 from fxpipe.random.leaf_draws import draw_from
+from fxpipe.torchtools.source import module_paths, module_stack
+
+_SHOWN = 4
+"""The most names of what is kept together in a sentence."""
+
+
+@dataclass(frozen=True)
+class Bond:
+    """Nodes that must share a stage.
+
+    Attributes:
+        nodes: several nodes.
+        what: they are, in words.
+    """
+
+    nodes: Sequence[fx.Node]
+    what: str
 
 
 @dataclass(frozen=True)
@@ -33,7 +51,8 @@ class Verdict:
         loads: stage → load, for one micro-batch.
         bound: a lower bound on the slowest stage's seconds, for all cuts that ``condition``
             describes.
-        together: submodules that must not be cut.
+        together: what is not cut: the submodules that the user names, and in words what else must
+            share a stage and takes a good part of its time.
     """
 
     loads: tuple[Load, ...]
@@ -43,7 +62,10 @@ class Verdict:
     @property
     def condition(self) -> str:
         """The cuts that the bound holds for, in words."""
-        kept = f" and keep {', '.join(self.together)} together" if self.together else ""
+        shown = ", ".join(self.together[:_SHOWN])
+        more = len(self.together) - _SHOWN
+        shown += f" and {more} more" if more > 0 else ""
+        kept = f" and keep {shown} together" if self.together else ""
         return f"add up gradients in the model's order{kept}"
 
     @property
@@ -114,6 +136,22 @@ def differentiable(traced: Traced, trained: Collection[str]) -> dict[fx.Node, No
     return nodes
 
 
+def turns(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the pairs of consecutive readers of a value that may both send a gradient back to it,
+    also where parameters are frozen now, or no input requires a gradient: that may change.
+
+    Autograd adds these gradients from the last reader to the first. Stages add them in the same
+    order if no reader is in an earlier stage than the one before it. ``nodes`` are the compute
+    nodes in the order in which they run.
+    """
+    place = {node: index for index, node in enumerate(nodes)}
+    inputs = [name for name in traced.inputs if name is not None]
+    back = differentiable(traced, {*inputs, *(argument.name for argument in traced.parameters)})
+    for node in back:
+        users = [user for user in node.users if user in place and user in back]
+        yield from itertools.pairwise(sorted(users, key=place.__getitem__))
+
+
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
@@ -165,33 +203,39 @@ def within(node: fx.Node, module: str) -> bool:
     return any(path == module or path.startswith(module + ".") for path in module_paths(node))
 
 
-def module_paths(node: fx.Node) -> list[str]:
-    """The submodules that a node belongs to, outermost first, without the model itself."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return [path for path, _ in stack.values() if path]
-
-
-def kept_together(nodes: Sequence[fx.Node], modules: Sequence[str]) -> Iterator[list[fx.Node]]:
+def kept_together(nodes: Sequence[fx.Node], modules: Sequence[str]) -> Iterator[Bond]:
     """Yield the nodes of each submodule that has several."""
     for module in modules:
         group = [node for node in nodes if within(node, module)]
         if len(group) > 1:
-            yield group
+            yield Bond(group, module)
 
 
-def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Yield groups of nodes that must share a stage.
+def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[Bond]:
+    """Yield the groups of nodes that must share a stage.
 
+    - All nodes that read or write a buffer that is written: the next micro-batch reads what this
+      one wrote.
+    - All calls of leaf modules that share a parameter or buffer.
     - An operation with several results, and the nodes that pick one of them.
     - ``draw_from``, which seeds a leaf module, and that module.
     - A copy, and the module that may change it in place, which autograd forbids on stage inputs.
     - A constant, which depends on no input, and its first use. A constant without uses, such as a
       counter of calls, shares a stage with its module's first node.
-    - All nodes that read or write a buffer that is written: the next micro-batch reads what this
-      one wrote.
-    - All calls of leaf modules that share a parameter or buffer.
     """
     place = {node: index for index, node in enumerate(nodes)}
+    by_name = {node.name: node for node in nodes}
+    written = {write.target: write.value for write in traced.writes}
+    for target, users in readers(traced).items():
+        group = [user for user in users if user in place]
+        what = f"the calls that share {target!r}"
+        if target in written:
+            what = f"what uses the written buffer {target!r}"
+            group += [by_name[name] for name in (written[target],) if name in by_name]
+        elif not any(user.op == "call_module" for user in users):
+            continue
+        if len(group) > 1:
+            yield Bond(group, what)
     constant = _constant(traced)
     calls: dict[tuple[str, ...], fx.Node] = {}
     for node in nodes:
@@ -209,21 +253,12 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
             or (copied and user.op == "call_module")
         ]
         if parts:
-            yield [node, *parts]
+            yield Bond([node, *parts], f"{node.name} and what reads it")
         elif node in constant and users:
-            yield [node, min(users, key=place.__getitem__)]
+            first = min(users, key=place.__getitem__)
+            yield Bond([node, first], "constants and their first uses")
         elif node in constant and (call := calls.get(tuple(module_paths(node)))):
-            yield [node, call]
-    by_name = {node.name: node for node in nodes}
-    written = {write.target: write.value for write in traced.writes}
-    for target, users in readers(traced).items():
-        group = [user for user in users if user in place]
-        if target in written:
-            group += [by_name[name] for name in (written[target],) if name in by_name]
-        elif not any(user.op == "call_module" for user in users):
-            continue
-        if len(group) > 1:
-            yield group
+            yield Bond([node, call], "constants and their modules")
 
 
 def is_part(node: fx.Node) -> bool:
@@ -241,7 +276,9 @@ def place_like(traced: Traced, reference: Traced, assignment: Assignment) -> Ass
     """Carry an assignment over to another graph of the same model, such as its eval-mode graph.
 
     A node gets the stage of the same call in the same submodule of the reference. Parameters stay
-    on their stage. A node without a counterpart gets the stage of its inputs.
+    on their stage. A node without a counterpart gets the stage of its inputs, or that of an earlier
+    reader of these, so that gradients are still added in the model's order; calls of leaf modules,
+    which stay with their parameters, may change that order.
 
     Raises:
         PartitionError: a submodule is a leaf module here only, and has weights on two stages.
@@ -279,21 +316,28 @@ def _calls(traced: Traced) -> Iterator[tuple[tuple[str, str, int], fx.Node]]:
     nodes of that operation in that submodule."""
     counts: Counter[tuple[str, str]] = Counter()
     for node in compute_nodes(traced.graph):
-        paths = module_paths(node)
+        paths = module_stack(node)
         where = (paths[-1] if paths else "", str(node.target))
         yield (*where, counts[where]), node
         counts[where] += 1
 
 
 def _settle(traced: Traced, placed: dict[str, int]) -> None:
-    """Move nodes to later stages until edges run forward and no group of ``bonds`` is split."""
+    """Move nodes to later stages until edges run forward, no group of ``bonds`` is split, and
+    readers of a value keep their ``turns``."""
     nodes = in_order(traced)
-    bound = [[node.name for node in bond] for bond in bonds(traced, nodes)]
+    bound = [[node.name for node in bond.nodes] for bond in bonds(traced, nodes)]
+    before: defaultdict[str, list[str]] = defaultdict(list)
+    for node in nodes:
+        before[node.name] += (source.name for source in node.all_input_nodes)
+    if not traced.leaves:
+        for first, second in turns(traced, nodes):
+            before[second.name].append(first.name)
     moved = True
     while moved:
         moved = False
         for node in nodes:
-            floor = max((placed.get(n.name, 0) for n in node.all_input_nodes), default=0)
+            floor = max((placed.get(name, 0) for name in before[node.name]), default=0)
             if placed[node.name] < floor:
                 placed[node.name], moved = floor, True
         for bond in bound:

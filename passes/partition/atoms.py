@@ -3,13 +3,14 @@
 before:  conv, view, getitem_0, getitem_1, mul     (nodes)
 after:   [conv, view], [split, getitem_0, getitem_1], [mul]
 
-Nodes that must share a stage (``bonds``) form an atom; a view also joins the tensor that it views.
-Nodes on a path between two nodes of an atom join it, so that the atoms have no cycle.
+Nodes that must share a stage (``bonds``) form an atom; a view also joins the tensor that it views,
+if nothing else reads that. A tensor with several views, such as the cosines that rotate the keys of
+every layer, is sent to the stages that read it. Nodes on a path between two nodes of an atom join
+it, so that the atoms have no cycle.
 
-The readers of a value stay in the program's order: none is in an earlier stage than a reader before
-it. Autograd adds their gradients from the last to the first, and the stages must add them in the
-same order. This can make the best cut slower, with ``together`` much slower. Proven bounds hold
-for the cuts that keep this order.
+The readers of a value keep their ``turns``, so that the stages add gradients in autograd's order.
+This can make the best cut slower, with ``together`` much slower. Proven bounds hold for the cuts
+that keep this order.
 
 Memory is estimated on the whole model as a single stage: parameters with their optimizer state, and
 saved values. A value that is sent may count on both sides, because what a stage receives counts as
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,18 +33,24 @@ from fxpipe.ir.traced import Traced
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.joint import ORIGIN
 from fxpipe.passes.partition.assignment import (
+    Bond,
+    Verdict,
     bonds,
     compute_nodes,
     differentiable,
     in_order,
     kept_together,
-    module_paths,
     readers,
+    turns,
 )
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.work import Transfer, Work, sorted_by_rank
+from fxpipe.passes.partition.work import Division, Transfer, Work, sorted_by_rank
 from fxpipe.passes.tracing.symbolic import is_view
 from fxpipe.torchtools.pytrees import memory, size_in_bytes
+from fxpipe.torchtools.source import module_paths
+
+_HEAVY = 0.1
+"""A verdict names what ties together operations that take this share of the slowest stage."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +61,10 @@ class Footprint:
         resident: parameter or buffer, by its name in the model → bytes, with its gradient,
             optimizer state and versions.
         saved: node → bytes that it keeps for the backward of a micro-batch.
-        undo: parameter → bytes kept after its update, to be able to undo it. By then the saved
-            values are freed.
     """
 
     resident: Mapping[str, int] = field(default_factory=dict)
     saved: Mapping[str, int] = field(default_factory=dict)
-    undo: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,16 +75,26 @@ class Atoms:
         nodes: atom → its nodes, in the order of the program.
         work: the costs of the atoms.
         layers: atom → its outermost submodule, or the name of its first node if it is in none.
+        ties: what must share a stage, in words → the seconds of what it ties together, besides the
+            heaviest node: other stages could take these otherwise.
     """
 
     nodes: tuple[tuple[fx.Node, ...], ...]
     work: Work
     layers: tuple[str, ...]
+    ties: Mapping[str, float]
 
     def named(self, stage_of: Sequence[int]) -> dict[str, int]:
         """Turn atom → stage into node name → stage."""
         pairs = zip(self.nodes, stage_of, strict=True)
         return {node.name: stage for nodes, stage in pairs for node in nodes}
+
+    def verdict(self, division: Division, bound: float, together: Sequence[str] = ()) -> Verdict:
+        """How well a division is balanced, by a lower bound on the slowest stage's seconds. It
+        names, besides the submodules that are kept together, what else ties much together."""
+        least = _HEAVY * division.slowest
+        heavy = (what for what, seconds in self.ties.items() if seconds > least)
+        return Verdict(division.loads, bound, tuple(dict.fromkeys((*together, *heavy))))
 
 
 def atoms_of(
@@ -95,34 +109,34 @@ def atoms_of(
 
     Args:
         together: submodules that must not be cut.
-        views: whether views stay with the tensors that they view.
+        views: whether views stay with tensors that nothing else reads.
     """
     ordered = in_order(traced)
     bound = [*bonds(traced, ordered), *kept_together(ordered, together)]
     trained = any(cost.backward for cost in costs.values())
     names = {argument.target: argument.name for argument in traced.parameters}
     back = differentiable(traced, names.values()) if trained else {}
-    turns = list(_turns(traced, ordered, back))
-    groups = _joined(ordered, [*bound, *_views(ordered)] if views else bound, turns)
+    pairs = list(turns(traced, ordered))
+    joined = [bond.nodes for bond in bound] + ([*_views(ordered)] if views else [])
+    groups = _joined(ordered, joined, pairs)
     atom_of = {node: atom for atom, group in enumerate(groups) for node in group}
     transfers = [
         Transfer(atom_of[node], tuple(sorted(others)), costs[node.name].bytes, node in back)
         for node in ordered
         if (others := {atom_of[user] for user in node.users if user in atom_of} - {atom_of[node]})
     ]
-    in_turn = {(atom_of[first], atom_of[second]) for first, second in turns}
+    in_turn = {(atom_of[first], atom_of[second]) for first, second in pairs}
     transfers += [Transfer(a, (b,), 0, False) for a, b in sorted(in_turn) if a != b]
-    resident, undo = [0] * len(groups), [0] * len(groups)
+    resident = [0] * len(groups)
     for target, users in readers(traced).items():
         atoms = tuple(sorted({atom_of[user] for user in users if user in atom_of}))
-        held, undoing = footprint.resident.get(target, 0), footprint.undo.get(target, 0)
+        held = footprint.resident.get(target, 0)
         if target in names and len(atoms) > 1:
             size = costs[names[target]].bytes if names[target] in costs else 0
-            transfers.append(Transfer(None, atoms, size, trained, held, undoing))
+            transfers.append(Transfer(None, atoms, size, trained, held))
         else:
             for atom in atoms:
                 resident[atom] += held
-                undo[atom] += undoing
     return Atoms(
         tuple(map(tuple, groups)),
         Work(
@@ -130,28 +144,42 @@ def atoms_of(
             tuple(resident),
             tuple(sum(footprint.saved.get(n.name, 0) for n in group) for group in groups),
             tuple(transfers),
-            tuple(undo),
         ),
         tuple((module_paths(group[0]) or [group[0].name])[0] for group in groups),
+        _ties(ordered, bound, groups, costs),
     )
 
 
-def _turns(
-    traced: Traced, ordered: Sequence[fx.Node], back: Container[fx.Node]
-) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the pairs of consecutive readers of a value that both send a gradient back to it."""
+def _ties(
+    ordered: Sequence[fx.Node],
+    bound: Iterable[Bond],
+    groups: Iterable[Sequence[fx.Node]],
+    costs: Mapping[str, NodeCost],
+) -> dict[str, float]:
+    """What must share a stage → seconds of what it ties together, besides the heaviest node."""
     place = {node: index for index, node in enumerate(ordered)}
-    for node in traced.graph.nodes:
-        if node in back:
-            users = [user for user in node.users if user in place and user in back]
-            yield from itertools.pairwise(sorted(users, key=place.__getitem__))
+    group_of = {node: group for group in groups for node in group}
+    ties: dict[str, float] = {}
+    for bond in bound:
+        places = [place[node] for node in bond.nodes]
+        first, last = min(places), max(places)
+        tied = [
+            costs[node.name].seconds
+            for node in group_of[bond.nodes[0]]
+            if first <= place[node] <= last
+        ]
+        ties[bond.what] = max(ties.get(bond.what, 0.0), sum(tied) - max(tied))
+    return ties
 
 
 def _views(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Yield each view with the tensor that it views, if that is computed."""
+    """Yield each view with the tensor that it views, if that is computed and nothing else reads it.
+
+    No stage needs this, but a view takes next to no time, and fewer atoms are divided faster.
+    """
     for node in nodes:
         base = node.args[0] if node.args else None
-        if is_view(node) and isinstance(base, fx.Node):
+        if is_view(node) and isinstance(base, fx.Node) and len(base.users) == 1:
             if base.op not in ("placeholder", "get_attr"):
                 yield [base, node]
 
@@ -159,11 +187,11 @@ def _views(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
 def _joined(
     nodes: Sequence[fx.Node],
     bound: Iterable[Sequence[fx.Node]],
-    turns: Iterable[tuple[fx.Node, fx.Node]],
+    pairs: Iterable[tuple[fx.Node, fx.Node]],
 ) -> list[list[fx.Node]]:
     """Return the nodes in groups without a cycle between groups, in topological order.
 
-    The nodes of each list in ``bound`` share a group. The first node of each pair in ``turns`` is
+    The nodes of each list in ``bound`` share a group. The first node of each of the ``pairs`` is
     in no later group than the second.
     """
     place = {node: index for index, node in enumerate(nodes)}
@@ -176,7 +204,7 @@ def _joined(
         sources[first].update(others)
         for index in others:
             sources[index].add(first)
-    for before, after in turns:
+    for before, after in pairs:
         sources[place[after]].add(place[before])
     group_of = {index: number for number, part in enumerate(_connected(sources)) for index in part}
     groups: defaultdict[int, list[int]] = defaultdict(list)
@@ -224,7 +252,6 @@ def footprint_of(
     costs: Mapping[str, NodeCost],
     state: Mapping[str, Tensor],
     copies: float,
-    undo: float = 0.0,
 ) -> Footprint:
     """Estimate what parameters and buffers occupy, and what nodes keep for a micro-batch.
 
@@ -233,8 +260,6 @@ def footprint_of(
             where every value counts as saved.
         copies: how many tensors of its size a trained parameter needs: its versions, its gradient
             and its optimizer state.
-        undo: how many more it needs after its update, to be able to undo it. By then the saved
-            values are freed.
     """
     trained = {
         argument.target for argument in traced.parameters if state[argument.target].requires_grad
@@ -243,12 +268,11 @@ def footprint_of(
         a.target: int(size_in_bytes(state[a.target]) * (copies if a.target in trained else 1))
         for a in (*traced.parameters, *traced.buffers)
     }
-    undoing = {target: int(size_in_bytes(state[target]) * undo) for target in trained}
     if plan is not None:
         saved = _saved(plan)
     else:
         saved = {node.name: costs[node.name].bytes for node in compute_nodes(traced.graph)}
-    return Footprint(resident, saved, undoing)
+    return Footprint(resident, saved)
 
 
 def _saved(plan: Plan) -> dict[str, int]:

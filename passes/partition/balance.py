@@ -24,7 +24,6 @@ from fxpipe.formatting import bytes_text
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.assignment import (
     Assignment,
-    Verdict,
     bonds,
     in_order,
     kept_together,
@@ -74,7 +73,7 @@ def balance(
         division, bound = least_limits(atoms.work, machine), lower_bound(atoms.work, machine)
         if not nearest:
             raise PartitionError(_over(division, machine))
-    verdict = Verdict(division.loads, bound, tuple(together))
+    verdict = atoms.verdict(division, bound, together)
     return Assignment(stages, atoms.named(division.stage_of), verdict)
 
 
@@ -97,7 +96,7 @@ def judge(
     division = weigh(atoms.work, machine, stage_of)
     if not nearest and not division.fits(machine):
         raise PartitionError(_over(division, machine))
-    return replace(assignment, verdict=Verdict(division.loads, lower_bound(atoms.work, machine)))
+    return replace(assignment, verdict=atoms.verdict(division, lower_bound(atoms.work, machine)))
 
 
 def _over(division: Division, machine: Machine) -> str:
@@ -107,7 +106,7 @@ def _over(division: Division, machine: Machine) -> str:
     return (
         f"stage {stage} on {machine.name_of(stage)} needs at least {bytes_text(needs)} and may "
         f"take {bytes_text(limit)}: its parameters, their gradients, optimizer state and versions, "
-        f"and what undoes its update, or what {machine.peaks[stage]} micro-batches in flight keep; "
+        f"and what {machine.peaks[stage]} micro-batches in flight keep; "
         "raise memory_limits, or give more devices"
     )
 
@@ -132,10 +131,10 @@ def cut_at(
         )
     nodes = in_order(traced)
     place_of = {node: place for place, node in enumerate(nodes)}
-    runs = [
-        (min(map(place_of.__getitem__, bond)), max(map(place_of.__getitem__, bond)))
-        for bond in (*bonds(traced, nodes), *kept_together(nodes, together))
-    ]
+    runs: list[tuple[int, int, str]] = []
+    for bond in (*bonds(traced, nodes), *kept_together(nodes, together)):
+        places = [place_of[node] for node in bond.nodes]
+        runs.append((min(places), max(places), bond.what))
     modules = [name for name, _ in model.named_modules() if name]
     cuts: list[int] = []
     for name in at:
@@ -180,13 +179,12 @@ def _nothing_of(name: str, nodes: Sequence[fx.Node]) -> str:
     return f"submodule {name!r} computes nothing; cut at another one"
 
 
-def _why_not(runs: Sequence[tuple[int, int]], nodes: Sequence[fx.Node], place: int) -> str:
+def _why_not(runs: Sequence[tuple[int, int, str]], nodes: Sequence[fx.Node], place: int) -> str:
     """Why no stage can begin at a place; empty if one can."""
-    for first, last in runs:
+    for first, last, what in runs:
         if first < place <= last:
             return (
-                f"{nodes[first].name} and {nodes[last].name} on its two sides share a result or a "
-                "buffer that is written, or a leaf module's parameter, or are kept together, and "
-                "must be in one stage; cut before or after both"
+                f"{what} must be in one stage, from {nodes[first].name} to {nodes[last].name} on "
+                "its two sides; cut before or after both"
             )
     return "" if place else "nothing runs before it; cut further on"

@@ -16,7 +16,8 @@ from fxpipe.ir.plan import Plan, Stage, StageCosts, Write, pop, stash
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.ir.value import HOST, Edge, outputs_of
 from fxpipe.passes.graph.lazy_module import lazy_module
-from fxpipe.passes.partition.assignment import Assignment, compute_nodes, module_paths, readers
+from fxpipe.passes.partition.assignment import Assignment, compute_nodes, readers
+from fxpipe.torchtools.source import module_paths
 
 
 def cut(

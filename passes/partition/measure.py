@@ -3,10 +3,10 @@
 before:  conv2d = aten.conv2d.default(x, weight)
 after:   {"conv2d": NodeCost(forward=1.1e-3, backward=2.3e-3, bytes=262144)}
 
-The whole model is differentiated as a single stage. Every operation of its graphs (forward,
-backward, and the halves of the backward) is timed while the graph runs, and counts for the node
-that it was made from. Operations that differ only in the values of their operands, such as those
-of equal layers, share their times, so that deep models need few runs.
+The graph, usually of the different operations alone (see ``distinct``), is differentiated as a
+single stage. Every operation of its graphs (forward, backward, and the halves of the backward) is
+timed while the graph runs, and counts for the node that it was made from. Operations that differ
+only in the values of their operands share their times.
 
 In a graph with leaf modules each node is timed alone, forward and backward.
 """
@@ -29,6 +29,7 @@ from fxpipe.ir.traced import AUTOCAST, Traced
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.joint import BYTES, ORIGIN
 from fxpipe.torchtools import source
+from fxpipe.torchtools.accelerator import timed_event
 from fxpipe.torchtools.meta import Scratch
 from fxpipe.torchtools.pytrees import bytes_of
 from fxpipe.torchtools.state import under
@@ -42,6 +43,9 @@ _SAMPLES = 4
 _RARE = 0.1
 """Runs end once operations with fewer times make up at most this share of the total time."""
 
+OPERANDS = 3
+"""How many memories operands get in turn, where these do not get memory each."""
+
 Operation = tuple[Any, Hashable, Hashable]
 """The function, and the properties of its arguments and keyword arguments."""
 
@@ -54,8 +58,8 @@ class NodeCost:
         forward: seconds.
         backward: seconds; 0 if nothing needs a gradient.
         bytes: bytes of its value; 0 if that is no tensor.
-        input_grad: seconds in the first half of the backward.
-        weight_grad: seconds in the second half of the backward.
+        input_grad: seconds in the first half of the backward; 0 if it was measured whole only.
+        weight_grad: seconds in the second half of the backward; likewise.
     """
 
     forward: float
@@ -80,7 +84,8 @@ def measure(
     """Time the one stage of a plan, operation by operation.
 
     Args:
-        plan: the graph as a single stage, differentiated, with its backward in two halves.
+        plan: the graph as a single stage, differentiated; if its backward has halves, they are
+            measured, too.
         values: input name → value.
         watch: the stopwatch; by default that of the values' device.
         whole: whether all values may be in memory at once. Otherwise operations get stand-ins of
@@ -95,7 +100,8 @@ def measure(
     ]
     watch = watch or Stopwatch.of(arguments)
     times = _Times()
-    scratch = None if whole else Scratch()
+    shared = Scratch(watch.device or "cpu", turns=OPERANDS)
+    scratch = None if whole else shared
     forward = _Timer(kernel.forward_graph, watch, times, scratch)
     backward, input_grad, weight_grad = (
         None if graph is None else _Timer(graph, watch, times, scratch)
@@ -104,8 +110,7 @@ def measure(
     kept = kernel.outputs + kernel.writes
     trained = zip(stage.parameters, kernel.parameter_gradients, strict=True)
     summed = [state[argument.target] for argument, has_gradient in trained if has_gradient]
-    like = (scratch or Scratch()).like  # sums of gradients may share memory in any case
-    totals = [like(x) if x.is_cpu else torch.zeros_like(x) for x in summed]
+    totals = [shared.like(x) for x in summed]  # these may share memory in any case
     with torch.no_grad():
         for _ in range(_ROUNDS):
             flat = forward.run(*arguments)
@@ -132,11 +137,11 @@ def measure(
 class Stopwatch:
     """Takes marks between operations, and later returns the times between them.
 
-    For a CUDA device it marks the current stream. If an operation runs faster than the host can
-    launch it, its launch time is measured.
+    For a device with streams it marks the current stream. If an operation runs faster than the
+    host can launch it, its launch time is measured.
 
     Attributes:
-        device: the CUDA device; None for the host.
+        device: the device; None for the host.
         clock: the host's clock, in seconds; by default wall time.
     """
 
@@ -147,21 +152,19 @@ class Stopwatch:
     def of(cls, values: Iterable[Any], clock: Callable[[], float] | None = None) -> Stopwatch:
         """Return the stopwatch for operations on these values."""
         places = (value.device for value in values if isinstance(value, Tensor))
-        return cls(next((place for place in places if place.type == "cuda"), None), clock)
+        return cls(next((x for x in places if x.type not in ("cpu", "meta")), None), clock)
 
     def mark(self) -> Any:
         """Return a mark after everything that was called so far."""
         if self.device is None:
             return (self.clock or time.perf_counter)()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return timed_event(torch.accelerator.current_stream(self.device))
 
     def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
-        """Return the seconds between the marks of each pair, after waiting for a CUDA device."""
+        """Return the seconds between the marks of each pair, after waiting for the device."""
         if self.device is None:
             return [end - start for start, end in spans]
-        torch.cuda.synchronize(self.device)
+        torch.accelerator.synchronize(self.device)
         return [1e-3 * start.elapsed_time(end) for start, end in spans]
 
 
@@ -220,7 +223,7 @@ class _Timer(fx.Interpreter):
             return getattr(self, n.op)(n.target, args, kwargs)
         operation = self._operations.get(n)
         if operation is None:
-            operation = self._operations[n] = n.target, _look(args), _look(kwargs)
+            operation = self._operations[n] = n.target, look(args), look(kwargs)
             self._times.met[operation] += 1
             return self._kept(n, n.target(*args, **kwargs))  # type: ignore[operator]
         self._times.taken[operation] += 1
@@ -235,7 +238,7 @@ class _Timer(fx.Interpreter):
         """What later operations read: the value, or its stand-in in shared memory."""
         if self._scratch is None:
             return value
-        if n not in self._stand_ins or _look(self._stand_ins[n]) != _look(value):
+        if n not in self._stand_ins or look(self._stand_ins[n]) != look(value):
             self._stand_ins[n] = pytree.tree_map_only(Tensor, self._scratch.like, value)
         return self._stand_ins[n]
 
@@ -255,15 +258,15 @@ def _is_plain(value: Any) -> bool:
     return all(type(size) is int for size in (*value.shape, *value.stride()))
 
 
-def _look(value: Any) -> Hashable:
+def look(value: Any) -> Hashable:
     """The properties of an operand that an operation's time depends on."""
     if isinstance(value, Tensor):
         strides = value.stride() if value.layout is torch.strided else ()
         return value.shape, strides, value.dtype, value.device, value.layout
     if isinstance(value, list | tuple):
-        return tuple(map(_look, value))
+        return tuple(map(look, value))
     if isinstance(value, dict):
-        return tuple((key, _look(item)) for key, item in value.items())
+        return tuple((key, look(item)) for key, item in value.items())
     return type(value), repr(value)
 
 

@@ -31,10 +31,10 @@ class Partition:
         keep_together: names of submodules that must not be cut.
         memory_limits: bytes: one number for all devices, or a list with one for each; None for no
             limit. A limit covers all that ``pipe.simulate().memory`` counts: parameters, gradients,
-            optimizer state, weight versions, copies to undo an update, the saved values of as many
-            micro-batches as the schedule stashes, and temporary values of the graphs. Without
-            ``optimizer=`` the state of an Adam that the caller steps is added. The stages of a
-            device get equal shares of its limit.
+            optimizer state, weight versions, the saved values of as many micro-batches as the
+            schedule stashes, and temporary values of the graphs. Without ``optimizer=`` the state
+            of an Adam that the caller steps is added. The stages of a device get equal shares of
+            its limit.
         device_speeds: a number for each device, relative to each other: 2 is twice as fast as 1.
         link_bandwidth: bytes per second between devices: one number, or a row for each sending
             device with one number for each receiving device. What a stage sends and receives then

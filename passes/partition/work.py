@@ -26,7 +26,6 @@ class Transfer:
         bytes: its size for one micro-batch.
         returns: whether a gradient of the same size is sent back.
         resident: for a shared parameter, the bytes that it occupies on its owner.
-        undo: for a shared parameter, the bytes that its owner keeps to undo an update.
     """
 
     source: int | None
@@ -34,7 +33,6 @@ class Transfer:
     bytes: int
     returns: bool = False
     resident: int = 0
-    undo: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,12 @@ class Work:
             state and versions.
         saved: atom → bytes that it keeps for the backward of each micro-batch.
         transfers: the values between the atoms.
-        undo: atom → bytes kept after the update of its parameters, to be able to undo it. By then
-            saved values are freed. By default none.
     """
 
     seconds: tuple[float, ...]
     resident: tuple[int, ...]
     saved: tuple[int, ...]
     transfers: tuple[Transfer, ...] = ()
-    undo: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "undo", self.undo or (0,) * len(self))
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -180,8 +172,7 @@ class Load:
     Attributes:
         compute: seconds of compute for one micro-batch.
         transfer: seconds of sending and receiving for one micro-batch.
-        memory: bytes, with the saved values of all micro-batches that it stashes, or with what
-            undoes its update if that is larger.
+        memory: bytes, with the saved values of all micro-batches that it stashes.
         received: bytes received from other stages for one micro-batch.
     """
 
@@ -224,17 +215,14 @@ def weigh(work: Work, machine: Machine, stage_of: Sequence[int]) -> Division:
     stages = machine.stages
     compute, transfer = [0.0] * stages, [0.0] * stages
     held, kept, received = [0] * stages, [0] * stages, [0] * stages
-    undo = [0] * stages
     for atom, stage in enumerate(stage_of):
         compute[stage] += work.seconds[atom]
         held[stage] += work.resident[atom]
         kept[stage] += work.saved[atom]
-        undo[stage] += work.undo[atom]
     for value in work.transfers:
         targets = {stage_of[reader] for reader in value.readers}
         source = min(targets) if value.source is None else stage_of[value.source]
         held[source] += value.resident
-        undo[source] += value.undo
         for target in targets - {source}:
             received[target] += value.bytes
             seconds = machine.transfer_seconds(source, target, value) if machine.linked else 0.0
@@ -246,9 +234,7 @@ def weigh(work: Work, machine: Machine, stage_of: Sequence[int]) -> Division:
             Load(
                 compute[k] / machine.speeds[k],
                 transfer[k],
-                machine.reserved[k]
-                + held[k]
-                + max(saving * kept[k] + receiving * received[k], undo[k]),
+                machine.reserved[k] + held[k] + saving * kept[k] + receiving * received[k],
                 received[k],
             )
             for k, (saving, receiving) in enumerate(machine.held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import traceback
 from collections.abc import Sequence
@@ -13,10 +14,9 @@ from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 
-from fxpipe.errors import TraceError, told, way_out
+from fxpipe.errors import InputError, TraceError, told, way_out
 from fxpipe.ir.traced import Traced
 from fxpipe.torchtools import source
-from fxpipe.torchtools.pytrees import SPARSE
 
 aten = torch.ops.aten
 
@@ -46,13 +46,6 @@ _SHAPED_BY_VALUES = frozenset(
 _CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 _ON_VALUES = ("DataDependent", "data-dependent", "cannot be used as inputs to control flow")
 _OUTSIDE = (".numpy()", "np.ndarray")
-_ENTRIES = frozenset(
-    (
-        *(aten.indices.default, aten.values.default, aten._indices.default, aten._values.default),
-        *(aten.crow_indices.default, aten.col_indices.default),
-        *(aten.ccol_indices.default, aten.row_indices.default),
-    )
-)
 
 
 def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
@@ -72,14 +65,21 @@ def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
     if any(word in whole for word in _ON_VALUES):
         construct, cure = _construct(where)
         reason = f"{construct}: what it computes depends on the values of a tensor"
+        cure = f"{other}, or {cure}" if tracer == "symbolic" else cure
     elif any(word in whole for word in _OUTSIDE):
         construct, cure = _construct(where)
         reason, cure = f"{construct}: {summary[:200]}", f"{cure}, or {other}"
     elif "constraint" in whole:
         reason = "it holds for one size only"
         cure = "make that line independent of the size, or give inputs of one size"
+    elif not where and tracer == "symbolic":  # the tracer itself failed, before or after the model
+        reason = summary[:300]
+        if "co_varnames" in whole:
+            reason = "a decorator around its forward hides the parameters of forward"
+        return TraceError(f"{model._get_name()} cannot be traced symbolically ({reason}); {other}")
     else:
-        reason, cure = summary[:300], f"rewrite that line, or {other}"
+        ways = ["rewrite that line", other]
+        reason, cure = summary[:300], ", or ".join(ways if tracer == "export" else ways[::-1])
     return _error(model, where, reason, cure, called(model, error))
 
 
@@ -126,28 +126,23 @@ def _is_trained(node: fx.Node) -> bool:
     return any(n.op == "placeholder" and n.meta["val"].requires_grad for n in seen)
 
 
-def refuse_entries(model: nn.Module, traced: Traced) -> None:
-    """Check that a graph neither reads the indices or values of sparse tensors nor writes them.
+def refuse_sparse_values(model: nn.Module, program: ExportedProgram) -> None:
+    """Check that no line of a program reads or makes a sparse tensor; leaf modules may.
 
     A trace has no data, so that its sparse tensors have no entries.
 
     Raises:
-        TraceError: the graph does so; names the line.
+        TraceError: a line does so; names it.
     """
-    written = {write.value: write.target for write in traced.writes}
-    for node in traced.graph.nodes:
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor):
-            continue
-        if node.target in _ENTRIES and 0 in value.shape:
-            reason = "the indices or values of a sparse tensor, whose number no trace knows"
-            cure = "keep them as buffers, and make the sparse tensor of them in forward"
-        elif node.name in written and str(value.layout) in SPARSE:
-            reason = f"it writes {written[node.name]!r}, a sparse tensor"
-            cure = "let its indices and values be buffers, write these, and make it in forward"
-        else:
-            continue
-        raise _error(model, source.of_node(node), reason, cure, _paths(node))
+    regions = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    for node in chain.from_iterable(region.graph.nodes for region in regions):
+        values = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
+        layouts = {value.layout for value in values if isinstance(value, Tensor)}
+        leaf = node.target in (torch.ops.fxpipe.leaf.default, operator.getitem)
+        if node.op == "call_function" and not leaf and layouts - {torch.strided}:
+            reason = "a sparse tensor, which no stage's graph can hold"
+            cure = "make it dense (to_dense()), or put the line into a submodule of its own"
+            raise _error(model, source.of_node(node), reason, cure, _paths(node))
 
 
 def refuse_control_flow(model: nn.Module, program: ExportedProgram) -> None:
@@ -177,6 +172,28 @@ def differing_line(first: fx.Graph, second: fx.Graph) -> str:
         if len(texts) > 1:
             return source.of_node(b) or source.of_node(a)
     return ""
+
+
+def refuse_names(model: nn.Module) -> None:
+    """Check that no attribute of a model has a name that ``fx.GraphModule`` has for its own.
+
+    Raises:
+        InputError: there is such an attribute; names it.
+    """
+    own = set(dir(fx.GraphModule)) - set(dir(nn.Module))
+    kinds: dict[str, Any] = {
+        "parameter": model._parameters,
+        "buffer": model._buffers,
+        "submodule": model._modules,
+    }
+    for kind, named in kinds.items():
+        for name in named:
+            if name in own:
+                raise InputError(
+                    f"the model's {kind} {name!r} has a name that torch.fx keeps for its graphs; "
+                    f"rename it, for example to {name}_ (and its entries of state dicts that you "
+                    "have saved)"
+                )
 
 
 def called(model: nn.Module, error: BaseException) -> list[str]:
@@ -211,17 +228,16 @@ def _construct(where: str) -> tuple[str, str]:
 
 def _treated(error: BaseException) -> fx.Node | None:
     """The node of a graph that was being processed when an exception was raised."""
-    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        for name in ("node", "n"):  # as PyTorch's passes and interpreters call it
-            node = frame.f_locals.get(name)
-            if isinstance(node, fx.Node) and _paths(node):
-                return node
-    return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # as PyTorch's passes and interpreters call it
+    found = [frame.f_locals.get(name) for frame in reversed(frames) for name in ("node", "n")]
+    nodes = [node for node in found if isinstance(node, fx.Node)]
+    return next(filter(_paths, nodes), None) or next(filter(source.of_node, nodes), None)
 
 
 def _paths(node: fx.Node) -> list[str]:
     """The submodules that a node, or else one of its users, belongs to, outermost first."""
     for candidate in (node, *node.users):
-        if stack := candidate.meta.get("nn_module_stack"):
-            return [path for path, _ in stack.values() if path]
+        if candidate.meta.get("nn_module_stack"):
+            return source.module_paths(candidate)
     return []

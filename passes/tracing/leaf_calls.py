@@ -35,7 +35,7 @@ from fxpipe.passes.tracing.leaf_nests import (
 )
 from fxpipe.passes.tracing.symbolic import Example, leaf_tensors, reserve_names
 from fxpipe.torchtools.pytrees import versions
-from fxpipe.torchtools.state import Autocasts, autocasts
+from fxpipe.torchtools.state import Autocasts, autocasts, tried
 
 _LIBRARY = torch.library.Library("fxpipe", "FRAGMENT")
 _LIBRARY.define("leaf(Tensor[] inputs, int call) -> Tensor[]")
@@ -137,9 +137,10 @@ class LeafCalls:
             hook.remove()
 
     def forget(self) -> None:
-        """Drop what the calls returned; to be called after tracing."""
+        """Forget the calls, and drop what they returned; to be called after tracing."""
         for call in self.calls:
             del _known[call.number]
+        self.calls.clear()
 
     def hold(self, name: str) -> bool:
         """Whether a parameter or buffer belongs to a leaf module."""
@@ -203,8 +204,13 @@ def record_leaves(
     model: nn.Module, calls: LeafCalls, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Run the model once for real, to record what its leaf modules return."""
-    with calls.recorded(), torch.no_grad():
+
+    def run() -> None:
+        calls.forget()
         model(*args, **kwargs)
+
+    with calls.recorded():
+        tried(run)
 
 
 def call_leaves(

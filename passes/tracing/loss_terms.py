@@ -6,11 +6,12 @@ divisor:  y → the sum of weight[t] over all t in flatten(y) other than -100
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ _REDUCED = {"sum", "mean", "getitem"}
 _STACKS = {"stack", "cat"}
 _MEANS = {"cross_entropy_loss", "cross_entropy", "nll_loss", "nll_loss2d", "nll_loss_nd"}
 _MEANS |= {"nll_loss_forward", "nll_loss2d_forward"}
+_SELECTIONS = {"index", "getitem", "masked_select"}
+_COMPARISONS = {"ne": "!=", "eq": "==", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_BOOLEANS = {*_COMPARISONS, "logical_not", "logical_and", "logical_or", "bool", "isfinite"}
+_BOOLEANS |= {"invert", "bitwise_not", "and_", "bitwise_and", "or_", "bitwise_or"}
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Divisor:
         ignored: the value of entries that do not count, if the divisor is the number of all other
             entries of its only leaf.
         sums: whether the term is a sum, which is not divided at all.
+        counts: computes the divisor as a tensor on the device of its leaves, if it is the number of
+            targets that are not ignored. No gradient of such a mean is NaN, even where it is 0.
     """
 
     line: str
@@ -58,6 +66,7 @@ class Divisor:
     made: Callable[..., float] | None = None
     ignored: int | None = None
     sums: bool = False
+    counts: Callable[..., Tensor] | None = None
 
 
 def loss_terms(traced: Traced, split: Collection[int]) -> tuple[Divisor | None, ...]:
@@ -134,6 +143,8 @@ class _Reader:
             left, right = (*node.args, *node.kwargs.values(), None, None)[:2]
             if operation in _MEANS:
                 divisors.append(self._mean(node))
+            elif operation == "mean" and (mask := self._mask(read[0])) is not None:
+                divisors.append(self._selected(node, mask))
             elif operation in _SUMS:
                 todo += read
             elif operation in _SAME or (operation in _REDUCED and inner in _MEANS):
@@ -172,8 +183,37 @@ class _Reader:
         if isinstance(weight, Tensor):
             count = partial(count, weight=weight)
         divisor = self._divisor(line, read, count, told)
-        counts_input = weight is None and target.op == "placeholder" and target in self.varies
+        if weight is not None:
+            return replace(divisor, counts=None)
+        counts_input = target.op == "placeholder" and target in self.varies
         return replace(divisor, ignored=ignored) if counts_input else divisor
+
+    def _mask(self, selection: fx.Node) -> fx.Node | None:
+        """The mask of ``losses[mask]``, if it is such a selection."""
+        if self._operation(selection) not in _SELECTIONS or len(selection.args) < 2:
+            return None
+        mask: Any = selection.args[1]
+        while isinstance(mask, list | tuple) and len(mask) == 1:
+            mask = mask[0]
+        if not isinstance(mask, fx.Node) or mask not in self.varies:
+            return None
+        value = mask.meta.get("val")
+        is_mask = self._operation(mask) in _BOOLEANS
+        if isinstance(value, Tensor):
+            is_mask = value.dtype is torch.bool
+        return mask if is_mask else None
+
+    def _selected(self, node: fx.Node, mask: fx.Node) -> Divisor:
+        """The divisor of a mean over the entries that a mask selects."""
+        line, told = source.of_node(node), "({} != -100).sum()"
+        symbol, operands = _COMPARISONS.get(self._operation(mask)), [*mask.args, None, None]
+        if mask.op == "placeholder":
+            told = "{}.sum()"
+        elif symbol and isinstance(operands[1], int | float):
+            told = f"({{}} {symbol} {operands[1]}).sum()"
+        if mask not in self.known:
+            return Divisor(line, told=told)
+        return replace(self._divisor(line, [mask], Tensor.sum, told), counts=None)
 
     def _quotient(self, node: fx.Node, operation: str) -> Divisor | None:
         """The divisor of a quotient, or of a product with a known value; None of other nodes."""
@@ -184,7 +224,8 @@ class _Reader:
         power = -1 if operation == "mul" else 1
         if len(known) != 1:
             return None
-        return self._divisor(source.of_node(node), known, lambda value: float(value) ** power)
+        divisor = self._divisor(source.of_node(node), known, lambda value: float(value) ** power)
+        return replace(divisor, counts=None)
 
     def _within(self, node: fx.Node) -> list[Divisor]:
         """The divisors of the means that a term depends on in some other way."""
@@ -197,27 +238,33 @@ class _Reader:
         self,
         line: str,
         read: Sequence[fx.Node],
-        made: Callable[..., float],
+        made: Callable[..., Any],
         told: str = "",
     ) -> Divisor:
-        """A divisor that ``made`` computes from known values, on the CPU."""
+        """A divisor that ``made`` computes from known values, as a number or a scalar tensor."""
         above = ancestors(read)
         nodes = [node for node in self.module.graph.nodes if node in above]
         inputs = [node for node in nodes if node.op == "placeholder"]
         inputs.sort(key=lambda node: node.name in self.buffers)
         graph = extract(inputs, [node for node in nodes if node.op != "placeholder"], read)
-        for node in graph.nodes:
-            node.args = fx.node.map_aggregate(node.args, _on_cpu)
-            node.kwargs = fx.node.map_aggregate(node.kwargs, _on_cpu)
-        values = lazy_module(self.module, graph)
 
-        def run(*given: Any) -> float:
+        @cache
+        def values_on(device: torch.device) -> fx.GraphModule:
+            return _moved(self.module, graph, device)
+
+        def run(*given: Any, device: torch.device = _CPU) -> Any:
             with torch.no_grad():
-                return made(*values(*(v.cpu() if isinstance(v, Tensor) else v for v in given)))
+                moved = (v.to(device) if isinstance(v, Tensor) else v for v in given)
+                return made(*values_on(device)(*moved))
+
+        def count(*given: Any) -> Tensor:
+            device = next(v.device for v in given if isinstance(v, Tensor))
+            value = run(*given, device=device)
+            return value if isinstance(value, Tensor) else torch.full((), value, device=device)
 
         leaves = tuple(self.leaves[node.name] for node in inputs if node.name in self.leaves)
         buffers = tuple(self.buffers[node.name] for node in inputs if node.name in self.buffers)
-        return Divisor(line, told, leaves, buffers, run)
+        return Divisor(line, told, leaves, buffers, lambda *given: float(run(*given)), counts=count)
 
     def _pure(self, node: fx.Node) -> bool:
         """Whether a node may be computed again: it draws no random numbers and writes nothing."""
@@ -259,7 +306,9 @@ class _Reader:
         return {**given, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def _count(ignored: int, smooth: float, target: Tensor, weight: Tensor | None = None) -> float:
+def _count(
+    ignored: int, smooth: float, target: Tensor, weight: Tensor | None = None
+) -> float | Tensor:
     """The number that ``cross_entropy`` divides by.
 
     A class index counts with the weight of its class, or not at all if it is ignored. Targets that
@@ -269,10 +318,25 @@ def _count(ignored: int, smooth: float, target: Tensor, weight: Tensor | None = 
         return target.numel()
     kept = target != ignored
     if weight is None:
-        return int(kept.sum())
+        return kept.sum()
     total = float(weight.to(target.device, torch.float64)[target[kept]].sum())
     return math.nan if smooth and not total and bool(kept.any()) else total
 
 
-def _on_cpu(value: Any) -> Any:
-    return torch.device("cpu") if isinstance(value, torch.device) else value
+def _moved(module: fx.GraphModule, graph: fx.Graph, device: torch.device) -> fx.GraphModule:
+    """A module for a part of another one's graph that makes all of its tensors on a device."""
+    graph = copy.deepcopy(graph)
+
+    def exchange(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for node in graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, exchange)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, exchange)
+    result = lazy_module(module, graph)
+    for node in graph.find_nodes(op="get_attr"):
+        owner, _, name = str(node.target).rpartition(".")
+        holder = result.get_submodule(owner)
+        if isinstance(value := getattr(holder, name), Tensor):
+            setattr(holder, name, value.to(device))
+    return result

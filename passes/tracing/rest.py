@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir.traced import Traced
@@ -28,6 +29,7 @@ from fxpipe.passes.tracing.leaf_nests import REST, UnfitLeaf
 from fxpipe.passes.tracing.watching import Flow, ValueChecks, storage_of, tensors_of
 from fxpipe.random.leaf_draws import DrawsWatched
 from fxpipe.torchtools.pytrees import equal, taken_apart
+from fxpipe.torchtools.state import tried
 
 
 class _Reached(BaseException):
@@ -40,8 +42,10 @@ class Calls:
     Attributes:
         names: call → the submodule's name.
         written: the calls whose outputs ``forward`` writes into.
-        limit: how many calls precede the first random number that ``forward`` itself draws, which
-            the rest would draw again; all calls if it draws none.
+        limit: how many calls can precede the rest: those before the first random number that
+            ``forward`` itself draws, which the rest would draw again, and before the first call
+            whose output makes sense only there, inside a transform such as ``torch.func.vjp``,
+            below ``torch.enable_grad``, or as a nested tensor; all calls if there is neither.
         checks: the numbers that ``forward``'s own checks of values read. The trace leaves these
             checks out; the rest does them in every step.
     """
@@ -49,29 +53,32 @@ class Calls:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the model to record its calls; the caller restores the model's state."""
         self.names: list[str] = []
-        self.checks = ValueChecks()
         outputs: list[list[tuple[Tensor, int]]] = []
-        drawn: list[int] = []
+        ends: list[int] = []
 
         def begin() -> None:
             self.checks.open = False
             if watch.drew:
-                drawn.append(len(self.names))
+                ends.append(len(self.names))
 
         def end(name: str, output: Any) -> None:
-            self.names.append(name)
             leaves = pytree.tree_leaves(taken_apart(output))
+            if any(map(_bound, leaves)):
+                ends.append(len(self.names))
+            self.names.append(name)
             outputs.append([(x, x._version) for x in leaves if isinstance(x, Tensor)])
             watch.drew, self.checks.open = False, True
 
-        with (
-            torch.no_grad(),
-            DrawsWatched() as watch,
-            self.checks,
-            _called_directly(model, begin, end),
-        ):
-            model.forward(*args, **kwargs)
-        self.limit = min(drawn, default=len(self.names))
+        def run() -> None:
+            for each in (self.names, outputs, ends):
+                each.clear()
+            watch.drew, self.checks = False, ValueChecks()
+            with self.checks, _called_directly(model, begin, end):
+                model.forward(*args, **kwargs)
+
+        with DrawsWatched() as watch:
+            tried(run)
+        self.limit = min(ends, default=len(self.names))
         self.written = {
             index
             for index, tensors in enumerate(outputs)
@@ -120,9 +127,14 @@ class Rest(nn.Module):
         """Run the rest once, to find which outputs, parameters and buffers it reads or writes."""
         state = _state(model)
         before = {name: (x._version, x.clone()) for name, x in state.items()}
-        with torch.no_grad(), Flow({**dict(enumerate(outputs)), **state}) as flow:
-            output = self._copy[0].run(args, kwargs, self._given(outputs), {})
-        read = flow.origins(output)
+
+        def run() -> set[Any]:
+            with Flow({**dict(enumerate(outputs)), **state}) as flow:
+                output = self._copy[0].run(args, kwargs, self._given(outputs), {})
+            found: set[Any] = flow.origins(output)
+            return found
+
+        read = tried(run)
         writes = {
             name
             for name, (version, value) in before.items()
@@ -323,6 +335,13 @@ class _Copy:
             for name, child in module._modules.items()
         }
         return copy
+
+
+def _bound(x: Any) -> bool:
+    """Whether a call's output, computed without gradients, makes sense only where it was made."""
+    if not isinstance(x, Tensor):
+        return False
+    return is_functorch_wrapped_tensor(x) or x.grad_fn is not None or x.is_nested
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

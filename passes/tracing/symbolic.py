@@ -34,9 +34,9 @@ from fxpipe.passes.tracing.leaf_nests import UnfitLeaf
 from fxpipe.passes.tracing.watching import StateReads
 from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
-from fxpipe.torchtools.functions import functions_kept
-from fxpipe.torchtools.pytrees import equal, versions
-from fxpipe.torchtools.state import assigned_in_place, autocasts, under
+from fxpipe.torchtools.functions import ON_GRADIENTS, functions_kept, unheld
+from fxpipe.torchtools.pytrees import detached, equal, versions
+from fxpipe.torchtools.state import assigned_in_place, autocasts, tried, under
 
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
     getattr(operator, f"__i{name}__"): getattr(operator, f"__{name}__")
@@ -304,6 +304,11 @@ class _Tracer(fx.Tracer):
             node.meta[AUTOCAST] = casts
         return node
 
+    def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Proxy:
+        if kind == "call_method" and target in ON_GRADIENTS:
+            raise unheld(target)
+        return super().create_proxy(kind, target, *args, **kwargs)
+
     def create_arg(self, a: Any) -> Any:
         node = object_of(a, self)
         return super().create_arg(a) if node is None else node
@@ -330,8 +335,8 @@ class Example(fx.Interpreter):
         self.extra_traceback = False
         read = (self.fetch_attr(str(n.target)) for n in self.graph.find_nodes(op="get_attr"))
         self._read = set(map(_place, read)) - {None}
-        with torch.no_grad(), assigned_in_place(model):
-            self.run(*inputs)
+        with assigned_in_place(model):
+            tried(lambda: self.run(*inputs))
         owners = {
             name.rpartition(".")[0]
             for name, buffer in buffers.items()
@@ -378,7 +383,8 @@ class Example(fx.Interpreter):
                 "which cannot be traced; make and use it inside of one leaf module: compile(..., "
                 "leaf_modules=[its name])"
             )
-        n.meta["val"] = value.to("meta") if isinstance(value, Tensor) else value
+        tensor = isinstance(value, Tensor)
+        n.meta["val"] = value.detach().to("meta") if tensor else detached(value)
         return value
 
     def _attributes(

@@ -18,14 +18,13 @@ import torch
 from torch import nn
 from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError, way_out
-from fxpipe.passes.graph.layouts import BatchNormsLaidOut
 from fxpipe.passes.tracing.explain import explained
-from fxpipe.passes.tracing.positions import counted_positions_known
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import functions_kept
 from fxpipe.torchtools.pytrees import returning_parts
@@ -180,9 +179,8 @@ def _export(
             _announced(model, as_export),
             _distributions_unchecked(),
             _masks_unread(),
-            counted_positions_known(),
-            BatchNormsLaidOut(),
             _DataDetached(),
+            _use_lazy_graph_module(True),  # only graphs are read, so that no code is generated
         ):
             warnings.simplefilter("ignore")  # about attributes that the model itself assigns
             return torch.export.export(

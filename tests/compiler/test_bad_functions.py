@@ -322,29 +322,6 @@ def test_a_model_that_fails_only_where_gradients_are_wanted_names_its_line(trace
     refused(InputError, call, start, "first += second.tanh()", "(RuntimeError: Output 0 of", "line")
 
 
-def test_gradients_that_forward_itself_computes_are_refused_with_a_cure_that_works() -> None:
-    class Pulled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = super().forward(x)
-            pulled: Tensor = x + self.pull(x, made)
-            return pulled
-
-        def pull(self, x: Tensor, made: Tensor) -> Any:
-            return torch.autograd.grad(made.square().sum(), x, create_graph=True)[0]
-
-    class Mapped(Pulled):
-        def pull(self, x: Tensor, made: Tensor) -> Any:
-            return torch.func.grad(
-                lambda y: functional.linear(y, self.weight, self.bias).square().sum()
-            )(x)
-
-    def model(kind: type[Pulled]) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4), kind(4, 4), nn.Linear(4, 3))
-
-    refused(InputError, lambda: stepped(model(Pulled)), "torch.autograd.grad(", "torch.func.grad")
-    stepped(model(Mapped))
-
-
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), MemoryError()])
 def test_no_line_is_blamed_where_memory_runs_out(error: Exception) -> None:
     with pytest.raises(type(error)), source.refusing_failures():

@@ -37,7 +37,6 @@ def test_each_list_is_in_order(name: str) -> None:
         ("fit", "localise_sizes", "relay"),
         ("plan", "part_backward", "differentiate"),
         ("plan", "part_gradients", "part_backward"),
-        ("plan", "fuse_accumulation", "part_gradients"),
         ("program", "free", "communicate"),
         ("program", "streams", "free"),
         ("schedule", "add_reduce", "add_recompute"),

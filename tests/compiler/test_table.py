@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import textwrap
 from functools import partial
 from typing import Any
 
@@ -12,7 +16,11 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam
 
 import fxpipe
-from fxpipe.formatting import bytes_text
+from fxpipe.compiler import balance
+from fxpipe.formatting import bytes_text, count_text
+from fxpipe.passes.partition.assignment import Verdict
+from fxpipe.passes.partition.options import Partition
+from fxpipe.passes.partition.work import Load
 
 SCHEDULES: list[tuple[str, Any, int]] = [
     # a version and the state
@@ -31,10 +39,14 @@ STANDING = ("parameters", "versions", "optimizer")
 def columns(pipe: fxpipe.Pipeline, heading: str) -> list[str]:
     """What a column says of each stage."""
     lines = str(pipe).splitlines()
-    headings = next(line for line in lines if " stage " in line).split("┃")
-    index = [each.strip() for each in headings].index(heading)
-    rows = [line.split("│") for line in lines if line.startswith("│")]
-    return [row[index].strip() for row in rows if row[1].strip()]
+    top = next(at for at, line in enumerate(lines) if line.startswith("stage "))
+    end = 0
+    for each in lines[top].split():
+        start, end = end, lines[top].index(each) + len(each)
+        if each == heading:  # the columns are flush right
+            break
+    rows = lines[top + 2 : lines.index("stages and their modules")]
+    return [row[start:end].strip() for row in rows]
 
 
 @pytest.mark.parametrize(("schedule", "optimizer", "times"), SCHEDULES)
@@ -54,7 +66,7 @@ def test_memory_is_what_simulate_says_with_versions_and_what_the_optimizer_keeps
         pipe.step(torch.randn(2, 256), target=torch.randn(2, 256))
         pipe.flush()
         weights = [sum(p.numel() for p in layer.parameters()) for layer in model]
-        assert columns(pipe, "parameters") == [f"{number:,}" for number in weights]
+        assert columns(pipe, "params") == [count_text(number) for number in weights]
         memory = pipe.simulate().memory
         assert columns(pipe, "memory") == [bytes_text(device.peak) for device in memory]
         for device, number in zip(memory, weights, strict=True):
@@ -80,3 +92,111 @@ def test_memory_counts_what_the_micro_batches_in_flight_keep() -> None:
             peaks.append(first.peak)
     # of two more micro-batches the input, and the output of Tanh
     assert peaks[1] - peaks[0] == 2 * (2 * samples * width * 4)
+
+
+def test_its_modules_are_the_models_own_also_after_a_smaller_batch() -> None:
+    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+    model, x = nn.Sequential(layer, nn.Linear(6, 6)), torch.randn(8, 3, 6)
+    with fxpipe.compile(model, ["cpu"], microbatches=4, loss=mse_loss) as pipe:
+        for samples in (8, 7):  # 7: its graph for any size asks for sizes, in no module
+            pipe.step(x[:samples], target=x[:samples])
+            assert "\n0 on device 0 (cpu): 0–1\n" in str(pipe)
+
+
+def test_it_fits_80_columns_and_a_common_prefix_is_told_once() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.base_model = model
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.base_model(x)
+
+    layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
+    x = torch.randn(8, 6)
+    with fxpipe.compile(Wrapped(Wrapped(layers)), 2, microbatches=4, loss=mse_loss) as pipe:
+        pipe.step(x, target=x)
+        text = f"{pipe}\n{pipe.simulate()}"
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\nstages and their modules (of base_model.base_model)\n0 on device 0 (cpu): 0–" in text
+
+
+def test_what_its_columns_mean_is_told_once_a_process() -> None:
+    lines = """
+        with fxpipe.compile(torch.nn.Linear(6, 6), 1, microbatches=2, loss=mse_loss) as pipe:
+            pipe.step(torch.ones(4, 6), target=torch.ones(4, 6))
+            print(pipe, pipe.simulate())
+            print("again", pipe, pipe.simulate())
+    """
+    header = "import torch, fxpipe\nfrom torch.nn.functional import mse_loss\n"
+    run = subprocess.run(
+        [sys.executable, "-c", header + textwrap.dedent(lines)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second = run.stdout.split("again")
+    for words in ("share: of the time", "bubble: the share"):
+        assert words in first and words not in second
+
+
+def test_printing_measures_nothing() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), torch.randn(8, 6)
+    with fxpipe.compile(model, 2, microbatches=4, loss=mse_loss, partition=["1"]) as pipe:
+        pipe.step(x, target=x)
+        assert columns(pipe, "forward") == columns(pipe, "share") == ["–", "–"]
+        assert "not measured yet; pipe.simulate() measures it" in str(pipe)
+        pipe.simulate()
+        assert "–" not in columns(pipe, "forward") + columns(pipe, "share")
+
+
+class Uneven(nn.Module):
+    """The second half takes several times as long as the first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, 16 * width)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return (self.second(self.first(x)) ** 2).mean()
+
+
+def test_a_slow_stage_is_marked_and_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(balance, "_WORTH", 0.0)
+    with fxpipe.compile(Uneven(128), 2, microbatches=2) as pipe:
+        for samples in (256, 128):
+            pipe.step(torch.randn(samples, 128))
+        marked = [share.startswith("> ") for share in columns(pipe, "share")]
+    assert marked == [False, True]
+    told = [r.getMessage() for r in caplog.records if "the others wait" in r.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("stage 1 takes 1.")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "gap", "asked", "cure"),
+    [
+        ((1.0, 4.0, 1.0), 0.0, Partition(), r"no cut is better, so 2 stages .* devices=2;"),
+        ((1.0, 4.0, 1.0), 0.1, Partition(), r"partition=\[...\] with the modules"),
+        ((3.0, 4.0, 2.0), 0.0, Partition(), r"partition=\[...\] with the modules"),
+        ((1.0, 4.0, 1.0), 0.0, Partition(at=["a", "b"]), r"leave out partition= \(at=\)"),
+        ((1.0, 4.0, 1.0), 0.0, Partition(keep_together=["a"]), r"keep_together=\['a'\]"),
+    ],
+)
+def test_the_warning_gives_the_line_to_write(
+    seconds: tuple[float, ...], gap: float, asked: Partition, cure: str
+) -> None:
+    verdict = Verdict(tuple(map(Load, seconds)), bound=4.0 / (1 + gap))
+    text = balance.unbalanced(seconds, verdict, asked)
+    assert text is not None
+    times = 3 * max(seconds) / sum(seconds)
+    assert text.startswith(f"stage 1 takes {times:.2f} times the mean of the 3 stages")
+    assert re.search(cure, text)
+
+
+def test_even_and_tiny_stages_are_not_warned_of() -> None:
+    assert balance.unbalanced((1.0, 1.2, 1.0), None, Partition()) is None
+    assert balance.unbalanced((1e-4, 9e-4), None, Partition()) is None
+    assert balance.unbalanced((1e-4, 2e-3), None, Partition()) is not None

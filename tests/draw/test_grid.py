@@ -145,7 +145,7 @@ def test_arguments_that_make_no_sense_are_refused(
     arguments: dict[str, object], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        one_f_one_b(2, 2).grid(**arguments)  # type: ignore[arg-type]
+        one_f_one_b(2, 2).grid(**arguments)
 
 
 @pytest.mark.parametrize("costs", [{("F", 0): 1e-9, ("B", 0): 1e-9, ("B", 1): 1e9}, {"U": 1e99}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import pygraphviz  # type: ignore[import-untyped]
@@ -18,7 +18,7 @@ from fxpipe.draw.picture import BACKWARD, FAULT, FORWARD, TASKS, UPDATE, Picture
 from fxpipe.draw.schedule import draw_schedule
 from fxpipe.draw.timeline import default_steps
 from fxpipe.errors import Fault, InputError, VerificationError
-from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, B, F, Task, U
 from fxpipe.schedules import gpipe, inference, one_f_one_b
@@ -30,6 +30,7 @@ class Box(NamedTuple):
     left: float
     right: float
     row: float
+    name: str
     label: str
     fill: str
     border: str
@@ -52,6 +53,7 @@ def boxes(picture: Picture) -> dict[float, list[Box]]:
             x - half,
             x + half,
             -y,
+            node["name"].partition("at")[0],
             node["label"],
             node["fillcolor"],
             node.get("color", ""),
@@ -69,15 +71,19 @@ def test_boxes_stand_in_the_order_of_the_row_and_do_not_overlap(
     recipe: Recipe, p: int, m: int, forward: float, backward: float
 ) -> None:
     schedule = recipe(p, m)
-    drawn = boxes(draw_schedule(schedule, costs={"F": forward, "B": backward}))
-    assert len(drawn) == p
-    for row, found in zip(schedule.rows, drawn.values(), strict=True):
-        assert len(found) == len(row)
-        assert [box.fill for box in found] == [TASKS[task.kind] for task in row]
-        # Graphviz writes positions to a tenth of a point.
-        assert all(a.right <= b.left + 0.11 for a, b in pairwise(found))
-        for task, box in zip(row, found, strict=True):
-            assert box.label in ("", str(Task(task.kind, task.microbatch)))
+    drawn = [*boxes(draw_schedule(schedule, costs={"F": forward, "B": backward})).values()]
+    assert len(drawn) % p == 0  # p rows in each line
+    # Graphviz writes positions to a tenth of a point.
+    assert all(a.right <= b.left + 0.11 for row in drawn for a, b in pairwise(row))
+    for device, row in enumerate(schedule.rows):
+        boxes_of = [box for line in drawn[device::p] for box in line]
+        # a task that is cut at the end of a line goes on at the beginning of the next
+        found = [[*parts] for _, parts in groupby(boxes_of, key=lambda box: box.name)]
+        assert len(found) == len({parts[0].name for parts in found}) == len(row)
+        for task, parts in zip(row, found, strict=True):
+            assert {box.fill for box in parts} == {TASKS[task.kind]}
+            told = [box.label for box in parts if box.label]
+            assert told in ([], [str(Task(task.kind, task.microbatch))])
 
 
 def test_widths_are_to_scale() -> None:
@@ -87,12 +93,54 @@ def test_widths_are_to_scale() -> None:
     assert [box.fill for box in row] == [FORWARD, BACKWARD, UPDATE]
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 4), (4, 8), (8, 32)])
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 4), (4, 8)])
 def test_every_task_is_labelled_where_a_figure_would_do_so(p: int, m: int) -> None:
     schedule = one_f_one_b(p, m)
     drawn = boxes(draw_schedule(schedule))
     unlabelled = {b.fill for row in drawn.values() for b in row if not b.label}
     assert not unlabelled
+
+
+@pytest.mark.parametrize(("recipe", "lines"), [("1f1b", 3), ("zb-v", 3)])
+def test_a_wide_schedule_is_wrapped_and_every_task_labelled_once(recipe: str, lines: int) -> None:
+    schedule = find_recipe(recipe)(8, 32)
+    picture = draw_schedule(schedule)
+    assert picture.source.count("device 3") == lines
+    parts: dict[str, list[tuple[float, str]]] = {}
+    for node in json.loads(picture.pipe("json"))["objects"]:
+        if node["name"].startswith("task"):
+            number = node["name"].partition("at")[0]
+            parts.setdefault(number, []).append((float(node["width"]), node["label"]))
+    tasks = [task for row in schedule.rows for task in row]
+    assert len(parts) == len(tasks)
+    assert sum(len(found) > 1 for found in parts.values()) > 8  # cut at the ends of lines
+    widths: dict[str, set[float]] = {}
+    for number, task in enumerate(tasks):
+        found = parts[f"task{number}"]
+        told = [label.split("\\n")[0] for _, label in found if label]
+        assert told == [str(replace(task, stage=None))]
+        widths.setdefault(task.kind, set()).add(round(sum(wide for wide, _ in found), 1))
+    assert all(max(each) - min(each) < 0.11 for each in widths.values())  # the parts add up
+    (left, _, right, _) = map(float, json.loads(picture.pipe("json"))["bb"].split(","))
+    assert right - left < 1300
+
+
+def test_tasks_that_take_no_time_are_drawn_in_one_line() -> None:
+    """An A takes no time here, and so does an update at the end of a line."""
+    schedule = find_recipe("1f1b")(8, 32)
+    assert draw_schedule(schedule, costs={"U": 0}).pipe("png")
+
+
+def test_stages_of_a_device_are_evenly_lighter_and_copies_are_told() -> None:
+    picture = draw_schedule(find_recipe("gpipe").placed(round_robin(4))(2, 2))
+    drawn = boxes(picture)
+    fills = {b.label.partition("@")[2]: b.fill for b in drawn[min(drawn)] if b.label[0] == "F"}
+    light = [int(fills[stage][1:3], 16) for stage in ("0", "2", "4", "6")]
+    steps = [b - a for a, b in pairwise(light)]
+    assert min(steps) > 20 and max(steps) - min(steps) <= 1
+    assert "lighter: later stages of a device; @: the stage" in picture.source
+    copied = draw_schedule(find_recipe("chimera")(4, 8))
+    assert "lighter: copies of stages; @: the stage" in copied.source
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (8, 64), (64, 4)])

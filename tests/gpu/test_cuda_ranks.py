@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxpipe
+from tests.gpu.real import needs_gpu
 from tests.gpu.test_cuda import BOUND, Model, at_home
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.oracles import loop
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="there are no two CUDA devices"
-)
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices"),
+    needs_gpu("NCCL is not simulated"),
+]
 
 
 def trained(mesh: DeviceMesh, schedule: str) -> tuple[list[float], dict[str, Tensor | None]]:

@@ -15,8 +15,9 @@ from fxpipe.compiler.capturing import Capturing
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.kernels.captured import Captured
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.devices.cuda import CudaBackend
 from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
+from fxpipe.runtime.devices.lanes import Lanes
+from fxpipe.runtime.devices.launching import StreamBackend
 from tests.helpers.eager_lanes import use
 from tests.helpers.fake_cuda import Stream
 from tests.helpers.tiny import CUTS, Tiny, batch, within
@@ -33,7 +34,7 @@ def capturing(
         given.setdefault("partition", CUTS[stages])
     pipe = fxpipe.compile(model, ["cpu"] * devices, dispatch=dispatch, **given)
     places: Any = [Stream() for _ in range(devices)]
-    use(pipe, CudaBackend(places))
+    use(pipe, StreamBackend([*map(Lanes, places)]))
     pipe._compiler.capturing = Capturing(CudaGraphs)
     return pipe
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from fxpipe.cli import main
+from fxpipe import formatting
+from fxpipe.extensions.cli import main
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
     """Exit status, what was printed and what was complained of."""
-    status = main([str(argument) for argument in arguments])
+    with patch.object(formatting, "_told", set()):  # a command is a process
+        status = main([str(argument) for argument in arguments])
     shown = capsys.readouterr()
     return status, shown.out, shown.err

@@ -16,8 +16,9 @@ import fxpipe
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.devices.launching import Launcher, LaunchingChannels, room
-from fxpipe.runtime.failure import DeviceMemory, Unfinished
+from fxpipe.runtime.devices.lanes import room
+from fxpipe.runtime.devices.launching import LaunchingChannels, StreamBackend
+from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job
 
 
@@ -25,12 +26,19 @@ class LateError(RuntimeError):
     """What a device reports of something that it was given earlier."""
 
 
+class Kind:
+    """Devices that fail late."""
+
+    def is_late(self, error: BaseException) -> bool:
+        return isinstance(error, LateError)
+
+
 @dataclass
 class Lanes:
     """Streams of a device whose every instruction is done when it is launched.
 
     Attributes:
-        device: its number.
+        number: the device's.
         log: what each stream was given, in order.
         marks: how many marks there are.
         lacks: the text of the instruction that finds no memory.
@@ -39,13 +47,18 @@ class Lanes:
         asked: how far a mark may be behind before somebody who asks is told of a failure.
     """
 
-    device: int
+    number: int
     log: list[tuple[str, str]] = field(default_factory=list)
     marks: int = 0
     lacks: str = ""
     breaks: str = ""
     broken: int | None = None
     asked: int = 0
+    kind: Kind = field(default_factory=Kind)
+
+    @property
+    def device(self) -> str:
+        return f"fake:{self.number}"
 
     @contextmanager
     def on(self, stream: str, name: str) -> Iterator[None]:
@@ -62,7 +75,7 @@ class Lanes:
 
     def mark(self, stream: str) -> Any:
         self.marks += 1
-        return self.device, stream, self.marks
+        return self.number, stream, self.marks
 
     def reached(self, mark: Any) -> bool:
         if self.broken is None:
@@ -70,6 +83,12 @@ class Lanes:
         if self.marks >= self.broken + self.asked:
             raise LateError("something failed")
         return bool(mark[2] <= self.broken)
+
+    def follow(self, stream: str) -> None:
+        self.log.append((stream, "followed"))
+
+    def every(self) -> list[Any]:
+        return []
 
     def moment(self, stream: str) -> Any:
         return perf_counter_ns()
@@ -86,12 +105,12 @@ class Lanes:
         return room(spec, torch.device("cpu"))
 
 
-class Backend(Launcher):
+class Backend(StreamBackend):
     """Devices with such lanes."""
 
     def __init__(self, devices: int) -> None:
-        self.lanes = [Lanes(device) for device in range(devices)]
-        super().__init__(self.lanes, [f"fake:{device}" for device in range(devices)])
+        self.lanes: Any = [Lanes(device) for device in range(devices)]
+        super().__init__(self.lanes)
         self.made: list[LaunchingChannels] = []
         self.calls: Counter[str] = Counter()
 
@@ -116,9 +135,6 @@ class Backend(Launcher):
 
     def memory(self, device: int) -> DeviceMemory:
         return DeviceMemory(f"fake:{device}", 5 << 20, 6 << 20)
-
-    def unfinished(self, error: BaseException) -> Sequence[Unfinished]:
-        return self.left() if isinstance(error, LateError) else ()
 
 
 def launched(

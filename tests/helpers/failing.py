@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,7 +21,7 @@ from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.task import B, F, O, P, Task, U
 from fxpipe.runtime import interpreter
 from fxpipe.text.program import print_instruction
-from tests.helpers.ranks import DeviceMesh
+from tests.helpers.ranks import DeviceMesh, shared_folder
 from tests.helpers.tiny import CUTS, Snapshot, Tiny, adam, batch
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop
@@ -202,8 +202,7 @@ def fails(rank: int, error: BaseException, instruction: Any, own: bool) -> None:
 class InFlight:
     """A pipe whose batches overlap, and the plain loop that reads its weights as late.
 
-    The loop trains on a batch only when the pipe's results are compared. After a failure it goes
-    back to the batch that the pipe names, and reads no older weights, as if it had begun there.
+    The loop trains on a batch only when the pipe's results are compared.
     """
 
     def __init__(self, mesh: DeviceMesh, schedule: str) -> None:
@@ -222,8 +221,7 @@ class InFlight:
             microbatches,
             lambda name: late[name.split(".")[0]],
         )
-        self._after: list[Any] = []  # number of batches → state of the model and its optimizer
-        self._keep()
+        self._trained = 0  # the loop's batches
 
     def step(self) -> Tensor:
         """The pipe's next batch; its loss may come later."""
@@ -234,30 +232,25 @@ class InFlight:
     def compare(self) -> None:
         """Finish the batches in flight; what this rank owns must be equal to the bit."""
         self.pipe.flush()
-        self._train(self.pipe.batches)
+        while self._trained < self.pipe.batches:
+            self._loop.step(*batch(seed=self._trained))
+            self._trained += 1
         state = self._loop.model.state_dict()
         for name, value in self.pipe.state_dict().items():
             assert torch.equal(value, state[name]), f"{name} is not that of the loop"
 
+    def save(self) -> None:
+        """Write the checkpoint that ``go_back`` loads."""
+        self.pipe.save(shared_folder() / "checkpoint")
+
     def go_back(self) -> int:
-        """The pipe has dropped batches. Returns how many count; what it has now must be theirs."""
-        count = self.pipe.batches
-        self._train(count)
-        model, optimizer = self._after[count]
-        self._loop.model.load_state_dict(model)
-        self._loop.optimizer.load_state_dict(copy.deepcopy(optimizer))
-        self._loop.restart()
-        del self._after[count + 1 :]
-        return count
-
-    def _train(self, count: int) -> None:
-        while len(self._after) <= count:
-            self._loop.step(*batch(seed=len(self._after) - 1))
-            self._keep()
-
-    def _keep(self) -> None:
-        state = self._loop.model.state_dict(), self._loop.optimizer.state_dict()
-        self._after.append(copy.deepcopy(state))
+        """The pipe has ended: it refuses to go on, and loads the checkpoint. Returns how many
+        batches count."""
+        for call in (self.pipe.flush, self.pipe.state_dict, self.step):
+            with pytest.raises(fxpipe.EndedError, match=r"stages? .*go on from the last check"):
+                call()
+        self.pipe.load(shared_folder() / "checkpoint")
+        return self.pipe.batches
 
 
 def unchanged(before: Snapshot, pipe: fxpipe.Pipeline, where: str) -> None:

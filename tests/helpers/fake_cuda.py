@@ -1,4 +1,4 @@
-"""A ``torch.cuda`` on the CPU, as far as the CUDA backend uses it: streams are never behind.
+"""An accelerator on the CPU, as far as the runtime uses it: streams are never behind.
 
 It refuses what torch refuses: to wait for an event that was not recorded is nothing, to take the
 time between events that keep none is an error.
@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from fxpipe.torchtools import accelerator
+from fxpipe.torchtools.accelerator import Accelerator
+
 CPU = torch.device("cpu")
 
 
@@ -28,8 +31,10 @@ class Stream:
         assert isinstance(event, Event)
         self.given.append("wait")
 
-    def wait_stream(self, stream: Stream) -> None:
-        self.given.append("wait")
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
 
 
 class Event:
@@ -39,7 +44,7 @@ class Event:
     done = True
     fails: Exception | None = None
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, device: Any = None, enable_timing: bool = False) -> None:
         self._timed = enable_timing
         self._at: float | None = None
 
@@ -84,10 +89,6 @@ class Cuda:
         self.waits = 0
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        yield
-
-    @contextmanager
     def range(self, name: str) -> Iterator[None]:
         self.ranges.append(name)
         yield
@@ -97,19 +98,28 @@ class Cuda:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    """Put it in place of torch.cuda, where nothing needs a CUDA device then."""
+    """Make CPU devices accelerators, where nothing needs another one then."""
     cuda = Cuda()
-    for name, value in {
-        "Stream": Stream,
-        "Event": Event,
-        "stream": cuda.stream,
+    everywhere: dict[str, Any] = {
         "current_stream": lambda device=None: cuda.current[-1],
-        "default_stream": lambda device=None: cuda.default,
         "synchronize": cuda.synchronize,
-        "mem_get_info": lambda device=None: (1 << 30, 80 << 30),
-        "max_memory_allocated": lambda device=None: 79 << 30,
-    }.items():
+    }
+    devices: dict[str, Any] = {
+        **everywhere,
+        "current_device_index": lambda: 0,
+        "set_device_index": lambda device: None,
+        "set_stream": lambda stream: None,
+    }
+    graphs: dict[str, Any] = {**everywhere, "default_stream": lambda: cuda.default}
+    for name, value in devices.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
+    for name, value in graphs.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.cuda.nvtx, "range", cuda.range)
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(accelerator, "_numbered", lambda like, number: cuda.default)
+    monkeypatch.setattr(Accelerator, "memory", lambda self, device: (79 << 30, 80 << 30))
+    kind = Accelerator("cpu", blocking="CUDA_LAUNCH_BLOCKING", span=lambda name: cuda.range(name))
+    monkeypatch.setitem(accelerator.KINDS, "cpu", kind)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     return cuda

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.runtime.devices.cuda_graphs import ALONE
+from fxpipe.runtime.devices.lanes import ALONE
 
 REFUSED = "CUDA error: operation not permitted when stream is capturing"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxpipe
 from examples.unet import UNet
 from fxpipe.runtime.weights.optimizer import OptimizerLike
-from fxpipe.runtime.weights.stage_weights import StageWeights
+from fxpipe.runtime.weights.stage_weights import Buffers, StageWeights
 from tests.helpers.own_optimizers import Nesterov, Orthogonal, groups
 from tests.models.test_split_training import Transformer, scores
 from tests.oracles.delayed_loop import MSE, Batch, Factory
@@ -109,14 +109,14 @@ class MostVersions:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._most: dict[StageWeights, int] = {}
-        forget = StageWeights.forget
+        append = StageWeights._append
 
-        def counted(stage: StageWeights, slowest: int) -> None:
+        def counted(stage: StageWeights, tensors: Buffers) -> None:
+            append(stage, tensors)
             alive = len(stage.live) + len(stage.predicted)
             self._most[stage] = max(self._most.get(stage, 0), alive)
-            forget(stage, slowest)
 
-        patch.setattr(StageWeights, "forget", counted)
+        patch.setattr(StageWeights, "_append", counted)
 
     def of(self, pipe: fxpipe.Pipeline) -> list[int]:
         versions = pipe._engine.progress.versions

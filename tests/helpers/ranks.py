@@ -87,6 +87,14 @@ def result_of(folder: str, rank: int) -> Any:
     return torch.load(found, weights_only=False)
 
 
+_folders: list[Path] = []
+
+
+def shared_folder() -> Path:
+    """A folder of all ranks that ``on_ranks`` has started, which goes with them."""
+    return _folders[-1]
+
+
 def _run(
     rank: int,
     size: int,
@@ -96,6 +104,7 @@ def _run(
     timeout: float,
     replicas: int | None,
 ) -> None:
+    _folders.append(Path(folder))
     with open(Path(folder, f"error-{rank}"), "w") as errors:
         faulthandler.dump_traceback_later(DEADLINE - 20, file=errors)
         torch.set_num_threads(1)
@@ -119,4 +128,4 @@ def _run(
                 dist.destroy_process_group()
 
 
-__all__ = ["CONTEXT", "DeviceMesh", "Failed", "on_ranks", "result_of", "start"]
+__all__ = ["CONTEXT", "DeviceMesh", "Failed", "on_ranks", "result_of", "shared_folder", "start"]

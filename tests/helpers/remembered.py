@@ -36,7 +36,7 @@ PLAIN = (
 )
 """Values that are their own keys."""
 
-RESULTS = ("traced", "plan", "costs", "assignment")
+RESULTS = ("traced", "plan", "costs", "assignment", "values", "wanted", "equal")
 """What is asked of those lists."""
 
 BY_SHAPE = ("args", "kwargs", "targets", "values", "state")

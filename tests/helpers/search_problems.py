@@ -9,8 +9,8 @@ from random import Random
 import pytest
 from hypothesis import strategies as st
 
-from fxpipe.search import exact
-from fxpipe.search.bounds import (
+from fxpipe.extensions.search import exact
+from fxpipe.extensions.search.bounds import (
     Bound,
     best_bound,
     chain_bounds,
@@ -18,10 +18,10 @@ from fxpipe.search.bounds import (
     mixing_bounds,
     work_bounds,
 )
-from fxpipe.search.certificate import Certificate
-from fxpipe.search.listing import list_schedule
-from fxpipe.search.local import random_policy, search_of
-from fxpipe.search.problem import Order, Problem
+from fxpipe.extensions.search.certificate import Certificate
+from fxpipe.extensions.search.listing import list_schedule
+from fxpipe.extensions.search.local import random_policy, search_of
+from fxpipe.extensions.search.problem import Order, Problem
 from fxpipe.simulator.costs import Key
 
 needs_ortools = pytest.mark.skipif(

@@ -30,14 +30,13 @@ def works(draw: st.DrawFn, atoms: int = 7) -> Work:
             transfers.append(value)
     if count > 1 and draw(st.booleans()):
         users = draw(st.sets(st.integers(0, count - 1), min_size=2, max_size=3))
-        held, undo = draw(st.integers(0, 8)), draw(st.integers(0, 8))
-        transfers.append(Transfer(None, tuple(sorted(users)), draw(size), True, held, undo))
+        held = draw(st.integers(0, 8))
+        transfers.append(Transfer(None, tuple(sorted(users)), draw(size), True, held))
     return Work(
         tuple(draw(seconds) for _ in range(count)),
         tuple(draw(size) for _ in range(count)),
         tuple(draw(size) for _ in range(count)),
         tuple(transfers),
-        tuple(draw(st.integers(0, 9)) for _ in range(count)) if draw(st.booleans()) else (),
     )
 
 

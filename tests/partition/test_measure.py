@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import pytest
@@ -16,10 +17,13 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from examples.unet import UNet
 from fxpipe.kernels.graph import GraphKernel
+from fxpipe.log import telling
+from fxpipe.passes import runner
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.passes.partition.measure import NodeCost, Stopwatch, measure, measure_leaves
 from fxpipe.passes.tracing.symbolic import trace_symbolically
+from fxpipe.simulator.costs import measured_costs
 from fxpipe.torchtools.pytrees import bytes_of
 from fxpipe.torchtools.state import untouched
 from tests.helpers.fronted import (
@@ -165,7 +169,13 @@ def test_a_stages_costs_are_those_of_its_nodes(tracer: Literal["export", "symbol
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(4, 4)
     example = (x,), {"target": x}
     with fxpipe.compile(
-        model, ["cpu"] * 2, microbatches=2, loss=mse_loss, tracer=tracer, example=example
+        model,
+        ["cpu"] * 2,
+        schedule="zb-h1",
+        microbatches=2,
+        loss=mse_loss,
+        tracer=tracer,
+        example=example,
     ) as pipe:
         for stage in pipe.plan.stages:
             costs = stage.costs
@@ -175,6 +185,36 @@ def test_a_stages_costs_are_those_of_its_nodes(tracer: Literal["export", "symbol
             assert costs.input_grad > 0
             assert (costs.weight_grad > 0) == (tracer == "export")
             assert (costs.input_grad == costs.backward) == (tracer == "symbolic")
+
+
+@pytest.mark.traces
+@pytest.mark.parametrize(("schedule", "times"), [("1f1b", 0), ("zb-h1", 2)])
+def test_backwards_are_halved_and_measured_in_halves_only_if_the_schedule_splits_them(
+    schedule: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def noting(name: str) -> AbstractContextManager[None]:
+        ran.append(name)
+        return telling(name)
+
+    monkeypatch.setattr(runner, "telling", noting)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(4, 4)
+    example = (x,), {"target": x}
+    with fxpipe.compile(
+        model, ["cpu"] * 2, schedule=schedule, microbatches=2, loss=mse_loss, example=example
+    ) as pipe:
+        assert ran.count("measure") == 1
+        assert ran.count("part_backward") == times  # of what is measured, and of the stages
+        for stage in pipe.plan.stages:
+            kernel, costs = stage.kernel, stage.costs
+            assert isinstance(kernel, GraphKernel) and costs is not None and costs.backward > 0
+            assert (kernel.functional_backward is not None) == (times > 0)
+            assert (costs.weight_grad is not None) == (costs.input_grad is not None) == (times > 0)
+            known = measured_costs(pipe.plan)
+            halves = known["I", stage.index] + known["W", stage.index]
+            if not times:  # then they make up the whole
+                assert halves == pytest.approx(known["B", stage.index])
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,6 @@ import fxpipe
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.predict import predicted_peaks
 from fxpipe.errors import InputError
-from fxpipe.runtime import choice
-from fxpipe.runtime.choice import Choice
-
-AT_ONCE = {"memory_limits": 1 << 40}
-"""With limits stages are measured before they are cut."""
 
 
 class Middle(nn.Module):
@@ -50,13 +45,13 @@ def batch(samples: int = 8) -> tuple[Tensor, Tensor]:
 def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """What was measured so far."""
     seen: list[object] = []
-    measure = Placement.measure
+    measure = Placement.node_costs
 
     def noting(self: Placement, facts: Any) -> Any:
         seen.append(facts["traced"])
         return measure(self, facts)
 
-    monkeypatch.setattr(Placement, "measure", noting)
+    monkeypatch.setattr(Placement, "node_costs", noting)
     return iter([seen])
 
 
@@ -69,9 +64,11 @@ def test_nothing_is_measured_until_somebody_asks(measured: Iterator[list[object]
         pipe.eval()(x)
         pipe.train().step(x, target=y)
         assert pipe.schedule.stages == 2 and pipe.program and pipe.traced and not seen
+        assert repr(pipe) and pipe.metrics and not pipe.plan.stages[0].costs and not seen
+        pipe.simulate()
         costs = [stage.costs for stage in pipe.plan.stages]
         assert len(seen) == 1 and all(cost and cost.forward and cost.backward for cost in costs)
-        repr(pipe), pipe.simulate(), pipe.plan, pipe.metrics
+        repr(pipe), pipe.simulate(), pipe.metrics
         pipe.step(x, target=y)
         assert [stage.costs for stage in pipe.plan.stages] == costs and len(seen) == 1
 
@@ -82,14 +79,17 @@ def test_nothing_is_measured_until_somebody_asks(measured: Iterator[list[object]
     ids=["nothing", "inference_mode", "no_grad", "autocast"],
 )
 def test_it_tells_what_it_would_at_once(
-    around: Callable[[], AbstractContextManager[object]],
+    around: Callable[[], AbstractContextManager[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operations take equal times here, so that the tables are equal."""
     x, y = batch()
-    with pipe_of(Middle()) as pipe, pipe_of(Middle(), AT_ONCE) as other:
+    with pipe_of(Middle()) as pipe, pipe_of(Middle()) as other:
         pipe.step(x, target=y)
-        other.step(x, target=y)
+        with monkeypatch.context() as patch:
+            patch.setattr(Placement, "_can_measure_later", lambda *_: False)
+            other.step(x, target=y)
         with around():
+            pipe.simulate(), other.simulate()
             assert pipe.plan.stages[0].costs == other.plan.stages[0].costs
             assert pipe._compiler.verdict.loads[1].seconds == (
                 other._compiler.verdict.loads[1].seconds
@@ -109,7 +109,7 @@ def test_it_changes_neither_the_model_nor_the_numbers_that_are_drawn() -> None:
             nn.init.normal_(parameter)
         with pipe:
             pipe.step(x, target=y)
-            assert not asks or pipe.plan.stages[1].costs
+            assert not asks or pipe.simulate()
             pipe.step(x, target=y)
         grads = {name: p.grad for name, p in pipe.named_parameters()}
         states.append({**pipe.state_dict(), **grads, "drawn": torch.rand(3)})
@@ -138,9 +138,11 @@ def test_numbers_stand_for_a_batch_that_is_gone(first: int) -> None:
     x, y = torch.full((4, 4), 1e-3 * first + 5e-3), torch.zeros(4, 3)
     with pipe_of(Lookup(first)) as pipe:
         pipe.step(x, target=y)
+        with nullcontext() if first == 0 else pytest.raises(InputError):
+            pipe.simulate()
         assert [stage.costs is None for stage in pipe.plan.stages] == [first > 0] * 2
-        assert ("nothing was measured" in str(pipe)) is (first > 0)
-        assert all(pipe.metrics["peak_memory"])
+        assert ("not measured" in str(pipe)) is (first > 0)
+        assert pipe.metrics["peak_memory/0"] and pipe.metrics["peak_memory/1"]
         if first:
             with pytest.raises(InputError, match="nothing was measured on this plan; give costs="):
                 pipe.simulate()
@@ -155,33 +157,3 @@ def test_memory_is_predicted_before_times_are_known() -> None:
         peaks = predicted_peaks(shown.plan, shown.program, pipe._engine.held(shown))
         assert not shown.plan.stages[0].costs
         assert peaks == [memory.peak for memory in pipe.simulate().memory]
-
-
-def test_threads_are_chosen_by_the_first_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each device has its own until operations turn out to be shorter than a hand-over."""
-    monkeypatch.setattr(choice, "hand_over", lambda: 1.0)
-    x, y = batch()
-    with pipe_of(Middle()) as pipe, pipe_of(Middle(), dispatch="device") as other:
-        other.load_state_dict(pipe.state_dict())
-        threads: list[int] = []
-        for _ in range(choice.RUNS + 2):
-            assert torch.equal(pipe.step(x, target=y), other.step(x, target=y))
-            threads.append(pipe._shown.threads)
-        assert threads == [2] * choice.RUNS + [1] * 2
-
-
-@pytest.mark.parametrize("long", [0.0, 1.0])
-def test_threads_are_chosen_anew_once_costs_are_known(
-    long: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(choice, "hand_over", lambda: 1.0)
-    monkeypatch.setattr(choice, "LONG", long)
-    monkeypatch.setattr(Choice, "took", lambda *_, **__: None)
-    x, y = batch()
-    with pipe_of(Middle()) as pipe:
-        pipe.step(x, target=y)
-        assert pipe._shown.threads == 2
-        assert pipe.plan.stages[0].costs
-        for _ in range(2):
-            assert pipe._shown.threads == (2 if long == 0.0 else 1)
-            pipe.step(x, target=y)

@@ -79,7 +79,7 @@ def test_modules_that_are_kept_together_are_in_one_stage() -> None:
 
 
 def test_a_named_cut_may_not_part_what_is_kept_together() -> None:
-    with pytest.raises(fxpipe.PartitionError, match=r"third\.1.*kept together.*one stage"):
+    with pytest.raises(fxpipe.PartitionError, match=r"third\.1.*third must be in one stage"):
         compiled(Blocks(), at=["third.1"], keep_together=["third"])
     with compiled(Blocks(), at=["third"], keep_together=["third"]) as pipe:
         assert "third" in pipe.plan.stages[1].modules
@@ -108,13 +108,13 @@ def test_a_limit_moves_the_wide_block_to_the_other_device() -> None:
 
 def test_the_table_says_what_was_balanced_and_how_well() -> None:
     with compiled(Blocks()) as pipe:
-        text = str(pipe)
+        text = " ".join(str(pipe).split())
         assert "times the mean (compute), proven" in text
         assert "the best cut of those that add up gradients in the model's order" in text
     with compiled(Blocks(), link_bandwidth=1e6) as pipe:
-        assert "times the mean (compute and transfers), proven" in str(pipe)
+        assert "times the mean (compute and transfers), proven" in " ".join(str(pipe).split())
     with compiled(Blocks(), keep_together=["third"]) as pipe:
-        assert "order and keep third together" in str(pipe)
+        assert "order and keep third together" in " ".join(str(pipe).split())
 
 
 def test_a_schedule_that_holds_more_needs_more_memory() -> None:

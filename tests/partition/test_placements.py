@@ -146,6 +146,15 @@ def test_a_file_that_is_not_there_is_named() -> None:
         Schedule.from_file("nowhere.txt")
 
 
+def test_a_placement_for_fewer_devices_is_named_and_their_number_works() -> None:
+    recipe = Recipe(
+        "mine", lambda device, devices, microbatches: [F(0)], placement=lambda _: (0, 1)
+    )
+    with pytest.raises(fxpipe.InputError, match=r"device 2.* gives no stage; .* or fewer devices"):
+        recipe(3, 1)
+    assert recipe(2, 1).devices == 2
+
+
 def test_a_device_with_several_stages_asks_for_a_stages_name() -> None:
     recipe = Recipe("mine", lambda device, devices, microbatches: [F(0)], placement=vee)
     with pytest.raises(fxpipe.InputError, match=r"F0 names no stage .* holds 2: 0, 3; .*F\(0, 0\)"):

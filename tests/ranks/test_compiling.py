@@ -4,6 +4,7 @@ stages."""
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxpipe
 from examples import larger
-from fxpipe.compiler import candidates, placement
+from fxpipe.compiler import placement
+from fxpipe.extensions.planner import stages
 from fxpipe.ir.plan import Plan
 from fxpipe.simulator.costs import Times
+from fxpipe.torchtools import allocator
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.works import measured_alike
 from tests.oracles.loop import train
@@ -64,6 +67,8 @@ def compile_within(mesh: DeviceMesh, share: float) -> float:
     compiled(mesh, layers(width=8, count=4), width=8).close()  # imports are no part of the limit
     with torch.device("meta"):
         model = layers(width=2048, count=24)
+    gc.collect()
+    allocator.give_back()  # freed memory would find room within any limit
     larger.limit_memory(int(share * weights_of(model)))
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         torch.empty(int(1.1 * share * weights_of(model)), dtype=torch.uint8)
@@ -81,11 +86,11 @@ def decided(mesh: DeviceMesh) -> tuple[str, set[str], bool]:
 
     def times(plan: Plan) -> Times:
         each = {"F": 4.0, "R": 4.0, "B": 4.0, "I": 2.0, "W": 2.0}
-        stages = len(plan.stages)
-        return {(x, s): time / stages for x, time in each.items() for s in range(stages)}
+        count = len(plan.stages)
+        return {(x, s): time / count for x, time in each.items() for s in range(count)}
 
     rates = (1e9, 1e9) if mesh.get_rank() == 0 else (1.0, 1.0)
-    patched: Any = candidates
+    patched: Any = stages
     patched.measured_costs, patched.away_rates = times, lambda place: rates
     cuts: Any = placement
     cuts._measured = measured_alike
@@ -109,3 +114,51 @@ def decided(mesh: DeviceMesh) -> tuple[str, set[str], bool]:
 def test_all_ranks_decide_to_offload_where_the_first_one_stores_quickly() -> None:
     first, second = on_ranks(2, decided)
     assert first == second and first[2] and "O" in first[1]
+
+
+def doubling() -> Any:
+    """A function whose class is made anew by each call."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+            ctx.scale = scale
+            return scale * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            return ctx.scale * gradient, None
+
+    return Scaled
+
+
+class WithFunction(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.first, self.second, self.scale = nn.Linear(8, 8), nn.Linear(8, 8), scale
+        self.function = doubling()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.function.apply(self.first(x), self.scale)
+        result: torch.Tensor = self.second(scaled)
+        return result
+
+
+def after_others_on_one(mesh: DeviceMesh, tracer: Any) -> list[float]:
+    """The losses where the first rank alone has compiled models with functions of the same name."""
+    x, options = torch.ones(4, 8), {"microbatches": 2, "loss": F.mse_loss, "tracer": tracer}
+    losses, kept = [], []
+    if mesh.get_rank() == 0:
+        for scale in (2.0, 3.0):
+            torch.manual_seed(0)
+            kept.append(pipe := fxpipe.compile(WithFunction(scale), 1, **options))
+            losses.append(float(pipe.step(x, target=x)))
+    torch.manual_seed(0)
+    with fxpipe.compile(WithFunction(3.0), mesh, **options) as pipe:
+        return [*losses, float(pipe.step(x, target=x))]
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_what_one_rank_has_traced_before_is_in_no_plan(tracer: Any) -> None:
+    (other, alone, loss), (same,) = on_ranks(2, after_others_on_one, tracer)
+    assert other != alone == loss == same

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fxpipe import RankError
-from fxpipe.runtime.ranks.inbox import RECOVERY, Exchange, Inbox
+from fxpipe.runtime.ranks.inbox import OUTCOME, Exchange, Inbox
 from fxpipe.runtime.ranks.links import CLOSED
 
 pytestmark = pytest.mark.timeout(120, method="thread")
@@ -90,8 +90,8 @@ def test_after_a_failure_ranks_recover_wherever_they_were() -> None:
     inbox.fail(1, 4, 1, FAILED)
     inbox.say(2, Exchange(4, 1, "end"), None)
     for rank in (1, 2):
-        inbox.say(rank, Exchange(4, -1, RECOVERY), 7 + rank)
-    assert heard(inbox, Exchange(4, -1, RECOVERY)) == {1: 8, 2: 9}
+        inbox.say(rank, Exchange(4, -1, OUTCOME), 7 + rank)
+    assert heard(inbox, Exchange(4, -1, OUTCOME)) == {1: 8, 2: 9}
 
 
 def test_what_a_rank_found_out_for_all_is_told_in_its_own_words() -> None:

@@ -1,4 +1,5 @@
-"""An instruction that fails on a rank fails on all of them, and has not happened on any."""
+"""An instruction that fails on a rank fails on all of them, and has not happened on any; once an
+update has begun, the pipe has ended on all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.helpers.failing import (
     pipe_of,
     unchanged,
 )
-from tests.helpers.ranks import DeviceMesh, on_ranks
+from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
 from tests.helpers.tiny import Snapshot, Tiny, adam, batch, within
 from tests.oracles import loop
 
@@ -32,10 +33,12 @@ def failing_everywhere(mesh: DeviceMesh) -> set[str]:
     """Let the first instruction of each kind fail on each rank in turn."""
     here = mesh.get_local_rank()
     kinds: set[str] = set()
+    folder = shared_folder() / "checkpoint"
     for name, options in options_of(mesh.size()).items():
         beside = Beside(mesh, **options)
         beside.step()
         for rank, position, instruction in first_of_each_kind(beside.pipe):
+            beside.pipe.save(folder)
             before = Snapshot.of(beside.pipe)
             x, y = beside.batch()
             where = f"{name}, rank {rank}, {position}: {instruction}"
@@ -47,6 +50,15 @@ def failing_everywhere(mesh: DeviceMesh) -> set[str]:
                     caught = error
             assert caught is not None, where
             fails(rank, caught, instruction, rank == here)
+            ended = "so the pipe has ended" in f"{caught}{caught.__notes__}"
+            assert ended or not isinstance(instruction, ins.Update), where
+            if ended:
+                told = r"earlier call: stages? [\d, and-]+ updated with this batch"
+                with pytest.raises(fxpipe.EndedError, match=told):
+                    beside.pipe.step(x, target=y)
+                with pytest.raises(fxpipe.EndedError):
+                    beside.pipe.state_dict()
+                beside.pipe.load(folder)
             unchanged(before, beside.pipe, where)
             beside.step()
             kinds.add(type(instruction).__name__)

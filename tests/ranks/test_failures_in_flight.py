@@ -1,4 +1,5 @@
-"""Failures and Ctrl-C while batches are in flight: all ranks go back to the same batch."""
+"""Failures and Ctrl-C while batches are in flight: the pipe ends on all ranks, which go on from a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from itertools import cycle
 
 import pytest
 
-from fxpipe import ExecutionError, InputError
+from fxpipe import ExecutionError
 from fxpipe.errors import RankError
 from tests.helpers.failing import InFlight, at, fail, fails, first_of_each_kind
 from tests.helpers.profiles import DEEP
@@ -38,7 +39,7 @@ def losses(beside: InFlight) -> None:
         loss = beside.step()
         try:
             float(loss)
-        except InputError as error:
+        except ExecutionError as error:
             assert "the loss cannot come" in str(error)
     beside.pipe.flush()
 
@@ -54,6 +55,7 @@ def failing(mesh: DeviceMesh) -> tuple[set[str], list[int]]:
         for rank, position, instruction in first_of_each_kind(beside.pipe):
             beside.step()
             beside.step()
+            beside.save()
             caught: BaseException | None = None
             where = f"{schedule}, rank {rank}, {position}: {instruction}"
             with within(20), at(position if rank == here else -1, fail):
@@ -79,6 +81,7 @@ def failing_while_flushed(mesh: DeviceMesh) -> list[int]:
         beside = InFlight(mesh, schedule)
         beside.step()
         for rank, position, instruction in first_of_each_kind(beside.pipe):
+            beside.save()
             for _ in range(3):
                 beside.step()
             with within(20), at(position if rank == here else -1, fail):
@@ -94,7 +97,7 @@ def failing_while_flushed(mesh: DeviceMesh) -> list[int]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_failure_in_flight_takes_all_ranks_back_to_the_same_batch(size: int) -> None:
+def test_a_failure_in_flight_ends_the_pipe_on_all_ranks(size: int) -> None:
     ranks = on_ranks(size, failing)
     for kinds, counts in ranks:
         assert kinds == OVERLAPPING | ({"Stash", "Pop"} if size == 3 else set())
@@ -102,7 +105,9 @@ def test_a_failure_in_flight_takes_all_ranks_back_to_the_same_batch(size: int) -
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_failure_in_a_flush_takes_ranks_back_that_had_finished_theirs(size: int) -> None:
+def test_a_failure_in_a_flush_ends_the_pipe_of_ranks_that_had_finished_too(
+    size: int,
+) -> None:
     ranks = on_ranks(size, failing_while_flushed)
     assert ranks[0]
     assert all(counts == ranks[0] for counts in ranks)
@@ -127,6 +132,7 @@ def interrupted(mesh: DeviceMesh) -> list[int]:
 
         signal.signal(signal.SIGINT, raise_in_calls)
         for rank, position, _ in first_of_each_kind(beside.pipe):
+            beside.save()
             armed[0] = True
             with within(20), at(position if rank == here else -1, interrupt):
                 for _ in range(4):
@@ -145,7 +151,7 @@ def interrupted(mesh: DeviceMesh) -> list[int]:
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are sent as POSIX does")
 @pytest.mark.parametrize("size", SIZES)
-def test_ctrl_c_in_flight_takes_all_ranks_back_to_the_same_batch(size: int) -> None:
+def test_ctrl_c_in_flight_ends_the_pipe_on_all_ranks(size: int) -> None:
     ranks = on_ranks(size, interrupted)
     assert ranks[0]
     assert all(counts == ranks[0] for counts in ranks)

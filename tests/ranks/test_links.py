@@ -233,3 +233,22 @@ def test_strangers_are_not_let_in_and_keep_nobody_waiting() -> None:
         assert found[0][1].getpeername() == rank.getsockname()
         for each in (*strangers, rank, found[0][1]):
             each.close()
+
+
+def test_what_did_not_fit_into_the_socket_goes_on_as_soon_as_it_takes_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing else wakes the thread here, which pauses as another one reads."""
+    monkeypatch.setattr(links_module, "BEAT", 60.0)
+    monkeypatch.setattr(links_module, "SHORT", 60.0)
+    with ends() as (end, other):
+        end.links.pump(lambda: True, 0)
+        other.sendall(packed(Message("value", (), 1)))
+        assert end.messages.get(timeout=10).value == 1
+        assert soon(lambda: end.links._served() > 0)
+        sent = Message("value", (), torch.ones(1 << 21))
+        end.links.send(1, sent)
+        other.settimeout(10)
+        left = len(packed(sent))
+        while left:
+            left -= len(other.recv(min(left, 1 << 20)))

@@ -98,6 +98,40 @@ def test_a_setting_of_the_one_optimizer_that_differs_on_a_rank_is_an_error_on_al
         assert first["of a stage"][2] != first["nothing"][2]
 
 
+def set_back(mesh: DeviceMesh) -> dict[str, list[float | str]]:
+    """The losses of three steps, or what a rank is told; rank 1 alone changes a rate before the
+    first or the second and sets it back before the next one."""
+    found: dict[str, list[float | str]] = {}
+    for what in ("nothing", "given", "of a function"):
+        for when in (0, 1):
+            model = built()
+            given = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer: object = given if what == "given" else sgd
+            told = found[f"{what} {when}"] = []
+            with compiled(model, mesh, "1f1b", optimizer) as pipe:
+                for step in range(4):
+                    if (
+                        what != "nothing"
+                        and mesh.get_local_rank() == 1
+                        and step in (when, when + 1)
+                    ):
+                        rate = 0.5 if step == when else float("0.1")  # another object
+                        pipe.optimizer.param_groups[0]["lr"] = rate
+                    if what != "nothing" or step != when:
+                        told.append(stepped(pipe))
+    return found
+
+
+def test_a_setting_that_one_rank_sets_back_is_no_error_any_more() -> None:
+    first, second = on_ranks(2, set_back)
+    assert first == second
+    for when in (0, 1):
+        for what in ("given", "of a function"):
+            told = first[f"{what} {when}"]
+            assert "the call differs between ranks" in str(told.pop(when))
+            assert told == first[f"nothing {when}"]
+
+
 class Messages(logging.Handler):
     """Keeps what is logged."""
 

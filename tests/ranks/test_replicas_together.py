@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from tests.helpers.ranks import DeviceMesh, on_ranks
+from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
 from tests.ranks.test_replicas import OPTIMIZERS, Model, batch, looped, pipe_of
 
 Devices = DeviceMesh | int
@@ -74,6 +74,127 @@ def test_draws_and_deferred_statistics_are_those_of_one_loop_over_all_batches() 
         if rank < 2:
             torch.testing.assert_close(found["1f1b out"], expected["1f1b out"])
     assert not torch.allclose(ranks[0]["1f1b out"], ranks[2]["1f1b out"])
+
+
+class Alternating:
+    """Batches of two replicas, the second of which has two lengths in turn; and their loop."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def batch(self, step: int, replica: int) -> Tensor:
+        length = 5 + replica * (step % 2)
+        return torch.randn(4, length, 2, generator=torch.Generator().manual_seed(step))
+
+    def losses(self, steps: int) -> list[float]:
+        optimizer, found = torch.optim.SGD(self.model.parameters(), lr=0.1), []
+        for step in range(steps):
+            parts = [part for r in (0, 1) for part in self.batch(step, r).split(2)]
+            loss = torch.stack([F.mse_loss(self.model(x), x) for x in parts]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+
+def alternating(mesh: DeviceMesh) -> tuple[list[float], bool]:
+    """The losses, and whether predictions have changed with the times of the first steps."""
+    beside, replica = Alternating(), mesh.get_local_rank("dp")
+    options: dict[str, Any] = {"microbatches": 2, "loss": F.mse_loss}
+    options["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    with fxpipe.compile(beside.model, mesh, **options) as pipe:
+        losses, predicted = [], []
+        for step in range(14):
+            x = beside.batch(step, replica)
+            losses.append(float(pipe.step(x, target=x)))
+            predicted.append(pipe.simulate().step_time)
+        return losses, predicted[-2:] != predicted[:2]
+
+
+def test_replicas_of_which_one_alternates_between_shapes_go_on() -> None:
+    expected = Alternating().losses(14)
+    for losses, learned in on_ranks(2, alternating, replicas=2, timeout=20):
+        torch.testing.assert_close(losses, expected)
+        assert learned
+
+
+class Longer(nn.Module):
+    """Drops something out of long inputs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(F.dropout(x) if x.shape[1] > 5 else x)
+        return out
+
+
+def drawing_apart(mesh: DeviceMesh) -> tuple[str, int]:
+    """What a rank is told where one replica alone draws random numbers, and how many steps count
+    after another one in which none does."""
+    torch.manual_seed(0)
+    with fxpipe.compile(Longer(), mesh, microbatches=2, loss=F.mse_loss) as pipe:
+        short, long = torch.ones(4, 5, 2), torch.ones(4, 6, 2)
+        pipe.step(short, target=short)
+        x = long if mesh.get_local_rank("dp") else short
+        with pytest.raises(fxpipe.RankError) as raised:
+            pipe.step(x, target=x)
+        pipe.step(short, target=short)
+        return str(raised.value), pipe.batches
+
+
+def test_replicas_of_which_one_alone_draws_random_numbers_are_refused() -> None:
+    for told, batches in on_ranks(2, drawing_apart, replicas=2, timeout=20):
+        assert "'the model draws random numbers: False' on rank 0" in told
+        assert batches == 2
+
+
+class Exiting(SystemExit):
+    """Told to end."""
+
+
+def broken(mesh: DeviceMesh, where: str, shards: bool) -> list[float]:
+    """The losses after a first step in which the first rank alone is interrupted at some place."""
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        if where == "optimizer" and alone:
+            alone.pop()
+            raise Exiting
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    def agree(lines: Any) -> None:
+        real(lines)
+        compared.append(lines)
+        if where == f"comparison {len(compared)}" and alone:
+            alone.pop()
+            raise Exiting
+
+    beside = Alternating()
+    alone, compared = [mesh.get_rank()] if mesh.get_rank() == 0 else [], list[Any]()
+    options: dict[str, Any] = {"microbatches": 2, "loss": F.mse_loss, "shard_optimizer": shards}
+    x = beside.batch(0, 0)
+    example = (x,), {"target": x}
+    with fxpipe.compile(beside.model, mesh, optimizer=sgd, example=example, **options) as pipe:
+        real = pipe._changes._agree
+        pipe._changes._agree = agree  # type: ignore[method-assign]
+        with pytest.raises((Exiting, fxpipe.RankError)):
+            pipe.step(x, target=x)
+        replica = mesh.get_local_rank("dp")
+        batches = [beside.batch(step, replica) for step in range(2)]
+        return [float(pipe.step(x, target=x)) for x in batches]
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("where", ["optimizer", "comparison 1", "comparison 2"])
+def test_a_first_step_that_one_rank_leaves_while_replicas_are_compared_is_made_again(
+    where: str, shards: bool
+) -> None:
+    expected = Alternating().losses(2)
+    for losses in on_ranks(2, broken, where, shards, replicas=2, timeout=20):
+        torch.testing.assert_close(losses, expected)
 
 
 def continued(
@@ -143,7 +264,7 @@ def breaking(breaks: Callable[[], bool]) -> Callable[[Any], torch.optim.Optimize
 
 
 def failing(mesh: DeviceMesh) -> dict[str, Any]:
-    """What a rank is told of failures in the second replica, and what is left."""
+    """What a rank is told of failures in the second replica, and how all go on from a folder."""
     replica, device = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     told: dict[str, Any] = {}
     for schedule in ("1f1b", "2bw"):
@@ -151,6 +272,8 @@ def failing(mesh: DeviceMesh) -> dict[str, Any]:
         optimizer = breaking(lambda: breaks and (replica, device) == (1, 1))  # noqa: B023
         with pipe_of(mesh, schedule=schedule, optimizer=optimizer) as pipe:
             while pipe.batches < 6:
+                if step == 3:
+                    pipe.save(shared_folder() / schedule)
                 breaks, step = step == 3, step + 1
                 x, y = batch(pipe.batches, replica)
                 try:
@@ -158,6 +281,9 @@ def failing(mesh: DeviceMesh) -> dict[str, Any]:
                     if step == 4:
                         pipe.flush()
                 except fxpipe.ExecutionError as error:
+                    with pytest.raises(fxpipe.EndedError):
+                        pipe.step(x, target=y)
+                    pipe.load(shared_folder() / schedule)
                     told[schedule] = str(error), pipe.batches
             pipe.flush()
             told[f"{schedule} state"] = pipe.state_dict(full=True)
@@ -194,15 +320,13 @@ def test_replicas_begin_with_the_same_weights_and_settings_of_their_optimizers()
         assert "device 0 of replica 1" in settings
 
 
-def test_a_failure_in_one_replica_takes_all_back_to_the_same_batch() -> None:
+def test_after_a_failure_in_one_replica_all_go_on_from_a_checkpoint() -> None:
     ranks = on_ranks(4, failing, replicas=2)
     for schedule in ("1f1b", "2bw"):
         expected = looped(2, "sgd", 6, schedule=schedule)
         for rank, told in enumerate(ranks):
             message, batches = told[schedule]
             assert ("device 1 of replica 1" in message) == (rank != 3), message
-            assert batches == ranks[0][schedule][1]
+            assert batches == 3
             for key, value in told[f"{schedule} state"].items():
-                if schedule == "1f1b":
-                    assert torch.equal(value, expected[key]), key
-                assert torch.equal(value, ranks[0][f"{schedule} state"][key])
+                assert torch.equal(value, expected[key]), key

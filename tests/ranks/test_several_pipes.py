@@ -44,6 +44,7 @@ def by_turns(mesh: DeviceMesh) -> list[int]:
         flight.step()
         flushed.step()
     flight.compare()
+    flight.save()
     for _ in range(3):
         flight.step()
     with failing(1), within(20):

@@ -380,6 +380,27 @@ def test_a_step_in_inference_mode_is_refused(pair: Pair) -> None:
         pair[0].step(rows(6), target=rows(6, 2))
 
 
+def test_a_step_without_gradients_is_refused_and_may_be_prepared(pair: Pair) -> None:
+    pipe, model, _ = pair
+    with torch.no_grad():
+        pipe.prepare(rows(6), target=rows(6, 2))
+        for step in (pipe.step, pipe.profile):
+            with pytest.raises(InputError, match=r"gradients, which torch\.no_grad\(\) turns off"):
+                step(rows(6), target=rows(6, 2))
+    assert not any(x is not None for x in loop.gradients(model).values())
+    pipe.step(rows(6), target=rows(6, 2))
+
+
+def test_hooks_on_saved_tensors_around_a_step_are_not_called(pair: Pair) -> None:
+    pipe, model, alone = pair
+    for _ in range(2):  # neither while it is compiled nor later
+        loop.clear(model, alone)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: pytest.fail(), lambda x: x):
+            pipe.step(rows(6), target=rows(6, 2))
+        loop.train(alone, 3, rows(6), loss=late_loss, target=rows(6, 2))
+        loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
 def test_what_inference_mode_has_made_trains_as_other_tensors_do() -> None:
     model, alone = two_nets()
     with torch.inference_mode():

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import operator
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +15,8 @@ from fxpipe import DeviceError, DeviceMemoryError, InputError
 from fxpipe.devices import read_devices
 from fxpipe.passes.partition.measure import Stopwatch
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.devices.cuda import CudaBackend, home
+from fxpipe.runtime.devices.lanes import Lanes, home
+from fxpipe.runtime.devices.launching import StreamBackend
 from fxpipe.text.program import print_instruction
 from tests.helpers.eager_lanes import use
 from tests.helpers.fake_cuda import Cuda, Event, Stream
@@ -37,7 +35,7 @@ def on_cuda(
     options = {"loss": nn.functional.cross_entropy, "microbatches": 4, **options}
     pipe = fxpipe.compile(model, ["cpu"] * 2, dispatch=dispatch, **options)
     streams = [Stream(), Stream()]
-    use(pipe, CudaBackend(streams))  # type: ignore[arg-type]
+    use(pipe, StreamBackend([Lanes(stream) for stream in streams]))  # type: ignore[arg-type]
     return pipe, streams
 
 
@@ -195,12 +193,15 @@ def test_with_launches_that_wait_an_error_is_of_its_instruction(
         kernel = pipe.plan.stages[1].kernel
 
         def fails(*_: Any) -> Any:
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+            lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+            monkeypatch.setattr(Event, "fails", lost)  # as does every call from then on
+            raise lost
 
         monkeypatch.setattr(kernel, "backward", fails)
         with pytest.raises(fxpipe.ExecutionError, match=r"backward s1\[0\] v0.*failed") as raised:
             pipe.step(x, target=y)
         assert not isinstance(raised.value, DeviceError)
+        assert any("since then a device reports" in note for note in raised.value.__notes__)
 
 
 def test_costs_on_a_device_are_the_times_between_its_events(cuda: Cuda) -> None:
@@ -220,7 +221,7 @@ def test_streams_are_devices(cuda: Cuda) -> None:
     places = [one, two, "cpu"]
     assert read_devices(places) == [one, two, torch.device("cpu")]
     assert [home(place) for place in read_devices(places)] == [torch.device("cpu")] * 3
-    lanes = CudaBackend([one, two]).lanes
+    lanes = [Lanes(one), Lanes(two)]
     assert [each.stream("compute") for each in lanes] == [one, two]
 
 
@@ -231,16 +232,16 @@ def test_a_stream_that_computes_is_nobody_elses(
     turns = itertools.cycle(pool)
     # a type, as somebody asks whether a device is a stream
     made = type("Pooled", (Stream,), {"__new__": lambda cls, device=None: next(turns)})
-    monkeypatch.setattr(torch.cuda, "Stream", made)
+    monkeypatch.setattr(torch, "Stream", made)
     place = torch.device("cpu")
-    lanes = [CudaBackend([place]).lanes[0] for _ in range(3)]
+    lanes = [Lanes(place) for _ in range(3)]
     computing = [each.stream("compute") for each in lanes]
     assert len(set(computing)) == 3
     copying = [each.stream(f"in{k}") for each in lanes for k in range(5)]
     assert not set(copying) & set(computing)
     assert set(copying) == set(pool) - set(computing)  # more than there are: they are shared
     del lanes[0]
-    computing = [CudaBackend([place]).lanes[0].stream("compute"), *computing[1:]]
+    computing = [Lanes(place).stream("compute"), *computing[1:]]
     assert len(set(computing)) == 3
 
 
@@ -252,23 +253,24 @@ def test_the_same_stream_twice_is_refused(cuda: Cuda) -> None:
 
 def test_a_stream_beside_a_cpu_device_is_refused(cuda: Cuda) -> None:
     stream: Any = Stream("meta")
-    with pytest.raises(InputError, match="name CPU devices or CUDA devices, not both"):
+    with pytest.raises(InputError, match="name devices of one kind"):
         read_devices([stream, "cpu"])
 
 
 def test_devices_that_are_not_there_are_refused(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    found = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     given = [torch.device("cuda", 1), torch.device("cuda", 0), torch.device("cuda", 1)]
     assert read_devices(["cuda", "cuda:0", "cuda:1"]) == given
     with pytest.raises(InputError, match="there is no cuda:2; the CUDA devices are cuda:0 to"):
         read_devices(["cuda:0", "cuda:2"])
     with pytest.raises(InputError, match="there are 2 CUDA devices"):
         read_devices(3)
-    with pytest.raises(InputError, match="name CPU devices or CUDA devices, not both"):
+    with pytest.raises(InputError, match="name devices of one kind"):
         read_devices(["cuda:0", "cpu"])
 
 
@@ -283,96 +285,3 @@ def test_an_unknown_dispatch_is_refused(dispatch: Any, part: str) -> None:
     with pytest.raises(InputError) as raised:
         fxpipe.compile(Tiny(), ["cpu"] * 2, dispatch=dispatch)
     assert part in str(raised.value)
-
-
-class Reused:
-    """A loader that fills the same memory for each batch, and notes when it is asked for one."""
-
-    def __init__(self, given: list[str]) -> None:
-        self.given = given
-
-    def __len__(self) -> int:
-        return 3
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        x, y = torch.empty(8, 4), torch.empty(8, dtype=torch.int64)
-        for number in range(3):
-            self.given.append(f"load {number}")
-            new = batch(8, number)
-            yield {"x": x.copy_(new[0]), "y": [y.copy_(new[1])], "number": number}
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-def test_the_next_batch_is_copied_before_this_one_is_handed_over(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pinned: bool
-) -> None:
-    given: list[str] = []
-
-    def pin(tensor: Tensor) -> Tensor:
-        given.append("pin")
-        return tensor.clone()
-
-    side, current = Stream(), cuda.current[-1]
-    side.given = current.given = given
-    monkeypatch.setattr(Event, "synchronize", lambda self: given.append("host waits"))
-    monkeypatch.setattr(Tensor, "is_pinned", lambda self: pinned)
-    monkeypatch.setattr(Tensor, "pin_memory", pin)
-    pipe, _ = on_cuda(Tiny())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
-    with pipe:
-        pipe._options = replace(pipe._options, places=pipe._options.torch_devices)
-        loader = fxpipe.prefetch(Reused(given), pipe)
-        assert len(loader) == 3
-        for _ in range(2):
-            for number, made in enumerate(loader):
-                given.append(f"use {number}")
-                x, y = batch(8, number)
-                assert torch.equal(made["x"], x) and torch.equal(made["y"][0], y)
-                assert made["number"] == number
-    copied = ["pin"] * 2 * (not pinned)
-    once = [
-        *("load 0", *copied, "host waits"),
-        *("load 1", *copied, "use 0", "host waits"),
-        *("load 2", *copied, "use 1", "host waits", "use 2"),
-    ]
-    assert [each for each in given if each not in ("wait", "record")] == once * 2
-
-
-def test_batches_are_copied_on_a_stream_between_the_callers_work(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    side, current = Stream(), cuda.current[-1]
-    pipe, _ = on_cuda(Tiny())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
-    with pipe:
-        pipe._options = replace(pipe._options, places=pipe._options.torch_devices)
-        got = iter(fxpipe.prefetch([batch(8, 0), batch(8, 1)], pipe))
-        next(got)
-        assert side.given == ["wait", "record"] * 2  # after what is before; the end of the copy
-        assert current.given == ["record"] * 2 + ["wait"]  # for the first batch's copy alone
-        next(got)
-        assert current.given[3:] == ["wait"]
-
-
-def test_a_loop_that_is_left_waits_for_the_copy_of_the_next_batch(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipe, _ = on_cuda(Tiny())
-    waited: list[Any] = []
-    monkeypatch.setattr(Stream, "wait_stream", lambda self, other: waited.append((self, other)))
-    side = Stream()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
-    with pipe:
-        pipe._options = replace(pipe._options, places=pipe._options.torch_devices)
-        got = iter(fxpipe.prefetch([batch(8, 0), batch(8, 1)], pipe))
-        next(got)
-        assert not waited
-        got.close()  # type: ignore[attr-defined]
-    assert waited == [(cuda.current[-1], side)]
-
-
-def test_on_a_cpu_batches_are_passed_on_as_they_come() -> None:
-    with fxpipe.compile(Tiny(), ["cpu"] * 2) as pipe:
-        batches = [batch(8, seed) for seed in range(3)]
-        loader = fxpipe.prefetch(batches, pipe)
-        assert all(map(operator.is_, loader, batches)) and len([*loader]) == len(loader) == 3

@@ -9,8 +9,9 @@ import torch
 from torch.torch_version import TorchVersion
 
 from fxpipe import CaptureError
-from fxpipe.runtime.devices.cuda import CudaBackend
-from fxpipe.runtime.devices.cuda_graphs import ALONE, CudaGraphs
+from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
+from fxpipe.runtime.devices.lanes import ALONE, Lanes
+from fxpipe.runtime.devices.launching import StreamBackend
 from tests.helpers.fake_cuda import Cuda, Stream
 from tests.helpers.fake_graphs import Graphs
 
@@ -25,7 +26,7 @@ def test_no_stream_is_made_to_wait_while_something_is_captured(
 
     monkeypatch.setattr(Stream, "wait_event", wait_event)
     place: Any = Stream()
-    backend = CudaBackend([place])
+    backend = StreamBackend([Lanes(place)])
     backend.begin()
     backend.end()
     assert alone == [True, True]
@@ -35,18 +36,18 @@ def test_a_stream_that_is_made_in_a_run_starts_after_what_the_caller_has_launche
     cuda: Cuda,
 ) -> None:
     place: Any = Stream()
-    backend = CudaBackend([place])
-    lanes = backend.lanes[0]
-    assert lanes.stream("early").given == []  # type: ignore[attr-defined]
+    backend = StreamBackend([Lanes(place)])
+    lanes: Any = backend.lanes[0]
+    assert lanes.stream("early").given == []
     backend.begin()
-    assert lanes.stream("late").given == ["wait"]  # type: ignore[attr-defined]
+    assert lanes.stream("late").given == ["wait"]
 
 
 def test_a_device_may_make_a_stream_while_the_caller_begins_a_run(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place: Any = Stream()
-    backend = CudaBackend([place])
+    backend = StreamBackend([Lanes(place)])
     lanes = backend.lanes[0]
     lanes.stream("in")
 
@@ -65,9 +66,9 @@ def test_a_copy_from_another_device_is_ordered_with_the_callers_work_there(
     """The last device may load what lies on the first one, such as a target."""
     here, there = torch.device("cpu"), torch.device("meta")
     current = {here: Stream(here), there: Stream(there)}
-    monkeypatch.setattr(torch.cuda, "current_stream", current.get)
+    monkeypatch.setattr(torch.accelerator, "current_stream", current.get)
     places: Any = [Stream(here), Stream(there)]
-    backend = CudaBackend(places)
+    backend = StreamBackend([*map(Lanes, places)])
     early: Any = backend.lanes[1]._leaving_stream("in", here)
     backend.begin()
     late: Any = backend.lanes[1]._leaving_stream("in0", here)

@@ -3,7 +3,6 @@ results to the bit."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from fxpipe.errors import InputError, VerificationError
@@ -29,9 +27,8 @@ from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.runner import run
 from fxpipe.passes.schedule import add_clip
 from fxpipe.runtime import choice
-from fxpipe.runtime.choice import hand_over
 from tests.helpers.overlapping import OPTIMIZERS, compiled
-from tests.helpers.plans import chain, skipping
+from tests.helpers.plans import chain
 from tests.helpers.profiles import DEEP
 from tests.helpers.tiny import Snapshot, batch
 from tests.oracles.stream_machine import dispatch_order
@@ -121,31 +118,6 @@ def ahead(
 ) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Each with what comes behind it."""
     return [(one, two) for k, one in enumerate(forwards) for two in forwards[k + 1 :]]
-
-
-@pytest.mark.parametrize("slow", range(4))
-@pytest.mark.parametrize(("microbatches", "delay"), [(3, 1), (2, 2), (1, 3), (5, 2)])
-def test_an_update_comes_after_those_that_it_awaits_whoever_is_slow(
-    microbatches: int, delay: int, slow: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A failure takes all stages back to one version, which each must still have."""
-    costs: dict[Any, float] = {slow: 100.0}
-    monkeypatch.setattr(
-        "fxpipe.ir.walk.usual_cost", lambda x: costs.get(getattr(x, "stage", None), 1.0)
-    )
-    schedule = RECIPES["1f1b-async"].delayed(delay)(4, microbatches)
-    assert schedule.versions().awaited
-    program = run(schedule, Lower(skipping(4)), communicate, free)
-    newest = [0] * 4
-    for step in range(6):
-        at = [0] * 4
-        for device in dispatch_order(program):
-            x = program.lists[device][at[device]]
-            at[device] += 1
-            if isinstance(x, ins.Update) and step + x.batch >= 0:
-                assert newest[x.stage] == step + x.writes - 1
-                assert min(newest) >= newest[x.stage] + 1 - delay
-                newest[x.stage] += 1
 
 
 def test_turns_take_every_device_to_the_end_of_its_list() -> None:
@@ -247,106 +219,33 @@ def watched(**options: Any) -> tuple[fxpipe.Pipeline, set[str]]:
     return pipe, threads
 
 
-@pytest.mark.parametrize(
-    ("lock", "processors", "said"),
-    [
-        (1.0, 2, "one thread runs the lists of all devices: an operation takes"),
-        (0.0, 2, "a thread for each device: an operation takes"),
-        (0.0, 1, "one thread runs the lists of all devices, as there is one processor"),
-    ],
-)
-def test_one_thread_runs_operations_that_are_shorter_than_a_hand_over(
-    lock: float,
-    processors: int,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(("small", "processors", "count"), [(999, 2, 1), (2, 2, 2), (2, 1, 1)])
+def test_one_thread_runs_operations_on_few_elements(
+    small: int, processors: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "hand_over", lambda: lock)
+    monkeypatch.setattr(choice, "SMALL", small)
     monkeypatch.setattr(choice, "processors", lambda: processors)
-    monkeypatch.setattr(choice, "LONG", 1.0)
-    pipe, threads = watched(verbose=True)
+    pipe, threads = watched()
     with pipe:
         x, y = batch()
         pipe.step(x, target=y)
         threads.clear()
         pipe.step(x, target=y)
-        assert threads == ({"fxpipe-0"} if "one thread" in said else {"fxpipe-0", "fxpipe-1"})
-    assert capsys.readouterr().err.count(said) == 1
+        assert threads == {f"fxpipe-{k}" for k in range(count)}
+        assert pipe._shown is not None and pipe._shown.threads == count
 
 
-def test_operations_that_are_long_on_any_machine_are_not_compared(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(choice, "hand_over", lambda: pytest.fail("it is measured"))
-    monkeypatch.setattr(choice, "LONG", 0.0)
-    pipe, _ = watched()
-    with pipe, caplog.at_level(logging.INFO, "fxpipe"):
-        x, y = batch()
-        pipe.step(x, target=y)
-        assert len(pipe._engine._workers) == 2
-    assert "a thread for each device: an operation takes" in caplog.text
+@pytest.mark.parametrize(("samples", "expected"), [(1, (128 + 128) / 2), (8, (128 + 256) / 2)])
+def test_the_largest_tensor_of_each_operation_counts(samples: int, expected: float) -> None:
+    """The weights are transposed, and multiplied: then these or the result may be larger."""
+    model = nn.Sequential(nn.Linear(4, 32, bias=False))
+    with fxpipe.compile(model, 1, microbatches=1) as pipe:
+        pipe(torch.ones(samples, 4))
+        assert choice.elements(pipe.plan) == expected
 
 
-def test_it_is_chosen_anew_for_whatever_else_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "LONG", 1.0)
-    monkeypatch.setattr(choice.Choice, "took", lambda *_, **__: None)
-    pipe, threads = watched()
-    with pipe:
-        for samples, lock, count in ((8, 1.0, 1), (6, 0.0, 2), (8, 0.0, 1), (6, 1.0, 2)):
-            monkeypatch.setattr(choice, "hand_over", lambda lock=lock: lock)
-            x, y = batch(samples)
-            pipe.step(x, target=y)
-            threads.clear()
-            pipe.step(x, target=y)
-            assert len(threads) == count
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_operations_that_turn_out_long_get_a_thread_for_each_device(
-    schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was measured may have been of a smaller batch. Nothing but the time changes."""
-    monkeypatch.setattr(choice, "LONG", 1.0)
-    monkeypatch.setattr(choice, "hand_over", lambda: 1.0)
-    options = {"schedule": schedule, "optimizer": OPTIMIZERS["adamw"]}
-    pipe, threads = watched(**options)
-    other, _ = watched(dispatch="device", **options)
-    counts: list[int] = []
-    with pipe, other:
-        for step in range(8):
-            if step == 1:  # as if the operations had become longer, in what is compiled already
-                monkeypatch.setattr(choice, "hand_over", lambda: 0.0)
-            threads.clear()
-            x, y = batch(8, step)
-            assert torch.equal(pipe.step(x, target=y), other.step(x, target=y))
-            pipe.flush() if step == 7 else None
-            counts.append(len(threads & {"fxpipe-0", "fxpipe-1"}))
-        assert counts[: choice.RUNS] == [1] * choice.RUNS and counts[-2:] == [2, 2]
-    assert not list(Snapshot.of(pipe).differences(Snapshot.of(other)))
-
-
-def test_operations_are_counted_as_torch_sees_them() -> None:
-    calls: list[str] = []
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            calls.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    x = batch(2)[0].double()
-    with fxpipe.compile(model_of().eval(), 1, microbatches=1) as pipe:
-        pipe(x)
-        (stage,) = pipe.plan.stages
-        assert stage.forward is not None
-        state = pipe.state_dict()
-        arguments = [state[a.target] for a in (*stage.parameters, *stage.buffers)]
-        with torch.no_grad(), Counting():  # type: ignore[no-untyped-call]
-            stage.forward.forward([*arguments, x])
-        assert choice.operations(pipe.plan, backward=False) == len(calls)
-
-
-def test_handing_over_is_measured_once() -> None:
-    assert 0 < hand_over() == hand_over()
+def test_the_parameters_of_a_leaf_module_count() -> None:
+    leaf = nn.Sequential(nn.Linear(4, 256), nn.Linear(256, 4))
+    with fxpipe.compile(nn.Sequential(leaf), 1, microbatches=1, leaf_modules=["0"]) as pipe:
+        pipe(torch.ones(1, 4))
+        assert choice.elements(pipe.plan) >= 4 * 256 / 2

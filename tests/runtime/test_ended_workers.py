@@ -40,9 +40,13 @@ def test_a_worker_that_has_ended_is_told_of_at_the_next_step(schedule: str, work
             pipe.step(x, target=y)
         with pytest.raises(fxpipe.InputError, match=f"thread 'fxpipe-{worker}' has ended"):
             pipe(x)
+        if schedule == "2bw":
+            with pytest.raises(fxpipe.EndedError, match="stages have updated with: "):
+                pipe.flush()
+            return
         found = {name: value.clone() for name, value in pipe.state_dict().items()}
         done = pipe.batches
-    assert done == 3 if schedule == "1f1b" else done in (2, 3)
+    assert done == 3
     with pipe_of(2, schedule, optimizer=adam) as alone:
         for _ in range(done):
             alone.step(x, target=y)
@@ -69,4 +73,5 @@ def test_a_worker_that_ends_during_a_step_does_not_let_it_wait(
         monkeypatch.setattr(Run, "_drive", drive)
         with pytest.raises(fxpipe.InputError, match="thread 'fxpipe-1' has ended"):
             float(pipe.step(x, target=y))
-        assert not list(before.differences(Snapshot.of(pipe)))
+        if schedule == "1f1b":
+            assert not list(before.differences(Snapshot.of(pipe)))

@@ -1,8 +1,11 @@
-"""Any instruction that fails: raised with its place, and as if it had not run."""
+"""Any instruction that fails: raised with its place, and as if it had not run; once an update has
+begun, the pipe has ended."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +13,8 @@ import torch
 from torch import Tensor
 
 import fxpipe
-from fxpipe import ExecutionError
-from fxpipe.ir.instruction import Instruction, Pause
+from fxpipe import EndedError, ExecutionError
+from fxpipe.ir.instruction import Barrier, Instruction, Pause, Update
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.text.program import print_instruction
@@ -48,6 +51,34 @@ def everywhere(pipe: fxpipe.Pipeline) -> Iterator[tuple[int, int, Instruction]]:
             yield device, position, instruction
 
 
+def told_updated(pipe: fxpipe.Pipeline) -> str:
+    """The stages that an ended pipe says have updated."""
+    with pytest.raises(EndedError) as raised:
+        pipe.flush()
+    text = re.search(r"earlier call: stages? (.*?) updated with this batch", str(raised.value))
+    assert text is not None
+    return text[1].replace("0-2", "0, 1, 2").replace("0-1", "0, 1").replace("1-2", "1, 2")
+
+
+def refuses_all_but_a_checkpoint(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor, folder: Path) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: pipe.step(x, target=y),
+        lambda: pipe(x),
+        lambda: pipe.prepare(x, target=y),
+        lambda: pipe.profile(x, target=y),
+        pipe.flush,
+        pipe.eval,
+        pipe.state_dict,
+        lambda: pipe.load_state_dict({}),
+        lambda: pipe.checkpoint(folder / "after"),
+        lambda: pipe.save(folder / "all"),
+    ]
+    for call in calls:
+        with pytest.raises(EndedError, match=r"restore\(\) or load\(\)"):
+            call()
+    assert {path.name for path in folder.iterdir()} == {"before"}
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(
     ("dispatch", "optimizer"), [("device", None), ("device", adam), ("thread", adam)]
@@ -57,6 +88,7 @@ def test_a_fault_at_any_instruction_has_not_happened(
     optimizer: Callable[[Any], torch.optim.Optimizer] | None,
     schedule: str,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     x, y = batch()
     with pipe_of(3, schedule, optimizer=optimizer, dispatch=dispatch) as pipe:
@@ -64,10 +96,13 @@ def test_a_fault_at_any_instruction_has_not_happened(
             parameter.grad = torch.full_like(parameter, 0.5)
         pipe.step(x, target=y)  # the optimizers have state
         before = Snapshot.of(pipe)
+        pipe.checkpoint(tmp_path / "before")
         loss = pipe.step(x, target=y)
         expected = Snapshot.of(pipe)
         assert before != expected
         for device, position, instruction in everywhere(pipe):
+            list_ = pipe.program.lists[device]
+            barrier = list_.index(Barrier()) if optimizer else len(list_)
             for after in (False, True):
                 where = f"{device}, {position}: {print_instruction(instruction)}, {after=}"
                 before.restore(pipe)
@@ -80,6 +115,15 @@ def test_a_fault_at_any_instruction_has_not_happened(
                 assert isinstance(raised.value.__cause__, Injected), where
                 assert raised.value.device == device, where
                 assert raised.value.instruction == print_instruction(instruction), where
+                ended = "so the pipe has ended" in str(raised.value)
+                assert not (ended and (optimizer is None or position < barrier)), where
+                updated = after and isinstance(instruction, Update) and optimizer is not None
+                if ended or updated:  # before its update, a device may come first, or not
+                    stage = raised.value.stage
+                    assert not updated or str(stage) in told_updated(pipe), where
+                    refuses_all_but_a_checkpoint(pipe, x, y, tmp_path)
+                    pipe.restore(tmp_path / "before")
+                    before.restore(pipe)
                 assert not list(before.differences(Snapshot.of(pipe))), where
                 with within(1):
                     assert torch.equal(pipe.step(x, target=y), loss), where

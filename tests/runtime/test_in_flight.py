@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.runtime.run import Finished
 from tests.helpers.overlapping import SGD, compiled, make
 from tests.oracles.delayed_loop import MSE, DelayedLoop
 
@@ -154,11 +153,12 @@ def test_a_loss_of_a_batch_that_was_dropped_says_so() -> None:
             pipe._engine.abandon()
         finally:
             OPEN.set()
-        with pytest.raises(fxpipe.InputError, match="the loss of batch 1 never came"):
+        with pytest.raises(
+            fxpipe.EndedError, match=r"the loss of batch 1 never came.* restore\(\)"
+        ):
             float(dropped)
-        expected.restart()  # after a failure the newest version is the only one
-        assert torch.equal(pipe.step(data[1][0], target=data[1][1]), expected.step(*data[1]))
-    expected.assert_same(model)
+        with pytest.raises(fxpipe.EndedError):
+            pipe.step(data[1][0], target=data[1][1])
 
 
 def test_versions_are_counted_when_no_update_is_half_done() -> None:
@@ -178,30 +178,6 @@ def test_versions_are_counted_when_no_update_is_half_done() -> None:
                 begun.wait(60)
                 assert pipe.weight_versions == [2, 2]
                 assert sum(pipe.weight_bytes) == 2 * sum(p.nbytes for p in model.parameters())
-
-
-def test_a_device_may_add_the_state_of_its_step_while_older_ones_are_dropped() -> None:
-    class Meanwhile(int):
-        """A step at which something comes in between: the device adds its next."""
-
-        def __lt__(self, other: int) -> bool:
-            states[len(states) + 100] = {}
-            return int(self) < other
-
-    model, data = make("unet", 3, 4)
-    with compiled(model, 2, 4) as pipe:
-        for x, y in data:
-            pipe.step(x, target=y)
-        run = pipe._engine._overlapping
-        assert run is not None
-        pipe.flush()
-        states = run._states[0]
-        for step in list(states):
-            states[Meanwhile(step)] = states.pop(step)
-        assert states
-        count = len(states)
-        run._note(Finished(run.count - 1, 0))
-        assert len(states) > count
 
 
 def test_parameters_that_leaf_modules_show_in_flight_are_the_pipes_own() -> None:

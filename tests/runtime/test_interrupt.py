@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 import fxpipe
+from fxpipe.ir.instruction import Barrier
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.weights.live import LiveWeights
@@ -84,29 +85,54 @@ def until_noticed(send: Callable[[], None]) -> Callable[[Machine], None]:
     return interrupt
 
 
+def before_updates(pipe: fxpipe.Pipeline) -> Iterator[tuple[int, int]]:
+    """Device and position of all instructions that come before the updates."""
+    for device, instructions in enumerate(pipe.program.lists):
+        for position in range(instructions.index(Barrier()) + 1):
+            yield device, position
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_an_interrupt_inside_of_any_instruction_undoes_the_step(
+def test_an_interrupt_inside_of_any_instruction_before_the_updates_undoes_the_step(
     pipe: fxpipe.Pipeline, way: str
 ) -> None:
     x, y = batch()
     before = Snapshot.of(pipe)
     loss = pipe.step(x, target=y)
     after = Snapshot.of(pipe)
-    for device, instructions in enumerate(pipe.program.lists):
-        for position in range(0, len(instructions), 1 if way == "kill" else 5):
-            before.restore(pipe)
-            with (
-                within(1),
-                calling_at(device, position, until_noticed(WAYS[way])),
-                pytest.raises(KeyboardInterrupt) as raised,
-            ):
-                pipe.step(x, target=y)
-            (note,) = raised.value.__notes__
-            assert note.startswith("interrupted: device 0 was") and "; device 1 was" in note
-            assert note.endswith("; the weights are as before the step")
-            assert not list(before.differences(Snapshot.of(pipe)))
-            assert torch.equal(pipe.step(x, target=y), loss)
-            assert not list(after.differences(Snapshot.of(pipe)))
+    for device, position in [*before_updates(pipe)][:: 1 if way == "kill" else 5]:
+        before.restore(pipe)
+        with (
+            within(1),
+            calling_at(device, position, until_noticed(WAYS[way])),
+            pytest.raises(KeyboardInterrupt) as raised,
+        ):
+            pipe.step(x, target=y)
+        (note,) = raised.value.__notes__
+        assert note.startswith("interrupted: device 0 was") and "; device 1 was" in note
+        assert note.endswith("; the weights are as before the step")
+        assert not list(before.differences(Snapshot.of(pipe)))
+        assert torch.equal(pipe.step(x, target=y), loss)
+        assert not list(after.differences(Snapshot.of(pipe)))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_interrupt_of_an_update_lets_all_updates_finish(
+    pipe: fxpipe.Pipeline, stage: int
+) -> None:
+    x, y = batch()
+    before = Snapshot.of(pipe)
+    pipe.step(x, target=y)
+    after = Snapshot.of(pipe)
+    before.restore(pipe)
+    optimizer = pipe.optimizers[stage]
+    assert optimizer is not None
+    hook = optimizer.register_step_pre_hook(lambda *_: _thread.interrupt_main())
+    with within(1), pytest.raises(KeyboardInterrupt) as raised:
+        pipe.step(x, target=y)
+    hook.remove()
+    assert raised.value.__notes__ == [KEPT]
+    assert not list(after.differences(Snapshot.of(pipe)))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -213,7 +239,7 @@ def test_further_interrupts_do_not_break_the_first(pipe: fxpipe.Pipeline) -> Non
 
     previous = signal.signal(signal.SIGINT, handler)
     try:
-        for position in (1, len(pipe.program.lists[0]) - 1):
+        for position in (1, pipe.program.lists[0].index(Barrier())):
             all_sent = threading.Event()
             before.restore(pipe)
             asked.clear()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from fxpipe.errors import CheckpointError, ExecutionError
+from fxpipe.errors import CheckpointError
 
 
 class Slowing(torch.optim.SGD):
@@ -174,25 +174,3 @@ def test_an_attribute_that_the_optimizer_does_not_take_is_refused(tmp_path: Path
         with pytest.raises(CheckpointError, match="has 3 for the attribute 'counted' of Slowing"):
             pipe.restore(tmp_path / "file")
     assert all(map(torch.equal, weights(model), before))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_a_step_that_fails_takes_attributes_back(schedule: str) -> None:
-    model = built()
-    with compiled(model, ByDict, whole=False, cut=["1"], schedule=schedule) as pipe:
-        train(pipe, 2)
-        pipe.flush()
-        with pytest.raises(ExecutionError, match="not finite"):
-            pipe.step(torch.full((4, 4), float("inf")), target=torch.zeros(4, 4))
-            pipe.flush()
-        found = [vars(optimizer)["info"]["counts"] for optimizer in pipe.optimizers]
-    assert found == [[2, torch.tensor(2.0)]] * 2
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_a_first_step_that_fails_leaves_no_attributes_behind(schedule: str) -> None:
-    with compiled(built(), ByFirstStep, whole=False, cut=["1"], schedule=schedule) as pipe:
-        with pytest.raises(ExecutionError, match="not finite"):
-            pipe.step(torch.full((4, 4), float("inf")), target=torch.zeros(4, 4))
-            pipe.flush()
-        assert not any(hasattr(optimizer, "count") for optimizer in pipe.optimizers)

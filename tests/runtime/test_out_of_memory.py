@@ -76,11 +76,12 @@ def test_without_memory_the_prediction_and_the_cure_are_named(schedule: str, ord
             "recompute",
             "1f1b",
             "partition",
-            "the weights are",
+            "the weights are as before" if schedule == "1f1b" else "so the pipe has ended",
         ):
             assert part in str(error), part
-        x[5, 3] = 0
-        pipe.step(x, target=y)
+        if schedule == "1f1b":
+            x[5, 3] = 0
+            pipe.step(x, target=y)
 
 
 def test_without_memory_in_the_first_step_there_is_a_prediction_too() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sympy import Symbol
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.formulas import time
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket
 from fxpipe.ir.recipe import RECIPES, find_recipe
@@ -22,6 +23,8 @@ from fxpipe.simulator.measured import measured_run
 from fxpipe.simulator.report import chrome_trace
 from fxpipe.simulator.simulation import Transfer
 from fxpipe.simulator.sums import Sum
+from tests.oracles import small_simulator
+from tests.oracles.small_simulator import makespan
 
 SMALL = st.integers(0, 6)
 TWO = Schedule.parse(
@@ -174,7 +177,8 @@ def test_each_element_goes_to_its_replica_and_its_sum_to_all(
 def test_the_parts_of_others_are_held_until_they_are_summed() -> None:
     free = dict.fromkeys("FBAU", 0)
     found = TWO.simulate(free, replicas=3, sizes=Sizes(gradients={0: 300, 1: 30}))
-    levels = dict(zip(map(str, found.program.lists[0]), found.memory[0].levels, strict=True))
+    instructions: list[str] = [*map(str, found.program.lists[0])]
+    levels: dict[str, int] = dict(zip(instructions, found.memory[0].levels, strict=True))
 
     def level(kind: type[ins.ReduceScatter | ins.AllGather], stage: int) -> int:
         return levels[str(kind(stage))]
@@ -213,7 +217,7 @@ def test_a_link_to_the_other_replicas_must_be_known_and_the_bytes_that_it_carrie
 
 
 def test_one_replica_sums_nothing() -> None:
-    one = TWO.simulate(FREE, links=Link(bandwidth=1), sizes=sizes(2, 10))
+    one = TWO.simulate(FREE, replicas=1, links=Link(bandwidth=1), sizes=sizes(2, 10))
     assert one.makespan == 10
     assert (one.hidden, one.summed(), one.transfers) == (1, (0,), ())
 
@@ -309,12 +313,36 @@ def test_with_shards_a_replica_keeps_the_sum_of_its_part_alone() -> None:
     free = dict.fromkeys("FBAU", 0)
     room = Sizes(gradients={0: 300, 1: 30})
     found = TWO.simulate(free, replicas=3, sizes=room, shards=True)
-    levels = dict(zip(map(str, found.program.lists[0]), found.memory[0].levels, strict=True))
+    instructions: list[str] = [*map(str, found.program.lists[0])]
+    levels: dict[str, int] = dict(zip(instructions, found.memory[0].levels, strict=True))
     assert levels[str(ins.ReduceScatter(0))] == 10 + 300
     assert levels[str(ins.TakePart(1))] == 10 + 300 + 200 + 100  # stage 0 is summed meanwhile
     assert levels[str(ins.TakePart(0))] == 10 + 100
-    # an update makes new weights of the part, which are there until all are gathered
-    assert levels[str(ins.Update(0))] == 10 + 100 + 100
-    assert levels[str(ins.Update(1))] == 10 + 100 + 10
-    assert levels[str(ins.GatherWeights(0))] == 10 + 100 + 200 + 300
-    assert levels[str(ins.GatherWeights(1))] == 10 + 20 + 30
+    # an update changes the part where it lies in the weights; the other parts arrive beside them
+    assert levels[str(ins.Update(0))] == 10 + 100
+    assert levels[str(ins.Update(1))] == 10
+    assert levels[str(ins.GatherWeights(0))] == 200
+    assert levels[str(ins.GatherWeights(1))] == 20
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half"])
+def test_an_a_takes_its_time_in_the_simulation_and_the_formulas(name: str) -> None:
+    takes = {"F": 1, "B": 2, "I": 1, "W": 1, "A": 5, "U": 0}
+    schedule = find_recipe(name)(2, 3)
+    reduced = add_reduce(schedule)
+    found = reduced.simulate(takes).makespan
+    assert found == schedule.simulate(takes, replicas=2).makespan
+    assert found == makespan(small_simulator.simulate(reduced, takes))
+    times = {time(letter): takes[letter] for letter in reduced.kinds}
+    assert found == reduced.formulas().makespan.subs(times)
+    # one replica has nothing to sum
+    alone = reduced.simulate(takes, replicas=1).makespan
+    assert alone == schedule.simulate(takes).makespan < found
+
+
+def test_a_grid_shows_the_time_that_a_simulation_counts() -> None:
+    row = Schedule.parse("schedule a stages=1 microbatches=1 delay=0\nplace 0\n0: F0 B0 A U\n")
+    takes = {"F": 1, "B": 2, "A": 5, "U": 1}
+    assert row.simulate(takes).makespan == 9
+    scale, drawn = row.grid(costs=takes).splitlines()
+    assert (scale.split()[-1], drawn) == ("8", "0: F0 B0--- A------------- U-")  # eight to nine

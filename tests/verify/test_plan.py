@@ -12,8 +12,8 @@ from torch import fx, nn
 from fxpipe.errors import VerificationError
 from fxpipe.ir.plan import Argument, Plan, Stage, ValueSpec, Write
 from fxpipe.ir.value import HOST, Edge
-from fxpipe.text.plan import parse_plan
 from fxpipe.verify.plan import verify_plan
+from tests.helpers import written
 from tests.helpers.faults import changed, faults_of
 from tests.helpers.lines import lines
 
@@ -83,7 +83,7 @@ def told(plan: Plan) -> list[str]:
 
 
 def valid() -> Plan:
-    return parse_plan(TEXT, ROOT)
+    return written.plan(TEXT, ROOT)
 
 
 def test_a_valid_plan_is_returned() -> None:
@@ -222,7 +222,7 @@ MUTANTS = [
 @pytest.mark.parametrize(("old", "new", "fault"), MUTANTS, ids=lambda part: part[:40])
 def test_a_mutant_of_a_valid_plan_is_refused(old: str, new: str, fault: str) -> None:
     assert TEXT.count(old) == 1
-    faults = told(parse_plan(changed(TEXT, old, new), ROOT))
+    faults = told(written.plan(changed(TEXT, old, new), ROOT))
     assert any(fault in found for found in faults), faults
 
 
@@ -233,7 +233,7 @@ def test_a_value_is_stashed_once_however_many_stages_pop_it() -> None:
         "stage 1\n  graph\n    return ()\n"
     )
     popped = "".join(f"stage {k}\n  graph\n    y = pop('y')\n    return ()\n" for k in (2, 3))
-    verify_plan(parse_plan(text + popped))
+    verify_plan(written.plan(text + popped))
 
 
 def test_a_plan_without_stages_is_refused() -> None:
@@ -248,14 +248,14 @@ def test_one_wrong_thing_gives_one_fault() -> None:
         ("return (p_tied, relu, size, mean)", "return (p_tied, size, relu, mean)"),
         ("= conv.weight", "= tied.weight"),
     ):
-        assert len(told(parse_plan(changed(TEXT, old, new), ROOT))) == 1
+        assert len(told(written.plan(changed(TEXT, old, new), ROOT))) == 1
 
 
 def test_all_faults_are_reported_at_once() -> None:
     text = TEXT.replace("stage 1\n", "stage 9\n").replace("return (add,)", "return add")
     text = text.replace("= conv.weight", "= tied.weight").replace("stage 2 leaves", "stage 2")
     with pytest.raises(VerificationError, match="the plan has 5 faults:\n  stage 9: ") as caught:
-        verify_plan(parse_plan(text, ROOT))
+        verify_plan(written.plan(text, ROOT))
     assert len(caught.value.faults) == 5
 
 
@@ -299,14 +299,14 @@ def test_several_values_do_not_cross_as_one(node: str) -> None:
         "plan stages=1\nedge in x host->0\nedge out y 0->host\nstage 0\n  graph\n"
         f"    x = placeholder()\n    y = {node}\n    return (y,)\n"
     )
-    (fault,) = told(parse_plan(text))
+    (fault,) = told(written.plan(text))
     assert fault.startswith("stage 0, node y: crosses, but is not a single value")
 
 
 def test_a_function_that_gives_a_tuple_is_known_by_its_items() -> None:
     text = TEXT.replace("torch.ops.aten.max.dim(conv2d, 0)", "fxpipe.random.native_dropout(conv2d)")
-    verify_plan(parse_plan(text, ROOT))
-    faults = told(parse_plan(text.replace("act size 0->1", "act max_1 0->1"), ROOT))
+    verify_plan(written.plan(text, ROOT))
+    faults = told(written.plan(text.replace("act size 0->1", "act max_1 0->1"), ROOT))
     assert any("stage 0, node max_1: crosses, but is not a single value" in f for f in faults)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import VerificationError
-from fxpipe.ir.traced import Traced
+from tests.helpers import written
 from tests.helpers.faults import changed, faults_of
 from tests.helpers.fronted import front_end
 from tests.helpers.lines import lines
@@ -39,13 +39,13 @@ traced
 
 
 def test_a_valid_graph_is_returned() -> None:
-    traced = Traced.parse(TEXT)
+    traced = written.traced(TEXT)
     assert traced.verify() is traced
 
 
 def test_the_loss_may_be_an_output() -> None:
     text = TEXT.replace("output relu (0,)", "output sum_1 ()")
-    Traced.parse(text.replace("(mul, relu, sum_1)", "(mul, sum_1)")).verify()
+    written.traced(text.replace("(mul, relu, sum_1)", "(mul, sum_1)")).verify()
 
 
 @pytest.mark.parametrize(
@@ -81,18 +81,18 @@ def test_the_loss_may_be_an_output() -> None:
 def test_each_fault_is_reported(old: str, new: str, fault: str) -> None:
     root = nn.Module()
     root.act = nn.ReLU()
-    traced = Traced.parse(changed(TEXT, old, new), root)
+    traced = written.traced(changed(TEXT, old, new), root)
     assert any(re.search(fault, str(each)) for each in faults_of(traced))
 
 
 def test_a_cut_in_a_whole_graph_is_reported() -> None:
     text = TEXT.replace("relu = torch.ops.aten.relu.default(mm)", "relu = pop('mm')")
     with pytest.raises(VerificationError, match="node relu: marks where the model is cut"):
-        Traced.parse(text).verify()
+        written.traced(text).verify()
 
 
 def test_a_constant_that_is_not_read_is_reported() -> None:
-    traced = replace(Traced.parse(TEXT), constants={"table": torch.ones(2)})
+    traced = replace(written.traced(TEXT), constants={"table": torch.ones(2)})
     with pytest.raises(VerificationError, match="buffer table: is a constant that the graph does"):
         traced.verify()
 
@@ -100,7 +100,7 @@ def test_a_constant_that_is_not_read_is_reported() -> None:
 def test_all_faults_are_reported_at_once() -> None:
     text = TEXT.replace("input x", "input y").replace("loss sum_1", "loss lost")
     with pytest.raises(VerificationError) as caught:
-        Traced.parse(text.replace("output relu", "output gone")).verify()
+        written.traced(text.replace("output relu", "output gone")).verify()
     said = str(caught.value)
     assert all(word in said for word in ("'x'", "'y'", "'lost'", "'gone'"))
     assert said.startswith(f"the traced graph has {len(caught.value.faults)} faults:")

@@ -16,7 +16,6 @@ from fxpipe.errors import VerificationError
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, Task, U
-from fxpipe.ir.unroll import unroll_schedule
 from fxpipe.schedules import (
     cdp_v2,
     gpipe,
@@ -24,7 +23,6 @@ from fxpipe.schedules import (
     one_f_one_b,
     one_f_one_b_async,
     pipedream,
-    pipedream_vertical,
     two_bw,
     zb_h1,
 )
@@ -163,60 +161,12 @@ def test_staleness_is_told_for_each_micro_batch() -> None:
     assert versions.staleness == ((1, 1, 0), (1, 0), 0)
     assert versions.live == (2, 2, 1)
     assert not versions.consistent
-    assert not versions.awaited
 
 
 def test_weights_are_not_predicted_where_micro_batches_read_differently_late() -> None:
     with pytest.raises(VerificationError, match="give each stage one delay, or leave predict out"):
         replace(cdp_v2(3, 3), predict=True).verify()
     replace(pipedream(3, 1), predict=True).verify()
-
-
-def test_an_update_can_wait_for_those_of_a_delay_before_on_all_stages() -> None:
-    """Then no version is kept for failures alone. Each row runs as far as it gets."""
-    for recipe in (two_bw, one_f_one_b_async, pipedream_vertical):
-        for p, m in GRID:
-            schedule = recipe.delayed(-(-(p - 1) // m) or 1)(p, m).verify()
-            assert schedule.versions().awaited
-            steps = schedule.depth + 2 * max(schedule.delays) + 2
-            rows = unroll_schedule(schedule, steps).rows
-            at, done = [0] * p, set[Task]()
-            moved = True
-            while moved:
-                moved = False
-                for device, row in enumerate(rows):
-                    while at[device] < len(row) and awaited(row[at[device]], schedule) <= done:
-                        done.add(row[at[device]])
-                        at[device] += 1
-                        moved = True
-            assert at == [len(row) for row in rows], (recipe.name, p, m)
-
-
-def awaited(task: Task, schedule: Schedule) -> set[Task]:
-    """What has to be over on other devices before a task."""
-    stage, last = task.stage, schedule.stages - 1
-    assert stage is not None
-    if task.kind == "F" and stage > 0:
-        return {replace(task, stage=stage - 1)}
-    if task.kind == "B" and stage < last:
-        return {replace(task, stage=stage + 1)}
-    before = task.batch - schedule.delays[stage]
-    if task.kind == "U" and before >= 0:
-        return {replace(task, stage=s, batch=before) for s in range(last + 1) if s != stage}
-    return set()
-
-
-def test_an_update_waits_for_no_other_where_that_might_be_for_ever() -> None:
-    assert not one_f_one_b(3, 3).versions().awaited  # for its own
-    assert not pipedream(3, 1).versions().awaited  # no two stages have a version at once
-    two_a_device = Schedule.parse(
-        """
-        schedule mine stages=2 microbatches=1 delay=1
-        place 0 1
-        0: F0@0 F0@1 B0@1 U@1 B0'@0 U'@0
-        """
-    )
-    assert not two_a_device.verify().versions().awaited
 
 
 def test_a_delay_that_is_too_small_names_the_stage_and_the_smallest_that_works() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
-from time import thread_time
 from typing import Any, TypeVar
 
 import torch
@@ -135,7 +134,6 @@ class Driver:
     Attributes:
         machines: the machines that it runs.
         at: the machine whose instruction is running, or has failed.
-        busy: processor seconds of the thread in the last step.
     """
 
     def __init__(self, machines: Sequence[Machine], turns: Sequence[Turn]) -> None:
@@ -143,7 +141,6 @@ class Driver:
         ``Program.turns``."""
         self.machines = tuple(machines)
         self.at = self.machines[0]
-        self.busy = 0.0
         self._turns = turns
         self._next = 0
 
@@ -151,14 +148,12 @@ class Driver:
         """Run all lists to their ends or their next pauses. Raises like Machine.run."""
         if self._next == len(self._turns):  # another step
             self._next = 0
-        start = thread_time()
         paused = 0
         while self._next < len(self._turns) and paused < len(self.machines):
             index, end = self._turns[self._next]
             self.at = self.machines[index]
             paused += not self.at.run(end)
             self._next += self.at.position == end
-        self.busy = thread_time() - start
 
 
 class Channels:
@@ -220,13 +215,6 @@ class Channels:
     def fed(self, batch: int) -> None:
         """Note that a batch can be run from now on."""
 
-    def updated(self, stage: int, version: int) -> None:
-        """Tell other processes, if any, that a stage has a new version of its weights."""
-
-    def when_updated(self, updated: Callable[[int, int, int], None]) -> None:
-        """Have a function called, in another thread, when a stage of another process has a new
-        version: with the stage, the version and the number of the replica."""
-
     def pool(
         self, device: int, step: int, values: dict[str, Tensor], *, whole: bool
     ) -> list[dict[str, Tensor]]:
@@ -278,6 +266,11 @@ class Backend:
 
     def end(self) -> None:
         """End the launching of a run: order the caller after what the devices compute."""
+
+    def caller(self) -> Callable[[], AbstractContextManager[None]]:
+        """Remember what the calling thread orders its launches by, such as current streams. In a
+        block of the result, runs are ordered by that as well: autograd calls in its own thread."""
+        return nullcontext
 
     def close(self) -> None:
         """Close the connections to other processes, if there are any."""

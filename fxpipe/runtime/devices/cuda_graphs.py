@@ -1,8 +1,4 @@
-"""CUDA streams and graphs: a device's computations, captured once and then launched as one.
-
-torch has 32 streams per device and hands them out round-robin, so two users may get the same
-stream. A compute stream must not be shared: other work on it would wait for the computations before
-it, and would become a part of a capture there.
+"""CUDA graphs: a device's computations, captured once and then launched as one.
 
 While a capture runs, no thread may synchronize with its device or make another stream wait for the
 capturing one. The lock ``ALONE`` keeps such calls of this library apart from captures, and captures
@@ -14,61 +10,16 @@ at the launch.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
 from fxpipe.errors import CaptureError
+from fxpipe.runtime.devices.lanes import ALONE, Streams
 
 T = TypeVar("T")
-
-ALONE = threading.RLock()
-"""Held during a capture, and while a thread synchronizes with a device or orders its streams."""
-
-TRIES = 32
-"""How many streams of torch's pool to try: all streams of a device, if no other code takes any."""
-
-
-class Streams:
-    """Streams that no other instance of this class computes on, as long as this object lives."""
-
-    def __init__(self) -> None:
-        # each stream, and whether it computes
-        self._streams: list[tuple[torch.cuda.Stream, bool]] = []
-        with _lock:
-            _all[self] = None
-
-    def take(self, stream: torch.cuda.Stream) -> torch.cuda.Stream:
-        """Compute on a stream that the user has chosen."""
-        with _lock:
-            self._streams.append((stream, True))
-        return stream
-
-    def make(self, device: torch.device, *, computes: bool = False) -> torch.cuda.Stream:
-        """Make a stream. A compute stream is not shared; a stream for copies is shared with other
-        copies if torch has no more."""
-        with _lock:
-            taken = [
-                stream
-                for streams in _all
-                for stream, other_computes in streams._streams
-                if computes or other_computes
-            ]
-            stream = torch.cuda.Stream(device)
-            for _ in range(TRIES):
-                if stream not in taken:
-                    break
-                stream = torch.cuda.Stream(device)
-            self._streams.append((stream, computes))
-        return stream
-
-
-_all: WeakKeyDictionary[Streams, None] = WeakKeyDictionary()
-_lock = threading.Lock()
 
 
 class CudaGraphs:
@@ -81,7 +32,7 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._streams = Streams()
-        self._aside: torch.cuda.Stream | None = None  # captures in place of the default stream
+        self._aside: torch.Stream | None = None  # captures in place of the default stream
         self._pool: Any = None
         # kept, as torch cannot use a pool again once its last graph is gone
         self._first: torch.cuda.CUDAGraph | None = None
@@ -92,7 +43,7 @@ class CudaGraphs:
         with ALONE:
             torch.cuda.synchronize()  # so that an earlier failure is not taken for this capture's
             # not on another stream: captured kernels run in the green context of this one
-            stream = torch.cuda.current_stream()
+            stream: Any = torch.cuda.current_stream()
             if stream == torch.cuda.default_stream():  # which cannot be captured
                 if self._aside is None:
                     self._aside = self._streams.make(stream.device, computes=True)

@@ -1,70 +1,35 @@
-"""An asynchronous device: its instructions are launched on streams, ordered by events.
+"""Asynchronous devices: their instructions are launched on streams, ordered by events.
 
-``Lanes`` hides how a kind of device implements streams and events. Launching runs ahead of the
-device and waits only for other launches: for a value to be sent, and for an event to be recorded.
+Launching runs ahead of the devices and waits only for other launches: for a value to be sent, and
+for an event to be recorded.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE, PREFETCH, Event, Launch
-from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
-from fxpipe.runtime.failure import Launched, Unfinished
+from fxpipe.runtime.devices.lanes import ALONE, Lanes
+from fxpipe.runtime.failure import DeviceMemory, Launched, Unfinished
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
 from fxpipe.runtime.offload import OffloadMemory
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.text.program import print_instruction
-
-
-class Lanes(Protocol):
-    """The streams of one device."""
-
-    def on(self, stream: str, name: str) -> AbstractContextManager[None]:
-        """Launch on a stream inside the block, under a name for profilers."""
-        ...
-
-    def wait(self, stream: str, mark: Any) -> None:
-        """Order later launches on a stream after a mark, which may be another device's."""
-        ...
-
-    def mark(self, stream: str) -> Any:
-        """Mark the end of what was launched on a stream so far, for example by a CUDA event."""
-        ...
-
-    def bring(self, stream: str, value: Any) -> Any:
-        """Copy a value to the device's memory, on a stream."""
-        ...
-
-    def take(self, value: Tensor) -> Tensor:
-        """Copy a tensor to the host's memory, on the current stream."""
-        ...
-
-    def room(self, spec: ValueSpec) -> Tensor:
-        """Allocate the device's memory for a value, with the strides that ``bring`` gives it."""
-        ...
-
-    def reached(self, mark: Any) -> bool:
-        """Whether a stream has passed a mark. Raises any error that the device reports."""
-        ...
-
-    def moment(self, stream: str) -> Any:
-        """Mark the end of a stream like ``mark``; the mark keeps the time when it is reached."""
-        ...
+from fxpipe.torchtools.accelerator import kind_of
 
 
 class _Stream:
@@ -85,7 +50,7 @@ class _Stream:
 class Trail:
     """The instructions launched on one device, and which of them are known to be done.
 
-    A CUDA device reports a failure at any later call, and afterwards no longer says what is done.
+    A device reports a failure at any later call, and afterwards no longer says what is done.
     So a trail asks while it launches. It is kept from run to run, and several threads may use it.
     """
 
@@ -299,18 +264,19 @@ class LaunchingMachine(Machine):
                 HANDLERS[type(instruction)](self, instruction)
 
 
-class Launcher(Backend):
-    """A Backend that launches on streams, which are kept from run to run."""
+class StreamBackend(Backend):
+    """Devices with streams, such as CUDA devices. See Backend."""
 
-    def __init__(
-        self, lanes: Sequence[Lanes], places: Sequence[str], group: RankGroup | None = None
-    ) -> None:
-        """``lanes`` are the streams of each device that this process runs, and ``places`` the
-        devices' names in messages."""
+    def __init__(self, lanes: Sequence[Lanes], group: RankGroup | None = None) -> None:
+        """``lanes`` are the streams of each device that this process runs, which are kept from run
+        to run. Several devices of a program may be on one of torch's."""
         super().__init__(group)
-        first = self.group.device
-        self._lanes = dict(enumerate(lanes, first))
-        self._trails = {device: Trail(device, place) for device, place in enumerate(places, first)}
+        self.lanes = lanes
+        self._first = self.group.device  # of those that this process runs
+        self._trails = [
+            Trail(device, str(own.device)) for device, own in enumerate(lanes, self._first)
+        ]
+        self._callers: Sequence[torch.Stream] = ()
 
     def channels(
         self, program: Program, threads: int, jobs: Mapping[int, Job]
@@ -318,25 +284,71 @@ class Launcher(Backend):
         return LaunchingChannels(program, threads)
 
     def machine(self, device: int, first: int) -> Callable[..., Machine]:
-        lanes, trail = self._lanes[device], self._trails[device]
+        own = device - self._first
         return partial(
-            LaunchingMachine, lanes=lanes, trail=trail, first=first, device=device, step=first
+            LaunchingMachine,
+            lanes=self.lanes[own],
+            trail=self._trails[own],
+            first=first,
+            device=device,
+            step=first,
         )
 
-    def computing(self, device: int) -> AbstractContextManager[None]:
-        return self._lanes[device].on(COMPUTE, "statistics")
+    @contextmanager
+    def computing(self, device: int) -> Iterator[None]:
+        lanes = self.lanes[device - self._first]
+        with lanes.on(COMPUTE, "statistics"):
+            yield
+        # no event of the program follows, and the next value may arrive in memory freed here
+        lanes.follow(COMPUTE)
 
-    def left(self) -> list[Unfinished]:
-        """The streams that may not have finished, as far as the devices still report it."""
+    def begin(self) -> None:
+        with ALONE:
+            # with those of other devices, from which inputs are loaded
+            devices = {stream.device for lanes in self.lanes for stream in lanes.every()}
+            before = {}
+            for device in devices:
+                last = torch.accelerator.current_stream(device)
+                for caller in self._callers:
+                    if caller.device == device and caller != last:
+                        last.wait_event(caller.record_event())
+                before[device] = last.record_event()
+            for lanes in self.lanes:
+                lanes.begin(before)
+
+    def end(self) -> None:
+        for lanes in self.lanes:
+            lanes.end(self._callers)
+
+    def caller(self) -> Callable[[], AbstractContextManager[None]]:
+        devices = {stream.device for lanes in self.lanes for stream in lanes.every()}
+        streams = [torch.accelerator.current_stream(device) for device in devices]
+
+        @contextmanager
+        def calling() -> Iterator[None]:
+            before, self._callers = self._callers, streams
+            try:
+                yield
+            finally:
+                self._callers = before
+
+        return calling
+
+    def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
+        return self.lanes[device - self._first].nanoseconds(times)
+
+    def memory(self, device: int) -> DeviceMemory:
+        return self.lanes[device - self._first].memory()
+
+    def generators(self) -> Mapping[str, torch.Generator]:
+        devices = dict.fromkeys(lanes.device for lanes in self.lanes)
+        return {str(device): kind_of(device).generator(device) for device in devices}
+
+    def unfinished(self, error: BaseException) -> Sequence[Unfinished]:
+        if not self.lanes[0].kind.is_late(error):
+            return ()
         return [
             stream
-            for device, lanes in self._lanes.items()
-            for stream in self._trails[device].unfinished(lanes.reached)
+            for lanes, trail in zip(self.lanes, self._trails, strict=True)
+            for stream in trail.unfinished(lanes.reached)
         ]
-
-
-def room(spec: ValueSpec, device: torch.device) -> Tensor:
-    """Allocate memory for a value as ``torch.empty_like`` does: dense, dimensions in its order."""
-    assert spec.strides is not None
-    like = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
-    return torch.empty_like(like, device=device)

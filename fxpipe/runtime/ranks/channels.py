@@ -45,9 +45,8 @@ class RankChannels(Channels):
         program: Program,
         group: RankGroup,
         jobs: Mapping[int, Job],
-        ordered_sums: bool = True,
     ) -> None:
-        """Make empty channels. ``ordered_sums``: whether to sum in the order of the replicas."""
+        """Make empty channels."""
         super().__init__(program, 1)
         self.failure: RankError | None = None
         assert group.links is not None
@@ -57,13 +56,11 @@ class RankChannels(Channels):
         self._together: dict[int, tuple[list[Buffer], list[Any]]] = {}  # to send in one message
         self._unsent: list[tuple[Any, Any]] = []  # published here
         self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}  # of batches not fed yet
-        self._ordered = ordered_sums
         self._sums: dict[tuple[int, int, int], RunningSum] = {}
         self._parts: dict[tuple[int, int], list[Pieces]] = {}  # summed buckets, for norms
         self._met: SimpleQueue[int | None] = SimpleQueue()
         self._times_met: Counter[int] = Counter()
         self._failed: Callable[[RankError], None] = lambda error: None
-        self._updated: Callable[[int, int, int], None] = lambda stage, version, replica: None
         self._run = group.delivery.open(self)
 
     def when_failed(self, failed: Callable[[RankError], None]) -> None:
@@ -121,12 +118,6 @@ class RankChannels(Channels):
             for buffer, value, replica in self._outputs.pop(batch, []):
                 self._jobs[batch].host.take(buffer, value, replica)
 
-    def updated(self, stage: int, version: int) -> None:
-        self._links.send_all(Message("updated", (self._run, stage, version)))
-
-    def when_updated(self, updated: Callable[[int, int, int], None]) -> None:
-        self._updated = updated
-
     def pool(
         self, device: int, step: int, values: dict[str, Tensor], *, whole: bool
     ) -> list[dict[str, Tensor]]:
@@ -176,7 +167,7 @@ class RankChannels(Channels):
         """Add a replica's gradients to the part that this rank sums up. Once all replicas have been
         added, send the sum to those that need it."""
         replicas, here = self._group.replicas, self._group.replica
-        running = self._sums.setdefault(key, RunningSum(replicas, self._ordered))
+        running = self._sums.setdefault(key, RunningSum(replicas))
         total, (stage, batch, bucket) = running.take(replica, part), key
         if total is None:
             return
@@ -258,9 +249,6 @@ class RankChannels(Channels):
         match message.kind:
             case "meet":
                 self._met.put(rank)
-            case "updated":
-                _, stage, version = message.key
-                self._updated(stage, version, replica)
             case "part":
                 self._add(replica, message.key[1], Part(*message.value))
             case "left":
@@ -302,17 +290,13 @@ def _values(run: Any, buffers: Sequence[Buffer], values: Sequence[Any]) -> Messa
 
 
 class RankBackend(Backend):
-    """Runs the list of this rank's CPU device. ``ordered_sums``: see RankChannels."""
-
-    def __init__(self, group: RankGroup, ordered_sums: bool = True) -> None:
-        super().__init__(group)
-        self._ordered_sums = ordered_sums
+    """Runs the list of this rank's CPU device."""
 
     def devices(self, program: Program) -> Sequence[int]:
         return (self.group.device,)
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Channels:
-        return RankChannels(program, self.group, jobs, self._ordered_sums)
+        return RankChannels(program, self.group, jobs)
 
     def memory(self, device: int) -> DeviceMemory:
         """The memory of a device's host, which all ranks of that host share."""

@@ -30,13 +30,12 @@ from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend
-from fxpipe.runtime.devices.cuda import CudaBackend, CudaPlace
+from fxpipe.runtime.devices.lanes import Lanes, Place, room
 from fxpipe.runtime.devices.launching import (
     Events,
-    Lanes,
     LaunchingChannels,
     LaunchingMachine,
-    room,
+    StreamBackend,
 )
 from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job
@@ -214,12 +213,12 @@ class DeviceChannels(RankChannels, LaunchingChannels):
             raise
 
 
-class CudaRanks(RankBackend, CudaBackend):
+class CudaRanks(RankBackend, StreamBackend):
     """Runs the list of this rank's CUDA device."""
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         """Make the streams of this rank's device."""
-        CudaBackend.__init__(self, [device], group)
+        StreamBackend.__init__(self, [Lanes(device)], group)
         self._pairs = PairGroups(group, device)
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> DeviceChannels:
@@ -242,11 +241,9 @@ class CudaRanks(RankBackend, CudaBackend):
         return DeviceMemory(self.group.members.places[device], None, None)
 
 
-def backend_of(
-    group: RankGroup, here: torch.device, devices: Sequence[CudaPlace], ordered_sums: bool
-) -> Backend:
+def backend_of(group: RankGroup, here: torch.device, devices: Sequence[Place]) -> Backend:
     """Return a pipe's backend: of the device ``here`` of several ranks, or of all ``devices``."""
-    cuda = here.type == "cuda"
+    cpu = here.type == "cpu"
     if group.size > 1:
-        return CudaRanks(group, here) if cuda else RankBackend(group, ordered_sums)
-    return CudaBackend(devices) if cuda else Backend()
+        return RankBackend(group) if cpu else CudaRanks(group, here)
+    return Backend() if cpu else StreamBackend([*map(Lanes, devices)])

@@ -16,7 +16,7 @@ from typing import Any
 from fxpipe.errors import InputError, RankError
 from fxpipe.runtime.ranks.handshake import Membership
 from fxpipe.runtime.ranks.inbox import (
-    RECOVERY,
+    OUTCOME,
     Delivery,
     Exchange,
     Inbox,
@@ -46,6 +46,7 @@ class RankGroup:
             call.
         kept: how many runs have changed the model since the last checkpoint was loaded. The count
             is the same on all ranks, unless one failed while the others committed a run.
+        failures: how many calls have failed; alike on all ranks, whatever each had done before.
         summed: the bytes that this rank has sent to sum gradients over the replicas.
         closed: whether ``close`` was called.
         inbox: the values and failures that other ranks have sent.
@@ -58,7 +59,7 @@ class RankGroup:
         self.rank, self.size, self.replicas = members.rank, len(members.names), members.replicas
         self._devices = self.size // self.replicas
         self.replica, self.device = divmod(self.rank, self._devices)
-        self.call = self.kept = 0
+        self.call = self.kept = self.failures = 0
         self.summed = 0
         self.closed = False
         self.inbox = Inbox(members.names, members.rank)
@@ -68,8 +69,8 @@ class RankGroup:
         self._exchanges = 0  # completed exchanges of this call
         self._settled = False  # whether all ranks have done the call's work, and only return
         self._told = False  # whether this rank has announced that the call failed
-        self._recovered = False  # whether it has sent, in this call, what it can roll back to
-        self._roll_back: Callable[[], str] = lambda: ""
+        self._outcome_told = False  # whether it has sent, in this call, how far it has come
+        self._failed: Callable[[], str] = lambda: ""
         self.links = _links(self) if self.size > 1 else None
 
     @property
@@ -115,7 +116,7 @@ class RankGroup:
         self._check_open()
         with signals_at_operations():
             self.call, self._exchanges = self.call + 1, 0
-            self._what, self._told, self._settled, self._recovered = what, False, False, False
+            self._what, self._told, self._settled, self._outcome_told = what, False, False, False
             self.delivery.begin(self.call)
             try:
                 self.check()  # inside the try: the others may wait in this call for the failure
@@ -128,13 +129,13 @@ class RankGroup:
                 self._what = ""
                 self.inbox.forget(self.call)
 
-    def when_failed(self, roll_back: Callable[[], str]) -> None:
+    def when_failed(self, failed: Callable[[], str]) -> None:
         """Call a function on every rank after a failed call, and add its text to the error."""
-        self._roll_back = roll_back
+        self._failed = failed
 
     @property
     def called(self) -> bool:
-        """Whether all ranks are in the same call, so that a failure can be rolled back."""
+        """Whether all ranks are in the same call, so that all of them hear of a failure."""
         return self.size == 1 or bool(self._what)
 
     def give_up(self, why: str) -> None:
@@ -178,7 +179,7 @@ class RankGroup:
         if self.size == 1:
             return [value]
         assert self.links is not None
-        index = -1 if about == RECOVERY else self._exchanges  # ranks fail at different places
+        index = -1 if about == OUTCOME else self._exchanges  # ranks fail at different places
         exchange = Exchange(self.call, index, about)
         self._settled = False
         self.links.send_all(Message("said", tuple(exchange), value))
@@ -201,27 +202,22 @@ class RankGroup:
         self._settled = True
         return [values[rank] for rank in self.pipeline if rank != self.rank]
 
-    def recovered(self, version: int, value: Any = None) -> tuple[int, list[Any]]:
-        """Agree, after a failure, on the newest version that all ranks can roll back to.
-
-        Args:
-            version: the newest version that this rank can roll back to.
-            value: sent to the ranks with the same device in the other replicas.
+    def outcomes(self, value: Any) -> list[Any]:
+        """After a failure, tell the other ranks how far this one has come.
 
         Returns:
-            The version, and the values that these ranks have sent, in the order of the replicas.
+            What the ranks have told, this one included. Those that failed elsewhere tell nothing.
         """
-        if not self._what:
-            return version, [value]  # the pipe will be closed
-        self._recovered = True
+        if not self._what or self._settled:
+            return [value]  # the others have ended the call
+        self._outcome_told = True
         try:
-            answers = self.exchange(RECOVERY, (version, value), held=True)
+            answers = self.exchange(OUTCOME, value, held=True)
         except RankError:
             if not self.inbox.gone:
-                self.close()  # the ranks may have gone back to different versions
-            return version, [value]
-        twins = [answers[rank][1] for rank in self.twins if answers[rank] is not None]
-        return min(answer[0] for answer in answers if answer is not None), twins
+                self.close()  # it is not known how far the others have come
+            return [value]
+        return [answer for answer in answers if answer is not None]
 
     def agree(
         self, about: str, text: str, *, own: str = "", twins: str = "", value: Any = None
@@ -307,13 +303,14 @@ class RankGroup:
                 )
 
     def _fail(self, error: BaseException) -> None:
-        """Announce that the call has failed with an error, and roll back."""
+        """Announce that the call has failed with an error, and clean up."""
         if not self._settled:
             self.announce(error)
-            if note := self._roll_back():
+            self.failures += 1
+            if note := self._failed():
                 error.add_note(note)
-            if not self._recovered and self.links is not None:  # others may wait for it
-                self.links.send_all(Message("said", (self.call, -1, RECOVERY)))
+            if not self._outcome_told and self.links is not None:  # others may wait for it
+                self.links.send_all(Message("said", (self.call, -1, OUTCOME)))
         if self.call == 1:  # the first call is compile: there will be no pipe
             self.close()
 

@@ -24,9 +24,9 @@ POLL = 0.1
 """Seconds between two checks for signals while a thread waits for another rank."""
 
 TOLD = 0.5
-"""Seconds to wait for the news of a failure from which another rank recovers already."""
+"""Seconds to wait for the news of a failure from which another rank fails already."""
 
-RECOVERY = "recovery"
+OUTCOME = "outcome"
 """The name of the exchange after a failure, wherever in the call each rank was then."""
 
 _PLACE = ("device", "instruction", "stage", "microbatch", "source")
@@ -155,7 +155,7 @@ class Inbox:
                 rank is gone without having sent its value, or late, or exchanges something else.
         """
         deadline = time.monotonic() + seconds
-        untold = float("inf")  # since when a rank recovers from a failure unknown here
+        untold = float("inf")  # since when a rank fails from a failure unknown here
         values: dict[int, Any] = {}
         while True:
             seen = self.news
@@ -181,10 +181,10 @@ class Inbox:
 
     def _heard(self, rank: int, exchange: Exchange) -> bool:
         """Whether the rank's next value belongs to this exchange; drops values of earlier ones."""
-        said, recovering = self._said[rank], exchange.about == RECOVERY
+        said, failed = self._said[rank], exchange.about == OUTCOME
         while said and said[0][0] != exchange:
             theirs = said[0][0]
-            if theirs.call > exchange.call or (theirs.call == exchange.call and not recovering):
+            if theirs.call > exchange.call or (theirs.call == exchange.call and not failed):
                 return False
             said.popleft()
         return bool(said)
@@ -192,13 +192,13 @@ class Inbox:
     def _refuse(self, exchange: Exchange, missing: Sequence[int], waited: bool) -> bool:
         """Raise if the values of the missing ranks cannot come.
 
-        Returns whether one of these ranks recovers from a failure whose news has not arrived here.
+        Returns whether one of these ranks fails from a failure whose news has not arrived here.
         ``waited``: whether this rank has waited for that news long enough.
         """
-        recovers = False
-        recovering = exchange.about == RECOVERY
+        fails = False
+        failed = exchange.about == OUTCOME
         failure = self.failure(exchange.call, exchange.number)
-        if failure is not None and not recovering:
+        if failure is not None and not failed:
             raise failure
         for rank in missing:
             if rank in self.gone:  # maybe because of the rank that was lost first
@@ -206,18 +206,18 @@ class Inbox:
             if not self._said[rank]:
                 continue
             theirs = self._said[rank][0][0]
-            # A rank that recovers, or is in a later call, has left this exchange because of a
+            # A rank that fails, or is in a later call, has left this exchange because of a
             # failure. The news of it comes soon from the rank that failed; unless that is this
             # rank, which sends it when it raises here.
-            recovers |= (early := theirs.about == RECOVERY and not waited)
-            if recovering or (theirs.call == exchange.call and not early):
+            fails |= (early := theirs.about == OUTCOME and not waited)
+            if failed or (theirs.call == exchange.call and not early):
                 raise RankError(
                     f"{self._names[rank]} is at another place of the call ({theirs.about}) than "
                     f"this rank ({exchange.about}); let every rank make the same calls with the "
                     "same model and options",
                     rank=rank,
                 )
-        return recovers
+        return fails
 
 
 Key = tuple[int, int]

@@ -216,9 +216,8 @@ class Links:
     def _serve(self) -> None:
         last, deadline = time.monotonic(), float("inf")
         while True:
-            if (rest := self._served()) > 0:
-                if self._pause.poll(1000 * rest):
-                    _drain(self._woken)
+            rest = self._served()  # woken meanwhile, it goes on: something may be left to write
+            if rest > 0 and not self._pause.poll(1000 * rest):
                 continue
             for key, events in self._selector.select(BEAT / 2 if not self._closing else 0.05):
                 peer: Peer | None = key.data

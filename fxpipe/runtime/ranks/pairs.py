@@ -2,6 +2,10 @@
 
 NCCL ignores tags, and runs the operations of a communicator in the order of the calls. So each
 direction has a communicator of its own, used on both sides in the order of the program's lists.
+
+A communicator takes a stream of torch's pool. If it got one that we compute on, computations behind
+a pending receive would wait for it, and its sender perhaps for them. So communicators use streams
+of high priority, which torch keeps apart from those that we use.
 """
 
 from __future__ import annotations
@@ -9,7 +13,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +29,10 @@ from fxpipe.signals import raise_held
 
 ABORTING = 30.0
 """Seconds that aborting the process groups may take."""
+
+BLOCKS = 8
+"""Multiprocessors that a communicator may occupy, of an H100's 132. A receive that is posted early
+holds them until its value has come; the communicator's other receives are queued behind it."""
 
 Pair = tuple[int, int]
 """The sending and the receiving rank."""
@@ -112,7 +119,10 @@ class PairGroups:
         before = os.environ.get(name)
         os.environ[name] = "0"  # else torch ends this process when another rank has died
         try:
-            return nccl(store, member, 2, timedelta(seconds=self._ranks.members.timeout))
+            options = nccl.Options(is_high_priority_stream=True)
+            options._timeout = timedelta(seconds=self._ranks.members.timeout)
+            options.config.max_ctas = BLOCKS
+            return nccl(store, member, 2, options)
         finally:
             del os.environ[name]
             if before is not None:
@@ -128,7 +138,7 @@ class PairGroups:
         member = pair.index(self._ranks.rank)
         store = within(self._ranks.members.store, f"{pair[0]}>{pair[1]}")
         # the current device is set for each thread
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with torch.accelerator.device_index(self.device.index):
             try:
                 group = self.make(store, member)
                 byte = torch.zeros(1, dtype=torch.uint8, device=self.device)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -110,7 +110,7 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Member
     groups, rank = [mesh.get_group(dim) for dim in reversed(dims)], ranks.index(dist.get_rank())
     timeout = _timeout(groups[0], mesh.device_type)
     # taken here, as the current device is set for each thread
-    device = torch.cuda.current_device() if mesh.device_type == "cuda" else None
+    device = None if mesh.device_type == "cpu" else torch.accelerator.current_device_index()
     address, known_as = address_here()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as closing:
@@ -162,7 +162,7 @@ def _gathered(groups: Sequence[dist.ProcessGroup], info: RankInfo) -> list[RankI
     """Return the infos of all ranks. Raises RankError if a rank does not come."""
     infos = [info]
     try:
-        with nullcontext() if info.device is None else torch.cuda.device(info.device):
+        with torch.accelerator.device_index(info.device):
             for group in groups:  # along the pipeline, then along the replicas
                 parts: list[list[RankInfo]] = [[]] * group.size()
                 dist.all_gather_object(parts, infos, group=group)

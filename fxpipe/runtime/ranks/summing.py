@@ -87,25 +87,19 @@ def add_up(parts: Sequence[Part]) -> Part:
 
 
 class RunningSum:
-    """The sum of a part, whose contributions arrive one after another.
+    """The sum of a part. Contributions are added in the order of the replicas once all have
+    arrived: then the sum is the same to the bit each time."""
 
-    If ``ordered``, they are added in the order of the replicas once all have arrived: then the sum
-    is the same to the bit each time. Otherwise each is added when it arrives, so that at the end
-    only the last addition is left.
-    """
-
-    def __init__(self, replicas: int, ordered: bool) -> None:
-        self._replicas, self._ordered = replicas, ordered
-        self._arrived = 0
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
         self._parts: dict[int, Part] = {}
 
     def take(self, replica: int, part: Part) -> Part | None:
         """Take the contribution of a replica. Returns the sum once all have arrived."""
-        self._arrived += 1
         self._parts[replica] = part
-        if self._arrived == self._replicas or (not self._ordered and self._arrived > 1):
-            self._parts = {-1: add_up([each for _, each in sorted(self._parts.items())])}
-        return self._parts[-1] if self._arrived == self._replicas else None
+        if len(self._parts) < self._replicas:
+            return None
+        return add_up([each for _, each in sorted(self._parts.items())])
 
 
 def joined(parts: Sequence[Part]) -> list[Tensor | None]:

@@ -40,6 +40,7 @@ class ByHand:
         # (group, setting) → a line that tells the value that the user chose
         self._chosen: dict[tuple[int, str], str] = {}
         self._known: dict[tuple[int, str], Mark] = {} if given else self._settings()
+        self._first = self._shown()
         self._hooks = hooks_of(optimizer)
         self._step = step_of(optimizer)
         self.note()
@@ -60,27 +61,37 @@ class ByHand:
         self._groups = [[*group["params"]] for group in self.optimizer.param_groups]
 
     def chosen(self) -> list[str]:
-        """The settings that the user chose, a line each. Settings that steps have changed are not
-        among them: processes step different stages, so these may differ between them."""
+        """The settings that the user chose and has not set back, a line each. Settings that steps
+        have changed are not among them: processes step different stages, so these may differ
+        between them."""
         now = self._settings()
         for (group, key), (value, _) in now.items():
             known = self._known.get((group, key))
             if known is None or differs(known, value):
-                self._chosen[group, key] = f"{key} of optimizer group {group}: {shown(value)}"
+                self._chosen[group, key] = _line(group, key, value)
         self._known = now
-        return [line for _, line in sorted(self._chosen.items())]
+        return [line for at, line in sorted(self._chosen.items()) if line != self._first.get(at)]
 
     def took(self, group: int, key: str) -> None:
         """Note that a stage's step, not the user, changed a setting."""
-        self._known[group, key] = mark(self.optimizer.param_groups[group][key])
+        value = self.optimizer.param_groups[group][key]
+        if self._first.get((group, key)) != _line(group, key, value):
+            self._first.pop((group, key), None)
+        self._known[group, key] = mark(value)
 
     def forget_chosen(self) -> None:
         """Note that all processes have the settings of a checkpoint now."""
         self._chosen, self._known = {}, self._settings()
+        self._first = self._shown()
 
     def _settings(self) -> dict[tuple[int, str], Mark]:
         groups = enumerate(self.optimizer.param_groups)
         return {(i, key): mark(v) for i, group in groups for key, v in settings(group).items()}
+
+    def _shown(self) -> dict[tuple[int, str], str]:
+        """The lines of settings as they were made, none for an optimizer that the user gave; to
+        set one back to it is no choice. A setting that a step changes is dropped from them."""
+        return {(i, key): _line(i, key, value) for (i, key), (value, _) in self._known.items()}
 
     @property
     def changed(self) -> bool:
@@ -125,3 +136,7 @@ class ByHand:
             for name, value in attributes(self.optimizer).items()
             if name not in known or differs(known[name], value)
         }
+
+
+def _line(group: int, key: str, value: Any) -> str:
+    return f"{key} of optimizer group {group}: {shown(value)}"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fxpipe.formatting import without_addresses
 from fxpipe.ir.plan import Stage
 from fxpipe.runtime.interpreter import Stopped
-from fxpipe.runtime.weights.own_attributes import put_back, values_of
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
 
@@ -27,38 +26,6 @@ if TYPE_CHECKING:
 
 _PARAMETERS = ("params", "param_names")
 """The keys of a parameter group that are not settings."""
-
-
-class OptimizerSnapshot:
-    """A copy of an optimizer's state, its groups' settings and its own attributes; with ``weights``
-    also of the parameters that it trains.
-
-    ``load_state_dict`` could not restore these exactly: it casts the state to the parameters'
-    dtypes.
-    """
-
-    def __init__(self, optimizer: Optimizer, *, weights: bool = False) -> None:
-        groups = optimizer.param_groups if weights else ()
-        self._parameters = [p for group in groups for p in group["params"] if p.requires_grad]
-        self._values = clones(self._parameters)
-        self._optimizer = optimizer
-        states = all_copied([*optimizer.state.values()])
-        self._state = dict(zip(optimizer.state, states, strict=True))
-        self._groups = [(group, copied(settings(group))) for group in optimizer.param_groups]
-        torchs = type(optimizer).__module__.startswith("torch.optim.")  # these keep no attributes
-        self._attributes = {} if torchs else values_of(optimizer)
-
-    def put_back(self) -> None:
-        """Restore the optimizer, and the parameters if they were copied."""
-        for parameter, value in zip(self._parameters, self._values, strict=True):
-            parameter.copy_(value)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-        for group, values in self._groups:
-            for key in group.keys() - values.keys() - {*_PARAMETERS}:
-                del group[key]
-            group.update(values)
-        put_back(self._optimizer, self._attributes)
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +42,7 @@ def unshared(value: Any) -> Any:
 def shown(setting: Any) -> str:
     """The text of a setting: with all digits, and without memory addresses."""
     value = setting.tolist() if isinstance(setting, Tensor) else setting
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return without_addresses(repr(value))
 
 
 Mark = tuple[Any, int]
@@ -94,23 +61,12 @@ def differs(before: Mark, value: Any) -> bool:
 
 def copied(values: Any) -> Any:
     """A copy of the state of one parameter or group, usually a dict."""
-    return all_copied([values])[0]
-
-
-def all_copied(states: Sequence[Any]) -> list[Any]:
-    """Copies of several states; their tensors are copied together, see ``clones``."""
-    copies = [dict(each) if isinstance(each, dict) else copy.deepcopy(each) for each in states]
-    tensors: list[tuple[dict[Any, Any], Any]] = []
-    for state in copies:
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, Tensor):
-                tensors.append((state, key))
-            else:
-                state[key] = copy.deepcopy(value)
-    values = clones([state[key] for state, key in tensors])
-    for (state, key), value in zip(tensors, values, strict=True):
-        state[key] = value
-    return copies
+    if not isinstance(values, dict):
+        return copy.deepcopy(values)
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for key, value in values.items()
+    }
 
 
 def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -132,7 +88,14 @@ def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Weights:
-    """Reads and updates the model's parameters and buffers, by stage and version."""
+    """Reads and updates the model's parameters and buffers, by stage and version.
+
+    Nothing is kept to undo an update: from the first one on, a failure ends the pipe.
+
+    Attributes:
+        begun: the stages of this process whose updates have begun, in that order.
+        arrived: whether a device of this process has come to the barrier before the updates.
+    """
 
     def __init__(self) -> None:
         self._state: Mapping[str, Tensor] = {}
@@ -142,6 +105,8 @@ class Weights:
         self._lock = threading.Condition()
         self._stopped = False
         self._running = 0
+        self.begun: list[int] = []
+        self.arrived = False
 
     def bind(
         self,
@@ -207,18 +172,35 @@ class Weights:
         """Let no more updates start. Returns whether one is running, for which the caller waits."""
         with self._lock:
             self._stopped = True
-            self._lock.notify_all()
             return self._running > 0
 
-    @contextmanager
-    def _updating(self, may: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Wait until an update may start, which then runs in the block. Raises Stopped after
-        ``stop``."""
+    def stop_before_updates(self, ranks: bool) -> bool:
+        """``stop``, but only if no update has begun, over several ``ranks`` in no process. Returns
+        whether none has."""
         with self._lock:
-            self._lock.wait_for(lambda: self._stopped or may())
+            early = not (self.begun or (ranks and self.arrived))
+            self._stopped = self._stopped or early
+            return early
+
+    def arrive(self) -> None:
+        """Note that a device has come to the barrier. Raises Stopped after ``stop``."""
+        with self._lock:
+            if self._stopped:
+                raise Stopped
+            self.arrived = True
+
+    def outcome(self) -> dict[int, bool | int]:
+        """What ``stop`` has left: stage of this process → how far its update has come."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _updating(self, stage: int) -> Iterator[None]:
+        """Run a stage's update in the block. Raises Stopped after ``stop``."""
+        with self._lock:
             if self._stopped:
                 raise Stopped
             self._running += 1
+            self.begun.append(stage)
         try:
             yield
         finally:
@@ -227,26 +209,22 @@ class Weights:
                 self._lock.notify_all()
 
 
-def joined(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """Join flat parts, in the order of the replicas, to a tensor like a parameter."""
-    whole = torch.empty_like(like, requires_grad=False)
-    fill(whole, parts)
-    return whole
-
-
 def fill(target: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write flat parts, in the order of the replicas, to a tensor."""
-    if target.is_contiguous():
-        torch.cat(list(parts), out=target.view(-1))
-    else:
+    """Write flat parts, in the order of the replicas, to a tensor, which one of them may be a view
+    of."""
+    if not target.is_contiguous():
         target.copy_(torch.cat(list(parts)).view(target.shape))
+        return
+    for own, part in zip(target.view(-1).split([p.numel() for p in parts]), parts, strict=True):
+        if own.data_ptr() != part.data_ptr():
+            own.copy_(part)
 
 
 class LiveWeights(Weights):
     """One version of the weights: the model's own tensors, which updates change in place.
 
-    A run is a transaction: until ``commit`` every stage can be rolled back, for which copies are
-    kept from its update on. No activation is alive then, so they seldom raise the memory peak.
+    Updates come behind a barrier, when all backwards are done, and ``commit`` writes buffers and
+    ``.grad`` last. So a failure before the first update leaves everything as it was.
 
     Attributes:
         constants: the buffers that no stage writes.
@@ -279,9 +257,8 @@ class LiveWeights(Weights):
         ]
         self._optimizers = optimizers
         self._onto_grad = onto_grad
-        self._before: list[OptimizerSnapshot] = []
         self._shards = shards
-        self._gathered: dict[int, list[Tensor]] = {}
+        self._updated: set[int] = set()
 
     @property
     def by_name(self) -> dict[str, Tensor]:
@@ -298,7 +275,7 @@ class LiveWeights(Weights):
         }
 
     def parameters(self, stage: int, version: int) -> Sequence[Tensor]:
-        return self._gathered.get(stage) or self._parameters[stage]
+        return self._parameters[stage]
 
     def started(self, stage: int) -> list[Tensor | None]:
         """See Weights.started: copies of ``.grad`` if the step accumulates into it."""
@@ -309,16 +286,13 @@ class LiveWeights(Weights):
         return [None if gradient is None else next(copies) for gradient in before]
 
     def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """See Weights.update. Returned parts are copies: parameters change only at ``commit``."""
         optimizer = self._optimizers[stage]
         if optimizer is None or not gradients:
             return []
         shards, parameters = self._shards.get(optimizer), self._parameters[stage]
-        with self._updating():
-            self._before.append(OptimizerSnapshot(optimizer, weights=shards is None))
+        with self._updating(stage):
             if shards is not None:
                 shards.follow()
-                shards.hold()
             trained = parameters if shards is None else shards.parts_of(parameters)
             before = [parameter.grad for parameter in trained]
             try:
@@ -328,29 +302,22 @@ class LiveWeights(Weights):
             finally:
                 for parameter, gradient in zip(trained, before, strict=True):
                     parameter.grad = gradient
-        return [] if shards is None else shards.trained(parameters)
+        if shards is not None:
+            return shards.trained(parameters)
+        self._updated.add(stage)
+        return []
 
     def gather(self, stage: int, version: int, parts: Sequence[Sequence[Tensor]]) -> None:
         pieces = zip(*parts, strict=True)
-        self._gathered[stage] = [
-            joined(parameter, next(pieces)) if parameter.requires_grad else parameter
-            for parameter in self._parameters[stage]
-        ]
-
-    def roll_back(self) -> None:
-        """Restore every stage that this run has updated."""
         with torch.no_grad():
-            for snapshot in self._before:
-                snapshot.put_back()
-        self._forget()
+            for parameter in self._parameters[stage]:
+                if parameter.requires_grad:
+                    fill(parameter.detach(), next(pieces))
+        self._updated.add(stage)
 
-    def _forget(self) -> None:
-        """Drop what was kept to undo the updates of this run."""
-        self._before.clear()
-        self._gathered.clear()
-        for optimizer in self._optimizers:
-            if optimizer is not None and (shards := self._shards.get(optimizer)) is not None:
-                shards.follow()
+    def outcome(self) -> dict[int, bool | int]:
+        """Stage whose update has begun → whether it has ended."""
+        return {stage: stage in self._updated for stage in self.begun}
 
     def commit(
         self,
@@ -364,10 +331,6 @@ class LiveWeights(Weights):
             gradients: stage → the sums of its gradients, for ``.grad``.
         """
         with torch.no_grad():
-            for stage, values in self._gathered.items():
-                for parameter, value in zip(self._parameters[stage], values, strict=True):
-                    if value is not parameter:
-                        parameter.copy_(value)
             if self._deferred:
                 state = moments.commit(self._deferred, self._state, state)
             for name, value in state.items():
@@ -380,4 +343,3 @@ class LiveWeights(Weights):
                         parameter.grad = total
                     else:
                         parameter.grad.copy_(total)
-        self._forget()

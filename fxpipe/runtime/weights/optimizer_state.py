@@ -6,6 +6,7 @@ import copy
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from fxpipe.errors import CheckpointError, told
 from fxpipe.runtime.weights import own_attributes
 from fxpipe.runtime.weights.live import copied, settings, unshared
+from fxpipe.torchtools.accelerator import random_kept
 from fxpipe.torchtools.optimizers import alone
 from fxpipe.torchtools.pytrees import pieces
 
@@ -151,7 +153,7 @@ def loading(saved: OptimizerState, optimizers: Optimizers, names: Names) -> Call
             )
     groups: list[tuple[Optimizer, dict[str, Any], dict[str, Any]]] = []
     held: set[str] = set()
-    with torch.random.fork_rng({parameter.device for parameter in names if parameter.is_cuda}):
+    with random_kept(names):
         for optimizer, index, group in _groups(optimizers):
             held |= {names[parameter] for parameter in group["params"]}
             for parameter in group["params"]:
@@ -167,11 +169,6 @@ def loading(saved: OptimizerState, optimizers: Optimizers, names: Names) -> Call
             f"the checkpoint holds the state of an optimizer for {missing!r}, and no optimizer of "
             "the pipe trains it; give compile() the optimizer that it was made with"
         )
-    states = [
-        (optimizer, parameter, placed(saved.parameters[names[parameter]].state, parameter, values))
-        for optimizer, group, values in groups
-        for parameter in group["params"]
-    ]
     put = [
         own_attributes.setting(optimizer, _attributes(saved, optimizer, names))
         for optimizer in filter(None, optimizers)
@@ -183,9 +180,11 @@ def loading(saved: OptimizerState, optimizers: Optimizers, names: Names) -> Call
             group.update(values)
         for set_attributes in put:
             set_attributes()
-        for optimizer, parameter, state in states:
-            if state:
-                optimizer.state[parameter] = state
+        # not before the old state is gone: a device may have no memory for both
+        for optimizer, group, values in groups:
+            for parameter in group["params"]:
+                if state := saved.parameters[names[parameter]].state:
+                    optimizer.state[parameter] = placed(state, parameter, values)
 
     return load
 
@@ -214,14 +213,17 @@ def _check_step(
     state: Mapping[Any, Any],
 ) -> None:
     """Check that an optimizer can step a parameter of one of its groups with saved settings and
-    state: try it on a copy with a gradient of zeros. Raises CheckpointError."""
+    state: try it on a copy with a gradient of zeros. The copy is in host memory, as there may be no
+    more on the device, unless the optimizer cannot step there. Raises CheckpointError."""
     kind, group = type(optimizer).__qualname__, optimizer.param_groups[index]
 
-    def step(values: Mapping[str, Any], state: Any) -> tuple[dict[Any, Any], Exception | None]:
+    def try_step(
+        home: torch.device, values: Mapping[str, Any], state: Mapping[Any, Any]
+    ) -> tuple[dict[Any, Any], Exception | None]:
         """The optimizer state after a step, or the exception that it raised."""
-        tried = nn.Parameter(torch.zeros_like(parameter))
+        tried = nn.Parameter(torch.zeros_like(parameter, device=home))
         tried.grad = torch.zeros_like(tried)
-        stepped = trial(optimizer, index, {tried: state}, copied(values))
+        stepped = trial(optimizer, index, {tried: placed(state, tried, values)}, copied(values))
         try:
             type(optimizer).step(stepped)
         except Exception as error:
@@ -236,12 +238,16 @@ def _check_step(
             )
     if not parameter.requires_grad:
         return
-    made, error = step(saved, {})
-    if error is not None:  # some optimizers make their state in their constructor
-        first = optimizer.state.get(parameter, {})
-        made, error = step(saved, copied(first))
-        if error is not None and step(settings(group), copied(first))[1] is not None:
-            return  # it cannot step a single parameter, so nothing can be checked
+    first = optimizer.state.get(parameter, {})  # some optimizers make it in their constructor
+    for home in dict.fromkeys((torch.device("cpu"), parameter.device)):
+        step = partial(try_step, home)
+        made, error = step(saved, {})
+        if error is not None:
+            made, error = step(saved, first)
+        if error is None or step(settings(group), first)[1] is None:
+            break
+    else:
+        return  # it cannot step a single parameter, so nothing can be checked
     for key, value in made.items() if state else ():
         if key not in state or not _alike(value, state[key], exactly=True):
             text = described(state[key]) if key in state else "missing"
@@ -250,7 +256,7 @@ def _check_step(
                 f"{described(value)} here"
             )
     if error is None and state:
-        error = step(saved, placed(state, parameter, saved))[1]
+        error = step(saved, state)[1]
     if error is not None:
         raise CheckpointError(
             f"{kind} cannot go on with what the checkpoint has for {name!r} ({told(error)})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Progress:
         batches: how many batches have updated the weights without overlap.
         stages: the optimizers of the stages; None for a pipe without an optimizer.
         versions: the versions of the weights; None before batches have overlapped.
+        ended: why only a checkpoint can be restored: which stages have updated; else empty.
     """
 
     def __init__(
@@ -42,7 +43,6 @@ class Progress:
         clipping: Clipping | None,
         generators: Callable[[], Mapping[str, torch.Generator]],
         owns: Callable[[int], bool],
-        others: Sequence[int],
     ) -> None:
         """Start with nothing trained.
 
@@ -52,16 +52,15 @@ class Progress:
             clipping: clips the gradients; None if they are not clipped.
             generators: returns device → torch's generator for it, without the CPU's.
             owns: whether this process trains a stage.
-            others: the numbers of the other replicas.
         """
         self.batches = 0
+        self.ended = ""
         self.versions: VersionedWeights | None = None
         self.stages = stages
         self._model = model
         self._clipping = clipping
         self._generators = generators
         self._owns = owns
-        self._replicas = others
         self._offered: dict[int, Tensor] = {}
         self._history: History | None = None  # a checkpoint's, until a plan is known
         self._restored: Mapping[str, tuple[int, int]] = {}
@@ -191,9 +190,7 @@ class Progress:
                 optimizers,
                 schedule.delays,
                 predicts=schedule.predict,
-                awaits=schedule.versions().awaited,
                 owns=self._owns,
-                others=self._replicas,
                 shards=self.shards,
             )
             names = self._names()
@@ -203,9 +200,13 @@ class Progress:
             versions.resume(self._current(changed).renamed(targets))
             self.versions, self._history = versions, None
         elif schedule is not self._followed:
-            self.versions.follow(schedule.delays, awaits=schedule.versions().awaited)
+            self.versions.follow(schedule.delays)
         self._followed = schedule
         return self.versions
+
+    def end(self, why: str) -> None:
+        """Note that a failure has left the stages at different updates."""
+        self.ended = why
 
     def count(self) -> None:
         """Count a batch that has updated the weights without overlap."""
@@ -278,6 +279,7 @@ class Progress:
             raise
         # a signal must not interrupt these changes halfway
         with HeldSignals(wake=lambda: None), torch.no_grad():
+            self.ended = "a checkpoint was restored only in part"
             for name, tensor in (*parameters.items(), *buffers.items()):
                 if name in values:
                     tensor.copy_(values[name])
@@ -292,6 +294,7 @@ class Progress:
             self._restored = self._marks()
             for generator, state in generators:
                 generator.set_state(state)
+            self.ended = ""
 
     def _check_history(self, history: History, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raises CheckpointError if the saved versions do not fit the parameters."""

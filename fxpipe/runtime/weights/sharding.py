@@ -132,7 +132,7 @@ class ShardedStage(StageWeights):
     """The versions of a stage whose optimizer is sharded.
 
     A version is there once the parts of all replicas are gathered; this replica's part may be
-    ahead.
+    ahead, and has memory of its own.
     """
 
     def __init__(
@@ -143,12 +143,10 @@ class ShardedStage(StageWeights):
         shards: Shards,
     ) -> None:
         self._shards = shards
-        self._made = 0  # the newest version whose part this replica has made
         super().__init__(parameters, optimizer, delay, predicts=False)
 
     def restart(self, version: int) -> None:
         super().restart(version)
-        self._made = version
         self._shards.follow()
         self._shards.hold()
 
@@ -156,24 +154,20 @@ class ShardedStage(StageWeights):
         self,
         gradients: Mapping[str, Tensor | None],
         groups: Sequence[dict[str, Any]],
-        slowest: int,
     ) -> list[dict[str, Any]]:
         """Make this replica's part of the next version; the gradients are parts, too."""
         self.refuse_changed()
         parts = {name: self._shards.of[p] for name, p in self.parameters.items()}
         memory = {n: p.data.clone() if p.requires_grad else p.data for n, p in parts.items()}
-        changed = self._step(self._made + 1, parts, memory, gradients, groups)
-        self._made += 1
-        return changed
+        return self._step(parts, memory, gradients, groups)
 
     def parts(self) -> list[Tensor]:
         return self._shards.trained(list(self.parameters.values()))
 
-    def gather(self, version: int, parts: Sequence[Sequence[Tensor]], slowest: int) -> None:
-        """Join a version from its parts, replica → what ``parts`` returned there. ``slowest``, the
-        newest version that every stage has, is kept for a roll-back."""
+    def gather(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Join the next version from its parts, replica → what ``parts`` returned there."""
         self.refuse_changed()
-        spare = retire(self.live, min(version - self.delay, slowest))
+        spare = retire(self.live, self.newest + 1 - self.delay)
         tensors = memory_like(self.live[self.newest], spare)
         pieces = zip(*parts, strict=True)
         with torch.no_grad():

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.weights.live import OptimizerSnapshot, differs, mark, settings
+from fxpipe.extend import find
+from fxpipe.runtime.weights.live import differs, mark, settings
 from fxpipe.runtime.weights.optimizer_state import frozen
-from fxpipe.runtime.weights.prediction import predict
 from fxpipe.torchtools.optimizers import twin
 
 Buffers = dict[str, Tensor]
@@ -69,7 +69,6 @@ class StageWeights:
         newest: the number of the newest version.
         live: version → its tensors. Those of the newest share memory with the model's parameters.
         predicted: version → the predicted weights that its batches read; empty without prediction.
-        undo: version → the optimizer as it was before it made that version.
         oldest: the oldest version that can be read; batches that ask for an older one read it.
     """
 
@@ -87,7 +86,6 @@ class StageWeights:
         self.newest = 0
         self.live: dict[int, Buffers] = {}
         self.predicted: dict[int, Buffers] = {}
-        self.undo: dict[int, OptimizerSnapshot] = {}
         self.oldest = 0
         self._changes: dict[str, int] = {}
 
@@ -97,7 +95,6 @@ class StageWeights:
         tensors = {name: _alias(parameter) for name, parameter in self.parameters.items()}
         self.live = {version: tensors}
         self.predicted = {}
-        self.undo.clear()
         self._note()
         if self.predicts:
             self._predict()
@@ -127,7 +124,9 @@ class StageWeights:
         if self.predicts:
             self.predicted.clear()
             self._predict()
-        self.trim()
+        kept = self.newest if self.predicts else self.newest - self.delay
+        for version in [version for version in self.live if version < kept]:
+            del self.live[version]
         self.oldest = min(self.predicted or self.live, default=self.newest)
 
     def kept(self) -> dict[int, Buffers]:
@@ -170,20 +169,18 @@ class StageWeights:
         self,
         gradients: Mapping[str, Tensor | None],
         groups: Sequence[dict[str, Any]],
-        slowest: int,
     ) -> list[dict[str, Any]]:
         """Make the next version.
 
         Args:
             gradients: name → the batch's gradient.
             groups: the settings of the optimizer's groups when the batch was submitted.
-            slowest: the newest version that every stage has; it is kept for a roll-back.
 
         Returns:
             Group → the settings that the optimizer changed in its step.
         """
         self.refuse_changed()
-        needed = min(self.newest + 1 - (0 if self.predicts else self.delay), slowest)
+        needed = self.newest + 1 - (0 if self.predicts else self.delay)
         if self.optimizer is None:
             self.live[self.newest + 1] = self.live[self.newest]
             self.newest += 1
@@ -191,7 +188,7 @@ class StageWeights:
             return []
         tensors = _copied(self.live[self.newest], retire(self.live, needed))
         memory = {name: tensor.detach() for name, tensor in tensors.items()}
-        changed = self._step(self.newest + 1, self.parameters, memory, gradients, groups)
+        changed = self._step(self.parameters, memory, gradients, groups)
         self._append(tensors)
         if self.predicts:
             self._predict(groups)
@@ -199,31 +196,22 @@ class StageWeights:
 
     def _step(
         self,
-        version: int,
         trained: Mapping[str, nn.Parameter],
         memory: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor | None],
         groups: Sequence[dict[str, Any]],
     ) -> list[dict[str, Any]]:
-        """Step the optimizer to a version, see ``update``. ``memory`` has a copy of the version
-        before, which the step changes in place. After a failure all is as it was."""
+        """Step the optimizer, see ``update``. ``memory`` has a copy of the version before, which
+        the step changes in place."""
         assert self.optimizer is not None
-        snapshot = OptimizerSnapshot(self.optimizer)
-        before = {name: (parameter.data, parameter.grad) for name, parameter in trained.items()}
+        before = {name: parameter.grad for name, parameter in trained.items()}
         try:
             for name, parameter in trained.items():
                 parameter.data, parameter.grad = memory[name], gradients.get(name)
-            changed = step_with(self.optimizer, groups)
-        except BaseException:
-            snapshot.put_back()
-            for name, parameter in trained.items():
-                parameter.data = before[name][0]
-            raise
+            return step_with(self.optimizer, groups)
         finally:
             for name, parameter in trained.items():
-                parameter.grad = before[name][1]
-        self.undo[version] = snapshot
-        return changed
+                parameter.grad = before[name]
 
     def _append(self, tensors: Buffers) -> None:
         """Take these tensors, whose memory the parameters share, as the next version."""
@@ -244,34 +232,8 @@ class StageWeights:
             if parameter.requires_grad
         }
         with torch.no_grad():
-            predict(self.optimizer, groups, weights, self.delay)
+            find("option", "predict")(self.optimizer, groups, weights, self.delay)
         self.predicted[self.newest] = tensors
-
-    def forget(self, slowest: int) -> None:
-        """Drop what was kept to roll back beyond ``slowest``, a version that every stage has."""
-        # over copies of the keys, as the stage's device may add versions meanwhile
-        for version in list(self.undo):
-            if version <= slowest:
-                self.undo.pop(version, None)
-        if self.predicts:  # batches read predicted weights, never the older versions
-            for version in list(self.live):
-                if version < slowest:
-                    self.live.pop(version, None)
-
-    def trim(self) -> None:
-        """Drop the versions that no later batch will read."""
-        kept = self.newest if self.predicts else self.newest - self.delay
-        for version in list(self.live):
-            if version < kept:
-                del self.live[version]
-
-    def return_to(self, version: int) -> None:
-        """Roll back to a version, and drop all others."""
-        if version + 1 in self.undo:
-            self.undo[version + 1].put_back()
-        if version < self.newest:
-            self._show(self.live[max(v for v in self.live if v <= version)])
-        self.restart(version)
 
     def _show(self, tensors: Buffers) -> None:
         """Make the model's parameters use the memory of these tensors."""

@@ -5,13 +5,8 @@ max(t − d, 0), and the update from batch t writes version t + 1. A stage has d
 weights, and an update overwrites the one whose version no batch will read again. If the
 micro-batches of a stage have different delays, d is the greatest of them.
 
-After a failure all stages roll back to the newest version that every stage has. An update that
-would overwrite that version therefore waits until the slowest stage has the next one, so d + 1
-copies are enough. With m micro-batches and p stages it waits only if d · m = p − 1, never if d · m
-is greater (the paper asks for m ≥ p). The wait costs no time in the long run, as the next forward
-of any stage needs the slowest stage's update anyway. If the wait might cause a deadlock (see
-``fxpipe.verify.versions``), or if one thread runs all devices, the update does not wait, and one
-more version may be kept while batches are in flight.
+A failure ends the pipe, as the stages have then updated with different batches, and the states of
+their optimizers that belong to older versions are gone.
 """
 
 from __future__ import annotations
@@ -25,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxpipe.extend import find
 from fxpipe.ir.plan import Stage
 from fxpipe.runtime.weights.live import Weights
 from fxpipe.runtime.weights.optimizer_state import frozen
-from fxpipe.runtime.weights.prediction import check_predictable
 from fxpipe.runtime.weights.sharding import ShardedStage, Shards
 from fxpipe.runtime.weights.stage_weights import Buffers, History, StageWeights
 from fxpipe.torchtools import moments
@@ -37,9 +32,6 @@ from fxpipe.torchtools.moments import DeferredNorm
 
 class VersionedWeights(Weights):
     """The parameters of all stages, in as many versions as the schedule's delay requires.
-
-    If delays differ, as in PipeDream without vertical sync, a stage may be ahead of the slowest by
-    more than its delay. It then keeps more versions than its batches read, for a roll-back.
 
     Attributes:
         base: the oldest version that any stage can read.
@@ -52,9 +44,7 @@ class VersionedWeights(Weights):
         delays: Sequence[int],
         *,
         predicts: bool = False,
-        awaits: bool = False,
         owns: Callable[[int], bool] = lambda stage: True,
-        others: Sequence[int] = (),
         shards: Mapping[Optimizer, Shards] = MappingProxyType({}),
     ) -> None:
         """Take the current parameters as version 0.
@@ -64,10 +54,8 @@ class VersionedWeights(Weights):
             optimizers: stage → its optimizer.
             delays: stage → by how many versions its batches read behind the newest.
             predicts: whether batches read predicted weights instead.
-            awaits: whether an update may wait for another stage's, see ``Versions.awaited``.
             owns: whether this process updates a stage. Of other processes' stages only the number
-                of the newest version is known, see ``note``.
-            others: the numbers of the other replicas, of which also only that is known.
+                of the newest version is known, and only while no batch is in flight.
             shards: optimizer → the parts of parameters that it trains, if it is sharded.
 
         Raises:
@@ -76,7 +64,7 @@ class VersionedWeights(Weights):
         if predicts:
             for optimizer in optimizers:
                 if optimizer is not None:
-                    check_predictable(optimizer)
+                    find("option", "predictable", "predict=True")(optimizer)
         super().__init__()
         self.base = 0
         self._stages = [
@@ -87,42 +75,17 @@ class VersionedWeights(Weights):
         ]
         for stage in self._stages:
             stage.restart(0)
-        # another replica → stage → its newest version there
-        self._elsewhere = {replica: [0] * len(self._stages) for replica in others}
         self._groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        self._awaits = awaits
-        self._own = [stage for index, stage in enumerate(self._stages) if owns(index)]
-        self._updated: Callable[[int, int], None] = lambda stage, version: None
+        self._own = {index: stage for index, stage in enumerate(self._stages) if owns(index)}
 
     @property
     def slowest(self) -> int:
-        """The newest version that every stage has, in all replicas."""
-        here = [stage.newest for stage in self._stages]
-        return min(map(min, [here, *self._elsewhere.values()]))
-
-    @property
-    def own_slowest(self) -> int:
         """The newest version that every stage of this process has."""
-        return min(stage.newest for stage in self._own)
+        return min(stage.newest for stage in self._own.values())
 
-    def when_updated(self, updated: Callable[[int, int], None]) -> None:
-        """Have a function called after each update in this process, with stage and new version."""
-        self._updated = updated
-
-    def note(self, stage: int, version: int, replica: int) -> None:
-        """Note that another process, which belongs to a replica, made a version of a stage."""
-        with self._lock:
-            if replica in self._elsewhere:
-                self._elsewhere[replica][stage] = version
-            else:
-                self._stages[stage].newest = version
-            if not self._stopped:
-                self._forget()
-            self._lock.notify_all()
-
-    def _at(self, version: int) -> None:
-        """Note that all stages of all other replicas have this version."""
-        self._elsewhere = {replica: [version] * len(self._stages) for replica in self._elsewhere}
+    def outcome(self) -> dict[int, bool | int]:
+        """Stage of this process → with how many batches it has updated."""
+        return {index: stage.newest for index, stage in self._own.items()}
 
     @property
     def versions(self) -> list[int]:
@@ -148,8 +111,8 @@ class VersionedWeights(Weights):
         with self._lock:
             self._lock.wait_for(lambda: self._running == 0)
             yield [
-                [*stage.live.values(), *stage.predicted.values()] if stage in self._own else []
-                for stage in self._stages
+                [*stage.live.values(), *stage.predicted.values()] if index in self._own else []
+                for index, stage in enumerate(self._stages)
             ]
 
     def open(
@@ -166,25 +129,22 @@ class VersionedWeights(Weights):
             self.base = self.slowest
             for stage in self._stages:
                 stage.restart(self.base)
-            self._at(self.base)
         self.bind(stages, state, deferred)
 
-    def follow(self, delays: Sequence[int], *, awaits: bool) -> None:
+    def follow(self, delays: Sequence[int]) -> None:
         """Change to the delays of another schedule, while no batch is in flight. If a delay grows,
         the oldest version that a stage has stands for those that it no longer has.
 
         Args:
             delays: stage → by how many versions its batches read behind the newest.
-            awaits: whether an update may wait for another stage's.
         """
-        self._awaits = awaits
         for stage, delay in zip(self._stages, delays, strict=True):
             stage.follow(delay)
 
     @property
     def written(self) -> set[str]:
         """The names of this process's parameters that the user changed since the last batch."""
-        return {name for stage in self._own for name in stage.written()}
+        return {name for stage in self._own.values() for name in stage.written()}
 
     def history(self, *, changed: bool) -> History:
         """The versions for a checkpoint, while no batch is in flight. If the user ``changed``
@@ -206,7 +166,6 @@ class VersionedWeights(Weights):
         self.base = max(history.base, min(known, default=history.newest))
         for stage in self._stages:
             stage.resume(history.newest, self.base, known)
-        self._at(history.newest)
 
     def expect(self, batch: int) -> None:
         """Register a batch; its update will use the current settings of the optimizers."""
@@ -226,36 +185,18 @@ class VersionedWeights(Weights):
 
     def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         weights = self._stages[stage]
-        kept = weights.newest + 1 - weights.delay
-        sharded = isinstance(weights, ShardedStage)
-        waits = self._awaits and not sharded
-        with self._updating(lambda: not waits or self.slowest >= kept):
+        with self._updating(stage):
             named = dict(zip(self._names[stage], gradients, strict=True)) if gradients else {}
             with self._lock:
                 groups = self._groups.pop((stage, reads), [])
-            changed = weights.update(named, groups, self.slowest)
-            self._carry(stage, changed)
-            self._forget()
-        if not sharded:
-            self._updated(stage, weights.newest)
+            self._carry(stage, weights.update(named, groups))
         return weights.parts()
 
     def gather(self, stage: int, version: int, parts: Sequence[Sequence[Tensor]]) -> None:
-        """See Weights.gather. It overwrites an older version, as ``update`` does for a stage that
-        is not sharded, and waits for the slowest stage in the same way."""
         weights = self._stages[stage]
-        if not isinstance(weights, ShardedStage):
-            return
-        with self._updating(lambda: not self._awaits or self.slowest >= version - weights.delay):
-            weights.gather(version, parts, self.slowest)
-            self._forget()
-        self._updated(stage, weights.newest)
-
-    def _forget(self) -> None:
-        """Drop what was kept to roll back beyond the slowest stage's version."""
-        slowest = self.slowest
-        for stage in self._stages:
-            stage.forget(slowest)
+        if isinstance(weights, ShardedStage):
+            with self._updating(stage):
+                weights.gather(parts)
 
     def _carry(self, stage: int, changed: Sequence[Mapping[str, Any]]) -> None:
         """Set the settings that an optimizer's step changed for later batches, too."""
@@ -268,30 +209,16 @@ class VersionedWeights(Weights):
                 for group, values in zip(groups, changed, strict=True):
                     group.update(values)
 
-    def recover(self, version: int) -> None:
-        """After ``stop``: roll all stages back to a version that every stage has. It is then the
-        only version, and so many batches count as trained."""
-        self.base = version
-        with torch.no_grad():
-            for stage in self._stages:
-                if stage in self._own:
-                    stage.return_to(version)
-                else:
-                    stage.restart(version)
-        self._at(version)
-        self._groups.clear()
-        self._stopped = False
-
     def gathered(self, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values of buffers after a batch, from what a device's forwards have written by name:
         their newest values, or moments for the statistics of a deferred BatchNorm."""
         return moments.commit(self._deferred, {**self._state, **written}, written)
 
-    def trim(self) -> None:
-        """Keep only the versions that the next batch may read, while no batch is in flight: a stage
-        that did not wait for the slowest may have kept one more for a roll-back."""
-        for stage in self._stages:
-            stage.trim()
+    def finished(self, version: int) -> None:
+        """Note, once no batch is in flight, that the stages of other processes have a version."""
+        for index, stage in enumerate(self._stages):
+            if index not in self._own:
+                stage.restart(version)
 
     def commit(self, state: Mapping[str, Tensor]) -> None:
         """Write values to the model's buffers, by name."""

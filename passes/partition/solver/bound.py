@@ -104,7 +104,7 @@ def memory_bound(work: Work, machine: Machine) -> float:
 
     It relaxes the problem in three ways. An atom only has to come after one other, the last one
     that it reads (from the end: before the first one that reads it). A stage may take a part of an
-    atom. What stages receive, or keep to undo an update, takes no memory.
+    atom. What stages receive takes no memory.
     """
     if not machine.limited:
         return 0.0

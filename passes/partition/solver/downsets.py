@@ -232,7 +232,6 @@ class Search:
             return seconds
         saving, receiving = machine.held[stage]
         held = sum(work.resident[atom] for atom in atoms)
-        undo = sum(work.undo[atom] for atom in atoms)
         kept = saving * sum(work.saved[atom] for atom in atoms)
         for makers, readers, value in self._values:
             if start & makers:
@@ -241,11 +240,10 @@ class Search:
                     seconds += self._least(value, [(k, stage) for k in range(stage)])
             elif inside & makers:
                 held += value.resident
-                undo += value.undo
                 if readers & ~end:
                     later = range(stage + 1, machine.stages)
                     seconds += self._least(value, [(stage, k) for k in later])
-        if machine.limited and held + max(kept, undo) > machine.rooms[stage]:
+        if machine.limited and held + kept > machine.rooms[stage]:
             return math.inf
         return seconds
 
@@ -330,20 +328,18 @@ class _Merging:
                 sums[atom] += amount
             return sums
 
-        resident, undo = summed(self._work.resident), summed(self._work.undo)
+        resident = summed(self._work.resident)
         transfers: list[Transfer] = []
         for value in self._work.transfers:
             source = None if value.source is None else merged_into[value.source]
             readers = sorted({merged_into[reader] for reader in value.readers} - {source})
             if source is None and len(readers) == 1:
                 resident[readers[0]] += value.resident
-                undo[readers[0]] += value.undo
             elif readers:
                 transfers.append(replace(value, source=source, readers=tuple(readers)))
         seconds = tuple(self.seconds[atom] for atom in number)
         saved = tuple(summed(self._work.saved))
-        merged = Work(seconds, tuple(resident), saved, tuple(transfers), tuple(undo))
-        return merged, merged_into
+        return Work(seconds, tuple(resident), saved, tuple(transfers)), merged_into
 
     def _first(self, atom: int) -> int:
         while self._into[atom] != atom:

@@ -41,7 +41,6 @@ class Lattice:
         self.done = done[order]
         self.saved = torch.tensor(work.saved, dtype=torch.float64) @ self.member.double()
         self.resident = torch.tensor(work.resident, dtype=torch.float64) @ self.member.double()
-        self.undo = torch.tensor(work.undo, dtype=torch.float64) @ self.member.double()
         values, shape = work.transfers, (len(work.transfers), len(sets))
         self.unread = torch.zeros(shape, dtype=torch.int16)  # value × downset → readers outside
         made = torch.zeros(shape, dtype=torch.bool)
@@ -50,12 +49,8 @@ class Lattice:
             self.unread[row] = len(value.readers) - read
             made[row] = read > 0 if value.source is None else self.member[value.source]
         self.live = made & (self.unread > 0)
-        held, undo = (
-            torch.tensor(list(map(float, column)), dtype=torch.float64)
-            for column in ([v.resident for v in values], [v.undo for v in values])
-        )
+        held = torch.tensor([float(value.resident) for value in values], dtype=torch.float64)
         self.resident = self.resident + held @ made.double()
-        self.undo = self.undo + undo @ made.double()
 
     def best(self, cap: float, *, fastest: bool) -> tuple[float, list[int]] | None:
         """Return the path with the fastest slowest stage, as that stage's seconds and atom → stage;
@@ -137,13 +132,12 @@ class _Path:
         seconds = seconds + self.mix[stages] @ flows
         fits = seconds <= self.cap
         if lattice.machine.limited:
-            saved, resident, undo = (
-                table[ends] - table[begin]
-                for table in (lattice.saved, lattice.resident, lattice.undo)
+            saved, resident = (
+                table[ends] - table[begin] for table in (lattice.saved, lattice.resident)
             )
             kept = self.saving[stages] * saved + self.receiving[stages] * flows[-1]
             # sums of whole numbers are exact
-            fits &= resident + kept.maximum(undo) <= self.rooms[stages]
+            fits &= resident + kept <= self.rooms[stages]
         slowest = torch.maximum(self.best[stages, begin, None], seconds)
         slowest.masked_fill_(~fits, math.inf)
         after = torch.arange(first + 1, last + 2)[:, None]

@@ -53,13 +53,11 @@ class Runs:
         self.length = len(self.least) - 1
         position = {atom: place for place, atom in enumerate(sequence)}
         resident = [work.resident[atom] for atom in sequence]
-        undo = [work.undo[atom] for atom in sequence]
         crossing: list[tuple[list[int], Transfer]] = []
         for transfer in work.transfers:
             uses = sorted(position[reader] for reader in transfer.readers if reader in position)
             if transfer.source is None and len(uses) == len(transfer.readers):
                 resident[uses[0]] += transfer.resident
-                undo[uses[0]] += transfer.undo
                 crossing.append((uses, transfer))
             elif transfer.source in position and uses:
                 crossing.append(([position[transfer.source], *uses], transfer))
@@ -69,7 +67,6 @@ class Runs:
         resident, saved = resident + padding, saved + padding
         self.resident = _summed(resident)
         self.saved = _summed(saved)
-        self.undo = _summed(undo + padding)
         fewest = min(machine.peaks)
         held = (stays + fewest * kept for stays, kept in zip(resident, saved, strict=True))
         self.bytes = [0, *itertools.accumulate(held)]
@@ -245,12 +242,11 @@ class _Sweep:
         if begins.stop > ends.start:  # some pairs end before they begin
             fits.triu_(begins.start + 1 - ends.start)
         if machine.limited:
-            saved, resident, undo = (
-                table[ends] - table[begins, None]
-                for table in (self.runs.saved, self.runs.resident, self.runs.undo)
+            saved, resident = (
+                table[ends] - table[begins, None] for table in (self.runs.saved, self.runs.resident)
             )
             saving, receiving = self.held[stage]
-            kept = (saving * saved + receiving * flows[-1]).maximum(undo)
+            kept = saving * saved + receiving * flows[-1]
             fits &= resident + kept <= self.rooms[stage]
         reached = self.best[stage, begins, None]
         if self.goal == "seconds":

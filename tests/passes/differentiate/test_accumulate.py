@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from fxpipe.ir.plan import Stage
-from fxpipe.kernels.graph import onto
 from fxpipe.kernels.kernel import Totals
-from fxpipe.passes.differentiate.accumulate import _fused, product_onto
 from fxpipe.passes.differentiate.part_backward import part_backward
 from tests.helpers.fronted import differentiated, front_end, whole
 from tests.oracles import loop
@@ -181,81 +176,3 @@ def test_gradients_lie_as_the_loops_in_memory(options: Any, microbatches: int) -
         mine = ours[name]
         assert gradient is not None and mine is not None
         assert torch.equal(mine.norm(), gradient.norm()), name
-
-
-class Experts(nn.Module):
-    """Products of matrices in batches, a weight that is used twice, and one that is a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.experts = nn.Parameter(torch.randn(2, 8, 8) * 0.3)
-        self.twice = nn.Linear(8, 8, bias=False)
-        self.narrow = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x).tanh()
-        h = torch.bmm(torch.stack([h, h * 2]), self.experts).sum(0)
-        out: Tensor = self.narrow(self.twice(self.twice(h).tanh()))
-        return out.square().mean()
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "2bw"])
-@pytest.mark.parametrize("model", [mlp, Experts])
-def test_fused_sums_equal_the_loops_to_rounding(
-    schedule: str, model: Callable[[], nn.Module]
-) -> None:
-    torch.manual_seed(0)
-    ours = model().double()
-    alone = copy.deepcopy(ours)
-    x = torch.randn(8, 8, dtype=torch.float64)
-    options: dict[str, Any] = {} if model is Experts else {"loss": lambda out: out.square().mean()}
-    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    with fxpipe.compile(
-        ours,
-        ["cpu"] * 2,
-        schedule=schedule,
-        microbatches=4,
-        optimizer=optimizer,
-        fuse_accumulation=True,
-        **options,
-    ) as pipe:
-        pipe.step(x)
-        graphs = [s.weight_grad or s.backward for s in pipe.plan.stages]
-    stepper = optimizer(alone.parameters())
-    loop.train(alone, 4, x, **{"loss": lambda out: out, **options})
-    stepper.step()
-    loop.assert_same(ours.state_dict(), alone.state_dict(), 1e-12)
-    targets = [n.target for graph in graphs if graph is not None for n in graph.graph.nodes]
-    linear = sum(isinstance(module, nn.Linear) for module in alone.modules())
-    # a weight that is used twice has a gradient that is a sum; the experts' product is one
-    assert targets.count(product_onto) == linear
-    assert torch.ops.aten.t.default not in [
-        n.args[1].target
-        for graph in graphs
-        if graph is not None
-        for n in graph.graph.find_nodes(op="call_function", target=onto)
-    ]
-
-
-def test_a_product_that_is_read_elsewhere_is_not_fused() -> None:
-    graph = fx.Graph()
-    total, a, b = (graph.placeholder(name) for name in ("total", "a", "b"))
-    product = graph.call_function(torch.ops.aten.mm.default, (a, b))
-    result = graph.call_function(onto, (total, product))
-    graph.output((result, product))
-    product.meta["val"] = torch.zeros(2, 2)
-    module = fx.GraphModule(nn.Module(), graph)
-    assert _fused(module) is module
-
-
-def test_a_gradient_that_lies_otherwise_than_its_product_is_not_fused() -> None:
-    graph = fx.Graph()
-    total, a, b = (graph.placeholder(name) for name in ("total", "a", "b"))
-    product = graph.call_function(torch.ops.aten.mm.default, (a, b))
-    turned = graph.call_function(torch.ops.aten.t.default, (product,))
-    graph.output((graph.call_function(onto, (total, turned)),))
-    product.meta["val"] = torch.zeros(2, 2)
-    turned.meta["val"] = torch.zeros(2, 2).t()
-    module = fx.GraphModule(nn.Module(), graph)
-    assert _fused(module) is module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from tests.oracles import loop
 
 OUTSIDE = torch.ones(4, requires_grad=True)
 TINY = 1e-6
@@ -90,20 +92,107 @@ def test_a_value_may_be_made_to_require_a_gradient() -> None:
     step(Net(between))
 
 
-def test_a_hook_on_a_value_is_refused_with_its_line() -> None:
-    def between(net: Any, x: Tensor) -> Tensor:
-        if x.requires_grad:
-            x.register_hook(lambda gradient: gradient.clamp(-1e3, 1e3))
-        return x
+def hooked(net: Any, x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: gradient.clamp(-1e3, 1e3))
+    return x
 
-    message = r"hook on the gradient of a value, at .*test_lost_gradients.*register_hook"
+
+def hooked_in_training(net: Any, x: Tensor) -> Tensor:
+    return hooked(net, x) if x.requires_grad else x
+
+
+def retained(net: Any, x: Tensor) -> Tensor:
+    x.retain_grad()
+    return x
+
+
+HOOK = r"registers a hook on the gradient of a value, at .*test_lost_gradients.*register_hook"
+RETAINED = r"retains the gradient of a value, at .*test_lost_gradients.*retain_grad.*leave that"
+ON_VALUES: list[tuple[Any, str, Any]] = [
+    (hooked_in_training, HOOK, "export"),
+    (hooked, HOOK, "export"),
+    (hooked, HOOK, "symbolic"),
+    (retained, RETAINED, "export"),
+    (retained, RETAINED, "symbolic"),
+]
+
+
+@pytest.mark.parametrize(("between", "message", "tracer"), ON_VALUES)
+def test_a_hook_on_a_value_is_refused_with_its_line(
+    between: Any, message: str, tracer: str
+) -> None:
     with pytest.raises(fxpipe.TraceError, match=message):
-        step(Net(between))
+        step(Net(between), tracer=tracer)
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda gradient: gradient * 2)  # elsewhere hooks work on
     x.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [2.0, 2.0]
+
+
+class Halved(nn.Module):
+    """A layer whose input gets half of its gradient, and which keeps that of its result."""
+
+    kept: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x).tanh()
+        y.register_hook(lambda gradient: 0.5 * gradient)
+        self.kept = 2 * y
+        self.kept.retain_grad()
+        return self.kept
+
+
+class Forces(nn.Module):
+    """An energy and its gradient, as interatomic potentials have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy: Tensor = self.layer(x).tanh()
+        force: Tensor = torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+        return energy + force
+
+
+LEAVES: list[tuple[Any, list[Any], str]] = [
+    (Halved, [Halved], "export"),
+    (Halved, [Halved], "symbolic"),
+    (Forces, [Forces], "export"),
+    (Forces, [Forces], "symbolic"),
+    (Forces, [], "export"),  # all of the model becomes a leaf
+]
+
+
+@pytest.mark.parametrize(("inner", "leaves", "tracer"), LEAVES)
+def test_a_leaf_that_needs_gradients_in_forward_trains_and_is_refused_without_them(
+    inner: Any, leaves: Any, tracer: Any
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), inner(), nn.Linear(4, 4), nn.Linear(4, 3))
+    alone = copy.deepcopy(model)
+    x, target = torch.randn(8, 4), torch.randint(3, (8,))
+    with fxpipe.compile(
+        model,
+        2 * ["cpu"],
+        microbatches=2,
+        loss=F.cross_entropy,
+        tracer=tracer,
+        leaf_modules=leaves,
+    ) as pipe:
+        pipe.step(x, target=target)
+        loop.train(alone, 2, x, loss=F.cross_entropy, target=target)
+        loop.assert_same(loop.gradients(model), loop.gradients(alone))
+        if inner is Halved:
+            assert model[1].kept.grad is not None
+        message = r"fails on the first micro-batch without gradients, at .*test_lost_gradients"
+        with torch.no_grad(), pytest.raises(fxpipe.InputError, match=message):
+            pipe(x)
 
 
 @pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fxpipe.ir.plan import Plan
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.kernel import BackwardResult, Discarding, Totals, Wrapping
-from fxpipe.passes.differentiate.accumulate import fuse_accumulation
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.differentiate.part_gradients import part_gradients
 from tests.helpers.fronted import differentiated, front_end, in_stages, run_plan
@@ -114,11 +113,3 @@ def test_gradients_that_fill_one_bucket_are_not_parted() -> None:
     (stage,) = part_gradients(plan, 2**20).stages
     assert stage.buckets == () and stage == plan.stages[0]
     assert isinstance(stage.kernel, GraphKernel) and not stage.kernel.buckets
-
-
-def test_buckets_add_in_their_own_kernels_where_all_do() -> None:
-    _, _, plan = layered()
-    (stage,) = fuse_accumulation(part_gradients(plan, 0)).stages
-    assert isinstance(stage.kernel, GraphKernel)
-    called = [str(n.target) for each in stage.kernel.buckets["B"] for n in each.graph.graph.nodes]
-    assert sum("product_onto" in name for name in called) == 3

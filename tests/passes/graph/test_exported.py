@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import fxpipe
 from fxpipe.passes.graph.exported import decomposed
-from fxpipe.passes.partition.assignment import module_paths
 from fxpipe.torchtools import source
+from fxpipe.torchtools.source import module_paths
 from tests.helpers.fronted import front_end
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the remarks of an exporter

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.passes.graph.fit import relay
-from fxpipe.passes.partition.assignment import Assignment
+from fxpipe.passes.partition.assignment import Assignment, compute_nodes
 from fxpipe.passes.partition.balance import balance
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.tracing.symbolic import trace_symbolically
-from tests.helpers.fronted import front_end
+from tests.helpers.fronted import Answer, differentiated, front_end, run_plan
 from tests.oracles import loop
 
 
@@ -37,6 +37,19 @@ class Shares(nn.Module):
             for power in range(count):
                 y = torch.tanh(y) + shared * (0.3 + power)
         return y
+
+
+class Reads(nn.Module):
+    """Values that are read several times, by operations that do not read one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = torch.tanh(self.layers[0](x))
+        parts = [layer(shared) * shared + x for layer in (*self.layers, self.layers[1])]
+        return torch.stack(parts).sum(0)
 
 
 def staged(reads: list[int]) -> tuple[Traced, Assignment, str]:
@@ -80,6 +93,22 @@ def test_a_stage_that_reads_a_value_often_and_is_not_the_last_hands_it_on(
     traced, assignment = relayed(reads)
     assert handed_on(traced) == expected
     assert [assignment.nodes[name] for name in expected] == [int(n[-1]) for n in expected]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_readers_may_stand_in_stages_in_another_order(seed: int) -> None:
+    """The gradients are then added in another order, and everything else is as before."""
+    model, x, random = Reads(), torch.randn(3, 4, dtype=torch.float64), Random(seed)
+    traced = front_end(model, x)
+    stages: dict[str, int] = {}
+    for node in compute_nodes(traced.graph):
+        sources = [stages.get(source.name, 0) for source in node.all_input_nodes]
+        stages[node.name] = max([*sources, random.choice((0, 0, 1, 2))])
+    trained = {argument.name for argument in traced.parameters} | {*filter(None, traced.inputs)}
+    outputs = {out.name for out in traced.outputs if isinstance(out, Value)}
+    passed_on, assignment = relay(traced, Assignment(3, stages), trained, outputs)
+    ours = run_plan(model, passed_on, differentiated(model, passed_on, assignment, x), x)
+    torch.testing.assert_close(ours.gradients, Answer(model, x).gradients)
 
 
 def test_who_reads_behind_reads_what_was_handed_on() -> None:

@@ -39,11 +39,17 @@ def several(output: Tensor, target: Tensor) -> Tensor:
     return torch.stack([first, cross_entropy(2 * classes, target)]).mean() / 4 + WEIGHTS.sum()
 
 
+def selected(output: Tensor, target: Tensor) -> Tensor:
+    losses = cross_entropy(output.flatten(0, 1), target.flatten().clamp(min=0), reduction="none")
+    return losses[target.flatten() != 2].mean()
+
+
 DIVIDED: dict[Callable[..., Tensor], Callable[[Tensor], Tensor]] = {
     lambda output, target: cross_entropy(output.transpose(1, 2), target): counted,
     of_classes: lambda y: WEIGHTS[y.clamp(min=0)][y != 2].sum(),
     shifted: lambda y: counted(y[:, 1:]),
     several: counted,
+    selected: lambda y: (y != 2).sum(),
 }
 """Losses of a sequence, and what they are divided by."""
 
@@ -142,6 +148,28 @@ def test_what_is_not_told_from_a_loss_is_asked_for_once_with_the_line_to_paste(
     assert line is not None and loss.__name__ in str(warned[0].message)
     assert warned[0].filename == __file__
     assert_whole(loss, x, target, 4, loss_weight=eval(line[1]), tracer=tracer)
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_mean_over_what_a_mask_selects_is_weighted_or_asked_for(tracer: Any) -> None:
+    """A mask of the targets is known before the run; one of the outputs is not."""
+
+    def by_target(output: Tensor, target: Tensor) -> Tensor:
+        losses = cross_entropy(output, target, reduction="none")
+        return losses[target > 1].mean()
+
+    def by_output(output: Tensor, target: Tensor) -> Tensor:
+        losses = cross_entropy(output, target, reduction="none")
+        return torch.masked_select(losses, losses > 0.1).mean()
+
+    x, y = rows(8)
+    y.copy_(torch.tensor([0, 0, 1, 3, 4, 2, 2, 3]))
+    assert_whole(by_target, x, y, 4, tracer=tracer)  # a warning would be an error
+    with (
+        fxpipe.compile(net(), ["cpu"], microbatches=4, loss=by_output, tracer=tracer) as pipe,
+        pytest.warns(UserWarning, match="is not that of the whole batch.*loss_weight=lambda"),
+    ):
+        pipe.step(x, target=y)
 
 
 def test_terms_that_are_means_over_different_things_are_told() -> None:

@@ -298,11 +298,8 @@ def test_a_cut_in_the_rest_or_in_a_leaf_module_is_refused_with_its_reason() -> N
             pipe.step(torch.randn(8, 4), target=torch.randn(8, 4))
 
 
-def test_the_text_of_a_plan_with_a_rest_and_a_loss_as_they_are_parses_back() -> None:
+def test_the_text_of_a_plan_names_a_rest_and_a_loss_as_they_are() -> None:
     with fxpipe.compile(Net(masks), 2, microbatches=2, loss=F.mse_loss) as pipe:
         pipe.prepare(torch.randn(8, 4), target=torch.randn(8, 4))
         text = str(pipe.plan)
         assert "self.fxpipe_rest(" in text and "self.fxpipe_loss(" in text
-        assert fxpipe.Plan.parse(text, pipe.traced.module) == pipe.plan
-        with pytest.raises(fxpipe.ParseError, match=r"'fxpipe_rest' .* pipe\.traced\.module"):
-            fxpipe.Plan.parse(text, Net(masks))

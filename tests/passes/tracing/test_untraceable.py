@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import l1_loss, mse_loss
 
 import fxpipe
 from fxpipe.errors import TraceError
@@ -239,7 +239,7 @@ def test_a_sparse_input_is_whole_in_every_microbatch(tracer: Any, layout: torch.
         microbatches=2,
         loss=mse_loss,
         tracer=tracer,
-        partition=["last"],
+        partition=["last"] if tracer == "symbolic" else "auto",  # else a leaf, from the product on
         batch_dims={"adjacency": None},
     ) as pipe:
         if tracer == "export" and layout is torch.sparse_csr:
@@ -252,3 +252,54 @@ def test_a_sparse_input_is_whole_in_every_microbatch(tracer: Any, layout: torch.
     expected = loop.train(alone, 2, x, loss=mse_loss, target=y, adjacency=adjacency)
     assert torch.equal(made, expected.loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+class Gates(nn.Module):
+    """Leaves an auxiliary loss on a submodule, or returns it."""
+
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.gate, self.expert, self.returns = nn.Linear(4, 4), nn.Linear(4, 4), returns
+        self.auxiliary: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        scores = self.gate(x).softmax(-1)
+        auxiliary, y = scores.square().mean(), self.expert(x) * scores
+        if self.returns:
+            return y, auxiliary
+        self.auxiliary = auxiliary
+        return y
+
+
+def test_an_auxiliary_loss_left_on_a_module_is_asked_back_as_an_output_which_works() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+    left, returned = Gates(False), Gates(True)
+    alone = copy.deepcopy(returned)
+
+    def loss(output: Any, y: Tensor) -> Tensor:
+        total: Tensor = mse_loss(output[0], y) + output[1]
+        return total
+
+    with (
+        fxpipe.compile(left, 1, microbatches=2, loss=mse_loss) as pipe,
+        pytest.raises(
+            fxpipe.TraceError, match=r"; return auxiliary from forward, so that the loss"
+        ),
+    ):
+        pipe.step(x, target=x)
+    with fxpipe.compile(returned, 2, microbatches=2, loss=loss) as pipe:
+        assert pipe.step(x, target=x) == loop.train(alone, 2, x, loss=loss, target=x).loss
+    loop.assert_same(loop.gradients(returned), loop.gradients(alone))
+
+
+def test_one_pipe_alternates_between_losses_of_the_same_weights() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(4, 4)
+    alone = copy.deepcopy(model)
+    with fxpipe.compile(model, 2, microbatches=2) as pipe:
+        for loss in (mse_loss, l1_loss, mse_loss):
+            loss(pipe(x), x).backward()
+            loss(torch.cat([alone(part) for part in x.split(2)]), x).backward()
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)

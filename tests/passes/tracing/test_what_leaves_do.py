@@ -225,7 +225,7 @@ def test_a_model_with_leaves_may_be_called_in_inference_mode_first(tracer: Any) 
     options: Any = {"loss": F.mse_loss, "tracer": tracer, "leaf_modules": [Clamps]}
     with fxpipe.compile(model, 1, microbatches=2, **options) as pipe, torch.inference_mode():
         x = torch.randn(4, 4)
-        assert torch.equal(pipe(x), model(x))
+        assert torch.equal(pipe(x), torch.cat([model(part) for part in x.chunk(2)]))
 
 
 class Quantises(nn.Module):

@@ -1,7 +1,0 @@
-"""The command line: look at schedules, and check schedules, plans and programs."""
-
-from __future__ import annotations
-
-from fxpipe.cli.commands import main
-
-__all__ = ["main"]

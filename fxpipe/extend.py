@@ -1,0 +1,194 @@
+"""The doors: what the core finds by a name, and the module that has it.
+
+An extension is a folder of ``fxpipe/extensions``. The core imports none. It asks for a name here,
+which is imported when it is first used. docs/extensions.md shows each door in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from types import MethodType
+from typing import Any, Literal, TypeVar, get_args
+
+from fxpipe.errors import InputError, near
+
+Door = Literal["public", "schedule", "view", "command", "option"]
+"""What a name is for:
+
+- public: an attribute of ``fxpipe``.
+- schedule: a name for ``compile(..., schedule=)`` whose schedule is chosen at the first step.
+- view: a method of a class of the core, such as ``Schedule.formulas``.
+- option: a function that the core calls for an option or a method that few need, such as
+  "save" for what ``pipe.save`` writes.
+- command: what adds a command to the command line, and "main", which runs it.
+"""
+
+_HERE = "fxpipe.extensions"
+
+_REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
+    "public": {
+        "Choice": f"{_HERE}.planner.choices:Choice",
+        "Cluster": f"{_HERE}.planner.cluster:Cluster",
+        "Comparison": f"{_HERE}.comparison.comparison:Comparison",
+        "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
+        "compare": f"{_HERE}.comparison.comparison:compare",
+        "plan_training": f"{_HERE}.planner.plan_training:plan_training",
+        "search_schedule": f"{_HERE}.search.search:search_schedule",
+    },
+    "schedule": {
+        "auto": f"{_HERE}.planner.auto:LateSchedule",
+        "search": f"{_HERE}.planner.auto:LateSchedule",
+    },
+    "view": {
+        "Plan.draw": "fxpipe.draw.plan:draw_plan",
+        "Program.draw": "fxpipe.draw.program:draw_program",
+        "Program.simulate": "fxpipe.simulator:simulate",
+        "Recipe.formulas": f"{_HERE}.formulas:recipe_formulas",
+        "Schedule.csv": f"{_HERE}.peers.forms:schedule_csv",
+        "Schedule.draw": "fxpipe.draw.schedule:draw_schedule",
+        "Schedule.formulas": f"{_HERE}.formulas:schedule_formulas",
+        "Schedule.from_csv": f"{_HERE}.peers.actions:parse_csv",
+        "Schedule.from_nodes": f"{_HERE}.peers.forms:parse_nodes",
+        "Schedule.grid": "fxpipe.draw.grid:schedule_grid",
+        "Schedule.simulate": "fxpipe.simulator:simulate_schedule",
+        "Simulation.draw": "fxpipe.draw.schedule:draw_simulations",
+        "Simulation.html": f"{_HERE}.page.page:simulation_page",
+    },
+    "option": {
+        "load": f"{_HERE}.checkpoint_folder.folder:read",
+        "save": f"{_HERE}.checkpoint_folder.folder:write",
+        "saved": f"{_HERE}.checkpoint_folder.folder:exists",
+        "predict": f"{_HERE}.prediction.prediction:predict",
+        "predictable": f"{_HERE}.prediction.prediction:check_predictable",
+    },
+    "command": {
+        "main": f"{_HERE}.cli:main",
+        "search": f"{_HERE}.search.command:add_search",
+    },
+}
+"""Door → name → "module:attribute", or the function itself."""
+
+_T = TypeVar("_T", bound=Callable[..., Any])
+
+
+def register(door: Door, name: str, target: str | Callable[..., Any]) -> None:
+    """Give a name to something of your own.
+
+    Args:
+        door: what the name is for.
+        name: a new name, or one whose meaning changes from now on.
+        target: a function or class, or "package.module:attribute", which is imported when the name
+            is first used.
+
+    Raises:
+        InputError: there is no such door, or the target is neither.
+    """
+    if door not in _REGISTRY:
+        raise InputError(f"there is no door {door!r}: {near(str(door), get_args(Door))}")
+    if not callable(target) and not (isinstance(target, str) and target.count(":") == 1):
+        raise InputError(
+            f'the target of {name!r} is {target!r}; give a function, or "package.module:attribute"'
+        )
+    _REGISTRY[door][name] = target
+
+
+def names(door: Door) -> tuple[str, ...]:
+    """The names that a door knows, whether their extensions are there or not."""
+    return tuple(_REGISTRY[door])
+
+
+def there(door: Door, name: str) -> bool:
+    """Whether a door knows a name, and the extension that has it is there. Imports nothing of the
+    extension but the packages around it."""
+    target = _REGISTRY[door].get(name)
+    if not isinstance(target, str):
+        return target is not None
+    try:
+        return find_spec(_package(target)) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def find(door: Door, name: str, what: str = "") -> Any:
+    """Import what a name means.
+
+    Args:
+        what: the text in the error before "needs the extension"; by default the name.
+
+    Raises:
+        InputError: the door does not know the name, or the extension that has it is not there.
+    """
+    try:
+        target = _REGISTRY[door][name]
+    except KeyError:
+        raise InputError(f"there is no {door} {name!r}: {near(name, _REGISTRY[door])}") from None
+    if not isinstance(target, str):
+        return target
+    module, attribute = target.split(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        package = _package(target)
+        if f"{error.name}.".startswith(f"{package}.") or f"{package}.".startswith(f"{error.name}."):
+            raise InputError(
+                f"{what or name} needs the extension {package}, which is not there; install fxpipe "
+                "with it"
+            ) from error
+        raise
+
+
+def _package(target: str) -> str:
+    """The extension that has a target: a folder of ``fxpipe/extensions``, or somebody's package."""
+    parts = target.partition(":")[0].split(".")
+    return ".".join(parts[:3] if target.startswith(f"{_HERE}.") else parts[:1])
+
+
+class View:
+    """A method of a class that an extension has: ``formulas = View()`` in the body of ``Schedule``
+    is what the door "view" knows as "Schedule.formulas", imported when it is first read.
+
+    Args:
+        static: whether the function is called without an instance, as a static method is.
+    """
+
+    def __init__(self, *, static: bool = False) -> None:
+        self._static = static
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"{owner.__name__}.{name}"
+
+    def __get__(self, instance: object | None, owner: type) -> Callable[..., Any]:
+        function: Callable[..., Any] = find("view", self._name, f"{self._name}()")
+        return function if instance is None or self._static else MethodType(function, instance)
+
+
+def view(cls: type, name: str) -> Callable[[_T], _T]:
+    """Make a function a method of a class of the core: ``@view(Schedule, "idle")``.
+
+    Raises:
+        InputError: the class has another attribute of this name.
+    """
+
+    def put(function: _T) -> _T:
+        taken = hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ())
+        if taken and not isinstance(vars(cls).get(name), View):
+            raise InputError(
+                f"{cls.__name__} has an attribute {name!r} already; give the view another name"
+            )
+        register("view", f"{cls.__name__}.{name}", function)
+        if name not in vars(cls):
+            made = View()
+            made.__set_name__(cls, name)
+            setattr(cls, name, made)
+        return function
+
+    return put
+
+
+def commands() -> Iterator[Callable[..., Any]]:
+    """What adds the commands of all extensions that are there to the command line."""
+    given = (name for name in names("command") if name != "main")
+    return (find("command", name) for name in given if there("command", name))

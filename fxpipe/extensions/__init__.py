@@ -1,0 +1,4 @@
+"""Extensions: one folder each. Every one can be deleted, with its tests, and the rest still works.
+
+The core finds them by ``fxpipe/extend.py`` and imports none.
+"""

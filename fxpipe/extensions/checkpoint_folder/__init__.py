@@ -1,0 +1,1 @@
+"""Checkpoints as a folder that plain PyTorch reads, of any number of ranks."""

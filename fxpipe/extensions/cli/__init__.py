@@ -1,0 +1,7 @@
+"""The command line: look at schedules, and check schedules, plans and programs."""
+
+from __future__ import annotations
+
+from fxpipe.extensions.cli.commands import main
+
+__all__ = ["main"]

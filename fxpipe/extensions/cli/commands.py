@@ -1,0 +1,281 @@
+"""The command line: arguments, commands and exit statuses of ``fxpipe``."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import fxpipe
+from fxpipe.errors import FxpipeError, InputError, VerificationError
+from fxpipe.extend import commands, there
+from fxpipe.extensions.cli.read import DEVICES, MICROBATCHES, named_schedule, read_costs, read_file
+from fxpipe.formatting import plain_table, table_text
+from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import RECIPES, Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.simulator import simulate_schedule
+
+DONE, FAULTY, WRONG = 0, 1, 2
+"""Exit statuses: no faults; faults were found; the command could not be carried out."""
+
+_INTERRUPTED = 130
+_CLOSED = 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, by default with the process's arguments, and return its exit status."""
+    try:
+        if any("\0" in argument for argument in arguments or ()):
+            raise InputError("an argument holds a NUL character, which no file name can")
+        given = make_parser().parse_args(arguments)
+        sound = given.run(given)
+        if sys.stdout is not None:  # None where the shell has closed it
+            sys.stdout.flush()
+    except UnicodeEncodeError as error:
+        odd = ascii(error.object[error.start : error.end])
+        print(
+            f"fxpipe: the output holds {odd}, which {error.encoding} cannot write; set "
+            "PYTHONIOENCODING=utf-8",
+            file=sys.stderr,
+        )
+        return WRONG
+    except FxpipeError as error:
+        print(f"fxpipe: {' '.join(str(error).split())}", file=sys.stderr)
+        return WRONG
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            # What reads the output, such as ``head``, has closed it.
+            _drop_output()
+            return _CLOSED
+        # A full disk names no file; it may be the one that the output goes to.
+        where = error.filename or "the output cannot be written"
+        print(f"fxpipe: {where}: {error.strerror}", file=sys.stderr)
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        return WRONG
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return DONE if sound else FAULTY
+
+
+def _drop_output() -> None:
+    """Redirect stdout to nowhere, so that the flush at exit does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+_WHAT = (
+    "a name from 'fxpipe list'; a file with a schedule's text or a CSV of "
+    "torch.distributed.pipelining (- for standard input); or path/to/file.py:name, where name is "
+    "a Schedule, a function, or a recipe made with @fxpipe.schedule"
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises InputError with one line, like the rest of the library."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see '{self.prog} --help'")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser. The parsed arguments have the command's function as ``run``, which returns True
+    if the schedule or program has no faults."""
+    parser = _Parser(prog="fxpipe", description="Show, compare, check and search schedules.")
+    parser.add_argument("--version", action="version", version=f"fxpipe {fxpipe.__version__}")
+    added = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    named = added.add_parser("list", help="list the library's schedules")
+    named.set_defaults(run=list_schedules)
+
+    shown = added.add_parser(
+        "schedule",
+        help="show a schedule: its grid, figures, formulas, or a picture",
+        description="Show a schedule over time, and its figures. Exits with 1 if it has faults.",
+    )
+    add = shown.add_argument
+    add("schedule", metavar="SCHEDULE", help=_WHAT)
+    _add_counts(shown)
+    add("--text", action="store_true", help="print only its text")
+    add("--csv", metavar="FILE", help="write it as the CSV of torch.distributed.pipelining")
+    add("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
+    add("--html", metavar="FILE", help="write a page for a browser, to zoom and search in")
+    add("--trace", metavar="FILE", help="write a trace that https://ui.perfetto.dev opens")
+    given = "how long tasks take, on all stages or on one: F=1,F@3=1.5"
+    add("--costs", metavar="F=1,B=2", help=given)
+    given = "derive the formulas, which takes a few seconds"
+    add("--formulas", action=argparse.BooleanOptionalAction, default=True, help=given)
+    given = "show the grid and the figures even of a huge schedule"
+    add("--all", action="store_true", help=given)
+    add("--steps", type=int, metavar="N", help="the number of consecutive steps")
+    given = "characters per line; by default the width of the terminal"
+    add("--width", type=int, metavar="N", help=given)
+    shown.set_defaults(run=show_schedule)
+
+    compared = added.add_parser(
+        "compare",
+        help="compare all library schedules in one table",
+        description="Compare the library's schedules, and mark the best for a memory limit.",
+    )
+    add = compared.add_argument
+    add("-p", "--devices", type=int, metavar="N", default=DEVICES, help=f"by default {DEVICES}")
+    given = f"micro-batches per step; by default {MICROBATCHES}"
+    add("-m", "--microbatches", type=int, metavar="N", default=MICROBATCHES, help=given)
+    add(
+        "--costs",
+        metavar="F=1,B=2",
+        help="how long tasks take, for all stages of a device together",
+    )
+    add("--memory", type=float, metavar="N", help="how many micro-batches fit on a device")
+    add("--draw", metavar="FILE", help="draw them: .svg, .png, .pdf")
+    compared.set_defaults(run=compare_schedules)
+
+    checked = added.add_parser(
+        "verify",
+        help="check a schedule or a program",
+        description="Check a schedule or a program. Exits with 1 if it has faults. For a "
+        "CSV of torch.distributed.pipelining, the faults are what would hang or give wrong "
+        "gradients in torch's runtime.",
+    )
+    checked.add_argument(
+        "file",
+        metavar="FILE",
+        help="the text of a schedule or program, or a CSV (- for standard input), or "
+        "path/to/file.py:name",
+    )
+    _add_counts(checked)
+    checked.set_defaults(run=verify_file)
+
+    for add_command in commands():
+        add_command(added)
+    return parser
+
+
+def _add_counts(parser: argparse.ArgumentParser) -> None:
+    given = f"number of devices, if the schedule leaves it open; by default {DEVICES}"
+    parser.add_argument("-p", "--devices", type=int, metavar="N", help=given)
+    given = f"micro-batches per step, if it leaves them open; by default {MICROBATCHES}"
+    parser.add_argument("-m", "--microbatches", type=int, metavar="N", help=given)
+
+
+_SHOWN = 200_000
+
+
+def list_schedules(given: Namespace) -> bool:
+    """``fxpipe list``: the library's schedules."""
+    table = plain_table()
+    table.add_column("name", no_wrap=True)
+    table.add_column("stages", justify="right")
+    table.add_column("what it does")
+    for name, recipe in sorted(RECIPES.items()):
+        table.add_row(name, f"{recipe.stages(1)} a device", _summary(recipe))
+    print(table_text(table))
+    return True
+
+
+def show_schedule(given: Namespace) -> bool:
+    """``fxpipe schedule``: the grid, the figures and the formulas of one schedule."""
+    schedule, recipe = named_schedule(given.schedule, given.devices, given.microbatches)
+    costs = read_costs(given.costs)
+    fault = _fault(schedule)
+    sound = fault is None
+    tasks = sum(map(len, schedule.rows)) * (given.steps or 1)
+    shown = given.all or tasks <= _SHOWN
+    for option in ("csv", "trace", "html") if not sound else ():
+        if vars(given)[option] is not None:
+            raise InputError(
+                f"schedule {schedule.name!r} has faults, and is not written; leave --{option} out "
+                "to see them"
+            )
+    if given.csv is not None:
+        Path(given.csv).write_text(schedule.csv(), encoding="utf-8")
+        _wrote(given.csv)
+    if given.draw is not None:
+        _wrote(schedule.draw(costs=costs, steps=given.steps).render(given.draw))
+    simulation = None
+    written = {given.trace, given.html} != {None}
+    if sound and (written or (shown and not given.text)):
+        simulation = simulate_schedule(schedule, costs, steps=given.steps)
+        if given.trace is not None:
+            simulation.trace(given.trace)
+            _wrote(given.trace)
+        if given.html is not None:
+            Path(given.html).write_text(simulation.html(), encoding="utf-8")
+            _wrote(given.html)
+    if given.text:
+        print(schedule, end="")
+        return sound
+    width = given.width
+    if width is None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    if shown:
+        print(schedule.grid(costs=costs, steps=given.steps, width=width))
+    else:
+        print(
+            f"{schedule.name}: the grid and the figures of {tasks} tasks, more than {_SHOWN}, are "
+            "left out; --all shows them"
+        )
+        if fault is not None:
+            print(fault)
+    if simulation is not None:
+        print(f"\n{simulation}", flush=True)  # The formulas take a few seconds.
+    wanted = given.formulas and there("view", "Schedule.formulas")
+    if sound and wanted and (shown or recipe is not None):
+        from fxpipe.extensions.formulas.described import formulas_text
+
+        print(f"\n{formulas_text(schedule, recipe, costs)}")
+    return sound
+
+
+def compare_schedules(given: Namespace) -> bool:
+    """``fxpipe compare``: all schedules of the library in one table and one picture."""
+    costs = read_costs(given.costs)
+    found = fxpipe.compare(
+        devices=given.devices, microbatches=given.microbatches, costs=costs, memory=given.memory
+    )
+    if given.draw is not None:
+        _wrote(found.draw().render(given.draw))
+    print(found)
+    return True
+
+
+def verify_file(given: Namespace) -> bool:
+    """``fxpipe verify``: all faults of a schedule, program, or CSV of torch's."""
+    value = read_file(given.file, given.devices, given.microbatches)
+    try:
+        value.verify()
+    except VerificationError as error:
+        print(error)
+        return False
+    own = isinstance(value, Schedule | Program)
+    what = type(value).__name__.lower() if own else value
+    print(f"{given.file}: a valid {what}")
+    return True
+
+
+def _wrote(path: str) -> None:
+    """Report a written file on standard error, apart from the command's output."""
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _fault(schedule: Schedule) -> VerificationError | None:
+    try:
+        schedule.verify()
+    except VerificationError as error:
+        return error
+    return None
+
+
+def _summary(recipe: Recipe) -> str:
+    """The first sentence of the generator's description."""
+    text = " ".join((inspect.getdoc(recipe.tasks) or "").split("\n\n")[0].split())
+    return text.partition(". ")[0].rstrip(".:")

@@ -1,0 +1,171 @@
+"""Reads command-line arguments: names and paths of schedules and programs, and costs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import fxpipe.schedules as _library
+from fxpipe.errors import FxpipeError, InputError
+from fxpipe.extend import there
+from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.python_file import is_python, of_python
+
+if TYPE_CHECKING:
+    from fxpipe.extensions.peers.actions import Actions
+
+DEVICES, MICROBATCHES = 4, 8
+"""The default numbers of devices and micro-batches of a schedule that works with any."""
+
+T = TypeVar("T")
+
+_COST = re.compile(r"(?P<letter>\w)(?:@(?P<stage>[0-9]{1,9}))?=(?P<time>\S+)")
+
+
+def named_schedule(
+    named: str, devices: int | None, microbatches: int | None
+) -> tuple[Schedule, Recipe | None]:
+    """Return the schedule that a name or path means, and its recipe if it works with any numbers.
+
+    Raises:
+        InputError: there is no such schedule, its text does not parse, or it is for other numbers.
+    """
+    return _sized(named, _find(named), devices, microbatches)
+
+
+def read_costs(
+    text: str | None, option: str = "--costs"
+) -> dict[str | tuple[str, int], float] | None:
+    """Parse ``F=1,B@3=2.5``: the time of a kind of task, for all stages or for one.
+
+    Raises:
+        InputError: the text has another form, or gives the same time twice.
+    """
+    if text is None:
+        return None
+    costs: dict[str | tuple[str, int], float] = {}
+    for item in text.split(","):
+        match = _COST.fullmatch(item.strip())
+        try:
+            assert match is not None
+            time = float(match["time"])
+        except (AssertionError, ValueError):
+            raise InputError(
+                f"{option} has {item.strip()!r:.99}; write a kind of task and its time, such as "
+                "F=1, or of one stage alone, F@3=1.5"
+            ) from None
+        letter, stage = match["letter"], match["stage"]
+        key = letter if stage is None else (letter, int(stage))
+        if key in costs:
+            raise InputError(f"{option} has {item.strip()!r} after another time of it; give one")
+        costs[key] = time
+    return costs
+
+
+def _sized(
+    named: str, source: Schedule | Recipe, devices: int | None, microbatches: int | None
+) -> tuple[Schedule, Recipe | None]:
+    """Check that a schedule has the wanted numbers, or make one of these numbers from a recipe."""
+    if isinstance(source, Schedule):
+        for word, wanted, number in (
+            ("devices", devices, source.devices),
+            ("microbatches", microbatches, source.microbatches),
+        ):
+            if wanted not in (None, number):
+                raise InputError(f"{named} is for {number} {word} and not {wanted}; leave that out")
+        return source, None
+    schedule = source(
+        DEVICES if devices is None else devices,
+        MICROBATCHES if microbatches is None else microbatches,
+    )
+    return schedule, source
+
+
+def read_file(
+    named: str, devices: int | None, microbatches: int | None
+) -> Schedule | Program | Actions:
+    """Read a schedule or program from a file, or a schedule by its name.
+
+    The actions in a CSV stay as they are, so that the verifier sees the faults that torch would.
+
+    Raises:
+        InputError: as for ``named_schedule``, or the text is none of these.
+    """
+    path = Path(named)
+    if (named in RECIPES and not path.exists()) or is_python(named):
+        return named_schedule(named, devices, microbatches)[0]
+    text = _text(path)
+    other = _form(path, text)
+    if other == "csv":
+        from fxpipe.extensions.peers.actions import Actions
+
+        return _parsed(named, partial(Actions.parse, name=path.stem), text)
+    lines = (line.split("#")[0].split() for line in text.splitlines())
+    first = next((words[0] for words in lines if words), "")
+    if first == "schedule" or other == "nodes":
+        return _sized(named, _of_text(named, text), devices, microbatches)[0]
+    if first == "program":
+        return _parsed(named, Program.parse, text)
+    what = f"begins with {first!r}" if first else "is empty"
+    raise InputError(
+        f"{named} {what}; give a text that begins with 'schedule' or 'program', or a CSV"
+    )
+
+
+def _find(named: str) -> Schedule | Recipe:
+    assert _library  # its import registers the library's schedules
+    if named in RECIPES:
+        return RECIPES[named]
+    if is_python(named):
+        return of_python(named)
+    path = Path(named)
+    if path.exists() or path.suffix or path.name != named or named == "-":
+        return _of_text(named, _text(path))
+    return find_recipe(named)
+
+
+def _of_text(named: str, text: str) -> Schedule:
+    """Parse a schedule in the form of fxpipe or of another library."""
+    path = Path(named)
+    other = _form(path, text)
+    parse: Callable[[str], Schedule] = Schedule.parse
+    if other == "csv":
+        parse = partial(Schedule.from_csv, name=path.stem, check=False)
+    elif other == "nodes":
+        parse = partial(Schedule.from_nodes, name=path.stem)
+    return _parsed(named, parse, text)
+
+
+def _form(path: Path, text: str) -> Literal["csv", "nodes", ""]:
+    """The form of another library that a text has, if the extension that reads these is there."""
+    if not there("view", "Schedule.from_csv"):
+        return ""
+    from fxpipe.extensions.peers.forms import looks_like_actions, looks_like_nodes
+
+    if path.suffix == ".csv" or looks_like_actions(text):
+        return "csv"
+    return "nodes" if looks_like_nodes(text) else ""
+
+
+def _text(path: Path) -> str:
+    try:
+        if str(path) == "-":
+            if sys.stdin is None:
+                raise InputError("nothing is piped in; name a text file")
+            return sys.stdin.read().removeprefix("\ufeff")
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}; name a text file") from error
+
+
+def _parsed(named: str, parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except FxpipeError as error:
+        raise InputError(f"{named}: {error}") from error

@@ -1,0 +1,1 @@
+"""An interactive page of simulations, drawn by bokeh."""

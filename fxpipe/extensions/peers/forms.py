@@ -1,0 +1,393 @@
+"""Schedules in the formats of other libraries.
+
+``parse_actions`` and ``print_actions``: the CSV of torch.distributed.pipelining, a row per rank:
+
+    0F0,0F1,0B0,0B1
+    ,1F0,1B0,(1F1;1B1)OVERLAP_F_B
+
+``parse_nodes`` reads zero-bubble's lists of scheduled nodes, one list for each pipeline stage.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxpipe.errors import InputError, ParseError
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, Task
+from fxpipe.ir.walk import Place, Wait, needs_of, walk
+from fxpipe.text.scan import Line, lines_of
+
+COMPUTE = ("F", "B", "I", "W")
+SENDS = ("SEND_F", "SEND_B")
+RECEIVES = ("RECV_F", "RECV_B")
+WAITS = ("WAIT_SEND_F", "WAIT_SEND_B")
+PER_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
+"""Actions of a whole stage, without a micro-batch. REDUCE_GRAD scales the stage's gradients and
+sums them over the replicas."""
+
+_KINDS = (*COMPUTE, *SENDS, *RECEIVES, *WAITS, *PER_STAGE)
+_PAIR = "OVERLAP_F_B"
+_STAGE = re.compile(r"[0-9]+")
+_WORD = re.compile(r"[A-Z_]*")
+_CELL = re.compile(r"[^,]*")
+_SEPARATOR = re.compile(r"[;)]")
+_TASKS = {**{kind: kind for kind in COMPUTE}, "REDUCE_GRAD": "A"}
+"""Action → letter of its task."""
+
+_IMPLICIT = "UA"
+"""Tasks without an action in "compute_only": torch's lowering adds the sum over replicas after a
+stage's last backward, and updates are made in the user's own loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action: ``2F0``, ``3SEND_B1`` or ``1REDUCE_GRAD``."""
+
+    kind: str
+    stage: int
+    microbatch: int | None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+
+Cell = tuple[Action, ...]
+"""No action in a bubble, one action, or the actions of an overlapped pair in order."""
+
+Rows = tuple[tuple[Cell, ...], ...]
+"""Rank → its cells."""
+
+
+def looks_like_actions(text: str) -> bool:
+    """Whether a text begins as a CSV of actions does."""
+    return re.match(r"[\s,\"]*(\(|[0-9]+[A-Z])", text) is not None
+
+
+def parse_actions(text: str) -> Rows:
+    """Read the CSV that ``_dump_csv`` of torch.distributed.pipelining writes, in either format.
+
+    Raises:
+        ParseError: with line and column of the first cell that is no action. (torch's own reader
+            is less strict: it reads ``0F0xyz`` as ``0F0``, and ``0F`` without a micro-batch.)
+    """
+    lines = lines_of(text)
+    if len(lines) > 1 and not lines[-1].text:
+        lines.pop()  # it only ends the last row; an empty line before it is a rank without actions
+    return tuple(tuple(_cells(line)) for line in lines)
+
+
+def _cells(line: Line) -> Iterator[Cell]:
+    if not line.text.strip():
+        return
+    while True:
+        line.take(re.compile(r'[ \t\r"]*'))
+        yield tuple(_cell(line))
+        rest = line.at
+        if (unread := (line.take(_CELL) or "").strip(' \t\r"')) != "":
+            raise line.error(f"unexpected {unread!r} behind an action; remove it", rest)
+        if line.at == len(line.text):
+            return
+        line.literal(",")
+
+
+def _cell(line: Line) -> Iterator[Action]:
+    if line.at == len(line.text) or line.text[line.at] == ",":
+        return
+    if not line.skip("("):
+        yield _action(line, _KINDS)
+        return
+    while True:
+        line.take(re.compile(r" *"))
+        yield _action(line, COMPUTE)
+        line.take(re.compile(r" *"))
+        if line.need(_SEPARATOR, "';' or ')' behind an action of an overlapped pair") == ")":
+            break
+    line.literal(_PAIR, f"{_PAIR} behind ')'")
+
+
+def _action(line: Line, kinds: Sequence[str]) -> Action:
+    start = line.at
+    if _STAGE.match(line.text, start) is None:
+        raise line.error(f"expected an action such as 0F1: stage, {', '.join(kinds)}, micro-batch")
+    stage = line.integer("a stage")
+    at = line.at
+    kind = line.take(_WORD) or ""
+    if kind == "BW":
+        raise line.error("an older form: write I for its B and B for its BW", at)
+    if kind not in kinds:
+        raise line.error(f"there is no action {kind!r} here; write one of {', '.join(kinds)}", at)
+    if kind in PER_STAGE:
+        return Action(kind, stage, None)
+    return Action(kind, stage, line.integer(f"a micro-batch, such as {stage}{kind}0"))
+
+
+def home_of(rows: Rows) -> dict[int, int]:
+    """Stage → the first rank that computes on it."""
+    home: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for cell in row:
+            for action in cell:
+                if action.kind in COMPUTE:
+                    home.setdefault(action.stage, rank)
+    return home
+
+
+def schedule_of(rows: Rows, name: str) -> Schedule:
+    """Turn the actions of a CSV into a Schedule.
+
+    An overlapped pair becomes its tasks one after another, REDUCE_GRAD becomes ``A``, and each row
+    ends with the updates of its stages. Sends and receives are dropped, as the compiler derives
+    them. If the backwards of all stages take the micro-batches in the same order, they are
+    renumbered in ascending order: micro-batches are interchangeable.
+
+    Raises:
+        InputError: a stage is missing, or computes on two ranks.
+    """
+    actions = [[a for cell in row for a in cell if a.kind in _TASKS] for row in rows]
+    places = _ascending(actions)
+    tasks = [
+        [
+            Task(
+                _TASKS[a.kind],
+                a.microbatch if a.kind == "F" else places.get(a.microbatch, a.microbatch),
+                a.stage,
+            )
+            for a in row
+        ]
+        for row in actions
+    ]
+    return _schedule(name, tasks)
+
+
+def _schedule(name: str, rows: Sequence[list[Task]]) -> Schedule:
+    """Make a schedule of these tasks; adds the updates of its stages to the end of each row.
+
+    Raises:
+        InputError: a stage is missing, or in two rows.
+    """
+    home: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for task in row:
+            assert task.stage is not None
+            if home.setdefault(task.stage, rank) != rank:
+                raise InputError(
+                    f"row {rank + 1} holds {task}, and stage {task.stage} is in row "
+                    f"{home[task.stage] + 1} already; give it one row"
+                )
+    missing = next((stage for stage in range(len(home)) if stage not in home), None)
+    if missing is not None or not home:
+        raise InputError(f"it holds no task of stage {missing or 0}; count the stages from 0")
+    every = [task for row in rows for task in row]
+    for stage in sorted(home) if any(task.kind in "BIW" for task in every) else ():
+        rows[home[stage]].append(Task("U", None, stage))
+    most = max(task.microbatch or 0 for task in every)
+    placement = tuple(home[stage] for stage in sorted(home))
+    return Schedule(name, most + 1, placement, tuple(map(tuple, rows)))
+
+
+def _ascending(actions: Sequence[Sequence[Action]]) -> dict[int | None, int]:
+    """Micro-batch → its place in the order of the backwards; empty if stages differ in it."""
+    orders: dict[int, list[int | None]] = {}
+    for row in actions:
+        for action in row:
+            if action.kind in "BI":
+                orders.setdefault(action.stage, []).append(action.microbatch)
+    first = next(iter(orders.values()), [])
+    places = {microbatch: place for place, microbatch in enumerate(first)}
+    whole = len(places) == len(first) and set(places) == set(places.values())
+    same = all(order == first for order in orders.values())
+    return places if whole and same else {}
+
+
+def schedule_csv(schedule: Schedule) -> str:
+    """The CSV that torch.distributed.pipelining reads as "compute_only", bubbles included.
+
+    Bubbles become empty cells, as if all tasks took the same time. Updates are left out: with torch
+    they are in the loop around ``step``.
+
+    Raises:
+        VerificationError: something is wrong with the schedule.
+        InputError: torch's runtime cannot run the schedule; the message names every reason.
+    """
+    schedule.verify()
+    if reasons := list(_inexpressible(schedule)):
+        raise InputError(
+            f"schedule {schedule.name!r} cannot be written as the CSV of "
+            f"torch.distributed.pipelining: {'; '.join(reasons)}"
+        )
+    rows = [[t for t in row if t.kind not in _IMPLICIT] for row in schedule.rows]
+    places = {
+        (t.kind, t.microbatch, t.stage or 0): Place(device, at)
+        for device, row in enumerate(rows)
+        for at, t in enumerate(row)
+    }
+    needs = needs_of(schedule)
+    waits: list[list[Wait]] = [[] for _ in rows]
+    needed: defaultdict[Place, list[Place]] = defaultdict(list)
+    for key, here in places.items():
+        for there in [places[need] for need in needs(key) if need in places]:
+            if there.device != here.device:
+                waits[here.device].append((here.position, *there))
+                needed[here].append(there)
+    columns: list[list[int]] = [[] for _ in rows]
+    for device, end in walk([len(row) for row in rows], waits).turns:
+        while (at := len(columns[device])) < end:
+            before = [columns[place.device][place.position] for place in needed[Place(device, at)]]
+            columns[device].append(1 + max((*columns[device][-1:], *before), default=-1))
+    lines: list[str] = []
+    for row, filled in zip(rows, columns, strict=True):
+        cells = [""] * (filled[-1] + 1)
+        for task, column in zip(row, filled, strict=True):
+            cells[column] = f"{task.stage}{task.kind}{task.microbatch}"
+        lines.append(",".join(cells) + "\n")
+    return "".join(lines)
+
+
+def _inexpressible(schedule: Schedule) -> Iterator[str]:
+    if schedule.overlaps or schedule.predict:
+        yield (
+            "the runtime has no weight versions, and its batches never overlap: take a schedule "
+            "that ends with a flush and has delay=0, such as 1f1b"
+        )
+    if not schedule.trains:
+        yield (
+            "the loader refuses forwards alone: write a schedule that trains, such as gpipe, and "
+            "call eval() there"
+        )
+    if schedule.copies:
+        yield (
+            "it has each stage on one rank: take a schedule without copies, or, for replicas of a "
+            "whole pipeline, torch's own data parallelism around one such as 1f1b"
+        )
+    for letter in sorted(schedule.kinds):
+        kind = KINDS[letter]
+        if letter == "R":
+            yield "it has no recompute: leave R out, and let stages call torch.utils.checkpoint"
+        elif letter == "O":
+            yield "it offloads nothing: leave O and P out"
+        elif letter == "C":
+            yield "it has no clip: leave C out, and clip behind step() in the loop"
+        elif kind.run is not None:
+            yield f"it has no task {kind.name!r}: leave {letter} out, and call it behind step()"
+    for device in range(schedule.devices):
+        if not schedule.held_by(device):
+            yield f"device {device} holds no stage, and each rank needs one: leave it out"
+
+
+_NODES = {"F": "F", "B": "I", "W": "W", "BW": "B"}
+_MOVES = re.compile(r"(SEND|RECV)_(FORWARD|BACKWARD)|((SEND|RECV)_)?POST_VALIDATION")
+_ENUM = re.compile(r"<\w+\.(\w+): [^<>]*>")
+_SUCH = "a node such as {'type': 'F', 'stage': 0, 'microbatch': 0}"
+Nodes = Sequence[Sequence[Any]]
+
+
+def looks_like_nodes(text: str) -> bool:
+    """Whether a text begins as a list of zero-bubble's lists does."""
+    return re.match(r"\s*\[\s*\[", text) is not None
+
+
+def parse_nodes(nodes: Nodes | str, *, name: str = "nodes") -> Schedule:
+    """Read zero-bubble's lists of scheduled nodes, one list for each pipeline stage.
+
+    A node has ``type``, ``stage`` (its device) and ``microbatch`` or ``minibatch``. If a device has
+    several chunks, it also has ``layer_group_idx``, or ``chunk`` in a V schedule. There, B is the
+    input gradient and BW the whole backward. Sends, receives and validations are dropped, as the
+    compiler derives them.
+
+    Args:
+        nodes: the lists, of objects or mappings; or their text, as Python or JSON prints it.
+        name: the schedule's name.
+
+    Raises:
+        ParseError: the text is no list of lists.
+        InputError: ``nodes`` is neither, or a node has no task; the message names it.
+    """
+    table = _literal(nodes) if isinstance(nodes, str) else nodes
+    if not isinstance(table, Sequence) or not all(isinstance(row, Sequence) for row in table):
+        raise InputError(f"nodes is {nodes!r:.99}; give lists of nodes, one a stage, or their text")
+    rows: list[list[Task]] = []
+    for device, nodes_of_device in enumerate(table):
+        tasks = [
+            _task(node, device, len(table), f"row {device + 1}, node {at + 1}")
+            for at, node in enumerate(nodes_of_device)
+        ]
+        rows.append([task for task in tasks if task is not None])
+    return _schedule(name, rows)
+
+
+def _task(node: Any, device: int, devices: int, where: str) -> Task | None:
+    """Return the task of a node; None if the node moves a value or validates an update."""
+
+    def field(*names: str) -> Any:
+        for name in names:
+            if isinstance(node, Mapping):
+                if name in node:
+                    return node[name]
+            elif hasattr(node, name):
+                return getattr(node, name)
+        return None
+
+    kind = field("type")
+    kind = str(getattr(kind, "value", kind))
+    if _MOVES.fullmatch(kind):
+        return None
+    if kind not in _NODES:
+        raise InputError(f"{where}: type {kind} has no task here; known are {', '.join(_NODES)}")
+    if field("seq_split_idx"):
+        raise InputError(f"{where}: it is a part of a sequence; only whole micro-batches are read")
+    stage, microbatch, chunk = field("stage"), field("microbatch", "minibatch"), field("chunk") or 0
+    for word, number in (("stage", stage), ("microbatch", microbatch), ("chunk", chunk)):
+        if not isinstance(number, int) or number < 0:
+            raise InputError(f"{where}: its {word} is {number!r}; give a whole number from 0")
+    if stage != device:
+        raise InputError(f"{where}: it is of stage {stage}; move it to row {stage + 1}")
+    group = field("layer_group_idx")
+    if not isinstance(group, int):
+        group = chunk * devices + (devices - 1 - device if chunk % 2 else device)
+    return Task(_NODES[kind], microbatch, group)
+
+
+def _literal(text: str) -> list[list[Any]]:
+    """Parse lists, mappings and calls with named arguments, as Python prints them; nothing runs."""
+    above = text[: len(text) - len(text.lstrip())].count("\n")
+    code = _ENUM.sub(lambda match: match[1].ljust(len(match[0])), text.strip())
+
+    def value(node: ast.AST) -> Any:
+        match node:
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                return [value(item) for item in items]
+            case ast.Dict(keys=keys, values=values):
+                return {
+                    str(value(key)): value(item)
+                    for key, item in zip(keys, values, strict=True)
+                    if key is not None
+                }
+            case ast.Call(args=[], keywords=named):
+                return {each.arg: value(each.value) for each in named}
+            case ast.Constant(value=constant):
+                return constant
+            case ast.Name(id="null"):
+                return None
+            case ast.Name(id=word) | ast.Attribute(attr=word):
+                return word
+        line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
+        raise ParseError(f"expected {_SUCH}", line + above, column + 1)
+
+    try:
+        table = value(ast.parse(code, mode="eval").body)
+    except SyntaxError as error:
+        line, column = error.lineno or 1, error.offset or 1
+        message = error.msg or "it nests too deep"
+        raise ParseError(f"cannot be read: {message}", line + above, column) from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        message = f"cannot be read: {str(error) or 'it nests too deep'}"
+        raise ParseError(message, 1 + above, 1) from None
+    if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
+        raise ParseError(f"expected lists, one a stage, of {_SUCH}", 1 + above, 1)
+    return table

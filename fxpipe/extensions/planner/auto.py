@@ -1,0 +1,253 @@
+"""Choose a schedule by prediction, for ``schedule="search"`` and ``schedule="auto"``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fxpipe.compiler.compiled import Kind, restoring
+from fxpipe.compiler.compiler import Compiler, Rehearse
+from fxpipe.compiler.options import Options
+from fxpipe.compiler.timetable import Timetable
+from fxpipe.errors import InputError, PartitionError
+from fxpipe.extend import find
+from fxpipe.extensions.planner.candidates import EXACT, Predicted
+from fxpipe.extensions.planner.stages import FAMILIES, Stages
+from fxpipe.formatting import bytes_text
+from fxpipe.ir.recipe import Placement, find_recipe, one_each
+from fxpipe.log import noted
+from fxpipe.runtime.batch import MicroBatches
+from fxpipe.runtime.choice import Choice
+
+
+class LateSchedule:
+    """``schedule="auto"`` or "search", as ``compile`` takes it: the recipe until the first step,
+    and the compiler that chooses.
+
+    Raises:
+        InputError: a delay or predicted weights are asked for, which the choice does not offer.
+    """
+
+    def __init__(self, name: str, *, delay: int | None, predict: bool) -> None:
+        if delay and name == "auto":
+            raise InputError(
+                'schedule="auto" decides among schedules with a flush, and delay is for batches '
+                'that overlap; leave it out, or give schedule="search"'
+            )
+        if predict:
+            raise InputError(
+                f'schedule="{name}" may decide that batches read the newest weights, and predict '
+                "is for those that read older ones; leave it out, or give what "
+                "fxpipe.search_schedule(..., delay=1) finds"
+            )
+        if name == "search":
+            find("public", "search_schedule", 'schedule="search"')  # refused here if not there
+        self._placement = PendingPlacement()
+        # until the first step has chosen a schedule, calls have the stages of this one
+        self.recipe = replace(find_recipe("zb-h1"), name=name, placement=self._placement)
+
+    def compiler(self, options: Options, choice: Choice) -> Compiler:
+        return AutoCompiler(options, choice, self._placement)
+
+
+@dataclass(eq=False)
+class PendingPlacement:
+    """The places of stages that are not chosen yet: ``place`` changes until the stages are made."""
+
+    place: Placement = one_each
+
+    def __call__(self, devices: int) -> tuple[int | tuple[int, ...], ...]:
+        return self.place(devices)
+
+
+class AutoCompiler(Compiler):
+    """A compiler that chooses the schedule at the first step, and again for a larger batch.
+
+    The model is traced, measured and cut for a schedule that keeps few micro-batches. Some steps
+    are rehearsed over these stages, and with their times all candidates are simulated as in
+    ``Pipeline.simulate``. If not even the best one keeps the memory limits, the model is cut anew
+    with the missing bytes left free, as for any schedule. If devices would idle, the model is also
+    cut into two stages for each device, and the best candidate over these stages is rehearsed if it
+    is predicted to be faster.
+
+    Args:
+        placement: the placement in the recipe of ``options``; it follows the chosen schedule.
+    """
+
+    _size = 0  # of the largest batch that a schedule was chosen for
+    _stages: Stages | None = None
+
+    def __init__(self, options: Options, choice: Choice, placement: PendingPlacement) -> None:
+        super().__init__(options, choice)
+        self._pending = placement
+
+    @property
+    def _parts(self) -> Sequence[object]:
+        return (*super()._parts, self._pending)
+
+    def _follow(self, timetable: Timetable) -> None:
+        """Make the schedules of this timetable from now on."""
+        self.timetable = self._placement.timetable = timetable
+        if timetable.place is not self._pending:
+            self._pending.place = timetable.place
+        self._programs.clear()
+        self._known.clear()
+
+    def decides(self, micro: MicroBatches) -> bool:
+        """Whether a schedule has to be chosen for this batch.
+
+        Replicas choose together and only once: a replica does not know that another one's batch
+        is larger than before.
+        """
+        return self._size == 0 if self.options.replicas > 1 else micro.batch.size > self._size
+
+    def decide(self, micro: MicroBatches, *, updates: bool, rehearse: Rehearse) -> int:
+        """Choose a schedule for batches of at most this size; returns the number of micro-batches.
+
+        Raises:
+            PartitionError: no candidate is predicted to keep the memory limits; says how many bytes
+                are missing.
+        """
+        options, size = self.options, micro.batch.size
+        if options.replicas > 1:
+            size = min(options.group.exchange("the samples of a batch", size))
+        count = min(size, options.microbatches or 4 * len(options.devices))
+        before, cut, auto = self.timetable, self.verdict is not None, options.decides == "auto"
+        recompute = "always" if auto and options.recompute == "never" else options.recompute
+        devices = len(options.devices)
+        families = [find_recipe(names[0]) for names in FAMILIES]
+        if cut:
+            families = [recipe for recipe in families if recipe.place(devices) == options.placement]
+        elif not auto or devices == 1 or {type(options.recompute), type(options.offload)} != {str}:
+            families = families[:1]  # modes by stage are for one stage on each device
+        attempts = [(before.changed(recipe=families[0], recompute=recompute), count)]
+        if auto:
+            if not self._placement.judged or not cut:
+                least = before.changed(recipe=find_recipe("naive"), recompute=recompute)
+                attempts.append((least, options.microbatches or size))
+            self._fixed = (None, True) if options.microbatches else (False, True)
+        decide = partial(self._decided, micro=micro, size=size, updates=updates, rehearse=rehearse)
+        too_large: list[Predicted] = []
+        best: Predicted | None = None
+        with self._compiling(f'{type(options.model).__name__} for schedule="{options.decides}"'):
+            for timetable, parts in attempts:
+                try:
+                    best = decide(timetable, parts, too_large=too_large)
+                    break
+                except PartitionError as error:
+                    why = error
+                    if self._size == 0:
+                        self._forget()
+                        self._placement.forget()
+            for recipe in families[1:]:
+                if best is None or (self._stages and self._stages.may_be_beaten(best.seconds)):
+                    timetable = before.changed(recipe=recipe, recompute=recompute)
+                    best = self._better(best, partial(decide, timetable, count), too_large)
+            if best is None:
+                self._follow(before)
+                if not too_large:
+                    raise why
+                limits = self._placement.limits
+                nearest = min(too_large, key=lambda predicted: sum(predicted.over(limits)))
+                raise PartitionError(_refusal(nearest, limits, options.names)) from why
+            choice = best.candidate
+            self._follow(
+                before.changed(
+                    recipe=choice.recipe,
+                    recompute=choice.recompute,
+                    offload=choice.offload or options.offload,
+                )
+            )
+        self._size = size
+        noted(f'schedule="{options.decides}" takes {best}')
+        return choice.microbatches
+
+    def _better(
+        self,
+        best: Predicted | None,
+        decide: Callable[..., Predicted],
+        too_large: list[Predicted],
+    ) -> Predicted | None:
+        """Return the best candidate over other stages if it is faster than the best so far; else
+        go back to the stages of the best so far, and return it."""
+        restore = restoring(self._parts)
+        self._forget()
+        self._placement.forget()
+        with suppress(InputError, PartitionError):  # the model may have too few operations
+            other = decide(too_large=too_large, best=best, like=self._stages)
+            if best is None or other.seconds * EXACT < best.seconds:
+                return other
+        restore()
+        return best
+
+    def _decided(
+        self,
+        timetable: Timetable,
+        count: int,
+        *,
+        micro: MicroBatches,
+        size: int,
+        updates: bool,
+        rehearse: Rehearse,
+        too_large: list[Predicted],
+        best: Predicted | None = None,
+        like: Stages | None = None,
+    ) -> Predicted:
+        """Cut the model for a timetable, and return the best candidate over these stages.
+
+        Args:
+            too_large: is extended by the best candidates that exceed the memory limits.
+            best: the best candidate over other stages; one that is not faster is not rehearsed.
+            like: those other stages, if they were rehearsed.
+
+        Raises:
+            PartitionError: no candidate keeps the limits.
+        """
+        options, limits = self.options, self._placement.limits
+        kind = Kind("step", updates, outputs=False)
+        micro = micro.batch.in_parts(count, micro.replica)
+        while True:
+            self._follow(timetable)
+            stages = Stages(self, limits, self._compile(micro, kind), size, updates)
+            searches = options.decides == "search"
+            if searches or self._placement.judged:  # else the model may be cut anew
+                stages.learn(rehearse, like)
+            choice = stages.searched() if searches else stages.fastest()
+            if not choice.fits(limits):
+                too_large.append(choice)
+                if self._placement.judged:
+                    raise PartitionError("the stages are made, and stay as they are")
+            if self._placement.judged or self._placement.keeps_limits(choice.peaks):
+                if not stages.rehearsed:
+                    stages.learn(rehearse, like)
+                    choice = stages.fastest()
+                if not searches and (best is None or choice.seconds * EXACT < best.seconds):
+                    choice = stages.confirmed(choice, rehearse)
+                self._placement.costs = stages.costs(choice.candidate.microbatches)
+                self._stages = stages
+                return choice
+            self._forget()
+
+
+def _refusal(nearest: Predicted, limits: Sequence[float], names: Sequence[str]) -> str:
+    """The message that nothing fits: what the candidate that exceeds the limits least lacks, and
+    which limits would be enough for it."""
+    parts = [
+        f"{name} is predicted to hold at least {bytes_text(peak)} in a step and may take "
+        f"{bytes_text(limit)}, {bytes_text(missing)} too little"
+        for name, peak, limit, missing in zip(
+            names, nearest.peaks, limits, nearest.over(limits), strict=True
+        )
+        if missing
+    ]
+    enough = [
+        None if limit == math.inf else math.ceil(max(limit, peak))
+        for limit, peak in zip(limits, nearest.peaks, strict=True)
+    ]
+    return (
+        f"{'; '.join(parts)}; memory_limits={enough} is predicted to be enough, with "
+        f"{nearest.candidate}; or give more devices or smaller batches"
+    )

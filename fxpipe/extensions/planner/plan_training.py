@@ -1,0 +1,314 @@
+"""``plan_training``: measure a model, and rank the ways to train it on a cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import ceil, inf
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.arguments import check_flags, check_whole, read_example
+from fxpipe.compile import compile
+from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.front_end import Call
+from fxpipe.compiler.overheads import away_rates, overheads
+from fxpipe.devices import read_devices
+from fxpipe.engine import Engine
+from fxpipe.errors import InputError
+from fxpipe.extensions.planner.candidates import Candidate
+from fxpipe.extensions.planner.choices import Choice, TrainingPlan, ranked
+from fxpipe.extensions.planner.cluster import Cluster
+from fxpipe.extensions.planner.profile import Cut, Profile
+from fxpipe.extensions.planner.ranking import choices
+from fxpipe.extensions.planner.stages import Stages
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.partition.assignment import Assignment
+from fxpipe.passes.partition.atoms import Atoms, atoms_of, footprint_of
+from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.pipeline import Pipeline
+from fxpipe.rehearsal import Rehearsals
+from fxpipe.runtime.choice import Choice as Threads
+from fxpipe.runtime.devices.lanes import home
+from fxpipe.runtime.weights.optimizer import state_size
+from fxpipe.simulator.costs import Overheads, Rehearsal
+from fxpipe.torchtools.state import untouched, without_collection
+
+SIZES = (2, 8)
+"""The sizes of micro-batches, in samples, for which a model is measured."""
+
+_ELEMENTS = 1 << 20
+
+
+def plan_training(
+    model: nn.Module,
+    cluster: Cluster | str | int | Sequence[str | torch.device],
+    batch: int,
+    *,
+    example: Any,
+    stale: bool = False,
+    schedules: Sequence[str] | None = None,
+    recompute: bool = True,
+    offload: bool = True,
+    keep: int = 10,
+    device: str | torch.device | None = None,
+    sizes: Sequence[int] = SIZES,
+    **options: Any,
+) -> TrainingPlan:
+    """Rank the ways to train a model on a cluster by simulations with measured times.
+
+    A way is: how many replicas and stages, where they are, the cuts, the number of micro-batches,
+    the schedule, recomputation and offloading. Each stage has a device of its own, and all replicas
+    are alike.
+
+    The model is traced once, and cut once for each number of stages. It is measured for a few sizes
+    of micro-batches, operation by operation and, on a CPU, as a whole in rehearsed steps. Times for
+    other sizes are interpolated linearly, so that the fixed costs of tasks count. Ways whose lower
+    bound is too slow are not simulated. Memory is predicted as for a pipe. If the devices are CPUs
+    of this machine, the returned choices with one replica are rehearsed.
+
+    Args:
+        model: the model; it is not changed.
+        cluster: the devices: a Cluster; its text, as ``Cluster.parse`` reads it; or devices of this
+            machine, as ``compile`` takes them, which ``Cluster.measured`` then measures.
+        batch: samples of a step, over all replicas.
+        example: a batch of any size, as ``compile`` takes it.
+        stale: whether batches may read weights that are older than the newest, so that no flush is
+            needed.
+        schedules: names of the schedules to choose among; by default all of the library's training
+            schedules with one stage on each device.
+        recompute: whether stages may recompute if memory does not suffice.
+        offload: whether they may then also offload.
+        keep: how many choices to return.
+        device: where the model is measured: by default on the first of this machine's devices that
+            ``cluster`` names, else on a CPU device.
+        sizes: the sizes of micro-batches, in samples, for which it is measured.
+        **options: of ``fxpipe.compile``, such as ``loss`` and ``optimizer``. The choices compile
+            with them, too.
+
+    Raises:
+        InputError: an argument is wrong, or the batch cannot be divided among the devices.
+        TraceError: the model cannot be traced.
+    """
+    chosen = {"schedule", "microbatches", "partition", "devices", "memory_limits"} & options.keys()
+    if chosen:
+        raise InputError(f"{min(chosen)} is what plan_training chooses; leave it out")
+    if isinstance(cluster, str):
+        cluster = Cluster.parse(cluster)
+    here = not isinstance(cluster, Cluster)
+    if not isinstance(cluster, Cluster):
+        places = [home(place) for place in read_devices(cluster)]
+        cluster, device = Cluster.measured(places), device or places[0]
+    check_whole("batch", batch, 1)
+    check_whole("keep", keep, 1)
+    check_flags(stale=stale, recompute=recompute, offload=offload)
+    if not isinstance(sizes, Collection) or isinstance(sizes, str) or not sizes:
+        raise InputError(f"sizes is {sizes!r}; give the samples of micro-batches, such as (2, 8)")
+    for size in sizes:
+        check_whole("a size of sizes", size, 1)
+    names = [] if isinstance(schedules, str) else schedules
+    if schedules is not None and not (names and all(isinstance(name, str) for name in names)):
+        raise InputError(f'schedules is {schedules!r}; give a list of names, such as ["1f1b"]')
+    recipes = None if schedules is None else [find_recipe(name) for name in schedules]
+    pipe = compile(model, [device or "cpu"], microbatches=1, **options)
+    with pipe, without_collection():
+        cuts = _Cuts(pipe, example, [size for size in sizes if size <= batch] or [1], batch)
+        plan = choices(
+            cuts.profile,
+            cluster,
+            batch,
+            stale=stale,
+            halves=not cuts.leaves,
+            recipes=recipes,
+            recompute=recompute,
+            offload=offload,
+            keep=keep,
+            peaks=cuts.peaks,
+        )
+        if here and pipe.devices[0].type == "cpu":
+            plan = ranked([*map(cuts.rehearsed, plan.choices)], cluster, keep)
+    limits = {} if cluster.memory == inf else {"memory_limits": cluster.memory}
+    ready = [
+        replace(each, make=partial(_compile, model, {**options, **limits}, cuts.taken(each.cut)))
+        for each in plan.choices
+    ]
+    return replace(plan, choices=tuple(ready))
+
+
+def _compile(
+    model: nn.Module, planned: dict[str, Any], cut: Any, devices: Any, **options: Any
+) -> Pipeline:
+    """Make the pipe of a choice from the ``planned`` options, which ``plan_training`` was given,
+    and those of ``Choice.compile``. It has the chosen cut if this process runs all devices."""
+    example = options.pop("example", None)
+    pipe = compile(model, devices, **{**planned, **options})
+    if pipe._options.group.size == 1:
+        pipe._compiler.take(*cut)
+    if example is not None:
+        args, kwargs = read_example(example)
+        pipe.prepare(*args, **kwargs)
+    return pipe
+
+
+class _Cuts:
+    """A model that is measured for some sizes of micro-batches, and compiled for different cuts."""
+
+    def __init__(self, pipe: Pipeline, example: Any, sizes: Sequence[int], batch: int) -> None:
+        """Trace and measure the model of a pipe."""
+        self._pipe, self._batch = pipe, batch
+        self._made: dict[tuple[int, int], Stages] = {}
+        args, kwargs = read_example(example)
+        named = {name: value for name, value in kwargs.items() if name != "target"}
+        micro = pipe._taken(args, named, kwargs.get("target"), step=True)
+        schedule = pipe._compiler.timetable.schedule(1, "step")
+        leaves, size = micro.leaves[0], micro.batch.size
+        call = Call(micro.batch, leaves, size, "step", (False,) * len(leaves), schedule)
+        with untouched(pipe._options.model):
+            self._measured = pipe._compiler.plans.measured(call, sizes)
+            self._call = call.zeros()
+            self.profile, self._atoms = _profile(pipe, self._call, self._measured)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the model has leaf modules, which are not measured in halves."""
+        return bool(self._measured[max(self._measured)]["traced"].leaves)
+
+    def taken(self, cut: Cut) -> tuple[Traced, Assignment, Mapping[str, NodeCost]]:
+        """The whole graph, the stages of its nodes, and the nodes' costs."""
+        largest = self._measured[max(self._measured)]
+        division = cut.solution.division
+        nodes = self._atoms.named(division.stage_of)
+        verdict = self._atoms.verdict(division, cut.solution.bound)
+        return largest["traced"], Assignment(cut.count, nodes, verdict), largest["costs"]
+
+    def stages(self, cut: Cut, replicas: int, candidate: Candidate) -> Stages:
+        """The stages of a cut, compiled as for a pipe. The first call compiles for the size of the
+        candidate's micro-batches, as one size is the best for most schedules."""
+        key, batch = (cut.count, replicas), self._batch // replicas
+        if key not in self._made:
+            single = self._pipe._options
+            options = replace(
+                single,
+                devices=single.devices * cut.count,
+                torch_devices=single.torch_devices * cut.count,
+                places=single.places * cut.count,
+                recipe=find_recipe("zb-h1"),
+                microbatches=None,
+                replicas=replicas,
+                threads=max(1, torch.get_num_threads() // cut.count),
+            )
+            compiler = Compiler(options, Threads(cut.count, options.dispatch))
+            compiler.plans.take_traces(self._pipe._compiler.plans)
+            compiler.take(*self.taken(cut))
+            call = self._call.resized(ceil(batch / candidate.microbatches))
+            updates = self._pipe._engine.updates
+            compiled = compiler.unchecked(call, updates)
+            limits, measured = (inf,) * cut.count, max(self._measured)
+            self._made[key] = Stages(compiler, limits, compiled, batch, updates, measured)
+        return self._made[key]
+
+    def peaks(self, cut: Cut, replicas: int, candidate: Candidate) -> tuple[float, ...]:
+        """Device → the bytes that it is predicted to hold, as for a pipe."""
+        return self.stages(cut, replicas, candidate).peaks(candidate)
+
+    def rehearsed(self, choice: Choice) -> Choice:
+        """A choice with the time that rehearsed steps predict. It is returned unchanged if it has
+        replicas, or cannot be predicted."""
+        if choice.replicas > 1:
+            return choice
+        candidate = choice.predicted.candidate
+        stages = self.stages(choice.cut, choice.replicas, candidate)
+        options = stages.compiler.options
+        engine = Engine(options, Threads(choice.stages, options.dispatch))
+        try:
+            rehearsals = Rehearsals(options, stages.compiler, engine)
+            stages.rehearse(rehearsals.rehearse, candidate)
+        finally:
+            engine.close()
+        predicted = stages.predict(candidate)
+        if predicted is None:
+            return choice
+        return replace(choice, predicted=replace(predicted, held=choice.predicted.peaks))
+
+
+def _profile(
+    pipe: Pipeline, call: Call, measured: Mapping[int, Mapping[str, Any]]
+) -> tuple[Profile, Atoms]:
+    """The profile and the atoms of a model that was measured for some sizes of micro-batches."""
+    options = pipe._options
+    samples, largest = max(measured.items())
+    traced, plan, state = largest["traced"], largest["plan"], largest["state"]
+    footprint = footprint_of(traced, plan, largest["costs"], state, 1.0)
+    trained = {k: n for k, n in footprint.resident.items() if state[k].requires_grad}
+    atoms = atoms_of(traced, largest["costs"], replace(footprint, resident=trained))
+    besides = overheads() if pipe.devices[0].type == "cpu" else Overheads()
+    rehearsals = {size: _rehearsed(pipe, call, of, size) for size, of in measured.items()}
+
+    def seconds(size: int) -> dict[str, list[float]]:
+        """Letter of a task → atom → seconds, scaled so that their sums are those of the rehearsed
+        whole model, if it could be rehearsed."""
+        costs: dict[str, NodeCost] = measured[size]["costs"]
+        by_atom = [[costs[node.name] for node in nodes] for nodes in atoms.nodes]
+        times = {
+            "F": [sum(cost.forward for cost in atom) for atom in by_atom],
+            "B": [sum(cost.backward for cost in atom) for atom in by_atom],
+            "I": [sum(cost.input_grad for cost in atom) for atom in by_atom],
+            "W": [sum(cost.weight_grad for cost in atom) for atom in by_atom],
+        }
+        rehearsal = rehearsals[size]
+        if rehearsal is None:
+            return times
+        whole = {x: max(rehearsal.costs[x, 0] - besides.task, 0.0) for x in "FB"}
+        scale = {x: total / (sum(times[x]) or 1.0) for x, total in whole.items()}
+        return {x: [t * scale["F" if x == "F" else "B"] for t in ts] for x, ts in times.items()}
+
+    ratio, last = state_size(options.optimizer), rehearsals[samples]
+    # an update moves 3 bytes per byte of a weight and 2 per byte of its state; adding moves 3
+    update = (3 + 2 * ratio) / 3 * _adding(pipe.devices[0])
+    if last is not None and ("U", 0) in last.costs:
+        update = last.costs["U", 0] / (sum(trained.values()) or 1)
+    profile = Profile(
+        atoms.work,
+        samples,
+        {size: seconds(size) for size in measured},
+        ratio,
+        update,
+        besides,
+        atoms.layers,
+        None if options.cuda_graphs else away_rates(pipe.devices[0].type),
+    )
+    return profile, atoms
+
+
+def _rehearsed(
+    pipe: Pipeline, call: Call, measured: Mapping[str, Any], size: int
+) -> Rehearsal | None:
+    """The times of the whole model as one stage; None if it cannot be rehearsed."""
+    compiler, traced, plan = pipe._compiler, measured["traced"], measured["plan"]
+    if plan is None:  # the model has leaf modules
+        return None
+    schedule, updates = compiler.timetable.schedule(1, "step"), pipe._engine.updates
+    program = compiler.lowered(plan, schedule, "step", updates)
+    compiled = Compiled(
+        traced, plan, (), schedule, program, lambda: program, "step", size, threads=1
+    )
+    return pipe._rehearsals.rehearse(compiled, call)
+
+
+def _adding(device: torch.device) -> float:
+    """Return the seconds to add one byte to another in memory."""
+    first, second = (torch.zeros(_ELEMENTS, device=device) for _ in range(2))
+    best = inf
+    for _ in range(5):
+        start = time.perf_counter()
+        first.add_(second)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best / first.nbytes

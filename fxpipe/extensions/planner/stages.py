@@ -1,0 +1,424 @@
+"""Predict candidate schedules over stages that exist, with times of rehearsed steps if possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from time import perf_counter
+from typing import cast
+
+from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.compiler import Compiler, Rehearse
+from fxpipe.compiler.overheads import away_rates, overheads
+from fxpipe.compiler.predict import given_links, predict, predicted_peaks, step_sizes
+from fxpipe.errors import FxpipeError, InputError, PartitionError
+from fxpipe.extend import find
+from fxpipe.extensions.planner.candidates import (
+    EXACT,
+    Affine,
+    Candidate,
+    Modes,
+    Predicted,
+    best_of,
+    evaluate,
+    least_seconds,
+    library_over,
+    microbatch_counts,
+)
+from fxpipe.ir.plan import Plan, StageCosts
+from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import Recipe, find_recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import BESIDE, Task
+from fxpipe.passes.schedule import modes_of
+from fxpipe.simulator.costs import Overheads, Rehearsal, measured_costs
+from fxpipe.simulator.sizes import Sizes
+
+SECONDS, SHORT = 10.0, 1.0
+"""The longest search for a schedule, in seconds: for "search", and for "auto"."""
+
+_ROUNDS = 4
+"""A search is repeated with less memory until the whole program fits, at most this often."""
+
+FAMILIES = (("zb-h1", "1f1b"), ("v-half",), ("interleaved-1f1b",))
+"""For each possible placement of the stages (one or two on each device) the schedules to rehearse,
+each with the three smallest numbers of micro-batches. The stages are cut for the first schedule of
+a placement, which keeps few micro-batches."""
+
+
+class Stages:
+    """The stages that a model was cut into, and what steps over them have taught.
+
+    Attributes:
+        compiler: has the options, and lowers.
+        rehearsed: whether steps over these stages were rehearsed, as far as possible.
+    """
+
+    rehearsed = False
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        limits: Sequence[float],
+        compiled: Compiled,
+        size: int,
+        updates: bool,
+        measured: int | None = None,
+    ) -> None:
+        """Prepare predictions over the stages of a compiled step.
+
+        Args:
+            limits: device → the bytes that it may hold.
+            compiled: a step of these stages.
+            size: the samples of a batch.
+            measured: the samples of the micro-batch for which the operations of ``compiled`` were
+                measured; by default those of its own micro-batches.
+        """
+        self.compiler, self._compiled, self._updates = compiler, compiled, updates
+        self._placement = compiled.schedule.placement
+        self._size, self._options = size, compiler.options
+        self._graph = compiler.plans.graph_of(compiled.traced)
+        self._limits, self._links = limits, given_links(compiler.options)
+        self._devices, self._limited = len(limits), any(limit < math.inf for limit in limits)
+        group = compiler.options.group  # all ranks take the rates of the first: they choose alike
+        rates = partial(away_rates, compiler.options.here.type)
+        self._away = group.share("how fast tensors are stored", rates) if group.size > 1 else None
+        self._calls: dict[int, Compiled] = {}
+        self._sizes: dict[int, Sizes] = {}
+        # letter of the backward, B or I → samples of a micro-batch → the times of rehearsed steps
+        self._taught: dict[str, dict[int, Rehearsal]] = {}
+        self._ran = False  # whether any of these steps ran over these stages
+        self._measured = {measured or compiled.samples: self._of_operations(compiled.plan)}
+
+    def _of_operations(self, plan: Plan) -> Rehearsal:
+        """The times of each stage's operations, measured one by one, with the machine's overheads;
+        without these on ranks, which would measure different ones, and on streams, which hide them.
+        """
+        one_process = self._options.group.size == 1 and not self._options.places
+        machine = overheads() if one_process else Overheads()
+        measured = measured_costs(plan).items()
+        costs = {key: machine.task + time for key, time in measured if key[0] not in BESIDE}
+        return Rehearsal(costs, machine, serial=one_process and self._compiled.threads == 1)
+
+    def learn(self, rehearse: Rehearse, like: Stages | None = None) -> None:
+        """Learn the times of tasks for a few sizes of micro-batches: from the rehearsals of other
+        stages if there are any, else by rehearsals. If no step can be rehearsed, measure the
+        operations for one more size."""
+        self.rehearsed = True
+        if like is not None and like._taught:
+            self._learn_from(like)
+            return
+        counts, modes = [len(self._compiled.kernels)], self._modes
+        auto = self._options.decides == "auto"
+        if auto and self._limited and self._options.recompute == "never":
+            modes = modes_of("always", len(modes))
+        if auto and self._options.microbatches is None:
+            counts = microbatch_counts(self._size, self._devices)[:3]
+        families = [[find_recipe(name) for name in names] for names in FAMILIES]
+        recipes = next(f for f in families if f[0].place(self._devices) == self._placement)
+        for count, recipe in product(counts, reversed(recipes)):
+            self.rehearse(rehearse, Candidate(recipe, count, modes))
+        samples = self._compiled.samples
+        further = samples // 4 if samples >= 8 else min(4 * samples, self._size)
+        if auto and len(counts) > 1 and not self._taught and further != samples:
+            with suppress(FxpipeError):
+                costs = self.compiler.plans.costs_at(self._graph, further)
+                stages = [replace(s, costs=costs[s.index]) for s in self._compiled.plan.stages]
+                plan = replace(self._compiled.plan, stages=tuple(stages))
+                self._measured[further] = self._of_operations(plan)
+
+    def rehearse(self, rehearse: Rehearse, candidate: Candidate) -> None:
+        """Rehearse steps of this candidate if it is predicted to fit, and keep their times."""
+        predicted, samples = self.predict(candidate), self._samples(candidate.microbatches)
+        if predicted is None or not predicted.fits(self._limits):
+            return
+        with suppress(FxpipeError):  # the graph may hold for one size of micro-batch only
+            schedule, program = self._lowered(candidate, sized=True)
+            call = replace(self._at(samples), schedule=schedule, program=program)
+            times = rehearse(call, self._graph.call)
+            if times is not None:
+                letter = "I" if "I" in schedule.kinds else "B"
+                self._taught.setdefault(letter, {})[samples] = times
+                self._ran = True
+
+    def _learn_from(self, other: Stages) -> None:
+        """Divide the times of other stages' rehearsals among these stages: by the times of their
+        operations, and for updates by the bytes of their weights."""
+        weights = self._held(self._compiled.samples).gradients
+        shares = {**self._measured[self._compiled.samples].costs}
+        shares |= {("U", s): float(size) for s, size in weights.items()}
+        stages = range(len(self._placement))
+        for backward, rehearsals in other._taught.items():
+            for samples, ran in rehearsals.items():
+                costs: dict[tuple[str, int], float] = {}
+                for letter in {letter for letter, _ in ran.costs}:
+                    overhead = overheads().task if letter != "U" else 0.0
+                    times = [time for (x, _), time in ran.costs.items() if x == letter]
+                    whole = sum(max(time - overhead, 0.0) for time in times)
+                    total = sum(shares.get((letter, s), 0.0) for s in stages) or 1.0
+                    for s in stages:
+                        share = shares.get((letter, s), 0.0) / total
+                        costs[letter, s] = overhead + whole * share
+                self._taught.setdefault(backward, {})[samples] = replace(ran, costs=costs)
+
+    @property
+    def _modes(self) -> Modes:
+        return modes_of(self._options.recompute, len(self._placement))
+
+    def fastest(self) -> Predicted:
+        """The best of the library's schedules, numbers of micro-batches and recomputations."""
+        options = self._options
+        counts = [options.microbatches] if options.microbatches else None
+        schedules = [
+            (recipe, count)
+            for recipe in library_over(self._devices, lambda _: self._placement)
+            for count in counts or microbatch_counts(self._size, self._devices)
+        ]
+        free = options.recompute == "never"
+        offload_free = free and options.offload == "never" and not options.cuda_graphs
+        results = evaluate(
+            schedules,
+            None if free else self._modes,
+            self._limits,
+            self._least,
+            self.predict,
+            offload=None if offload_free else modes_of(options.offload, len(self._placement)),
+        )
+        if not results:
+            raise InputError("no schedule of the library can run these stages; name one yourself")
+        return best_of([each for each in results if each.fits(self._limits)] or results[:1])
+
+    def confirmed(self, best: Predicted, rehearse: Rehearse) -> Predicted:
+        """Predict the best candidate with times rehearsed over these stages; or return a schedule
+        that a search finds, if that is faster."""
+        choice = best.candidate
+        if self._taught and not self._ran:
+            self.rehearse(rehearse, choice)
+            best = self.predict(choice) or best
+        least = self._least(choice.recipe, choice.microbatches)
+        if not best.fits(self._limits) or best.seconds <= EXACT * least:
+            return best
+        with suppress(FxpipeError):
+            searched = self.searched(choice, SHORT)
+            if searched.fits(self._limits) and searched.seconds * EXACT < best.seconds:
+                return searched
+        return best
+
+    def may_be_beaten(self, seconds: float) -> bool:
+        """Whether other stages of the model could take less, if their devices were never idle."""
+        given = self._options.microbatches
+        bounds = []
+        for count in [given] if given else microbatch_counts(self._size, self._devices):
+            known = self._known(self._samples(count), "FB")
+            work = count * _forward_and_backward(known)
+            bounds.append(work / (1 if known.serial else self._devices) + known.overheads.step)
+        return seconds > EXACT * min(bounds)
+
+    def searched(self, candidate: Candidate | None = None, seconds: float = SECONDS) -> Predicted:
+        """The best schedule that a search finds, with the micro-batches and recomputation of a
+        candidate; by default with those of the options, and within the memory limits.
+
+        The search knows the bytes of a chain of stages, and less than those of the program: what it
+        finds may not fit where a schedule of the library does, which is then returned.
+        """
+        count, memory = len(self._compiled.kernels), self._limits
+        base = candidate or Candidate(find_recipe("1f1b"), count, self._modes)
+        ends, predicted, error = perf_counter() + seconds, None, None
+        for left in reversed(range(_ROUNDS if candidate is None else 1)):
+            part = max(0.1, ends - perf_counter()) / (2 if left else 1)
+            try:
+                recipe = _as_recipe(self._search(base, memory, part))
+            except PartitionError as refused:
+                error = refused
+                break
+            predicted = self.predict(replace(base, recipe=recipe))
+            if predicted is None:
+                raise InputError("these stages run whole backwards only; name a schedule yourself")
+            over = predicted.over(self._limits)
+            if not any(over):
+                return predicted
+            memory = tuple(limit - excess for limit, excess in zip(memory, over, strict=True))
+        library = [] if self._options.recipe.delay else self._library(base)
+        fitting = [each for each in library if each.fits(self._limits)]
+        if fitting:
+            return min(fitting, key=lambda each: each.seconds)
+        if error is not None:
+            raise error
+        assert predicted is not None
+        return predicted
+
+    def _library(self, base: Candidate) -> list[Predicted]:
+        """The schedules of the library for these stages, with all else of a candidate."""
+        recipes = library_over(self._devices, lambda _: self._placement)
+        known = (self.predict(replace(base, recipe=r)) for r in recipes if not r.delay)
+        return [each for each in known if each is not None]
+
+    def _search(self, base: Candidate, memory: Sequence[float], seconds: float) -> Schedule:
+        """A schedule for the stages' times and bytes, each stage handing one value to the next."""
+        count, halves = base.microbatches, "I" in self._compiled.schedule.kinds
+        samples, sizes = self._samples(count), None
+        times = dict(self._known(samples, "I" if halves else "B").known)
+        recomputing = [stage for stage, mode in enumerate(base.recompute) if mode != "never"]
+        times |= {(x, s): times[x, s] + times["R", s] for x in "BI" for s in recomputing}
+        search_schedule = find("public", "search_schedule")  # refused here if it is not there
+        if self._limited:
+            sizes = _of_a_chain(self._at(samples).plan, self._held(samples), recomputing)
+
+        def search() -> tuple[str, str]:
+            try:
+                found = search_schedule(
+                    times,
+                    count,
+                    placement=self._placement,
+                    whole=None if halves else True,
+                    memory=memory if sizes else None,
+                    sizes=sizes,
+                    delay=cast(int, self._options.recipe.delay),
+                    seconds=seconds,
+                )
+            except InputError as error:  # not enough memory; all ranks have to know
+                return "", str(error)
+            return str(found.schedule), ""
+
+        text, why = self._options.group.share("the schedule", search)
+        if why:
+            raise PartitionError(f'{why}; schedule="auto" chooses recomputation and micro-batches')
+        return Schedule.parse(text)
+
+    def _samples(self, count: int) -> int:
+        """The samples of a micro-batch if the batch is split into ``count`` micro-batches."""
+        return -(-self._size // count)
+
+    def _known(self, samples: int, kinds: Collection[str]) -> Rehearsal:
+        """The times of tasks in micro-batches of this size, for a schedule with these kinds of
+        tasks. Times are interpolated between the sizes that are known; overheads are those of the
+        nearest size."""
+        first, second = ("B", "I") if "I" in kinds else ("I", "B")
+        latest = self._measured
+        costs: dict[tuple[str, int], float] = {}
+        for by_size in (self._measured, self._taught.get(first), self._taught.get(second)):
+            if by_size:
+                latest, times = by_size, {size: ran.known for size, ran in by_size.items()}
+                costs |= {
+                    key: Affine({size: known[key] for size, known in times.items()})(samples)
+                    for key in set.intersection(*map(set, times.values()))
+                }
+        nearest = min(latest, key=lambda size: abs(math.log(size / samples)))
+        return replace(latest[nearest], costs=costs)
+
+    def costs(self, count: int) -> Mapping[int, StageCosts]:
+        """Stage → its costs if the batch is split into ``count`` micro-batches."""
+        times = self._known(self._samples(count), "I").costs
+        return {s: StageCosts(*(times[x, s] for x in "FBIW")) for s in range(len(self._placement))}
+
+    def _least(self, recipe: Recipe, count: int) -> float:
+        """A lower bound for the seconds of a step."""
+        known = self._known(self._samples(count), recipe(self._devices, count).kinds)
+        if known.serial:  # one thread does the work of all devices
+            return count * _forward_and_backward(known) + known.overheads.step
+        return least_seconds(known.costs, recipe, count, self._devices) + known.overheads.step
+
+    def _at(self, samples: int) -> Compiled:
+        """The same stages for micro-batches of another size."""
+        if samples not in self._calls:
+            self._calls[samples] = self.compiler.resized(
+                self._compiled, self._graph, samples, self._updates
+            )
+        return self._calls[samples]
+
+    def _held(self, samples: int) -> Sizes:
+        """The bytes that these stages hold, for micro-batches of this size."""
+        if samples not in self._sizes:
+            call = self._at(samples)
+            self._sizes[samples] = step_sizes(call, self.compiler.options, self._updates)
+        return self._sizes[samples]
+
+    def peaks(self, candidate: Candidate) -> tuple[float, ...]:
+        """Device → the most bytes that it is predicted to hold."""
+        _, program = self._lowered(candidate, sized=True)
+        samples = self._samples(candidate.microbatches)
+        plan = self._at(samples).plan
+        return tuple(map(float, predicted_peaks(plan, program, self._held(samples))))
+
+    def _lowered(self, candidate: Candidate, *, sized: bool) -> tuple[Schedule, Program]:
+        """The schedule and the program of a candidate; if ``sized``, with the sizes of its own
+        micro-batches. Raises FxpipeError if these stages cannot run it."""
+        timetable = self.compiler.timetable.changed(
+            recipe=candidate.recipe,
+            recompute=candidate.recompute,
+            offload=candidate.offload or self._options.offload,
+        )
+        schedule = timetable.schedule(candidate.microbatches, "step")
+        leaves = self._compiled.traced.leaves
+        if "I" in schedule.kinds and ("I" not in self._compiled.schedule.kinds or leaves):
+            raise InputError(
+                f"schedule {schedule.name!r} has backwards in halves, and these stages have whole "
+                'ones; name a schedule with whole backwards, such as "1f1b"'
+            )
+        call = self._at(self._samples(candidate.microbatches)) if sized else self._compiled
+        return schedule, self.compiler.lowered(call.plan, schedule, "step", self._updates)
+
+    def predict(self, candidate: Candidate) -> Predicted | None:
+        """Predict a step of a candidate; None if these stages cannot run it."""
+        samples, sizes = self._samples(candidate.microbatches), Sizes()
+        try:
+            sized = bool(self._limited or self._links)
+            schedule, program = self._lowered(candidate, sized=sized)
+            if sized:
+                sizes = self._held(samples)
+        except FxpipeError:
+            return None
+        plan, known = self._compiled.plan, self._known(samples, schedule.kinds)
+        run = predict(plan, program, sizes, rehearsal=known, links=self._links, away=self._away)
+
+        def held() -> tuple[float, ...]:
+            if self._limited:
+                return tuple(float(memory.peak) for memory in run.memory)
+            return tuple(float(stash * samples) for stash in run.device_stash)
+
+        return Predicted(candidate, run.step_time, held, run.bubble)
+
+
+def _forward_and_backward(times: Rehearsal) -> float:
+    """The seconds of all stages for one micro-batch."""
+    return sum(time for (letter, _), time in times.costs.items() if letter in "FB")
+
+
+def _as_recipe(schedule: Schedule) -> Recipe:
+    """A schedule that a search found, as a recipe; a shorter batch leaves out the last
+    micro-batches."""
+
+    def tasks(device: int, devices: int, microbatches: int) -> list[Task]:
+        return [t for t in schedule.rows[device] if (t.microbatch or 0) < microbatches]
+
+    return Recipe("search", tasks, schedule.delay, lambda devices: schedule.placement)
+
+
+def _of_a_chain(plan: Plan, held: Sizes, recomputing: Collection[int]) -> Sizes:
+    """The sizes of a chain of stages, each of which sends as many bytes as in the plan, but all to
+    the next stage. A recomputing stage holds what it saves for one micro-batch at a time."""
+    stages = range(len(plan.stages))
+    sent: dict[str, int] = {}
+    for edge in plan.edges:
+        if edge.source in stages and edge.target in stages:
+            size = held.values.get(edge.value, 0)
+            sent[f"y{edge.source}"] = sent.get(f"y{edge.source}", 0) + size
+    saved = {s: held.saved.get(s, 0) for s in stages}
+    always = {s: saved[s] if s in recomputing else 0 for s in stages}
+    return replace(
+        held,
+        values=sent,
+        saved={s: saved[s] - always[s] for s in stages},
+        optimizer={s: held.optimizer.get(s, 0) + always[s] for s in stages},
+        holds={},
+        deferred_holds={},
+        deferred_gradients={},
+        places={},
+        laid_out={},
+        runs={},
+        adding={},
+    )

@@ -1,0 +1,1 @@
+"""Predicted weights in place of old ones, for ``compile(..., predict=True)``."""

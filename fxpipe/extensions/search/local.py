@@ -1,0 +1,392 @@
+"""Local search: list schedules by many policies, and changes to the best of these policies.
+
+Where batches mix on devices, it looks for an order that all steps repeat.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from random import Random
+
+from fxpipe.errors import VerificationError
+from fxpipe.extensions.search.bounds import best_bound, lag, room, way_down
+from fxpipe.extensions.search.listing import NEVER, Habit, Policy, list_schedule
+from fxpipe.extensions.search.problem import Order, Problem
+from fxpipe.extensions.search.timing import period_of, starts_of
+
+FIRST, LAST = -1e9, 1e9
+_ELITE = 8
+_GAPS = (0.0, 0.5, 1.0, NEVER)
+_SHARES = (0.5, 0.7, 0.85, 1.0, 1.1, 1.25)
+_REPEATS = 3
+
+_SETTLES = 2
+"""Trips to the last stage and back after which a list schedule counts as steady."""
+
+
+@dataclass
+class Local:
+    """The search for the best order of a problem.
+
+    Attributes:
+        problem: the problem.
+        random: of the random choices.
+        fitting: whether an order fits, by more than what the problem knows of memory.
+        value: the least time of an order that fits.
+        best: that order.
+        refused: the fastest order that is faster and does not fit, and its time.
+        passes: how many list schedules were made.
+    """
+
+    problem: Problem
+    random: Random
+    fitting: Callable[[Order], bool] = lambda order: True
+    value: float = inf
+    best: Order | None = None
+    refused: tuple[float, Order] | None = None
+    passes: int = 0
+
+    def __post_init__(self) -> None:
+        self._elite: list[tuple[float, int, Policy]] = []
+        self._seen: set[Policy] = set()
+
+    def offer(self, value: float, order: Order) -> bool:
+        """Take an order if it is better than the best so far and fits; return whether it does."""
+        if value >= self.value:
+            return False
+        order = tuple(map(tuple, order))
+        if not self.fitting(order):
+            if self.refused is None or value < self.refused[0]:
+                self.refused = value, order
+            return False
+        self.value, self.best = value, order
+        if self.refused is not None and value <= self.refused[0]:
+            self.refused = None
+        return True
+
+    @property
+    def first(self) -> Order:
+        """The order to improve: the best one, or the fastest one if none fits."""
+        order = self.refused[1] if self.best is None and self.refused else self.best
+        assert order is not None
+        return order
+
+    def run(self, enough: float, go_on: Callable[[], bool]) -> None:
+        """Search until a time is at most ``enough`` or ``go_on()`` is false, but try one policy at
+        least if there is no order yet.
+
+        The given policies come first, and then random ones and changes of the best.
+        """
+        problem = self.problem
+        seeds = given_policies(problem)
+        for policy in seeds:
+            known = self.best is not None or self.refused is not None
+            if known and (self.value <= enough or not go_on()):
+                return
+            self._try(policy)
+        tries = 0
+        while self.value > enough and go_on():
+            tries += 1
+            if tries % 8 == 0 or not self._elite:
+                policy = random_policy(problem, self.random)
+            else:
+                # better policies more often
+                at = min(int(self.random.expovariate(0.6)), len(self._elite) - 1)
+                policy = changed(problem, self._elite[at][2], self.random)
+            self._try(policy)
+
+    def _try(self, policy: Policy) -> None:
+        if policy in self._seen:
+            return
+        self._seen.add(policy)
+        cutoff = self._elite[-1][0] if len(self._elite) == _ELITE else inf
+        least = self._outcome(policy, cutoff)
+        if least < inf:
+            self._elite.append((least, -self.passes, policy))
+            self._elite.sort(key=lambda entry: entry[:2])
+            del self._elite[_ELITE:]
+
+    def _outcome(self, policy: Policy, cutoff: float) -> float:
+        """Offer a policy's list schedules, and return the least of their times; infinite if these
+        are above the cutoff."""
+        problem, least = self.problem, inf
+        release = [0.0] * problem.devices
+        for again in range(1 if problem.flush else _REPEATS):
+            # the first step starts from empty devices: never cut it off
+            value, order, done = list_schedule(
+                problem, policy, release, cutoff if problem.flush or again else inf
+            )
+            self.passes += 1
+            self.offer(value, order)  # type: ignore[arg-type]
+            least = min(least, value)
+            if value == inf:
+                break
+            release = [time - min(done) for time in done]
+        return least
+
+
+@dataclass
+class Steady(Local):
+    """The local search where batches mix, for the order that each device repeats.
+
+    It comes from list schedules of one batch, which follow one another, or of many batches in a
+    row, once these are steady: after ``settled`` micro-batches. ``real`` is the problem itself, and
+    ``problem`` has many batches as one.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.real = real = self.problem
+        m, trip = real.microbatches, lag(real, 0)
+        pace = max(real.work) / m or 1.0
+        self.settled = ceil(_SETTLES * trip / pace / m) * m
+        # the updates are spread over the last tasks of the micro-batches
+        last = real.backward if real.whole else real.weight
+        last = tuple(time + update / m for time, update in zip(last, real.update, strict=True))
+        self.problem = replace(
+            real,
+            microbatches=self.settled + 3 * m,
+            backward=last if real.whole else real.backward,
+            weight=real.weight if real.whole else last,
+            update=(0.0,) * real.stages,
+            flush=True,
+            delay=0,
+        )
+        self.bound = best_bound(real).time
+
+    def offer(self, value: float, order: Order) -> bool:
+        """Take an order if it is better and its schedule is valid with no greater delay."""
+        if value >= self.value:
+            return False
+        try:
+            if self.real.schedule_of(order).verify().delays[0] > self.real.delay:
+                return False
+        except VerificationError:
+            return False
+        return super().offer(value, order)
+
+    def _outcome(self, policy: Policy, cutoff: float) -> float:
+        release, m = [0.0] * self.problem.devices, self.real.microbatches
+        self.passes += 1
+        order = tuple(map(tuple, list_schedule(self.real, policy, release, inf)[1]))
+        least = period_of(self.real, order)
+        self.offer(least, order)
+        for share in (0.0, self.random.random()):
+            # without a pace, or at too fast a pace, batches crowd, and differ from one another
+            known = self.refused[0] if self.refused and self.best is None else self.value
+            pace = (self.bound + share * (known - self.bound if known < inf else 0.0)) / m
+            mixes = m, self.real.delay, pace
+            rows = list_schedule(self.problem, policy, release, inf, mixes)[1]
+            repeated = self._repeated(rows)
+            if repeated is not None:
+                value = period_of(self.real, repeated)
+                self.offer(value, repeated)
+                least = min(least, value)
+        return least
+
+    def _repeated(self, rows: list[list[int]]) -> Order | None:
+        """The order in which all devices do one batch's number of tasks from some time on; None if
+        one of them does more tasks of one kind than of another."""
+        problem = self.real
+        m = problem.microbatches
+        starts = starts_of(problem, rows)
+        first = [at for at, code in enumerate(rows[problem.placement[0]]) if code == 0]
+        time = starts[problem.placement[0]][first[self.settled + m]]
+        repeated: list[list[tuple[int, int]]] = []
+        for row, when in zip(rows, starts, strict=True):
+            begin = sum(start < time for start in when)
+            done = {code: row[:begin].count(code) for code in set(row)}
+            tasks = []
+            for code in row[begin : begin + len(row) * m // self.problem.microbatches]:
+                tasks.append((code, done[code]))
+                done[code] += 1
+            if set(Counter(code for code, _ in tasks).values()) != {m} or len(tasks) % m:
+                return None
+            repeated.append(tasks)
+        return _newest(problem, repeated)
+
+
+def _newest(problem: Problem, tasks: list[list[tuple[int, int]]]) -> Order | None:
+    """The order of device → (kind of task, micro-batch), with tasks of the latest batches possible.
+
+    A task of an earlier batch at the beginning of a step moves to the end of the step before, as a
+    task of the next batch, if what it needs from other devices is done by then. So each device
+    begins a step as late as it can. None if a forward stays in an earlier batch: its step would
+    return the loss too early.
+    """
+    m, last = problem.microbatches, problem.stages - 1
+    latest = max(i // m for row in tasks for _, i in row)
+    back = {(code, i % m): latest - i // m for row in tasks for code, i in row}
+    rows = [deque((code, i % m) for code, i in row) for row in tasks]
+    moved = True
+    while moved:
+        moved = False
+        for row in rows:
+            while back[row[0]] > 0:
+                code, i = row[0]
+                stage, kind = divmod(code, 3)
+                needs = (stage - 1, stage + 1, -1)[kind]
+                if 0 <= needs <= last and problem.placement[needs] != problem.placement[stage]:
+                    if back[3 * needs + kind, i] >= back[code, i]:
+                        break
+                back[code, i] -= 1
+                row.rotate(-1)
+                moved = True
+    codes = 3 * problem.stages
+    if any(back[code, i] for code, i in back if code % 3 == 0):
+        return None
+    return tuple(tuple(task[0] + codes * back[task] for task in row) for row in rows)
+
+
+def search_of(
+    problem: Problem, random: Random, fitting: Callable[[Order], bool] = lambda order: True
+) -> Local:
+    """The local search for a problem."""
+    return (Steady if problem.delay else Local)(problem, random, fitting)
+
+
+def given_policies(problem: Problem) -> Iterator[Policy]:
+    """Yield fixed policies, the most promising first, zero-bubble's heuristic among them."""
+    single = all(len(stages) <= 1 for stages in problem.held)
+    yield from greedy_policies(problem)
+    styles = ("input", "turns", "forward") if single else ("ideal", "deep", "input", "forward")
+    others = ((0.0, 0.0), (1.0, 0.0)) if single else ((0.0, 1.0), (0.0, 0.0))
+    for style in styles:
+        for share in (1.0, 1.1, 0.85, 1.25, 0.7, inf):
+            limits = limits_of(problem, share)
+            for gap in _GAPS:
+                for room_gap, hold in others:
+                    yield Policy(
+                        tuple(
+                            Habit(
+                                limit, *turns(problem, style, s, limit), gap, room_gap, 10**6, hold
+                            )
+                            for s, limit in enumerate(limits)
+                        )
+                    )
+
+
+def greedy_policies(problem: Problem) -> Iterator[Policy]:
+    """Yield the eight policies of zero-bubble's heuristic (Qi et al., arXiv 2401.10241).
+
+    After warm-up, forwards and input gradients take turns. A weight gradient fills any idle time
+    that is long enough, and comes when a forward waits for memory. The eight differ in three
+    choices: whether a weight gradient also fills shorter times on the device that would idle most;
+    whether a forward waits if it would delay an input gradient; and whether a stage warms up with
+    all forwards that fit into its memory, or with one more than the next stage.
+    """
+    for even in (True, False):
+        for hold in (0.0, 1.0):
+            for share in (inf, 0.0):
+                habits = []
+                for s in range(problem.stages):
+                    most = min(problem.microbatches, room(problem, s))
+                    limit = most if share else max(1, min(most, problem.stages - s))
+                    put_off = turns(problem, "turns", s, limit)
+                    habits.append(Habit(limit, *put_off, 1.0, 0.0, 10**6, hold))
+                yield Policy(tuple(habits), even)
+
+
+def limits_of(problem: Problem, share: float) -> list[int]:
+    """Stage → a limit of micro-batches in flight: this share of as many as keep the stage busy with
+    forwards while one goes to the last stage and back."""
+    limits = []
+    for s in range(problem.stages):
+        most = room(problem, s)
+        if share < inf:
+            pace = max(problem.forward[s], 1e-9 * lag(problem, s), 1e-300)
+            wanted = share * (lag(problem, s) - problem.backward[s]) / pace
+            most = min(most, max(1, ceil(min(wanted, 1e9) - 1e-9)))
+        limits.append(most)
+    return limits
+
+
+def turns(problem: Problem, style: str, stage: int, limit: int) -> tuple[float, float]:
+    """By how many micro-batches a style puts off a stage's forwards, and its input gradients."""
+    if style == "input":
+        return 0.0 if stage == 0 else -float(stage), FIRST
+    if style == "forward":
+        return float(stage), LAST
+    if style == "deep":
+        return FIRST / 2 * (1 + stage / problem.stages), FIRST
+    if style == "turns":
+        return 0.0, float(limit)
+    pace = max(problem.work) / problem.microbatches or 1.0
+    return way_down(problem, 0, stage) / pace, (
+        (lag(problem, 0) - sum(problem.backward[:stage]) - sum(problem.up[:stage])) / pace
+    )
+
+
+def random_policy(problem: Problem, random: Random) -> Policy:
+    """A policy of a random style, with the same gaps for all stages or different ones."""
+    single = all(len(stages) <= 1 for stages in problem.held)
+    share = random.choice((*_SHARES, inf))
+    if random.random() < 0.4:
+        more = random.choice((0, 1, 1, 2))
+        rise = random.uniform(0.5, 2.0)
+        limits = [
+            min(room(problem, s), max(1, ceil(rise * (problem.stages - s))) + more)
+            for s in range(problem.stages)
+        ]
+    else:
+        limits = limits_of(problem, share)
+    style = random.choice(
+        ("input", "turns", "forward") if single else ("ideal", "ideal", "deep", "input")
+    )
+    alike = random.random() < 0.5
+    shared = one_habit(random)
+    habits = []
+    for s, limit in enumerate(limits):
+        gap, room_gap, most, hold = shared if alike else one_habit(random)
+        habits.append(Habit(limit, *turns(problem, style, s, limit), gap, room_gap, most, hold))
+    return Policy(tuple(habits), random.random() < 0.15)
+
+
+def one_habit(random: Random) -> tuple[float, float, int, float]:
+    return (
+        random.choice(_GAPS),
+        random.choice(_GAPS[:3]),
+        random.choice((10**6, 10**6, 10**6, 8, 4, 2, 1)),
+        random.choice((0.0, 0.0, 0.5, 1.0)),
+    )
+
+
+def changed(problem: Problem, policy: Policy, random: Random) -> Policy:
+    """A policy with one thing changed for one to three stages, for all up to one or from one on."""
+    stages = problem.stages
+    habits = list(policy.habits)
+    at = random.randrange(stages)
+    kind = random.random()
+    if kind < 0.6:
+        chosen = {random.randrange(stages) for _ in range(random.randint(1, 3))}
+    else:
+        chosen = set(range(at + 1)) if kind < 0.8 else set(range(at, stages))
+    field = random.randrange(6)
+    step = random.choice((-2, -1, -1, 1, 1, 2))
+    gap, room_gap, most, hold = one_habit(random)
+    put_off = random.choice((FIRST, LAST, None, random.uniform(-2, 2), random.uniform(-2, 2)))
+    for s in chosen:
+        old = habits[s]
+        limit = max(1, min(room(problem, s), old.limit + step))
+        if field <= 1:
+            follows = old.back == old.limit
+            habits[s] = old._replace(limit=limit, back=float(limit) if follows else old.back)
+        elif field == 2:
+            habits[s] = old._replace(gap=gap, room=room_gap)
+        elif field == 3:
+            habits[s] = old._replace(most=most)
+        elif field == 4:
+            habits[s] = old._replace(hold=hold)
+        elif put_off is None:
+            habits[s] = old._replace(back=float(old.limit))
+        elif abs(put_off) == LAST:
+            habits[s] = old._replace(back=put_off)
+        elif abs(old.back) < LAST and random.random() < 0.5:
+            habits[s] = old._replace(back=old.back + put_off)
+        else:
+            habits[s] = old._replace(turn=old.turn + put_off)
+    even = not policy.even if random.random() < 0.05 else policy.even
+    return replace(policy, habits=tuple(habits), even=even)

@@ -1,0 +1,35 @@
+"""Arguments and names that earlier versions had, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fxpipe.errors import InputError
+
+REMOVED = {
+    "fuse_accumulation": "leave it out; gradients are then added as in the plain loop, to the bit",
+    "ordered_sums": "leave it out; gradients of replicas are added in the order of the replicas",
+    "recompute_check": 'leave it out; to find what differs, train with recompute="never" too, '
+    "and compare the losses",
+}
+"""Argument of ``fxpipe.compile`` → what to do now. docs/removed.md has the reasons."""
+
+GONE = {
+    "fxpipe.prefetch": "iterate the loader, with pin_memory=True; a step copies its micro-batches "
+    "beside the computations",
+    "pipe.sizes": "to know whether a size fits, pipe.prepare with it, and look at pipe.simulate()",
+}
+"""Attribute → the same."""
+
+
+def gone(name: str) -> str:
+    """What to do instead of an attribute that went away, for its AttributeError; else empty."""
+    return f"; it was removed: {GONE[name]}" if name in GONE else ""
+
+
+def refuse_removed(given: Mapping[str, object]) -> None:
+    """Raise InputError for an argument that went away, TypeError for one that never was."""
+    for name in given:
+        if name in REMOVED:
+            raise InputError(f"fxpipe.compile takes {name} no longer: {REMOVED[name]}")
+        raise TypeError(f"compile() got an unexpected keyword argument {name!r}")

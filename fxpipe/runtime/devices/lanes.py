@@ -1,0 +1,265 @@
+"""The streams of a device: launching on them, ordering them by events, and copying to the device.
+
+All memory of a device is allocated on its compute stream, even for values that arrive on another
+stream. So the caching allocator reuses a block only for later work on that stream, and no block has
+to be held back by ``record_stream``.
+
+torch has 32 streams per device and hands them out round-robin, so two users may get the same
+stream. A compute stream must not be shared: other work on it would wait for the computations before
+it, and would become a part of a capture there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter_ns
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fxpipe.ir.launch import COMPUTE, PREFETCH
+from fxpipe.ir.plan import ValueSpec
+from fxpipe.runtime.failure import DeviceMemory
+from fxpipe.torchtools.accelerator import (
+    current,
+    default_stream,
+    kind_of,
+    plain,
+    reaches,
+    timed_event,
+)
+
+Place = torch.device | torch.Stream
+"""Where a device of a program runs: on a device of torch with its index, or on a stream."""
+
+
+def home(place: Place) -> torch.device:
+    """The device of a place."""
+    return place if isinstance(place, torch.device) else place.device
+
+
+ALONE = threading.RLock()
+"""Held during a capture, and while a thread synchronizes with a device or orders its streams."""
+
+TRIES = 32
+"""How many streams of torch's pool to try: all streams of a device, if no other code takes any."""
+
+
+class Streams:
+    """Streams that no other instance of this class computes on, as long as this object lives."""
+
+    def __init__(self) -> None:
+        # each stream, and whether it computes
+        self._streams: list[tuple[torch.Stream, bool]] = []
+        with _lock:
+            _all[self] = None
+
+    def take(self, stream: torch.Stream) -> torch.Stream:
+        """Compute on a stream that the user has chosen."""
+        with _lock:
+            self._streams.append((stream, True))
+        return stream
+
+    def make(self, device: torch.device, *, computes: bool = False) -> torch.Stream:
+        """Make a stream. A compute stream is not shared; a stream for copies is shared with other
+        copies if torch has no more."""
+        with _lock:
+            taken = [
+                stream
+                for streams in _all
+                for stream, other_computes in streams._streams
+                if computes or other_computes
+            ]
+            stream = torch.Stream(device)
+            for _ in range(TRIES):
+                if stream not in taken:
+                    break
+                stream = torch.Stream(device)
+            self._streams.append((stream, computes))
+        return stream
+
+
+_all: WeakKeyDictionary[Streams, None] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+class Lanes:
+    """The streams of one device of a program, kept from run to run.
+
+    Attributes:
+        device: the device.
+        kind: its kind.
+    """
+
+    def __init__(self, place: Place) -> None:
+        """Make a compute stream on a device, or take the given stream; other streams are made at
+        their first use."""
+        self.device = home(place)
+        self.kind = kind_of(self.device)
+        self._place = place  # a stream of the user's may end with its object
+        self._made = Streams()
+        computing = (
+            self._made.take(plain(place))
+            if isinstance(place, torch.Stream)
+            else self._made.make(place, computes=True)
+        )
+        self._streams: dict[str, torch.Stream] = {COMPUTE: computing}
+        # name of the receiving stream, source device → the source's stream that does the copy
+        self._leaving: dict[tuple[str, torch.device], torch.Stream] = {}
+        # device → the end of what the caller had launched there before the run
+        self._before: Mapping[torch.device, torch.Event] = {}
+        self._followed: torch.Event | None = None  # see ``follow``
+        self._reading: torch.Event | None = None  # the end of the last copy of pinned memory
+
+    def stream(self, name: str) -> torch.Stream:
+        """A stream by its name in programs. One made during a run is ordered like the others."""
+        if name not in self._streams:
+            self._streams[name] = made = self._after_caller(self._made.make(self.device))
+            if self._followed is not None:
+                made.wait_event(self._followed)
+        return self._streams[name]
+
+    def _after_caller(self, stream: torch.Stream) -> torch.Stream:
+        """Order a stream after what the caller had launched on its device before the run."""
+        if stream.device in self._before:
+            stream.wait_event(self._before[stream.device])
+        elif self._before:  # an input lies on a device that no earlier run has read from
+            stream.wait_event(default_stream(stream).record_event())
+        return stream
+
+    @contextmanager
+    def on(self, stream: str, name: str) -> Iterator[None]:
+        """Launch on a stream inside the block, under a name for profilers."""
+        with current(self.stream(stream)), self.kind.span(name):
+            yield
+
+    def wait(self, stream: str, mark: torch.Event) -> None:
+        """Order later launches on a stream after a mark, which may be another device's."""
+        self.stream(stream).wait_event(mark)
+
+    def mark(self, stream: str) -> torch.Event:
+        """Mark the end of what was launched on a stream so far."""
+        return self.stream(stream).record_event()
+
+    def bring(self, stream: str, value: Any) -> Any:
+        """Copy the tensors of a value to the device's memory, on a stream; but no integers of the
+        host."""
+        return pytree.tree_map_only(Tensor, lambda tensor: self._copied(stream, tensor), value)
+
+    def take(self, value: Tensor) -> Tensor:
+        """Copy a tensor to the host's memory, on the current stream. torch does not reuse pinned
+        memory before copies from it are done."""
+        pinned = torch.empty_like(value, device="cpu", pin_memory=True)
+        return pinned.copy_(value, non_blocking=True)
+
+    def room(self, spec: ValueSpec) -> Tensor:
+        """Allocate the device's memory for a value, with the strides that ``bring`` gives it."""
+        with current(self.stream(COMPUTE)):
+            return room(spec, self.device)
+
+    def begin(self, before: Mapping[torch.device, torch.Event]) -> None:
+        """Order all streams after an event on their device. The caller holds ``ALONE``."""
+        self._before = before
+        for stream in self.every():
+            self._after_caller(stream)
+
+    def end(self, others: Sequence[torch.Stream] = ()) -> None:
+        """Order what the calling thread launches next after all streams, and ``others`` too. The
+        thread itself waits only for copies from its pinned memory, which it may overwrite
+        afterwards."""
+        with ALONE:
+            for stream in self.every():
+                done = stream.record_event()
+                torch.accelerator.current_stream(stream.device).wait_event(done)
+                for other in others:
+                    if other.device == stream.device:
+                        other.wait_event(done)
+            if self._reading is not None:
+                self._reading.synchronize()
+                self._reading = None
+
+    def follow(self, stream: str) -> None:
+        """Order what is launched later, on any stream, after what this stream was given so far."""
+        self._followed = self.mark(stream)
+        for other in list(self._streams.values()):
+            other.wait_event(self._followed)
+
+    def every(self) -> list[torch.Stream]:
+        """All streams; a copy of the list, as another thread may add one meanwhile."""
+        return [*self._streams.values(), *self._leaving.values()]
+
+    def reached(self, mark: torch.Event) -> bool:
+        """Whether a stream has passed a mark. Raises any error that the device reports."""
+        return bool(mark.query())
+
+    def moment(self, stream: str) -> torch.Event:
+        """Mark the end of a stream like ``mark``; the mark keeps the time when it is reached."""
+        return timed_event(self.stream(stream))
+
+    def nanoseconds(self, moments: Sequence[torch.Event]) -> list[int]:
+        """The times of moments by the host's clock. Waits until the device has reached them."""
+        with ALONE:
+            torch.accelerator.synchronize(self.device)
+        now = self.moment(COMPUTE)
+        now.synchronize()
+        host = perf_counter_ns()
+        return [host - round(1e6 * moment.elapsed_time(now)) for moment in moments]
+
+    def memory(self) -> DeviceMemory:
+        """How much of the device's memory this process has allocated, and the total."""
+        return DeviceMemory(str(self.device), *self.kind.memory(self.device))
+
+    def _copied(self, stream: str, value: Tensor) -> Tensor:
+        if value.is_cpu and value.dim() == 0 and not value.is_floating_point():
+            return value  # such as a seed: the host would have to wait to read it from the device
+        with current(self.stream(COMPUTE)):
+            target = torch.empty_like(value, device=self.device)
+        if value.is_cpu:
+            pinned = value if value.is_pinned() else value.pin_memory()
+            target.copy_(pinned, non_blocking=True)
+            if pinned is value and stream != PREFETCH:  # nobody overwrites what was offloaded
+                self._reading = self.mark(stream)
+            return target
+        if value.device == self.device:
+            return target.copy_(value, non_blocking=True)
+        # torch copies on the current streams of both devices and makes each wait for the other
+        leaving = self._leaving_stream(stream, value.device)
+        with current(leaving), current(self.stream(stream)):
+            if reaches(self.device, value.device):
+                return target.copy_(value, non_blocking=True)
+        return self._through_host(target, value, self.stream(stream), leaving)
+
+    def _leaving_stream(self, stream: str, source: torch.device) -> torch.Stream:
+        """The stream of the source device that copies for one of this device's streams."""
+        key = stream, source
+        if key not in self._leaving:
+            self._leaving[key] = self._after_caller(self._made.make(source))
+        return self._leaving[key]
+
+    def _through_host(
+        self,
+        target: Tensor,
+        value: Tensor,
+        arriving: torch.Stream,
+        leaving: torch.Stream,
+    ) -> Tensor:
+        """Copy through pinned memory, which torch reuses only when both copies are done."""
+        staged = torch.empty_like(value, device="cpu", pin_memory=True)
+        leaving.wait_event(arriving.record_event())
+        with current(leaving):
+            staged.copy_(value, non_blocking=True)
+        arriving.wait_event(leaving.record_event())
+        with current(arriving):
+            return target.copy_(staged, non_blocking=True)
+
+
+def room(spec: ValueSpec, device: torch.device) -> Tensor:
+    """Allocate memory for a value as ``torch.empty_like`` does: dense, dimensions in its order."""
+    assert spec.strides is not None
+    like = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
+    return torch.empty_like(like, device=device)

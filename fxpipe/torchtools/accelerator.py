@@ -1,0 +1,151 @@
+"""What torch has no common name for among kinds of accelerators: CUDA, XPU, MPS and others.
+
+Streams, events and current devices are torch.Stream, torch.Event and torch.accelerator for every
+kind. A kind that torch supports and ``KINDS`` does not name, such as one from outside of torch
+("PrivateUse1"), is expected to have functions as torch.cuda has.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    generators: Any = torch.get_device_module(device).default_generators
+    made: torch.Generator = generators[device.index or 0]
+    return made
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A kind of accelerator.
+
+    Attributes:
+        kind: torch's name for its devices' type, such as "cuda".
+        streams: whether it has more than one stream a device.
+        blocking: an environment variable; where it is 1, each launch waits until it is done.
+        span: makes a block that profilers show under a name.
+        generator: the device → torch's own random number generator for it.
+    """
+
+    kind: str
+    streams: bool = True
+    blocking: str = ""
+    span: Callable[[str], AbstractContextManager[Any]] = torch.profiler.record_function
+    generator: Callable[[torch.device], torch.Generator] = _default_generator
+
+    def memory(self, device: torch.device) -> tuple[int | None, int | None]:
+        """The most bytes that this process has allocated on a device, and its bytes in all; None
+        where torch does not tell."""
+        module: Any = torch.get_device_module(self.kind)
+        most = getattr(module, "max_memory_allocated", None)
+        info = getattr(module, "mem_get_info", None)
+        return most and most(device), info and info(device)[1]
+
+    def is_late(self, error: BaseException) -> bool:
+        """Whether an error may be a device's late report of an earlier failure."""
+        if self.blocking and os.environ.get(self.blocking) == "1":
+            return False
+        return isinstance(error, torch.AcceleratorError) or (
+            isinstance(error, RuntimeError) and str(error).startswith(f"{self.kind.upper()} error")
+        )
+
+
+KINDS = {
+    "cuda": Accelerator(
+        "cuda",
+        blocking="CUDA_LAUNCH_BLOCKING",
+        span=lambda name: torch.cuda.nvtx.range(name),
+    ),
+    "xpu": Accelerator("xpu"),
+    "mps": Accelerator(
+        "mps",
+        streams=False,
+        generator=lambda device: torch.mps._get_default_mps_generator(),
+    ),
+}
+
+
+def kind_of(device: torch.device) -> Accelerator:
+    """The kind of a device."""
+    return KINDS.get(device.type) or Accelerator(device.type)
+
+
+def available() -> Accelerator | None:
+    """The kind of accelerator of this machine; None if there is none. torch supports one a
+    process."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else kind_of(found)
+
+
+def kind_here() -> str:
+    """The type of the accelerators that this build of torch is for; "cuda" if it is for none."""
+    found = torch.accelerator.current_accelerator()
+    return "cuda" if found is None else found.type
+
+
+@cache
+def reaches(device: torch.device, other: torch.device) -> bool:
+    """Whether a device can read the memory of another one of its kind; False if nobody knows."""
+    module: Any = torch.get_device_module(device)
+    asked = getattr(module, "can_device_access_peer", None)
+    return asked is not None and bool(asked(device.index or 0, other.index or 0))
+
+
+class current:
+    """A block in which a stream is the current one of its device, and its device the current one.
+
+    Unlike ``with stream:``, the block may be inside of another one of the same stream, and several
+    threads may be in theirs.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._device = torch.accelerator.current_device_index()
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.accelerator.set_stream(self._before)
+        torch.accelerator.set_device_index(self._device)
+
+
+def plain(stream: torch.Stream) -> torch.Stream:
+    """A stream as a torch.Stream: torch.cuda.Stream and the like are equal to their own class
+    alone."""
+    return stream if type(stream) is torch.Stream else _numbered(stream, stream.stream_id)
+
+
+def default_stream(like: torch.Stream) -> torch.Stream:
+    """The default stream of a stream's device, which has the number 0 on every kind of device."""
+    return _numbered(like, 0)
+
+
+def _numbered(like: torch.Stream, number: int) -> torch.Stream:
+    return torch.Stream(
+        stream_id=number, device_index=like.device_index, device_type=like.device_type
+    )
+
+
+def timed_event(stream: torch.Stream) -> torch.Event:
+    """An event at the end of what was launched on a stream so far, which keeps its time."""
+    event = torch.Event(stream.device, enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def random_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """A block after which the default generators of the CPU and of tensors' devices are as they
+    were before."""
+    devices = {x.device.index or 0 for x in tensors if x.device.type not in ("cpu", "meta")}
+    return torch.random.fork_rng(sorted(devices), device_type=kind_here())

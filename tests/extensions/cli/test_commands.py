@@ -1,0 +1,298 @@
+"""The commands: what they check, refuse and tell the shell, and how they are started."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import fxpipe
+from fxpipe import InputError
+from fxpipe.extensions.cli import main
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.python_file import of_python
+from fxpipe.schedules import gpipe
+from tests.helpers.command_line import run
+from tests.helpers.plans import chain
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_list_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "list")
+    assert status == 0
+    assert {line.split()[0] for line in out.splitlines() if line[:1].strip()} >= set(RECIPES)
+    assert "Every device runs all its forwards, then all its backwards" in " ".join(out.split())
+
+
+def test_faults_are_told_and_the_shell_is_told(
+    capsys: pytest.CaptureFixture[str], own: Path
+) -> None:
+    status, out, err = run(capsys, "verify", f"{own}:plain", "-p", "2", "-m", "2")
+    assert (status, err) == (1, "")
+    with pytest.raises(fxpipe.VerificationError) as caught:
+        fxpipe.Recipe("plain", lambda d, p, m: [fxpipe.F(0), fxpipe.B(0), fxpipe.U()])(
+            2, 2
+        ).verify()
+    assert out == f"{caught.value}\n"
+
+
+PROGRAM = str(free(communicate(Lower(chain(2))(gpipe(2, 2)))))
+
+
+@pytest.mark.parametrize(
+    ("text", "sound", "message"),
+    [
+        (f"# mine\n\n{PROGRAM}", True, "a valid program"),
+        (PROGRAM.replace("  send         act:y0:0->1[1]\n", ""), False, "never sends it"),
+    ],
+)
+def test_programs_are_checked(
+    text: str, sound: bool, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(text)
+    status, out, err = run(capsys, "verify", path)
+    assert (status, err) == (0 if sound else 1, "")
+    assert message in out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "the following arguments are required: COMMAND; see 'fxpipe --help'"),
+        ("draw", "invalid choice: 'draw'"),
+        ("schedule", "required: SCHEDULE; see 'fxpipe schedule --help'"),
+        ("schedule 1f2b", "there is no schedule '1f2b': did you mean '1f1b'"),
+        ("schedule 1f1b -p four", "invalid int value: 'four'"),
+        ("schedule 1f1b -p 0", "devices is 0; a schedule needs at least 1"),
+        ("schedule 1f1b --costs F", "--costs has 'F'; write a kind of task and its time"),
+        ("schedule 1f1b --costs F@1=1,F@01=2", "--costs has 'F@01=2' after another time of it"),
+        ("schedule 1f1b --costs Q=1", "no kind of task 'Q'"),
+        ("schedule 1f1b --costs F@9=1", "is for stage 9; the stages are 0 to 3"),
+        ("schedule 1f1b --costs F=-1", "at least 0"),
+        ("schedule 1f1b --costs F=1e308,B=1e308", "at most 1e+100"),
+        (f"schedule 1f1b --costs F={'9' * 5000}", "at most 1e+100"),
+        (f"schedule 1f1b --costs F@{'9' * 5000}=1", "write a kind of task and its time"),
+        ("schedule 1f1b --draw x.docx", "no format 'docx'"),
+        ("schedule 1f1b --draw own.py/x.svg", "own.py: File exists"),
+        ("schedule 1f1b --trace nowhere/x.json", "cannot be written"),
+        ("schedule 1f1b --steps 0", "steps is 0"),
+        ("schedule 1f1b --width 3", "width is 3"),
+        ("schedule missing.txt", "missing.txt cannot be read"),
+        ("schedule missing.py:one", "there is no file missing.py"),
+        ("schedule own.py:other", "own.py has no schedule 'other': "),
+        ("schedule own.py:ready -p 3", "own.py:ready is for 2 devices and not 3"),
+        ("schedule raises.py", "raises.py cannot be run: ValueError: no luck (…/raises.py:2, in"),
+        ("schedule syntax.py", "syntax.py cannot be run: SyntaxError: "),
+        ("schedule exits.py", "exits.py cannot be run: SystemExit: 3"),
+        ("schedule two.py", "two.py holds these schedules: one, two; name one"),
+        ("schedule text.txt", "text.txt: line 3, column 4: there is no kind of task 'X'"),
+        ("schedule zeros.txt", "expected 'schedule', as in"),
+        ("verify missing.txt", "missing.txt cannot be read"),
+        (
+            "verify other.txt",
+            "begins with 'hello'; give a text that begins with 'schedule'",
+        ),
+        ("verify empty.txt", "empty.txt is empty; give a text"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_exit_code_2(
+    line: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    own: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "raises.py": "def fail():\n    raise ValueError('no luck')\n\n\nfail()\n",
+        "syntax.py": "def\n",
+        "exits.py": "raise SystemExit(3)\n",
+        "two.py": "import fxpipe\none = fxpipe.Schedule.parse('''schedule a stages=1 "
+        "microbatches=1 delay=0\nplace 0\n0: F0 B0 U\n''')\ntwo = one.parse(str(one) + '#')\n",
+        "text.txt": "schedule a stages=1 microbatches=1 delay=0\nplace 0\n0: X0\n",
+        "other.txt": "hello\n",
+        "empty.txt": "# nothing here\n",
+        "zeros.txt": "\0" * 100_000,
+    }.items():
+        (tmp_path / name).write_text(text)
+    status, out, err = run(capsys, *line.split(" ") if line else ())
+    assert (status, out) == (2, "")
+    assert err.startswith("fxpipe: ")
+    assert err.count("\n") == 1
+    assert len(err) < 1000
+    assert message in err.replace(str(tmp_path), "…")
+
+
+def test_a_text_is_read_once_and_may_be_piped_in(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = str(gpipe(2, 2))
+    for command, told in (("verify -", "-: a valid schedule\n"), ("schedule - --text", text)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert run(capsys, *command.split()) == (0, told, "")
+    there, here = os.pipe()
+    os.write(here, text.encode())
+    os.close(here)
+    pipe = f"/dev/fd/{there}"
+    assert run(capsys, "verify", pipe) == (0, f"{pipe}: a valid schedule\n", "")
+    os.close(there)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    schedule = gpipe(2, 2)
+    for name, text in (("own.txt", str(schedule)), ("own.csv", schedule.csv())):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + text))
+        for path in (tmp_path / name, "-"):
+            status, out, err = run(capsys, "schedule", path, "--text")
+            assert (status, out.splitlines()[1:], err) == (0, str(schedule).splitlines()[1:], "")
+    assert fxpipe.Schedule.from_file(tmp_path / "own.txt") == schedule
+
+
+def test_a_csv_is_written_shown_and_judged_by_the_rules_of_its_own_runtime(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "own.csv"
+    line = ["schedule", "zb-h1", "-p", "2", "-m", "2", "--text"]
+    status, text, err = run(capsys, *line, "--csv", path)
+    assert (status, err) == (0, f"wrote {path}\n")
+    assert run(capsys, "schedule", path, "--text") == (0, text.replace("zb-h1", "own"), "")
+    what = "a valid CSV of torch.distributed.pipelining in the format compute_only"
+    valid = f"{what}, 2 ranks, 2 stages, 2 micro-batches\n"
+    assert run(capsys, "verify", path) == (0, f"{path}: {valid}", "")
+    for text, status, told in (
+        (path.read_text(), 0, f"-: {valid}"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", 1, "row 1, column 2, 0B0: deadlock"),
+        ("0F0,0B0\n1F0,1B0,1B0\n", 1, "row 2, column 3, 1B0: it is there already"),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        found, out, err = run(capsys, "verify", "-")
+        assert (found, err) == (status, "")
+        assert told in out
+    path.write_text("hello\n")
+    status, _, err = run(capsys, "verify", path)
+    assert (status, "own.csv: line 1, column 1: expected an action" in err) == (2, True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("[[{'type': 'F', 'stage': 0, 'minibatch': 0}]]"))
+    assert run(capsys, "verify", "-") == (0, "-: a valid schedule\n", "")
+    status, _, err = run(capsys, "schedule", "2bw", "--csv", path)
+    assert (status, "cannot be written as the CSV" in err) == (2, True)
+    assert path.read_text() == "hello\n"
+
+
+@pytest.mark.parametrize("line", ["verify a\0b", "schedule a\0b", "schedule gpipe --draw a\0.svg"])
+def test_no_name_of_a_file_holds_a_nul(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, *line.split(" "))
+    assert (status, out) == (2, "")
+    assert "an argument holds a NUL character" in err
+
+
+def test_the_module_and_the_console_script_are_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    module, _, function = project["project"]["scripts"]["fxpipe"].partition(":")
+    assert getattr(importlib.import_module(module), function) is main
+    monkeypatch.setattr(sys, "argv", ["fxpipe", "schedule", "1f1b", "-p", "0"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("fxpipe", run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", "fxpipe: devices is 0; a schedule needs at least 1\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("line", ["list > /dev/full", "schedule 1f1b --text --csv /dev/full"])
+def test_a_full_disk_is_one_line_and_exit_code_2(line: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m fxpipe {line}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    message = "fxpipe: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "err"),
+    [
+        ("list >&-", 0, ""),
+        (
+            "schedule 1f1b --text --csv /dev/null/x >&-",
+            2,
+            "fxpipe: /dev/null/x: Not a directory\n",
+        ),
+        ("verify - <&-", 2, "fxpipe: nothing is piped in; name a text file\n"),
+        (
+            "schedule odd.txt --no-formulas",
+            2,
+            "fxpipe: the output holds '\\U0001f600', which ascii cannot write; set "
+            "PYTHONIOENCODING=utf-8\n",
+        ),
+    ],
+)
+def test_closed_and_narrow_streams_are_told(
+    line: str, status: int, err: str, tmp_path: Path
+) -> None:
+    text = 'schedule "\U0001f600" stages=1 microbatches=1 delay=0\nplace 0\n0: F0 B0 U\n'
+    (tmp_path / "odd.txt").write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m fxpipe {line}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (status, err)
+
+
+def test_a_file_that_fails_leaves_no_schedules_behind(tmp_path: Path) -> None:
+    file = tmp_path / "half.py"
+    file.write_text(
+        "import fxpipe\n"
+        "@fxpipe.schedule(name='half-made')\n"
+        "def rows(device, devices, microbatches):\n"
+        "    yield fxpipe.F(0)\n"
+        "raise ValueError\n"
+    )
+    before = dict(RECIPES)
+    with pytest.raises(InputError, match="cannot be run: ValueError"):
+        of_python(str(file))
+    assert before == RECIPES
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    command = f"{sys.executable} -m fxpipe schedule gpipe -p 32 -m 128 --text | head -c 10"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("schedule g", "")
+
+
+def test_help_tells_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert {"compare", "list", "schedule", "verify"} <= set(capsys.readouterr().out.split())
+
+
+def test_the_version_is_that_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"fxpipe {fxpipe.__version__}\n")

@@ -1,0 +1,222 @@
+"""Schedules on the command line: shown, drawn, searched and compared."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import fxpipe
+from fxpipe.extensions.cli import main
+from fxpipe.schedules import gpipe
+from tests.conftest import Golden
+from tests.helpers.command_line import run
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "schedule zb-h1 -p 4 -m 8",
+        "schedule interleaved-1f1b -p 2 -m 4 --width 60 --no-formulas",
+        "schedule 2bw -p 2 -m 2 --steps 3",
+        "schedule 1f1b -p 2 -m 3 --costs F=1,B=1.5,F@1=2",
+        "schedule 1f1b -p 2 -m 3 --costs F=2,B=3",
+        "schedule 1f1b -p 3 -m 4 --text",
+    ],
+)
+def test_a_schedule_is_shown(
+    line: str, capsys: pytest.CaptureFixture[str], golden: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")  # The output of a pipe is the same everywhere.
+    status, out, err = run(capsys, *line.split())
+    assert (status, err) == (0, "")
+    name = re.sub(r"[^\w.]+", "_", line.replace("schedule", "cli"))
+    golden(f"{name}.txt", out)
+
+
+def test_a_schedule_of_its_own_numbers_has_formulas_in_times_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "gpipe.txt"
+    path.write_text(str(gpipe(3, 2)))
+    status, out, _ = run(capsys, "schedule", path)
+    assert status == 0
+    assert "makespan    = 6*T_B + T_U" in out
+    assert "bubble      = 1/2" in out
+
+
+def test_a_terminal_decides_how_wide_the_grid_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "50")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["schedule", "1f1b", "-p", "2", "-m", "8", "--no-formulas"]) == 0
+    grid = terminal.getvalue().split("\n1f1b")[0]
+    assert 40 < max(map(len, grid.splitlines())) <= 50
+
+
+def test_the_text_can_be_read_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, text, _ = run(capsys, "schedule", "zb-v", "-p", "2", "-m", "3", "--text")
+    path = tmp_path / "zb-v.txt"
+    path.write_text(text)
+    assert run(capsys, "schedule", path, "--text") == (0, text, "")
+    assert run(capsys, "verify", path) == (0, f"{path}: a valid schedule\n", "")
+
+
+def test_the_grid_of_a_huge_schedule_is_left_out_by_name(
+    capsys: pytest.CaptureFixture[str], own: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    line = ["schedule", "gpipe", "-p", "2", "-m", "3"]
+    _, whole, _ = run(capsys, *line)
+    monkeypatch.setattr("fxpipe.extensions.cli.commands._SHOWN", 13)
+    assert run(capsys, *line, "--all") == (0, whole, "")
+    status, out, _ = run(capsys, *line)
+    head = "gpipe: the grid and the figures of 14 tasks, more than 13, are left out; --all shows"
+    assert (status, out) == (0, f"{head} them\n\n{whole[whole.index('gpipe, given') :]}")
+    _, out, _ = run(capsys, "schedule", "gpipe", "-p", "2", "-m", "1", "--steps", "3")
+    assert "figures of 18 tasks" in out
+    status, out, _ = run(capsys, "schedule", f"{own}:plain", "-p", "2", "-m", "6")
+    assert status == 1
+    assert "are left out" not in out  # of 6 tasks
+    monkeypatch.setattr("fxpipe.extensions.cli.commands._SHOWN", 5)
+    status, out, _ = run(capsys, "schedule", f"{own}:plain", "-p", "2", "-m", "6")
+    assert status == 1
+    assert "stage 0 has no forward of micro-batches 1-5" in out
+    trace = tmp_path / "trace.json"
+    assert run(capsys, *line, "--trace", trace)[0] == 0
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+# Not a PDF: it holds the second in which it was made.
+@pytest.mark.parametrize("ending", ["svg", "png", "jpg"])
+def test_a_picture_is_written(
+    ending: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / f"picture.{ending}"
+    status, out, err = run(
+        capsys, "schedule", "gpipe", "-p", "1", "-m", "2", "--draw", path, "--text"
+    )
+    assert (status, err) == (0, f"wrote {path}\n")
+    assert out == str(gpipe(1, 2))
+    assert path.read_bytes() == gpipe(1, 2).draw().pipe(ending)
+
+
+def test_a_trace_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    assert run(capsys, "schedule", "gpipe", "-p", "2", "-m", "2", "--trace", path, "--text")[0] == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 10
+
+
+def test_a_page_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("bokeh", reason="bokeh is not installed: pip install fxpipe[html]")
+    path = tmp_path / "page.html"
+    line = ["schedule", "gpipe", "-p", "2", "-m", "2"]
+    assert run(capsys, *line, "--html", path, "--text") == (0, str(gpipe(2, 2)), f"wrote {path}\n")
+    assert "<title>gpipe · fxpipe</title>" in path.read_text()
+    status, _, err = run(capsys, *line, "--html", tmp_path / "nowhere" / "page.html")
+    assert (status, err) == (
+        2,
+        f"fxpipe: {tmp_path}/nowhere/page.html: No such file or directory\n",
+    )
+
+
+def test_schedules_of_a_python_file(capsys: pytest.CaptureFixture[str], own: Path) -> None:
+    _, expected, _ = run(capsys, "schedule", "gpipe", "-p", "2", "-m", "3", "--text")
+    for name in (f"{own}:mine", f"{own}:own-gpipe", f"{own}:ready", str(own)):
+        numbers = () if name.endswith("ready") else ("-p", "2", "-m", "3")
+        status, out, _ = run(capsys, "schedule", name, *numbers, "--text")
+        assert (status, out) == (0, expected.replace("gpipe", "own-gpipe"))
+    assert run(capsys, "verify", f"{own}:plain", "-p", "2", "-m", "1")[0] == 0
+
+
+def test_a_schedule_with_faults_is_shown_with_them(
+    capsys: pytest.CaptureFixture[str], own: Path, golden: Golden, tmp_path: Path
+) -> None:
+    line = ["schedule", f"{own}:plain", "-p", "2", "-m", "2"]
+    status, out, err = run(capsys, *line)
+    assert (status, err) == (1, "")
+    golden("cli_faults.txt", out)
+    assert run(capsys, *line, "--text")[0] == 1
+    for option in ("--trace", "--html"):
+        status, out, err = run(capsys, *line, option, tmp_path / "file")
+        assert (status, out) == (2, "")
+        assert f"has faults, and is not written; leave {option} out" in err
+
+
+SEARCH = ("search", "-p", "3", "-m", "4", "--costs", "F=1,I=2,W=1,F@2=2", "--work", "60")
+
+
+def test_a_schedule_is_searched_and_stands_beside_the_library(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    csv, picture = tmp_path / "found.csv", tmp_path / "found.svg"
+    status, out, err = run(capsys, *SEARCH, "--memory", "3", "--csv", csv, "--draw", picture)
+    assert status == 0
+    assert err == f"wrote {picture}\nwrote {csv}\n"
+    grid, words, table, _ = out.split("\n\n")
+    assert grid.count("\n") == 3
+    assert re.match(r"a step takes [0-9.]+; none takes less than [0-9.]+ \(", words)
+    times = {line.split()[0]: float(line.split()[1]) for line in table.splitlines()[2:]}
+    assert min(times.values()) == times["search"]
+    assert {"1f1b", "zb-h1"} < set(times)
+    assert run(capsys, "verify", csv)[0] == 0
+    assert "<svg" in picture.read_text()
+
+
+def test_the_text_of_a_searched_schedule_is_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, text, _ = run(
+        capsys, *SEARCH, "--placement", "v", "--memory", "9,9,9", "--keeps", "F=1,W=1", "--text"
+    )
+    assert status == 0
+    schedule = fxpipe.Schedule.parse(text).verify()
+    assert schedule.placement == fxpipe.vee(3)
+    status, text, _ = run(capsys, *SEARCH, "--no-flush", "--latency", "0.5", "--text")
+    assert fxpipe.Schedule.parse(text).delay == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--memory", "0.5"], "one micro-batch takes 1"),
+        (["--memory", "much"], "--memory is 'much'"),
+        (["--keeps", "F=1"], "give --memory, too"),
+        (["--memory", "4", "--keeps", "B=1"], "--keeps has 'B'"),
+        (["--memory", "4", "--keeps", "F=0.5"], "--keeps has F=0.5; write a whole number"),
+        (["--memory", "4", "--keeps", "F=nan"], "--keeps has F=nan"),
+        (["--memory", "4", "--keeps", "W=inf"], "--keeps has W=inf"),
+        (["--memory", "4", "--keeps", "F@1=-1"], "--keeps has F=-1"),
+        (["--memory", "4", "--keeps", "F@9=1"], "--keeps has F@9, and the stages are 0 to 2"),
+        (["--memory", "4", "--keeps", "F=1", "-p", "999999999"], "there are 999999999 stages"),
+        (["--placement", "w"], "write each, v, search, or loop=2"),
+        (["--flush", "--delay", "1"], "--flush and --delay 1 exclude each other"),
+    ],
+)
+def test_a_search_for_something_impossible_is_refused(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, *SEARCH, *arguments)
+    assert (status, out) == (2, "")
+    assert says in err
+
+
+def test_schedules_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "all.svg"
+    given = ("compare", "-p", "3", "-m", "6", "--costs", "F=1,B=2", "--memory", "3")
+    status, out, err = run(capsys, *given, "--draw", picture)
+    assert (status, err) == (0, f"wrote {picture}\n")
+    assert out.startswith("3 devices, 6 micro-batches, stages cut evenly\n")
+    (best,) = (line for line in out.splitlines() if "best with at most 3" in line)
+    assert best.split()[0] == "zb-v"
+    assert "<svg" in picture.read_text()
+    status, _, err = run(capsys, "compare", "--costs", "F@1=2")
+    assert (status, err.count("leave out the stage: F=2")) == (2, 1)

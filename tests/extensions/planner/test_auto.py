@@ -1,0 +1,376 @@
+"""What the first step decides by itself: a schedule, micro-batches and recomputation that fit."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import re
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import fxpipe
+from benchmarks.counted import counted
+from benchmarks.models.unet import UNet
+from fxpipe.compiler import predict as predicting
+from fxpipe.extensions.planner import stages
+from fxpipe.extensions.planner.candidates import (
+    Candidate,
+    Predicted,
+    best_of,
+    evaluate,
+    least_seconds,
+    library_over,
+)
+from fxpipe.formatting import time_text
+from fxpipe.ir.recipe import Placement, find_recipe, one_each, round_robin, vee
+from fxpipe.rehearsal import Rehearsals
+from fxpipe.simulator import Sizes, simulate_schedule
+from fxpipe.simulator.costs import (
+    Key,
+    Link,
+    Overheads,
+    Rehearsal,
+    times_of,
+)
+from tests.helpers.overlapping import OPTIMIZERS
+from tests.oracles.delayed_loop import DelayedLoop
+from tests.oracles.loop import train
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "SECONDS", 0.5)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())])
+
+
+def batch(samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(samples)
+    return torch.randn(samples, 16, generator=generator), torch.zeros(samples, 16)
+
+
+def pipe_of(model: nn.Module, **options: Any) -> fxpipe.Pipeline:
+    return fxpipe.compile(model, ["cpu", "cpu"], loss=mse_loss, **options)
+
+
+def assert_steps_like_the_loop(pipe: fxpipe.Pipeline, alone: nn.Module, samples: int) -> None:
+    x, y = batch(samples)
+    for parameter in (*pipe.parameters(), *alone.parameters()):
+        parameter.grad = None
+    pipe.step(x, target=y)
+    train(alone, pipe.schedule.microbatches, x, loss=mse_loss, target=y)
+    for (name, ours), theirs in zip(pipe.named_parameters(), alone.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad), name
+
+
+def test_a_searched_schedule_trains_like_the_loop_for_shorter_and_larger_batches() -> None:
+    model = layers()
+    alone = copy.deepcopy(model)
+    with pipe_of(model, schedule="search", microbatches=4) as pipe:
+        for samples, parts in ((3, 3), (8, 4), (2, 2), (8, 4)):
+            assert_steps_like_the_loop(pipe, alone, samples)
+            assert (pipe.schedule.name, pipe.schedule.microbatches) == ("search", parts)
+
+
+@pytest.mark.parametrize("limit", [None, 2**20])
+def test_a_searched_schedule_without_a_flush_trains_like_the_delayed_loop(
+    limit: int | None,
+) -> None:
+    model = layers()
+    loop = DelayedLoop.beside(model, OPTIMIZERS["adamw"], 4)
+    options = {"schedule": "search", "delay": 1, "microbatches": 4, "memory_limits": limit}
+    with pipe_of(model, optimizer=OPTIMIZERS["adamw"], **options) as pipe:
+        found = []
+        for samples in (8, 8, 3, 8, 12, 12):  # a short batch, and one that is decided on anew
+            x, y = batch(samples)
+            loop.microbatches = min(samples, 4)
+            found.append((pipe.step(x, target=y), loop.step(x, y)))
+        assert (pipe.schedule.name, pipe.schedule.overlaps) == ("search", True)
+        assert pipe.schedule.delay == 1
+        pipe.flush()
+        for own, expected in found:
+            assert torch.equal(torch.as_tensor(own), expected)
+        for name, parameter in loop.model.named_parameters():
+            assert torch.equal(pipe.state_dict()[name], parameter), name
+        if limit is not None:
+            assert all(memory.peak <= limit for memory in pipe.simulate().memory)
+
+
+def test_a_searched_schedule_is_not_slower_than_those_of_the_library_and_fits() -> None:
+    x, y = batch(8)
+    with pipe_of(layers(), schedule="1f1b", microbatches=4, example=((x,), {"target": y})) as pipe:
+        limit = max(memory.peak for memory in pipe.simulate().memory) * 4  # and Adam's state
+    options = {"schedule": "search", "microbatches": 4, "memory_limits": limit}
+    with pipe_of(layers(), **options) as pipe:
+        pipe.step(x, target=y)
+        found = pipe.simulate()
+        costs = pipe.simulate().costs
+        for name in ("1f1b", "gpipe", "zb-h1"):
+            other = simulate_schedule(find_recipe(name)(2, 4), costs)
+            assert found.makespan <= other.makespan * (1 + 1e-9)
+        assert all(memory.peak <= limit for memory in found.memory)
+
+
+def test_a_search_finds_a_schedule_wherever_1f1b_fits() -> None:
+    torch.manual_seed(0)
+    wide = (nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(4))
+    model, x = nn.Sequential(*wide), torch.randn(128, 64)
+    options: Any = {"microbatches": 8, "partition": ["2"], "optimizer": torch.optim.SGD}
+    options["example"] = ((x,), {"target": x})
+    with pipe_of(copy.deepcopy(model), schedule="1f1b", **options) as pipe:
+        limits = [memory.peak for memory in pipe.simulate().memory]
+    with pipe_of(model, schedule="search", memory_limits=limits, **options) as pipe:
+        held = [memory.peak for memory in pipe.simulate().memory]
+    assert all(peak <= most for peak, most in zip(held, limits, strict=True))
+
+
+def test_a_model_is_fitted_into_its_devices_or_what_is_missing_is_enough() -> None:
+    x, y = batch(4)
+    with pipe_of(layers(), optimizer=torch.optim.Adam, example=((x,), {"target": y})) as pipe:
+        most = max(memory.peak for memory in pipe.simulate().memory)
+    refused = 0
+    for share in (1.5, 0.8, 0.3):
+        limits: Any = int(most * share)
+        for _ in range(2):
+            options = {"schedule": "auto", "memory_limits": limits}
+            with pipe_of(layers(), optimizer=torch.optim.Adam, **options) as pipe:
+                try:
+                    pipe.step(x, target=y)
+                except fxpipe.PartitionError as error:
+                    assert re.search(r"may take .*too little", str(error))
+                    told = re.search(r"memory_limits=\[(.*?)\]", str(error))
+                    assert told is not None
+                    limits = [None if each == "None" else int(each) for each in told[1].split(", ")]
+                    refused += 1
+                    continue
+                each = limits if isinstance(limits, list) else [limits] * 2
+                for memory, limit in zip(pipe.simulate().memory, each, strict=True):
+                    assert limit is None or memory.peak <= limit
+                break
+        else:
+            pytest.fail(f"the limits of the error are not enough: {limits}")
+    assert refused
+
+
+def test_what_is_given_is_not_chosen() -> None:
+    model = layers()
+    alone = copy.deepcopy(model)
+    with pipe_of(model, schedule="auto", microbatches=4, recompute={1: "always"}) as pipe:
+        assert_steps_like_the_loop(pipe, alone, 8)
+        again = {task.stage for row in pipe.schedule.rows for task in row if task.kind == "R"}
+        assert (pipe.schedule.microbatches, again) == (4, {1})
+
+
+def test_a_step_after_a_call_and_a_larger_batch_keep_the_stages() -> None:
+    model = layers()
+    alone = copy.deepcopy(model)
+    with pipe_of(model, schedule="auto", memory_limits=2**30) as pipe:
+        with torch.no_grad():
+            pipe(batch(4)[0])
+        held = []
+        for samples in (4, 16, 4):
+            assert_steps_like_the_loop(pipe, alone, samples)
+            held.append([[a.target for a in stage.parameters] for stage in pipe.plan.stages])
+        assert held[0] == held[1] == held[2]
+
+
+def test_the_fastest_that_fits_is_that_of_all_candidates() -> None:
+    """Against all of them simulated, over times and memory that are given."""
+    unequal: dict[Key, float] = {("F", 1): 2.0, "B": 2.5, "I": 1.2, "W": 1.2, "R": 1.0}
+    times = times_of(3, "FBIWRU", unequal)
+    ways = [(recipe, m) for recipe in library_over(3) for m in (3, 6, 12)]
+    tried: list[Candidate] = []
+
+    def predict(candidate: Candidate) -> Predicted:
+        tried.append(candidate)
+        m = candidate.microbatches
+        found = simulate_schedule(
+            candidate.recipe(3, m), {key: time * 12 / m + 0.1 for key, time in times.items()}
+        )
+        kept = [
+            stash * 12 / m / (4 if mode == "always" else 1)
+            for stash, mode in zip(found.device_stash, candidate.recompute, strict=True)
+        ]
+        slow = 1 + 0.2 * candidate.recompute.count("always")
+        return Predicted(candidate, found.makespan * slow, tuple(kept))
+
+    def least(recipe: Any, m: int) -> float:
+        at = {key: time * 12 / m + 0.1 for key, time in times.items()}
+        return least_seconds(at, recipe, m, 3)
+
+    modes: Any = [*itertools.product(("never", "always"), repeat=3)]
+    everything = [predict(Candidate(*way, each)) for way in ways for each in modes]
+    all_tried = len(tried)
+    for limit in (100.0, 6.0, 3.0, 1.5, 1.0, 0.3, 0.1):
+        limits = (limit,) * 3
+        tried.clear()
+        found = best_of(evaluate(ways, None, limits, least, predict))
+        fitting = [each for each in everything if each.fits(limits)]
+        assert found.fits(limits) == bool(fitting)
+        if fitting:
+            assert found.seconds <= 1.02 * min(each.seconds for each in fitting)
+        assert len(tried) < all_tried / 2
+
+
+def test_half_of_the_memory_is_enough_with_what_is_recomputed_or_stored() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 3, 16, 16), torch.randn(16, 1, 16, 16)
+    options: Any = {"microbatches": 8, "loss": mse_loss, "optimizer": torch.optim.Adam}
+
+    def ran(**more: Any) -> tuple[list[int], list[int], list[str]]:
+        with fxpipe.compile(UNet(2, 8, depth=2), ["cpu"] * 2, **options, **more) as pipe:
+            pipe.prepare(x, target=y)
+            predicted = [memory.peak for memory in pipe.simulate().memory]
+            with counted(pipe) as found:
+                for step in range(3):
+                    if step == 2:
+                        for device in found:
+                            device.clear()
+                    pipe.step(x, target=y)
+            return predicted, [device.peak for device in found], sorted(pipe.schedule.kinds)
+
+    all_kept, _, _ = ran(schedule="gpipe")
+    limits = [peak // 2 for peak in all_kept]
+    predicted, real, _ = ran(schedule="auto", memory_limits=limits)
+    for peak, held, limit in zip(predicted, real, limits, strict=True):
+        assert peak <= limit and peak == pytest.approx(held, rel=0.03)
+
+
+def test_only_steps_that_have_stored_say_how_long_that_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The operations of a stage do not, so that it takes what the rates tell."""
+    letters: set[str] = set()
+
+    def predict(*args: Any, rehearsal: Rehearsal, **given: Any) -> Any:
+        letters.update(letter for letter, _ in rehearsal.costs)
+        return predicting.predict(*args, rehearsal=rehearsal, **given)
+
+    monkeypatch.setattr(stages, "predict", predict)
+    monkeypatch.setattr(Rehearsals, "rehearse", lambda *_: None)
+    x, y = batch(8)
+    with pipe_of(layers(), schedule="auto", microbatches=4) as pipe:
+        pipe.step(x, target=y)
+    assert letters >= {"F", "B"} and not letters & {"O", "P"}
+
+
+def rehearsed(halves: bool, samples: int) -> dict[tuple[str, int], float]:
+    """Seconds of tasks that cost something for any number of samples."""
+    both = {("F", 0): 0.1 + 0.02 * samples, ("F", 1): 0.1 + 0.03 * samples}
+    if not halves:
+        return both | {("B", s): 0.3 + 0.05 * samples for s in (0, 1)}
+    return both | {(x, s): 0.18 + 0.025 * samples for x in "IW" for s in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    "links", [{}, {"link_bandwidth": 600.0}, {"link_bandwidth": 5e3, "link_latency": 4.0}]
+)
+def test_it_takes_the_fastest_of_what_was_rehearsed(
+    links: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Against all schedules and numbers of micro-batches, simulated with the same times and links:
+    a linear layer sends 16 floats for each sample, and gets as many back."""
+    sizes: list[int] = []
+
+    def rehearse(self: Rehearsals, compiled: Any, call: Any) -> Rehearsal:
+        sizes.append(compiled.samples)
+        return Rehearsal(rehearsed("I" in compiled.schedule.kinds, compiled.samples))
+
+    monkeypatch.setattr(Rehearsals, "rehearse", rehearse)
+    x, y = batch(32)
+    cut = fxpipe.Partition(at=["4"], **links)
+    with (
+        caplog.at_level("INFO", "fxpipe"),
+        pipe_of(layers(), schedule="auto", partition=cut) as pipe,
+    ):
+        pipe.step(x, target=y)
+        taken = pipe.schedule.name, pipe.schedule.microbatches
+    assert sorted(sizes) == [4, 4, 8, 8, 16, 16]
+    link = Link(links.get("link_latency", 0.0), links.get("link_bandwidth", math.inf))
+    found = {}
+    for recipe in library_over(2):
+        for m in (2, 4, 8, 16, 32):
+            made = recipe(2, m)
+            times = rehearsed(False, 32 // m) | rehearsed("I" in made.kinds, 32 // m)
+            costs = cast(dict[Key, float], times | {("U", s): 0.0 for s in (0, 1)})
+            bytes_ = Sizes(values={"y0": 32 // m * 16 * 4})
+            ran = simulate_schedule(made, costs, links=link, sizes=bytes_)
+            found[recipe.name, m] = ran.makespan
+    assert found[taken] <= 1.01 * min(found.values())
+    told = re.search(r"takes .* \((.*), predicted\)", caplog.text)
+    assert told is not None and told[1] == time_text(found[taken])
+
+
+@pytest.mark.parametrize(
+    ("whole", "given", "place"),
+    [
+        ({"B": 2.0, "I": 1.0, "W": 1.0}, 0.0, vee),  # halves fill what is idle at the turn of a V
+        ({"B": 2.0, "I": 2.0, "W": 2.0}, 0.0, round_robin(2)),  # halves take twice as long
+        ({"B": 2.0, "I": 1.0, "W": 1.0}, 9.0, one_each),  # whatever is handed over takes long
+    ],
+)
+def test_the_stages_are_where_the_fastest_step_has_them(
+    whole: dict[str, float], given: float, place: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against all schedules with one stage a device, the V and round robin, simulated with the same
+    times; then the step is that of the loop, and a larger batch keeps the stages."""
+
+    def times(stages: int, letters: str, samples: float) -> dict[tuple[str, int], float]:
+        each = {"F": 1.0, **whole}
+        return {(x, s): each[x] * samples / stages for x in letters for s in range(stages)}
+
+    def rehearse(self: Rehearsals, compiled: Any, call: Any) -> Rehearsal:
+        stages = len(compiled.plan.stages)
+        letters = "FIW" if "I" in compiled.schedule.kinds else "FB"
+        return Rehearsal(times(stages, letters, compiled.samples), Overheads(hand_over=given))
+
+    monkeypatch.setattr(Rehearsals, "rehearse", rehearse)
+    monkeypatch.setattr(stages, "measured_costs", lambda plan: times(len(plan.stages), "FBIW", 1.0))
+    monkeypatch.setattr(stages, "overheads", Overheads)
+    model = layers()
+    alone = copy.deepcopy(model)
+    ran = {}
+    for at in (one_each, vee, round_robin(2)):
+        for recipe in library_over(4, at):
+            for m in (4, 8):
+                made = recipe(4, m)
+                costs = cast(dict[Key, float], times(made.stages, "FBIW", 8 / m))
+                free = {("U", s): 0.0 for s in range(made.stages)}
+                found = simulate_schedule(made, costs | free, links=Link(given))
+                ran[recipe.name, m] = found.makespan
+    with fxpipe.compile(model, ["cpu"] * 4, loss=mse_loss, schedule="auto") as pipe:
+        assert_steps_like_the_loop(pipe, alone, 8)
+        taken = pipe.schedule
+        held = [[a.target for a in stage.parameters] for stage in pipe.plan.stages]
+        assert_steps_like_the_loop(pipe, alone, 16)
+        assert held == [[a.target for a in stage.parameters] for stage in pipe.plan.stages]
+    assert taken.placement == place(4)
+    costs = cast(dict[Key, float], times(taken.stages, "FBIW", 8 / taken.microbatches))
+    free = {("U", s): 0.0 for s in range(taken.stages)}
+    ours = simulate_schedule(taken, costs | free, links=Link(given)).makespan
+    assert ours <= 1.01 * min(ran.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"partition": fxpipe.Partition(memory_limits=1e9)}, "memory_limits is given twice"),
+        ({"delay": 1}, 'schedule="auto" decides among .* give schedule="search"'),
+        ({"predict": True}, 'schedule="auto" may decide that batches read the newest weights'),
+        ({"schedule": "search", "predict": True}, r"search_schedule\(\.\.\., delay=1\)"),
+        ({"schedule": "search", "delay": 1}, "schedule 'search' .* give optimizer="),
+        ({"schedule": "search", "delay": -1}, "give a whole number of at least 0"),
+    ],
+)
+def test_what_cannot_be_decided_on_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(fxpipe.InputError, match=words):
+        pipe_of(layers(), **{"schedule": "auto", "memory_limits": 1e9, **options})

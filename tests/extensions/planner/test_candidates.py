@@ -1,0 +1,100 @@
+"""What is recomputed, stored and known of the steps that may be taken."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from fxpipe.extensions.planner.candidates import (
+    Affine,
+    Candidate,
+    Predicted,
+    least_seconds,
+    library_over,
+    variants,
+)
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.passes.schedule import add_offload, add_recompute
+from fxpipe.simulator import Sizes, simulate_schedule
+from fxpipe.simulator.costs import (
+    Key,
+    times_of,
+)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_stages_recompute_or_store_as_costs_least_of_all_ways(seed: int) -> None:
+    """Against every combination of what stages may do, simulated."""
+    draw = random.Random(seed)
+    stages, recipe = draw.choice((2, 3)), find_recipe(draw.choice(("gpipe", "1f1b", "zb-h1")))
+    times = {
+        (letter, s): draw.uniform(0.5, 2) * (5 if letter in "OP" and draw.random() < 0.3 else 1)
+        for letter in "FBIWROPU"
+        for s in range(stages)
+    }
+    saved = {s: draw.randint(50, 100) for s in range(stages)}
+    sizes = Sizes(values={f"y{s}": 5 for s in saved}, saved=saved, deferred=saved)
+
+    def predict(candidate: Candidate) -> Predicted:
+        recomputing = add_recompute(recipe(stages, 6), candidate.recompute)
+        schedule = add_offload(recomputing, candidate.offload)
+        found = simulate_schedule(schedule, times, sizes=sizes)
+        peaks = tuple(float(memory.peak) for memory in found.memory)
+        return Predicted(candidate, found.makespan, peaks)
+
+    modes = itertools.product(("never", "always"), repeat=2)
+    everything = [
+        predict(Candidate(recipe, 6, *zip(*ways, strict=True)))
+        for ways in itertools.product(modes, repeat=stages)
+    ]
+    most = everything[0].peaks
+    for share in (1.0, 0.8, 0.5, 0.3):
+        limits = [share * peak for peak in most]
+        found = variants(Candidate(recipe, 6, ()), limits, predict, offloads=True)
+        fitting = [each.seconds for each in everything if each.fits(limits)]
+        ours = [each.seconds for each in found if each.fits(limits)]
+        assert bool(ours) == bool(fitting)
+        assert not fitting or min(ours) == pytest.approx(min(fitting))
+
+
+def test_of_many_ways_no_change_on_one_device_is_faster() -> None:
+    recipe, stages = find_recipe("gpipe"), 8
+    draw = random.Random(0)
+    cost = [{"keep": 1.0, "offload": draw.random() + 1, "recompute": 1.5} for _ in range(stages)]
+
+    def seconds(ways: Sequence[str]) -> float:  # a neighbour that does otherwise is waited for
+        alone = sum(own[way] for own, way in zip(cost, ways, strict=True))
+        return alone + 0.2 * sum(a != b for a, b in itertools.pairwise(ways))
+
+    def predict(candidate: Candidate) -> Predicted:
+        pairs = zip(candidate.recompute, candidate.offload, strict=True)
+        ways = [
+            "recompute" if r != "never" else "offload" if o != "never" else "keep" for r, o in pairs
+        ]
+        return Predicted(candidate, seconds(ways), tuple(2.0 - (way != "keep") for way in ways))
+
+    found = variants(Candidate(recipe, 8, ()), (1.0,) * stages, predict, offloads=True)
+    best = min(each.seconds for each in found if each.fits((1.0,) * stages))
+    every = itertools.product(("offload", "recompute"), repeat=stages)
+    assert len(found) < 2**stages and best <= 1.05 * min(map(seconds, every))
+
+
+def test_no_step_takes_less_than_the_closed_form() -> None:
+    for recipe in library_over(4, stale=True):
+        unequal: dict[Key, float] = {("F", 2): 3.0, "B": 1.0, "I": 0.7, "W": 0.6, "U": 0.0}
+        equal: dict[Key, float] = {"F": 1.0, "B": 2.0, "U": 0.0}
+        for costs in (equal, unequal):
+            made = simulate_schedule(recipe(4, 8), costs)
+            time = made.steady.period if made.window.depth else made.makespan
+            times = times_of(4, "FBIWRU", costs)
+            assert least_seconds(times, recipe, 8, 4) <= time * (1 + 1e-9)
+
+
+def test_times_between_and_beyond_those_that_are_known_lie_on_lines() -> None:
+    of = Affine({2: 5.0, 8: 11.0})  # 3 + samples
+    assert [of(size) for size in (1, 2, 4, 8, 20)] == [4, 5, 7, 11, 23]
+    assert [Affine({4: 8.0})(size) for size in (1, 8)] == [2, 16]
+    assert Affine({2: 1.0, 4: 8.0})(1) == 0.5  # never below a share of what is known

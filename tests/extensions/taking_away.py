@@ -1,0 +1,102 @@
+"""Take one extension after another away, and see in a process of its own that the rest works.
+
+    python -m tests.extensions.taking_away NAME=MODULE,MODULE …
+
+The parent imports what a first step needs of other libraries, but nothing of fxpipe, and forks a
+child for each extension. In the child the modules of
+the extension, and all that is in them, cannot be imported. It then imports fxpipe, trains a step,
+lowers, verifies, simulates, draws and prints every schedule of the library; none of that may load
+an extension. Prints a JSON object: name → "" or the last lines of the error.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from types import ModuleType
+
+import rich.table  # noqa: F401
+import safetensors.torch  # noqa: F401
+import torch
+import torch._dynamo
+import torch._functorch.aot_autograd
+from torch import nn
+from torch.nn.functional import mse_loss
+
+
+class Gone(importlib.abc.MetaPathFinder):
+    """Finds none of these modules."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._modules = modules
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> None:
+        if any(f"{name}.".startswith(f"{module}.") for module in self._modules):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def extensions() -> list[str]:
+    """The modules of extensions that are loaded."""
+    return [name for name in sys.modules if name.startswith("fxpipe.extensions")]
+
+
+def use_the_rest() -> None:
+    """Use what must work without any extension, and loads none."""
+    import fxpipe
+    from fxpipe.ir.recipe import RECIPES
+    from fxpipe.simulator.simulate import chain_program
+
+    assert not extensions(), f"import fxpipe loads {extensions()}"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    loss = mse_loss(model(x), y)
+    loss.backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 2, partition=["2"], microbatches=2, loss=mse_loss) as pipe:
+        torch.testing.assert_close(pipe.step(x, target=y), loss.detach())
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        assert pipe.simulate().step_time > 0 and str(pipe.plan) and str(pipe.program)
+    for recipe in RECIPES.values():
+        schedule = recipe(2, 4).verify()
+        assert fxpipe.Schedule.parse(str(schedule)) == schedule
+        chain_program(schedule).verify()
+        assert schedule.simulate().makespan > 0
+        assert schedule.grid() and schedule.draw().source
+    assert not extensions(), f"what the core does loads {extensions()}"
+
+
+def taken_away(modules: Sequence[str]) -> str:
+    """Fork, and use the rest without these modules. Returns the last lines of the error, or ""."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        told = ""
+        try:
+            os.close(reading)
+            sys.meta_path.insert(0, Gone(modules))
+            use_the_rest()
+        except BaseException:
+            told = "".join(traceback.format_exc().splitlines(keepends=True)[-8:])
+        with os.fdopen(writing, "w") as out:
+            out.write(told or "works")
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as told_by_child:
+        told = told_by_child.read()
+    os.waitpid(child, 0)
+    return "" if told == "works" else told or "the process ended"
+
+
+if __name__ == "__main__":
+    assert not [name for name in sys.modules if name.startswith("fxpipe")]
+    given = [text.partition("=") for text in sys.argv[1:]]
+    print(json.dumps({name: taken_away(modules.split(",")) for name, _, modules in given}))

@@ -1,0 +1,192 @@
+"""What PyTorch's own tracers fail at is right, or refused with a way out that works."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fxpipe
+from fxpipe.errors import InputError, TraceError
+from tests.oracles import loop
+
+
+class Differentiates(nn.Module):
+    """Returns an energy, and its gradient to the input."""
+
+    def __init__(self, function: Callable[[Any, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.head = nn.Linear(1, 1)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy, force = self.function(self.body, x)
+        return torch.cat([self.head(energy), force], 1)
+
+
+def by_autograd(body: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        energy = body(x)
+        force = torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+    return energy, force
+
+
+def by_vjp(body: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    energy, back = torch.func.vjp(body, x)[:2]
+    return energy, back(torch.ones_like(energy))[0]
+
+
+def by_vmap(body: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    force = torch.func.vmap(torch.func.grad(lambda row: body(row).squeeze(-1)))(x)
+    return body(x), force
+
+
+@pytest.mark.parametrize("function", [by_autograd, by_vjp, by_vmap])
+def test_gradients_taken_in_the_models_own_forward_are_those_of_the_loop(function: Any) -> None:
+    torch.manual_seed(0)
+    model = Differentiates(function)
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(4, 3), torch.randn(4, 4)
+    with fxpipe.compile(model, 1, microbatches=2, loss=F.mse_loss) as pipe:
+        assert pipe.step(x, target=y) == loop.train(alone, 2, x, loss=F.mse_loss, target=y).loss
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=0, atol=0)
+
+
+class Nested(nn.Module):
+    """Works on rows of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [row[:2] for row in self.first(x)]
+        nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        padded = torch.nested.to_padded_tensor(self.middle(nested), 0.0, (len(x), 3, 4))
+        made: Tensor = self.last(padded)
+        return made * (1.0 if x.sum() > 0 else 2.0)
+
+
+def test_nested_tensors_in_the_models_own_forward_compute_what_the_loop_does() -> None:
+    torch.manual_seed(0)
+    model = Nested()
+    alone = copy.deepcopy(model)
+    x = torch.randn(4, 3, 4)
+    with fxpipe.compile(model, 1, microbatches=2, loss=F.mse_loss) as pipe:
+        assert pipe.step(x, target=x) == loop.train(alone, 2, x, loss=F.mse_loss, target=x).loss
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=0, atol=0)
+
+
+class Named(nn.Module):
+    """Reads a parameter, buffer or submodule of any name."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__()
+        self.linear, self.name = nn.Linear(4, 4), name
+        if kind == "buffer":
+            self.register_buffer(name, torch.zeros(4))
+        else:
+            new = nn.Parameter(torch.zeros(4)) if kind == "parameter" else nn.Linear(4, 4)
+            setattr(self, name, new)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        part = getattr(self, self.name)
+        y: Tensor = self.linear(x) + (part(x) if isinstance(part, nn.Module) else part)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("buffer", "code"), ("buffer", "graph"), ("parameter", "graph"), ("submodule", "graph")],
+)
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_name_of_torch_fx_is_refused_and_the_advised_one_works(
+    kind: str, name: str, tracer: Any
+) -> None:
+    def step(name: str) -> Tensor:
+        options: Any = {"microbatches": 2, "loss": F.mse_loss, "tracer": tracer}
+        with fxpipe.compile(Named(kind, name), 1, **options) as pipe:
+            loss: Tensor = pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+            return loss
+
+    with pytest.raises(InputError, match=f"{kind} '{name}' has a name .* to {name}_ "):
+        step(name)
+    assert step(f"{name}_").isfinite()
+
+
+def test_a_lazy_buffer_is_refused_and_a_run_in_evaluation_mode_gives_it_a_shape() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.Linear(5, 4))
+    x = torch.randn(4, 4)
+    with (
+        fxpipe.compile(model, 1, microbatches=2, loss=F.mse_loss) as pipe,
+        pytest.raises(InputError, match=r"buffer '1\.running_mean' .* model\.eval\(\)"),
+    ):
+        pipe.step(x, target=x)
+    model.eval()
+    model(x[:2])
+    model.train()
+    alone = copy.deepcopy(model)
+    with fxpipe.compile(model, 1, microbatches=2, loss=F.mse_loss) as pipe:
+        assert pipe.step(x, target=x) == loop.train(alone, 2, x, loss=F.mse_loss, target=x).loss
+    name = "1.running_mean"
+    assert torch.equal(model.get_buffer(name), alone.get_buffer(name))
+
+
+def test_a_decorated_forward_that_cannot_be_traced_symbolically_can_be_exported() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes, **heads))
+    tokens = torch.randint(8, (2, 3))
+    with (
+        fxpipe.compile(model, 1, microbatches=1, tracer="symbolic") as pipe,
+        pytest.raises(TraceError, match=r'decorator .* hides .*; use tracer="export"'),
+    ):
+        pipe.step(input_ids=tokens, labels=tokens)
+    with fxpipe.compile(model, 1, microbatches=1) as pipe:
+        assert pipe.step(input_ids=tokens, labels=tokens).isfinite()
+
+
+class Wide(nn.Module):
+    """Sizes a tensor by Python, which a symbolic trace would keep as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y + torch.ones(3 if isinstance(x.shape[1], torch.fx.Proxy) else 4)
+
+
+def test_a_symbolic_graph_that_fails_names_the_line_and_export_traces_the_model() -> None:
+    x = torch.randn(4, 4)
+    options: Any = {"microbatches": 2, "loss": F.mse_loss}
+    with (
+        fxpipe.compile(Wide(), 1, tracer="symbolic", **options) as pipe,
+        pytest.raises(TraceError, match=r'test_foreign_errors\.py:\d+, .* use tracer="export", or'),
+    ):
+        pipe.step(x, target=x)
+    with fxpipe.compile(Wide(), 1, **options) as pipe:
+        assert pipe.step(x, target=x).isfinite()
+
+
+def test_a_nested_input_is_refused_and_its_padded_rows_are_taken() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    rows = [torch.randn(1 + index, 4) for index in range(4)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with fxpipe.compile(model, 1, microbatches=2, loss=Tensor.mean) as pipe:
+        with pytest.raises(InputError, match=r"input\.to_padded_tensor\(0\.0\)"):
+            pipe.step(nested)
+        assert pipe.step(nested.to_padded_tensor(0.0)).isfinite()

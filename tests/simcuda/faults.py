@@ -1,0 +1,341 @@
+"""Faults to plant in the order of what devices run: each is a text in a file, and what stands there
+instead."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+STREAMS = "fxpipe.passes.lowering.streams"
+ORDER = "fxpipe.passes.lowering.launch_order"
+FREE = "fxpipe.passes.lowering.free"
+LANES = "fxpipe.runtime.devices.lanes"
+LAUNCHING = "fxpipe.runtime.devices.launching"
+ACCELERATOR = "fxpipe.torchtools.accelerator"
+
+
+class Fault(NamedTuple):
+    """A text in a module's functions, and what stands there instead.
+
+    Attributes:
+        module: the module's name.
+        before: the text, which occurs there once.
+        after: what stands there instead.
+        scenes: the names of the pipes that notice it (see ``mutants.SCENES``).
+        equivalent: why nothing can go wrong by it; empty if something does.
+    """
+
+    module: str
+    before: str
+    after: str
+    scenes: tuple[str, ...] = ("1f1b",)
+    equivalent: str = ""
+
+
+FAULTS = {
+    # the pass that chooses streams and events
+    "a computation does not wait for its inputs": Fault(
+        STREAMS, "needs.add(_before(self._made.get((device, buffer[:5])), buffer))", "pass"
+    ),
+    "an arrival does not wait for memory": Fault(STREAMS, "needs.add(memory)", "pass"),
+    "a receive does not wait for its sender": Fault(
+        STREAMS,
+        "needs.add(_before(self._made.get((program.origin(x), x.buffer[:5])), x.buffer))",
+        "pass",
+    ),
+    "a free does not wait for the uses": Fault(
+        STREAMS, "(self._made.get(place), *self._used[place])", "(self._made.get(place),)"
+    ),
+    "a free does not wait for copies to other devices": Fault(
+        STREAMS, "self._used[origin].append(_Spot(device, at, x.buffer.batch))", "pass"
+    ),
+    "a free does not wait for its value to be made": Fault(
+        STREAMS,
+        "(self._made.get(place), *self._used[place])",
+        "self._used[place]",
+        ("1f1b", "offload", "2bw"),
+        "each value is read on its device, and whatever reads it waits until it is made",
+    ),
+    "memory of the window before is not waited for": Fault(
+        STREAMS, "memory = self._window_before(device)", "memory = None", ("2bw",)
+    ),
+    "nobody waits for the own device": Fault(
+        STREAMS, "if key[1:] == (device, stream):", "if key[1] == device:"
+    ),
+    "a stream that has waited once waits no more": Fault(
+        STREAMS, "if spot.batch or spot.position > seen.get(key, -1):", "if key not in seen:"
+    ),
+    "waits reach into the window of their launch alone": Fault(
+        STREAMS, "batch=buffer.batch - spot.batch", "batch=0", ("2bw",)
+    ),
+    "arrivals wait for the memory of the first computation": Fault(
+        STREAMS, "if stream == COMPUTE:", "if stream == COMPUTE and memory is None:"
+    ),
+    "an event is recorded one instruction early": Fault(
+        STREAMS,
+        "Event(numbers[device, at]) if (device, at) in numbers else None",
+        "Event(numbers[device, at + 1]) if (device, at + 1) in numbers else None",
+    ),
+    "only the latest event is waited for": Fault(
+        STREAMS,
+        "                    waits.append(spot)\n",
+        "                    waits[:] = [spot]\n",
+    ),
+    "frees go behind any barrier": Fault(
+        STREAMS,
+        "stop = min(stop, meetings[meeting])",
+        "pass",
+        ("barriers",),
+        "a free that comes later only keeps memory longer",
+    ),
+    "a late free is of the batch of the launch": Fault(
+        STREAMS, "ins.Free(x.buffer._replace(batch=use.batch))", "ins.Free(x.buffer)", ("2bw",)
+    ),
+    "a free does not look at the receiver of its value": Fault(
+        STREAMS,
+        "stop = max(first, bisect_left(starts, use.start))",
+        "stop = 0",
+        equivalent="it stays behind the send and waits for the copy by an event: it overlaps less",
+    ),
+    "arrivals are on the compute stream": Fault(
+        STREAMS,
+        "return arrivals(source_of(program, instruction))",
+        "return COMPUTE",
+        equivalent="one stream orders more than two: copies overlap nothing",
+    ),
+    "offloads are on the compute stream": Fault(
+        STREAMS,
+        "if isinstance(instruction, ins.Offload | ins.Prefetch):",
+        "if isinstance(instruction, ins.Prefetch):",
+        ("offload",),
+        "one stream orders more than two: copies overlap nothing",
+    ),
+    "fetched values are on the stream of offloads": Fault(
+        STREAMS,
+        "return OFFLOAD if isinstance(instruction, ins.Offload) else PREFETCH",
+        "return OFFLOAD",
+        ("offload",),
+        "one stream orders more than two: the copies to the host and back overlap less",
+    ),
+    # the order of launches
+    "arrivals move up across barriers": Fault(
+        ORDER,
+        "since = stop",
+        "since = 0",
+        ("barriers",),
+        "one that waits for a send behind the barrier is put off until that is launched",
+    ),
+    "one arrival is put off, and not those behind it": Fault(
+        ORDER,
+        "and source_of(program, pending.instruction) == source\n",
+        "and pending is self.queue[0]\n",
+        ("put off",),
+    ),
+    "a receive is launched before its send": Fault(
+        ORDER,
+        "case ins.Receive(buffer) | ins.Pop(buffer) if buffer in self._unsent:",
+        "case ins.Receive(buffer) | ins.Pop(buffer) if not self._launched:",
+    ),
+    "arrivals are launched before the frees beside them": Fault(
+        ORDER,
+        "            self.queue.extend(self._rest[self.segment])\n"
+        "            self.queue.extend(self._arrivals[self.segment])\n",
+        "            self.queue.extend(self._arrivals[self.segment])\n"
+        "            self.queue.extend(self._rest[self.segment])\n",
+    ),
+    # frees
+    "a value is freed before its last use": Fault(
+        FREE,
+        "        yield x\n        yield from map(ins.Free, ends.get(position, ()))\n",
+        "        yield from map(ins.Free, ends.get(position, ()))\n        yield x\n",
+    ),
+    "what is stored is freed beside its copy": Fault(
+        FREE,
+        "ends[_overlapped(instructions, position, x)] += stored",
+        "ends[position] += stored",
+        ("offload",),
+        "the free waits for the copy by an event: only the overlap is lost",
+    ),
+    # launching
+    "a wait does nothing": Fault(LANES, "self.stream(stream).wait_event(mark)", "pass"),
+    "only the first event is waited for at a launch": Fault(
+        LAUNCHING, "for event in launch.waits:", "for event in launch.waits[:1]:"
+    ),
+    "events of earlier steps are not waited for": Fault(
+        LAUNCHING, "if at.batch >= self.first and", "if at.batch >= self.step and", ("2bw",)
+    ),
+    "the compute stream waits in place of the own one": Fault(
+        LAUNCHING, "self.lanes.wait(launch.stream, mark)", 'self.lanes.wait("compute", mark)'
+    ),
+    "events are recorded on the compute stream": Fault(
+        LAUNCHING,
+        "self.channels.events.record(event, self._mark(launch.stream))",
+        'self.channels.events.record(event, self._mark("compute"))',
+    ),
+    "events are recorded before their instruction": Fault(
+        LAUNCHING,
+        "            self.trail.give(launch.stream, Launched(",
+        "            early = self._mark(launch.stream)\n"
+        "            self._mark = lambda stream: early\n"
+        "            self.trail.give(launch.stream, Launched(",
+    ),
+    "all is launched on the compute stream, and events on others": Fault(
+        LAUNCHING,
+        "with self.lanes.on(launch.stream, print_instruction(instruction)):",
+        'with self.lanes.on("compute", print_instruction(instruction)):',
+        ("pinned",),
+    ),
+    "instructions run on the caller's stream": Fault(
+        LANES, "with current(self.stream(stream)), self.kind.span", "with self.kind.span"
+    ),
+    "statistics are computed on the caller's stream": Fault(
+        LAUNCHING,
+        '        with lanes.on(COMPUTE, "statistics"):',
+        "        if True:",
+        ("deferred", "deferred 2bw"),
+    ),
+    "nothing follows the statistics": Fault(
+        LAUNCHING, "        lanes.follow(COMPUTE)\n", "", ("deferred", "deferred 2bw")
+    ),
+    "streams that exist do not follow the statistics": Fault(
+        LANES,
+        "for other in list(self._streams.values()):",
+        "for other in ():",
+        ("deferred", "deferred 2bw"),
+    ),
+    "new streams do not follow the statistics": Fault(
+        LANES,
+        "if self._followed is not None:",
+        "if False:",
+        ("deferred", "deferred 2bw"),
+        equivalent="it follows the caller, who follows the step before with its statistics",
+    ),
+    # the beginning and the end of a step
+    "the pipe does not follow the caller": Fault(
+        LANES,
+        "            stream.wait_event(self._before[stream.device])\n",
+        "            pass\n",
+        ("computed inputs",),
+    ),
+    "new streams do not follow the caller": Fault(
+        LANES,
+        "made = self._after_caller(self._made.make(self.device))",
+        "made = self._made.make(self.device)",
+        ("computed inputs",),
+    ),
+    "streams of a copy's source do not follow the caller": Fault(
+        LANES,
+        "self._after_caller(self._made.make(source))",
+        "self._made.make(source)",
+        ("computed inputs",),
+    ),
+    "a device that is new to the pipe does not follow the caller": Fault(
+        LANES, "elif self._before:", "elif False:", ("inputs elsewhere",)
+    ),
+    "only the first device follows the caller": Fault(
+        LAUNCHING,
+        "            for lanes in self.lanes:\n                lanes.begin(before)",
+        "            for lanes in self.lanes[:1]:\n                lanes.begin(before)",
+        ("computed inputs",),
+    ),
+    "a backward does not follow the streams of its call": Fault(
+        LAUNCHING, "last.wait_event(caller.record_event())", "pass", ("call",)
+    ),
+    "the caller does not follow the pipe": Fault(
+        LANES, "torch.accelerator.current_stream(stream.device).wait_event(done)", "pass"
+    ),
+    "the caller follows the first device alone": Fault(
+        LAUNCHING,
+        "        for lanes in self.lanes:\n            lanes.end(",
+        "        for lanes in self.lanes[:1]:\n            lanes.end(",
+    ),
+    "the caller follows the compute stream alone": Fault(
+        LANES,
+        "            for stream in self.every():\n                done",
+        '            for stream in [self.stream("compute")]:\n                done',
+        ("computed inputs", "computed 2bw"),
+        equivalent="the compute stream waits for each copy of a step before the step ends",
+    ),
+    "the streams of a call do not follow its backward": Fault(
+        LANES,
+        "                        other.wait_event(done)\n",
+        "                        pass\n",
+        ("call",),
+    ),
+    "pinned inputs are not waited for": Fault(
+        LANES, "self._reading.synchronize()", "pass", ("pinned",)
+    ),
+    "the end of a copy of pinned inputs is not kept": Fault(
+        LANES, "self._reading = self.mark(stream)", "pass", ("pinned",)
+    ),
+    "any input of the host is waited for": Fault(LANES, "if pinned is value and", "if"),
+    # memory, and copies
+    "memory belongs to the stream that receives": Fault(
+        LANES,
+        "        with current(self.stream(COMPUTE)):\n            target =",
+        "        with current(self.stream(stream)):\n            target =",
+        equivalent="an arrival waits for all that was launched on the compute stream, so each "
+        "stream may use its own memory again: only more is kept back",
+    ),
+    "stored values go to memory that is not pinned": Fault(
+        LANES,
+        'torch.empty_like(value, device="cpu", pin_memory=True)\n        return pinned',
+        'torch.empty_like(value, device="cpu")\n        return pinned',
+        ("offload",),
+    ),
+    "storing waits": Fault(
+        LANES,
+        "return pinned.copy_(value, non_blocking=True)",
+        "return pinned.copy_(value)",
+        ("offload",),
+    ),
+    "inputs of the host are copied while the host waits": Fault(
+        LANES, "target.copy_(pinned, non_blocking=True)", "target.copy_(pinned)"
+    ),
+    "seeds go to the device": Fault(
+        LANES,
+        "if value.is_cpu and value.dim() == 0 and not value.is_floating_point():",
+        "if False:",
+        ("tied",),
+    ),
+    "copies leave on the source's default stream": Fault(
+        LANES,
+        "        with current(leaving), current(self.stream(stream)):",
+        "        with current(self.stream(stream)):",
+        equivalent="torch orders both devices' streams around a copy: it overlaps less",
+    ),
+    "devices that cannot reach each other copy directly": Fault(
+        LANES, "if reaches(self.device, value.device):", "if True:", ("no peers",)
+    ),
+    "copies through the host do not wait for memory": Fault(
+        LANES, "        leaving.wait_event(arriving.record_event())\n", "", ("no peers",)
+    ),
+    "copies through the host do not wait for the first half": Fault(
+        LANES, "        arriving.wait_event(leaving.record_event())\n", "", ("no peers",)
+    ),
+    "the first half of a copy through the host is on the current stream": Fault(
+        LANES,
+        "        with current(leaving):\n            staged",
+        "        if True:\n            staged",
+        ("no peers",),
+    ),
+    "the second half of a copy through the host is on the current stream": Fault(
+        LANES,
+        "        with current(arriving):\n            return target.copy_(staged",
+        "        if True:\n            return target.copy_(staged",
+        ("no peers",),
+        "an arrival is launched where its stream is the current one",
+    ),
+    "a block leaves its stream current": Fault(
+        ACCELERATOR, "torch.accelerator.set_stream(self._before)", "pass", ("pinned", "call")
+    ),
+    # what compiles
+    "statistics stay where they are": Fault(
+        "fxpipe.ir.traced", "if norm.moments in names:", "if False:", ("deferred", "deferred 2bw")
+    ),
+    "ignored targets are counted on the host": Fault(
+        "fxpipe.compiler.objective",
+        "    if not terms:\n        return None\n",
+        "    return None\n",
+        ("ignored targets",),
+    ),
+}

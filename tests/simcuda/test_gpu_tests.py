@@ -1,0 +1,67 @@
+"""The tests of ``tests/gpu`` on simulated devices, all in one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.simcuda.process import on_devices, simulated
+
+pytestmark = simulated
+
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+"""Not by hypothesis, which pytest would find imported in the process with devices."""
+
+GPU = Path(__file__).parents[1] / "gpu"
+FILES = ("test_cuda.py", "test_cuda_graphs.py", "test_cuda_ranks.py")
+"""``test_compile_memory`` here runs what else there is."""
+
+CANNOT = {
+    "times are not simulated",
+    "NCCL is not simulated",
+    "the driver makes no green context: PyTorch was not built with Green Context support!",
+}
+"""Why tests are skipped there."""
+
+
+class Outcomes:
+    """Collects how tests end."""
+
+    def __init__(self) -> None:
+        self.failed: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
+        self.passed = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.rpartition("::")[2]
+        if report.failed:
+            self.failed[name] = report.longreprtext
+        elif report.skipped:
+            assert isinstance(report.longrepr, tuple)
+            self.skipped[name] = report.longrepr[2].removeprefix("Skipped: ")
+        elif report.when == "call":
+            self.passed += 1
+
+
+def run(deep: bool) -> tuple[dict[str, str], dict[str, str], int, list[str]]:
+    """The tests that have failed and that were skipped, each with the text of why; how many have
+    passed; and the races."""
+    from tests.simcuda import cuda
+
+    cuda.configure(cuda.Mode.LAZY)
+    outcomes = Outcomes()
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    if not deep:
+        options += ["-k", "not training_equals_that_without_graphs or 2bw"]
+    pytest.main([*options, *(str(GPU / file) for file in FILES)], plugins=[outcomes])
+    return outcomes.failed, outcomes.skipped, outcomes.passed, list(cuda.take().races)
+
+
+def test_the_tests_for_a_gpu_pass_on_simulated_devices() -> None:
+    failed, skipped, passed, races = on_devices(run, DEEP)
+    assert not failed, "\n".join(failed.values())
+    assert not races
+    assert passed
+    assert set(skipped.values()) <= CANNOT

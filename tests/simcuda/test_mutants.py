@@ -1,0 +1,19 @@
+"""Planted faults are noticed: a sample, and all of them in the long run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.profiles import DEEP
+from tests.simcuda.faults import FAULTS
+from tests.simcuda.mutants import noticed
+from tests.simcuda.process import simulated
+
+pytestmark = simulated
+
+SAMPLE = ("a wait does nothing", "new streams do not follow the caller")
+
+
+@pytest.mark.parametrize("name", FAULTS if DEEP else SAMPLE)
+def test_a_planted_fault_is_noticed_unless_nothing_goes_wrong_by_it(name: str) -> None:
+    assert bool(noticed(name)) != bool(FAULTS[name].equivalent)

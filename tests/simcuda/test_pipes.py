@@ -1,0 +1,134 @@
+"""Pipes on simulated devices: they train as on CPU devices, to the bit, whatever runs late."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import fxpipe
+from fxpipe import DeviceError, DeviceMemoryError
+from tests.helpers.profiles import DEEP
+from tests.simcuda.drawn import (
+    EXTRAS,
+    INPUTS,
+    LAZY,
+    OPTIONS,
+    RANDOM,
+    SCHEDULES,
+    STARVING,
+    draw,
+    wrong,
+)
+from tests.simcuda.process import on_devices, simulated
+from tests.simcuda.training import MODELS, Setting, compare, train
+
+pytestmark = simulated
+
+SEED = int(os.environ.get("FXPIPE_SEED", random.SystemRandom().randrange(10**6)))
+
+PLACES = ["cuda:0", "cuda:1"]
+
+
+def test_settings_are_drawn_of_all_kinds() -> None:
+    drawn = [draw(seed) for seed in range(len(SCHEDULES) * len(MODELS))]
+    assert {each.parts[:2] for each in drawn} == {*itertools.product(SCHEDULES, MODELS)}
+    met = {part for each in drawn for part in each.parts}
+    assert {*OPTIONS, *EXTRAS, *INPUTS, "8 devices"} <= met
+    assert all(each.modes[0] == (LAZY, 0) for each in drawn)
+    assert {mode for each in drawn for mode, _ in each.modes} == {LAZY, RANDOM, STARVING}
+
+
+@pytest.mark.parametrize("number", range(300 if DEEP else 6))
+def test_a_pipe_on_devices_trains_as_on_cpu_devices(number: int) -> None:
+    """The seed changes from run to run: every message names it, and ``FXPIPE_SEED`` sets it."""
+    assert not wrong(SEED + number)
+
+
+def without_peers() -> tuple[list[str], int]:
+    from tests.simcuda import cuda
+
+    setting = Setting("unet", {"schedule": "1f1b"})
+    wrong = compare(setting, PLACES, [(LAZY, 0), (RANDOM, SEED)])
+    cuda.take()
+    train(setting, PLACES)
+    counts = cuda.take().counts
+    return wrong, counts.get("copies_without_access", 0)
+
+
+def test_devices_that_cannot_reach_each_other_exchange_values_through_the_host() -> None:
+    wrong, direct = on_devices(without_peers, peers=False)
+    assert not wrong
+    assert direct == 0
+
+
+def stages() -> nn.Module:
+    """Two parts; the second one takes memory for what it saves."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4096), nn.Linear(4096, 8))
+
+
+def short_of_memory() -> tuple[str, int, list[bool]]:
+    """A step for which a device has too little memory, and then one for which it has enough."""
+    from tests.simcuda import cuda
+
+    x, y = torch.randn(64, 64), torch.arange(64) % 8
+    model = stages()
+    losses = []
+    with fxpipe.compile(model, PLACES, microbatches=4, loss=cross_entropy, partition=["2"]) as pipe:
+        losses.append(pipe.step(x, target=y).item())
+        torch.cuda.reset_peak_memory_stats(1)
+        losses.append(pipe.step(x, target=y).item())
+        peak = torch.cuda.max_memory_allocated(1)
+        gc.collect()
+        with cuda.within(1, peak - 512), pytest.raises(DeviceMemoryError) as raised:
+            pipe.step(x, target=y)
+        told, device = str(raised.value), raised.value.device
+        assert raised.value.capacity == peak - 512
+        del raised  # with the frames of the step, and its tensors
+        gc.collect()
+        with cuda.within(1, peak):
+            losses.append(pipe.step(x, target=y).item())
+    return told, device, [loss == losses[0] for loss in losses]
+
+
+def test_a_step_needs_its_peak_to_the_byte_and_names_the_device_that_lacks_it() -> None:
+    told, device, equal = on_devices(short_of_memory)
+    assert "cuda:1 has no memory left" in told
+    assert device == 1
+    assert all(equal)
+
+
+def fails_late() -> tuple[str, str]:
+    """An index outside of a table, in one micro-batch of many steps."""
+    from tests.simcuda import cuda
+
+    cuda.configure(cuda.Mode.LAZY)
+    model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 64), nn.Linear(64, 8))
+    x, y = torch.randint(16, (8, 4)), torch.randint(8, (8, 4))
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(out.flatten(0, 1), y.flatten())
+
+    with fxpipe.compile(model, PLACES, microbatches=4, loss=loss, partition=["2"]) as pipe:
+        pipe.step(x, target=y)
+        torch.cuda.synchronize()
+        x[5, 0] = 1 << 20
+        try:
+            for _ in range(50):
+                pipe.step(x, target=y)
+            pytest.fail("nothing has failed")
+        except DeviceError as error:
+            return str(error), str(error.suspects)
+
+
+def test_a_kernel_that_fails_late_is_among_the_suspects() -> None:
+    told, suspects = on_devices(fails_late)
+    assert "cuda:0" in told
+    assert "s0[2]" in suspects

@@ -1,0 +1,200 @@
+"""Steps and calls on simulated devices: nothing races, and the host waits for no device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+
+import fxpipe
+from fxpipe.torchtools.accelerator import current, default_stream, plain
+from tests.simcuda.process import on_devices, simulated
+from tests.simcuda.training import Setting, compare, sgd
+
+pytestmark = simulated
+
+LAZY, RANDOM, STARVING = 1, 2, 3
+PLACES = ["cuda:0", "cuda:1"]
+MODES = [(LAZY, 0), (RANDOM, 1), (STARVING, 2)]
+
+
+class Tokens(nn.Module):
+    """Returns the loss of its tokens, which it computes as asked."""
+
+    weight: Tensor
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.middle = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 9)
+        self.loss = loss
+        self.register_buffer("weight", torch.linspace(0.5, 1.5, 9))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        made = self.last(torch.tanh(self.middle(self.embedding(x)))).flatten(0, 1)
+        if self.loss == "shifted":
+            y = pad(y, (0, 1), value=-100)[:, 1:]
+        if self.loss == "weighted":
+            return cross_entropy(made, y.flatten(), self.weight)
+        return cross_entropy(made, y.flatten())
+
+
+def tokens(step: int) -> tuple[Tensor, Tensor]:
+    """A batch of which other targets are ignored in each step; in one, all of a micro-batch."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randint(9, (8, 5), generator=generator) for _ in range(2))
+    y[: step + 1, 2:] = -100
+    y[5, :step] = -100
+    if step == 2:
+        y[:2] = -100
+    return x, y
+
+
+def losses(
+    loss: str, schedule: str, devices: Sequence[str], place: str
+) -> tuple[list[Tensor], Any]:
+    """Losses and weights of four steps with targets on ``place``, and what the last waited for."""
+    torch.manual_seed(0)
+    waits: Mapping[str, int] = {}
+    options: dict[str, Any] = {"microbatches": 4, "schedule": schedule, "optimizer": sgd}
+    with fxpipe.compile(Tokens(loss), devices, **options) as pipe:
+        made = []
+        for step in range(4):
+            x, y = (tensor.to(place) for tensor in tokens(step))
+            if place != "cpu":
+                from tests.simcuda import cuda
+
+                cuda.take()
+            made.append(pipe.step(x, y))
+            if place != "cpu":
+                noticed = cuda.take()
+                assert not noticed.races
+                waits = noticed.waits
+        pipe.flush()
+        return [x.cpu() + 0 for x in [*made, *pipe.state_dict().values()]], waits
+
+
+def ignored_targets(loss: str, schedule: str) -> Any:
+    from tests.simcuda import cuda
+
+    wanted, _ = losses(loss, schedule, ["cpu"] * 2, "cpu")
+    cuda.configure(cuda.Mode.LAZY)
+    made, waits = losses(loss, schedule, PLACES, "cuda:0")
+    return all(map(torch.equal, made, wanted)), waits
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("loss", ["plain", "shifted"])
+def test_targets_on_a_device_that_are_ignored_are_counted_there(loss: str, schedule: str) -> None:
+    equal, waits = on_devices(ignored_targets, loss, schedule)
+    assert equal
+    assert not waits
+
+
+def class_weights() -> Any:
+    from tests.simcuda import cuda
+
+    torch.manual_seed(0)
+    model, told = Tokens("weighted"), []
+    with fxpipe.compile(model, PLACES, microbatches=4, optimizer=sgd) as pipe:
+        for step in range(4):
+            if step == 3:
+                model.weight.mul_(2)
+            cuda.take()
+            pipe.step(*tokens(step))
+            told.append(sum(cuda.take().waits.values()))
+    return told
+
+
+def test_weights_of_classes_on_a_device_are_read_when_they_have_changed() -> None:
+    *_, warm, changed = on_devices(class_weights)
+    assert warm == 0
+    assert changed > 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_deferred_batchnorm_trains_on_devices(schedule: str) -> None:
+    setting = Setting("unet", {"schedule": schedule, "deferred_batchnorm": True})
+    assert not on_devices(compare, setting, PLACES, MODES[:2])
+
+
+def called(devices: Sequence[str], inputs: str, side: bool) -> list[Tensor]:
+    """Calls of a pipe and backwards, with current streams that are not the default ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+    made: list[Tensor] = []
+    if side:
+        for device in range(2):
+            torch.cuda.set_stream(torch.cuda.Stream(device))
+    with fxpipe.compile(model, devices, microbatches=4, partition=["2"]) as pipe:
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(8, 4, generator=generator).to(inputs).requires_grad_()
+            out = pipe(x)
+            loss = cross_entropy(out, (torch.arange(8) % 3).to(out.device))
+            loss.backward()
+            assert x.grad is not None and x.grad.device == x.device
+            made += [loss.detach(), x.grad]
+        if side:
+            for device in range(2):
+                torch.cuda.set_stream(torch.cuda.default_stream(device))
+                torch.cuda.synchronize(device)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [x.cpu() + 0 for x in (*made, *gradients, *pipe.state_dict().values())]
+
+
+def calls(inputs: str, side: bool) -> list[str]:
+    from tests.simcuda import cuda
+
+    wanted = called(["cpu"] * 2, "cpu", False)
+    wrong = []
+    for mode, seed in MODES:
+        cuda.configure(cuda.Mode(mode), seed)
+        made = called(PLACES, inputs, side)
+        if not all(map(torch.equal, made, wanted)):
+            wrong.append(f"other numbers in mode {mode}")
+        wrong += cuda.take().races
+    return wrong
+
+
+@pytest.mark.parametrize("side", [False, True])
+@pytest.mark.parametrize("inputs", ["cpu", "cuda:0", "cuda:1"])
+def test_a_call_and_its_backward_follow_the_callers_streams(inputs: str, side: bool) -> None:
+    assert not on_devices(calls, inputs, side)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_the_first_evaluation_leaves_delayed_weights_as_they_were(schedule: str) -> None:
+    """It traces the model on the first device, which must not look like a change by the user."""
+    setting = Setting("dropout", {"schedule": schedule}, extra="evaluation")
+    assert not on_devices(compare, setting, PLACES, MODES[:1])
+
+
+def blocks() -> None:
+    first, second = torch.Stream("cuda:0"), torch.Stream("cuda:1")
+
+    def now() -> tuple[int, torch.Stream, torch.Stream]:
+        stream = torch.accelerator.current_stream
+        return torch.accelerator.current_device_index(), stream(0), stream(1)
+
+    before = now()
+    with current(first), current(second):
+        assert now() == (1, first, second)
+        with current(first):  # once more
+            assert now() == (0, first, second)
+        assert now() == (1, first, second)
+    assert now() == before
+    assert before[1:] == (default_stream(first), default_stream(second))
+    given = torch.cuda.Stream(1)
+    assert type(plain(given)) is torch.Stream
+    assert plain(given).stream_id == given.stream_id
+    assert plain(given).device == torch.device("cuda:1")
+
+
+def test_a_stream_is_current_in_its_block_alone() -> None:
+    on_devices(blocks)

@@ -1,0 +1,356 @@
+"""Trainings that run on CPU devices and on simulated ones, and must come to the same bits.
+
+Kernels are the same on both, and so must be what they get: rows of inputs fill cache lines, since
+matrix products round by alignment, and dropout scales by powers of two, since CUDA's scales in
+double precision.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import fxpipe
+
+Batch = tuple[Tensor, Tensor]
+
+LOSS = 512
+"""Bytes that a device allocates for a scalar."""
+
+
+class UNet(nn.Module):
+    """Convolutions with BatchNorm, and skips over what lies between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(into: int, out: int, stride: int = 1) -> nn.Module:
+            convolution = nn.Conv2d(into, out, 3, stride, padding=1, bias=False)
+            return nn.Sequential(convolution, nn.BatchNorm2d(out), nn.ReLU())
+
+        self.down = block(1, 4)
+        self.deep = block(4, 6, stride=2)
+        self.wide = nn.Sequential(nn.Upsample(scale_factor=2), block(6, 4))
+        self.up = block(8, 4)
+        self.last = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.down(x)
+        y: Tensor = self.last(self.up(torch.cat([self.wide(self.deep(h)), h], 1)))
+        return y
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Batch:
+        return torch.randn(8, 1, 6, 6, generator=generator), _classes(3, 8, generator=generator)
+
+
+class Tied(nn.Module):
+    """A transformer of tokens with dropout, whose first and last layer share their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(8, 2, 12, 0.5, batch_first=True) for _ in range(2))
+        )
+        self.last = nn.Linear(8, 9, bias=False)
+        self.last.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.blocks(self.embedding(x)))
+        return y.transpose(1, 2)
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Batch:
+        x, y = (_classes(9, 8, 5, generator=generator) for _ in range(2))
+        y[0, 1:] = -100  # micro-batches of different weights
+        return x, y
+
+
+class Dropout(nn.Module):
+    """Layers with dropout and skips, four parts of like cost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(16, 12), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.5), nn.LayerNorm(12))
+        self.third = nn.Sequential(nn.Linear(12, 12), nn.GELU(), nn.Dropout(0.75))
+        self.last = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        y: Tensor = self.last(self.third(self.second(h) + h) * h)
+        return y
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Batch:
+        return torch.randn(8, 16, generator=generator), _classes(3, 8, generator=generator)
+
+
+class Leaf(Dropout):
+    """The same, with one part that fxpipe is told not to trace."""
+
+
+def _classes(count: int, *shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(count, shape, generator=generator)
+
+
+CUTS: Mapping[str, Mapping[int, list[str]]] = {
+    "unet": {2: ["wide"], 4: ["deep", "wide", "up"]},
+    "tied": {2: ["blocks.1"], 4: ["blocks.0", "blocks.1", "last"]},
+    "dropout": {2: ["third"], 4: ["second", "third", "last"]},
+    "leaf": {2: ["third"], 4: ["second", "third", "last"]},
+}
+"""Model → number of stages → where it is cut."""
+
+OVERLAPPING = ("2bw", "pipedream", "1f1b-async", "cdp-v1", "cdp-v2", "pipedream-vertical")
+"""Schedules in which a step returns while its batch is in flight. What they compute may depend on
+where the model is cut, which costs decide for other numbers of stages than those in ``CUTS``."""
+
+MODELS: Mapping[str, Any] = {"unet": UNet, "tied": Tied, "dropout": Dropout, "leaf": Leaf}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how.
+
+    Attributes:
+        model: a name in ``MODELS``.
+        options: those of ``fxpipe.compile``.
+        steps: how many batches.
+        extra: words for what happens beside steps: ``evaluation`` between them, ``resume`` (a
+            checkpoint is saved, a step made, and the checkpoint loaded), ``scaler``, ``side`` (the
+            caller's current streams are not the default ones), ``late`` (losses are read when the
+            pipe is closed).
+        inputs: where batches are: ``cpu``, ``pinned`` (the same memory for each, overwritten after
+            the step) or ``device``.
+        stages: how many stages the model is cut into.
+    """
+
+    model: str = "dropout"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 4
+    extra: str = ""
+    inputs: str = "cpu"
+    stages: int = 2
+
+    @property
+    def flushes(self) -> bool:
+        """Whether a step ends with all of its batch done."""
+        return self.options.get("schedule") not in OVERLAPPING
+
+    @property
+    def may_wait(self) -> frozenset[str]:
+        """The reasons for which the host may wait for a device in a step."""
+        pinned = {"event.synchronize"} if self.inputs == "pinned" else set()
+        return frozenset(pinned | ({"item"} if self.has("scaler") else set()))
+
+    def has(self, word: str) -> bool:
+        """Whether a word is in ``extra``."""
+        return word in self.extra.split()
+
+    def __str__(self) -> str:
+        told = [f"{name}={value}" for name, value in self.options.items()]
+        return " ".join(filter(None, [self.model, *told, self.extra, self.inputs]))
+
+
+@dataclass
+class Trained:
+    """What a training made: losses, other outputs, and the state and gradients at its end.
+
+    Attributes:
+        waits: step → reason → how often the host waited for a device in it.
+        bytes: step → the bytes that all devices together had allocated after it, without losses.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    waits: list[Mapping[str, int]] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+
+    def differs(self, other: Trained) -> Sequence[str]:
+        """The names of what is not the same to the bit."""
+        assert self.values.keys() == other.values.keys()
+        return [n for n, value in self.values.items() if not torch.equal(value, other.values[n])]
+
+
+def train(
+    setting: Setting, devices: Sequence[Any], look: Callable[[], Any] | None = None
+) -> Trained:
+    """Train in a setting on devices; ``stream:0`` is a stream of the first. ``look`` is
+    ``cuda.take`` where devices are simulated."""
+    torch.manual_seed(0)
+    model, made = MODELS[setting.model](), Trained()
+    options: dict[str, Any] = {"optimizer": sgd, "microbatches": 4, **setting.options}
+    if setting.stages in CUTS[setting.model]:
+        options["partition"] = CUTS[setting.model][setting.stages]
+    if setting.has("scaler"):
+        options["scaler"] = torch.amp.GradScaler("cuda" if look else "cpu", init_scale=1024.0)
+    if setting.model == "leaf":
+        options["leaf_modules"] = ["second"]
+    side = setting.has("side") and look is not None
+    pipe = fxpipe.compile(model, [*map(_place, devices)], loss=cross_entropy, **options)
+    losses: list[Tensor] = []
+    outputs: list[Tensor] = []
+    place = _Place(setting.inputs if look else "cpu")
+    with _side_streams() if side else nullcontext(), pipe, tempfile.TemporaryDirectory() as folder:
+        for step in range(setting.steps):
+            x, y = place.put(*model.batch(torch.Generator().manual_seed(step)))
+            if look:
+                look()
+            losses.append(pipe.step(x, target=y))
+            if look:
+                made.waits.append(look().waits)
+                made.bytes.append(_held(losses, made.bytes))
+            place.overwrite()
+            x, y = place.put(*model.batch(torch.Generator().manual_seed(step)))
+            if setting.has("evaluation"):
+                pipe.eval()
+                with torch.no_grad():
+                    outputs.append(pipe(x).cpu().clone())
+                pipe.train()
+            if setting.has("resume") and step == 1:
+                pipe.save(folder)
+                outputs.append(pipe.step(x, target=y).cpu() + 0)
+                pipe.load(folder)
+            place.overwrite()
+        pipe.flush()
+        values = {name: value.cpu().clone() for name, value in pipe.state_dict().items()}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                values[f"gradient of {name}"] = parameter.grad.cpu().clone()
+        if setting.has("late"):
+            pipe.close()
+        values |= {f"loss {i}": loss.cpu() + 0 for i, loss in enumerate(losses)}
+        values |= {f"output {i}": output for i, output in enumerate(outputs)}
+        made.values = values
+    return made
+
+
+def _place(name: str) -> Any:
+    kind, _, index = name.partition(":")
+    return torch.cuda.Stream(int(index)) if kind == "stream" else name
+
+
+@contextmanager
+def _side_streams() -> Iterator[None]:
+    """Other current streams than the default ones."""
+    for device in _indices():
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+    try:
+        yield
+    finally:
+        for device in _indices():
+            torch.cuda.synchronize(device)
+            torch.cuda.set_stream(torch.cuda.default_stream(device))
+
+
+def _held(losses: Sequence[Tensor], before: Sequence[int]) -> int:
+    """The bytes that the devices have allocated, without losses. Threads drop a step's last objects
+    after it has returned: waits until there is not more than after an earlier step."""
+    gc.collect()
+    kept = LOSS * sum(loss.is_cuda for loss in losses)
+    for _ in range(2000):
+        held = sum(map(torch.cuda.memory_allocated, _indices())) - kept
+        if len(before) < 2 or held <= before[-1]:
+            break
+        time.sleep(0.005)
+    return held
+
+
+def _indices() -> range:
+    return range(torch.cuda.device_count())
+
+
+class _Place:
+    """Puts batches where a setting wants them."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._memory: list[Tensor] = []
+
+    def put(self, *batch: Tensor) -> Sequence[Tensor]:
+        if self._kind == "device":
+            return [tensor.to("cuda:0") for tensor in batch]
+        if self._kind == "pinned":
+            if not self._memory:
+                self._memory = [torch.empty_like(tensor).pin_memory() for tensor in batch]
+            for memory, tensor in zip(self._memory, batch, strict=True):
+                memory.copy_(tensor)
+            return self._memory
+        return batch
+
+    def overwrite(self) -> None:
+        """The caller may do so once a step has returned."""
+        for memory in self._memory:
+            memory.fill_(1)
+
+
+def compare(setting: Setting, places: Sequence[str], modes: Sequence[tuple[int, int]]) -> list[str]:
+    """Train on CPU devices, and then in each mode (with its seed) on simulated ones.
+
+    Returns:
+        What is wrong: values that differ, races, failures, waits of a warm step, memory that grows
+        or stays, each with the mode and the seed.
+
+    Raises:
+        InputError: the setting is refused, also on CPU devices.
+    """
+    wanted = train(setting, ["cpu"] * len(places))
+    return [
+        problem
+        for mode, seed in modes
+        for problem in _compared(setting, places, mode, seed, wanted)
+    ]
+
+
+def _compared(
+    setting: Setting, places: Sequence[str], mode: int, seed: int, wanted: Trained
+) -> list[str]:
+    from tests.simcuda import cuda
+
+    cuda.configure(cuda.Mode(mode), seed)
+    cuda.take()
+    races: list[str] = []
+    wrong: list[str] = []
+
+    def look() -> cuda.Noticed:
+        noticed = cuda.take()
+        races.extend(noticed.races)
+        assert not noticed.failure, noticed.failure
+        return noticed
+
+    try:
+        made = train(setting, places, look)
+        cuda.configure(cuda.Mode.EAGER)
+        look()
+    except Exception as error:
+        cuda.take()
+        wrong.append(f"{type(error).__name__}: {error}")
+    else:
+        if different := made.differs(wanted):
+            wrong.append(f"other values: {', '.join(different[:4])}")
+        if waits := {*made.waits[-1]} - setting.may_wait:
+            wrong.append(f"the host waits in a warm step: {waits}")
+        if setting.flushes and made.bytes[-1] > made.bytes[-2]:
+            wrong.append(f"allocated bytes grow: {made.bytes}")
+        del made
+    if races:
+        wrong.append(f"{len(races)} races, the first: {races[0]}")
+    gc.collect()
+    if not wrong and any(left := [torch.cuda.memory_allocated(d) for d in _indices()]):
+        wrong.append(f"bytes that stay allocated: {left}")
+    told = f"{setting} on {', '.join(places)}, {cuda.Mode(mode).name} with seed {seed}"
+    return [f"{told}: {problem}" for problem in wrong]
