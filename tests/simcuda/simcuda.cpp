@@ -425,14 +425,15 @@ std::map<int64_t, Pool> pools;
 std::map<std::tuple<int64_t, int, size_t>, std::vector<char*>> unused;  // pool, stream, size → memory
 std::map<int, int64_t> kept_back;  // device → unused bytes of pools
 std::vector<std::pair<Block, std::vector<MarkPtr>>> pending;  // freed, but other streams use them
-std::map<int, int64_t> allocated, peak, limits;               // by device, in bytes
+// Bytes by device. As torch counts: what is freed, but others use, is not allocated but active.
+std::map<int, int64_t> allocated, active, peak, limits;
 
 // As torch's allocator rounds blocks.
 size_t rounded(size_t bytes) { return (bytes + 511) / 512 * 512; }
 
 void give_back(const Block& block) {
   int64_t pool = block.pool && !pools[block.pool].gone ? block.pool : 0;
-  allocated[block.device] -= block.size;
+  active[block.device] -= block.size;
   if (pool) kept_back[block.device] += block.size;
   unused[{pool, block.stream, block.size}].push_back(block.memory);
 }
@@ -457,6 +458,7 @@ void release(void* memory) {
   Block block = it->second;
   blocks.erase(it);
   counts["frees"]++;
+  allocated[block.device] -= block.size;
   if (block.used.empty()) return give_back(block);
   std::vector<MarkPtr> marks;
   for (int stream : block.used) marks.push_back(record(stream));
@@ -477,15 +479,15 @@ struct Allocator final : at::Allocator {
     int64_t limit = limits.count(current) ? limits[current] : int64_t(16) << 30;
     limit -= kept_back[current];
     if (graph && !list.empty()) limit += size;
-    if (!graph && allocated[current] + (int64_t)size > limit) {  // torch waits for other streams
+    if (!graph && active[current] + (int64_t)size > limit) {  // torch waits for other streams
       for (auto& [block, marks] : pending)
         for (auto& mark : marks) run_until(mark);
       give_back_pending();
     }
-    TORCH_CHECK_WITH(OutOfMemoryError, allocated[current] + (int64_t)size <= limit,
+    TORCH_CHECK_WITH(OutOfMemoryError, active[current] + (int64_t)size <= limit,
                      "CUDA out of memory. Tried to allocate ", size, " bytes. GPU ", (int)current,
                      " has a total capacity of ", limit, " bytes of which ",
-                     limit - allocated[current], " bytes is free.");
+                     limit - active[current], " bytes is free.");
     char* memory;
     if (list.empty()) {
       memory = (char*)aligned_alloc(512, size);
@@ -499,6 +501,7 @@ struct Allocator final : at::Allocator {
     }
     blocks[memory] = {memory, size, ++block_number, graph ? graph->pool : 0, current, stream, {}};
     if (graph) graph->made.push_back({memory, size, block_number});
+    active[current] += size;
     allocated[current] += size;
     peak[current] = std::max(peak[current], allocated[current]);
     return {memory, memory, release, device};
