@@ -141,6 +141,14 @@ def test_the_demo_trains_equal_to_one_device_and_draws(
     assert {path.name for path in output.iterdir()} == drawn | {"denoised.png"}
 
 
+def test_a_model_whose_blocks_read_all_earlier_ones_trains_equal_to_the_loop(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["attention_residuals", "--steps", "2"])
+    importlib.import_module("examples.attention_residuals").main()
+    assert "after 2 steps, equal bit for bit to the loop's" in capsys.readouterr().out
+
+
 NUMBER = re.compile(r"-?\d+\.\d+")
 
 
