@@ -35,6 +35,7 @@ from fxpipe.removed import gone
 
 if TYPE_CHECKING:
     from fxpipe.extensions.comparison.comparison import Comparison, compare
+    from fxpipe.extensions.cuda_graphs.extension import CudaGraphs
     from fxpipe.extensions.planner.choices import Choice, TrainingPlan
     from fxpipe.extensions.planner.cluster import Cluster
     from fxpipe.extensions.planner.plan_training import plan_training
@@ -51,6 +52,7 @@ __all__ = [
     "Choice",
     "Cluster",
     "Comparison",
+    "CudaGraphs",
     "DeviceError",
     "DeviceMemoryError",
     "EndedError",

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 import fxpipe.schedules as _library
 from fxpipe.compiler.objective import Objective, Reduction
 from fxpipe.errors import InputError, near
+from fxpipe.extend import Extension, find, names
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.inductor.compile_stages import StageCompiler
@@ -187,16 +188,36 @@ def read_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return example, {}
 
 
-def check_stage_compiler(stage_compiler: Any, cuda_graphs: bool) -> None:
-    """Raise InputError if there is no such compiler, or it is given with ``cuda_graphs``."""
+def read_extensions(extensions: Any) -> tuple[Extension, ...]:
+    """Return the extensions, each once. Raises InputError if one is none, or given twice."""
+    if isinstance(extensions, str | Extension) or not isinstance(extensions, Sequence):
+        raise InputError(f"extensions is {extensions!r}; give a list, such as [{extensions!r}]")
+    read = [
+        find("extension", each, f"the extension {each!r}")() if isinstance(each, str) else each
+        for each in extensions
+    ]
+    for place, each in enumerate(read):
+        if not isinstance(each, Extension):
+            raise InputError(
+                f"extensions has {each!r}; give an object of fxpipe.extend.Extension, or one of "
+                f"the names {', '.join(map(repr, names('extension')))}"
+            )
+        if type(each) in map(type, read[:place]):
+            raise InputError(f"extensions has {type(each).__name__} twice; give it once")
+    return tuple(read)
+
+
+def check_stage_compiler(stage_compiler: Any, extensions: Sequence[Extension]) -> None:
+    """Raise InputError if there is no such compiler, or it is given with captured graphs."""
     if stage_compiler is None:
         return
     check_known("stage_compiler", stage_compiler, get_args(StageCompiler))
-    if cuda_graphs:
-        raise InputError(
-            "cuda_graphs captures the operations of a stage, and stage_compiler makes a library of "
-            "them; leave one of them out"
-        )
+    for each in extensions:
+        if each.holds_saved:
+            raise InputError(
+                f"{type(each).__name__} captures the operations of a stage, and stage_compiler "
+                "makes a library of them; leave one of them out"
+            )
 
 
 def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Module]:

@@ -13,14 +13,13 @@ from torch import nn
 
 from fxpipe import arguments
 from fxpipe.arguments import ScheduleLike
-from fxpipe.compiler.capturing import check_cuda_graphs
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.objective import Loss, Reduction, Weight
 from fxpipe.compiler.options import Options, Tracer
 from fxpipe.devices import Devices, read_group
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.extend import find, names
+from fxpipe.extend import Extension, find, names
 from fxpipe.passes.inductor.compile_stages import StageCompiler
 from fxpipe.passes.partition.options import Each, Partition, read_partition
 from fxpipe.passes.schedule import RecomputeLike
@@ -29,7 +28,6 @@ from fxpipe.removed import refuse_removed
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Choice, Dispatch
 from fxpipe.runtime.devices.lanes import home
-from fxpipe.runtime.ranks.group import refuse_on_ranks
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, OptimizerLike
 from fxpipe.torchtools.meta import bytes_without_data
 
@@ -65,8 +63,8 @@ def compile(
     tracer: Tracer = "export",
     leaf_modules: Sequence[str | type[nn.Module] | nn.Module] = (),
     dispatch: Dispatch | Literal["auto"] = "auto",
-    cuda_graphs: bool = False,
     stage_compiler: StageCompiler | None = None,
+    extensions: Sequence[Extension | str] = (),
     verbose: bool = False,
     **removed: Never,
 ) -> Pipeline:
@@ -202,17 +200,6 @@ def compile(
             operation, and one thread is faster if operations are shorter than that; ``profile``
             then shows the devices one after another. Tasks of your own, optimizers and leaf modules
             that wait for another device need "device".
-        cuda_graphs: on CUDA devices, capture the computation of a stage into CUDA graphs in the
-            first steps and replay them from then on: one launch instead of one for each operation.
-            Results are the same to the bit. For each micro-batch size, a stage has fixed memory for
-            as many micro-batches as the schedule has in flight there (with the temporary memory of
-            their operations) and for one more set of parameter gradients; ``simulate`` does not
-            count it. Graphs read parameters at their addresses: if these change (an assigned state
-            dict), the stage is captured again. Stages that draw random numbers, have leaf modules,
-            or compute sizes from data run without graphs; the logger "fxpipe" has an info record
-            for each, which ``verbose`` prints. If batches overlap, call ``pipe.flush()`` before
-            ``torch.cuda.synchronize()`` as long as stages are being captured: nothing may wait for
-            a device during a capture.
         stage_compiler: "inductor" compiles the graphs of every stage with torch's inductor: the
             forward, the backward and its halves, for each micro-batch size that occurs, in steps
             and in calls. Results equal the model's to rounding; they are still the same for every
@@ -223,7 +210,9 @@ def compile(
             nothing. "auto" keeps a compiled graph only if a call takes at most 0.95 of the time
             without it, as measured when it is compiled. What runs uncompiled, such as a stage with
             leaf modules, is in an info record of the logger "fxpipe", and the table of stages says
-            what is compiled. It excludes ``cuda_graphs``.
+            what is compiled. It excludes captured graphs.
+        extensions: parts of fxpipe, or of your own, that few pipes need; see docs/extensions.md.
+            Such as ``[fxpipe.CudaGraphs()]``, or its name, ``["cuda_graphs"]``.
         verbose: print every pass and its time on standard error, with a line that shows what is
             running. The logger "fxpipe" has the passes as debug records, and info records: one for
             the whole compilation, and one after three seconds that the compilation still runs, and
@@ -247,22 +236,15 @@ def compile(
         with _compiling:
             _check_free(model)
         arguments.check_known("tracer", tracer, get_args(Tracer))
-        arguments.check_stage_compiler(stage_compiler, cuda_graphs)
+        given = arguments.read_extensions(extensions)
+        arguments.check_stage_compiler(stage_compiler, given)
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
         arguments.check_flags(
             deferred_batchnorm=deferred_batchnorm,
             shard_optimizer=shard_optimizer,
-            cuda_graphs=cuda_graphs,
             predict=predict,
             verbose=verbose,
         )
-        if cuda_graphs:
-            refuse_on_ranks(
-                group,
-                "cuda_graphs",
-                "a capture waits for the device, which may wait for another rank; leave it out",
-            )
-            check_cuda_graphs(torch_devices[0])
         cuts = read_partition(partition, memory_limits)
         cuts.check(model, len(places))
         late = None  # chooses the schedule at the first step
@@ -299,16 +281,18 @@ def compile(
             tracer=tracer,
             leaf_modules=arguments.read_leaf_modules(leaf_modules, model),
             dispatch=arguments.read_dispatch(dispatch, torch_devices[0]),
-            cuda_graphs=cuda_graphs,
             stage_compiler=stage_compiler,
             threads=group.members.threads or max(1, torch.get_num_threads() // len(places)),
             places=() if torch_devices[0].type == "cpu" else torch_devices,
             verbose=verbose,
+            extensions=given,
             group=group,
             replicas=group.replicas,
             decides=recipe.name if late else "",
             hollow=bytes_without_data(model, torch_devices[0]),
         )
+        for extension in given:
+            extension.check(options)
         inputs = None if example is None else arguments.read_example(example)
         choice = Choice(1 if group.size > 1 else len(places), options.dispatch)
         compiler = late.compiler(options, choice) if late else Compiler(options, choice)

@@ -6,18 +6,28 @@ which is imported when it is first used. docs/extensions.md shows each door in u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import MethodType
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from fxpipe.errors import InputError, near
 
-Door = Literal["public", "schedule", "view", "command", "option"]
+if TYPE_CHECKING:
+    from fxpipe.compiler.options import Options
+    from fxpipe.ir.plan import Plan
+    from fxpipe.ir.program import Program
+    from fxpipe.ir.schedule import Schedule
+    from fxpipe.kernels.kernel import Kernel
+    from fxpipe.passes.runner import Pass
+
+Door = Literal["public", "extension", "schedule", "view", "command", "option"]
 """What a name is for:
 
 - public: an attribute of ``fxpipe``.
+- extension: a name for ``compile(..., extensions=[...])``; what it means is called without
+  arguments, and returns an ``Extension``.
 - schedule: a name for ``compile(..., schedule=)`` whose schedule is chosen at the first step.
 - view: a method of a class of the core, such as ``Schedule.formulas``.
 - option: a function that the core calls for an option or a method that few need, such as
@@ -28,10 +38,14 @@ Door = Literal["public", "schedule", "view", "command", "option"]
 _HERE = "fxpipe.extensions"
 
 _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
+    "extension": {
+        "cuda_graphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
+    },
     "public": {
         "Choice": f"{_HERE}.planner.choices:Choice",
         "Cluster": f"{_HERE}.planner.cluster:Cluster",
         "Comparison": f"{_HERE}.comparison.comparison:Comparison",
+        "CudaGraphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
         "compare": f"{_HERE}.comparison.comparison:compare",
         "plan_training": f"{_HERE}.planner.plan_training:plan_training",
@@ -69,6 +83,10 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     },
 }
 """Door → name → "module:attribute", or the function itself."""
+
+Kernels = Callable[["Sequence[Kernel]", "Plan", "Schedule", "Program"], "Sequence[Kernel]"]
+"""The kernels of a plan's stages, with the plan, the schedule and the program that runs them → the
+kernels that run in their place."""
 
 _T = TypeVar("_T", bound=Callable[..., Any])
 
@@ -192,3 +210,29 @@ def commands() -> Iterator[Callable[..., Any]]:
     """What adds the commands of all extensions that are there to the command line."""
     given = (name for name in names("command") if name != "main")
     return (find("command", name) for name in given if there("command", name))
+
+
+class Extension:
+    """What ``compile(..., extensions=[...])`` takes. All that a subclass leaves out does nothing.
+
+    Its ``repr`` has to be the same on all ranks, as that of a dataclass is. One object may serve
+    several pipes.
+
+    Attributes:
+        holds_saved: whether stages keep what their backwards read in memory of the extension's own,
+            so that nothing of it can be offloaded.
+    """
+
+    holds_saved: bool = False
+
+    def check(self, options: Options) -> None:
+        """Raise InputError if this cannot work with these options."""
+
+    def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
+        """Passes of its own: name of a list in ``fxpipe.compiler.passes.LISTS`` → passes, each with
+        the name of the pass that it comes right after, or "" if it comes first."""
+        return {}
+
+    def kernels(self) -> Kernels | None:
+        """What puts kernels of its own around those of a pipe, or None. Called once for a pipe."""
+        return None

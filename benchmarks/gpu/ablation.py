@@ -191,7 +191,7 @@ def measure(
             loss=work.loss,
             optimizer=SGD,
             recompute=own.recompute,
-            cuda_graphs=variant.graphs and not setting.dry_run,
+            extensions=["cuda_graphs"] if variant.graphs and not setting.dry_run else [],
             partition=[prefix + name for name in cuts],
         ) as pipe,
     ):

@@ -126,7 +126,7 @@ def measure(work: Workload, count: int, setting: Setting, own: Any) -> Row:
         optimizer=SGD,
         recompute=own.recompute,
         dispatch=own.dispatch,
-        cuda_graphs=own.cuda_graphs and not setting.dry_run,
+        extensions=["cuda_graphs"] if own.cuda_graphs and not setting.dry_run else [],
         partition=begins(layers(model), lengths),
     ) as pipe:
 

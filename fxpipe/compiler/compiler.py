@@ -12,7 +12,6 @@ from typing import Any
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.balance import unbalanced
-from fxpipe.compiler.capturing import Capturing
 from fxpipe.compiler.compiled import Compiled, Kind, agree_on_plans, exchanged, restoring
 from fxpipe.compiler.fingerprint import ModelState, state_text
 from fxpipe.compiler.front_end import Call
@@ -29,6 +28,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
+from fxpipe.kernels.kernel import Kernel
 from fxpipe.log import LOGGER, reported
 from fxpipe.passes.graph.lazy_module import sources_forgotten
 from fxpipe.passes.partition.assignment import Assignment, Verdict
@@ -38,7 +38,6 @@ from fxpipe.passes.tracing.attach_loss import returned_loss
 from fxpipe.passes.tracing.loss_terms import Divisor, loss_terms
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
-from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator.costs import Rehearsal
 from fxpipe.torchtools.source import users_level
@@ -60,7 +59,6 @@ class Compiler:
         choice: decides how many threads run the devices' instruction lists.
         timetable: makes the schedules.
         plans: makes the plans.
-        capturing: captures the stages' graphs, if ``cuda_graphs`` is set.
     """
 
     _fixed: tuple[bool | None, ...] = (None, True)
@@ -70,7 +68,7 @@ class Compiler:
     def __init__(self, options: Options, choice: Choice) -> None:
         self.options = options
         self.choice = choice
-        self.capturing = Capturing(CudaGraphs) if options.cuda_graphs else None
+        self._wraps = [wrap for each in options.extensions if (wrap := each.kernels())]
         self.timetable = Timetable(options)
         self._placement = Placement(options, self.timetable)
         self.plans = Plans(options, self._placement)
@@ -222,10 +220,7 @@ class Compiler:
             agree_on_plans(self.options, schedule, traced, [plan for _, plan in plans.values()])
         program, whole = self._program(plan, schedule, purpose, kind.updates)
         kernels = {
-            size: self.capturing.captured(plan, schedule, program)
-            if self.capturing
-            else [stage.kernel for stage in plan.stages if stage.kernel is not None]
-            for size, (_, plan) in plans.items()
+            size: self._kernels(plan, schedule, program) for size, (_, plan) in plans.items()
         }
         if purpose != "step" and self.options.loss is None:
             traced = replace(traced, loss=returned_loss(traced))
@@ -253,6 +248,12 @@ class Compiler:
         call = self.options.group.call
         self._known[self._key(micro, kind)] = compiled, [*plans.values()], call
         return compiled
+
+    def _kernels(self, plan: Plan, schedule: Schedule, program: Program) -> Sequence[Kernel]:
+        kernels: Sequence[Kernel] = [s.kernel for s in plan.stages if s.kernel is not None]
+        for wrap in self._wraps:
+            kernels = wrap(kernels, plan, schedule, program)
+        return kernels
 
     def _key(self, micro: MicroBatches, kind: Kind) -> tuple[Any, ...]:
         """Everything that the result of compiling a call depends on; the number of the variant

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fxpipe.compiler.objective import Objective
+from fxpipe.extend import Extension
 from fxpipe.formatting import without_addresses
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
@@ -74,11 +75,11 @@ class Options:
     tracer: Tracer = "export"
     leaf_modules: Mapping[str, nn.Module] = field(default_factory=dict)
     dispatch: Dispatch | None = None
-    cuda_graphs: bool = False
     stage_compiler: StageCompiler | None = None
     threads: int = 1
     places: tuple[torch.device, ...] = ()
     verbose: bool = False
+    extensions: tuple[Extension, ...] = ()
     group: RankGroup = field(default_factory=RankGroup)
     hollow: int = 0
     replicas: int = 1
@@ -90,6 +91,11 @@ class Options:
     def loss(self) -> Callable[..., Any] | None:
         """The loss function; None if the model returns its loss."""
         return self.objective.loss
+
+    @property
+    def holds_saved(self) -> str:
+        """The extension in whose memory stages keep what their backwards read, or ""."""
+        return next((type(e).__name__ for e in self.extensions if e.holds_saved), "")
 
     @property
     def clips(self) -> bool:

@@ -54,10 +54,10 @@ class Timetable:
                 f"schedule {schedule.name!r} clips gradients, and nothing says by how much; give "
                 "compile(..., clip_norm=1.0), or leave its C out"
             )
-        if "O" in schedule.kinds and self._options.cuda_graphs:
+        if "O" in schedule.kinds and self._options.holds_saved:
             raise InputError(
-                f"schedule {schedule.name!r} offloads what stages keep, which stays in the graphs "
-                "with cuda_graphs; leave one of them out"
+                f"schedule {schedule.name!r} offloads what stages keep, which stays in memory of "
+                f"its own with {self._options.holds_saved}; leave one of them out"
             )
         if purpose == "step" and not schedule.trains:
             raise InputError(

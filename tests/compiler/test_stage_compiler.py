@@ -320,5 +320,5 @@ def test_what_was_measured_first_counts_for_all_processes_of_a_host(
 def test_what_excludes_it_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="there is no stage_compiler 'gcc'"):
         made("gcc")
-    with pytest.raises(InputError, match="cuda_graphs captures"):
-        fxpipe.compile(Net(), ["cpu"], cuda_graphs=True, stage_compiler="auto")
+    with pytest.raises(InputError, match="CudaGraphs captures"):
+        fxpipe.compile(Net(), ["cpu"], extensions=["cuda_graphs"], stage_compiler="auto")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from torch import nn
 
 import fxpipe
 from fxpipe import extend
+from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
@@ -110,3 +111,26 @@ def test_bad_registrations_are_refused(arguments: tuple[object, ...], message: s
 def test_an_unknown_name_gets_a_hint() -> None:
     with pytest.raises(InputError, match="there is no command 'serch': did you mean 'search'"):
         extend.find("command", "serch")
+
+
+class Refusing(extend.Extension):
+    def check(self, options: Options) -> None:
+        raise InputError(f"not with {options.microbatches} micro-batches")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("cuda_graphs", r"extensions is 'cuda_graphs'; give a list, such as \['cuda_graphs'\]"),
+        (["cuda_graph"], "there is no extension 'cuda_graph': .*'cuda_graphs'"),
+        (
+            [Refusing],
+            "extensions has <class .*give an object of fxpipe.extend.Exten",
+        ),
+        ([extend.Extension(), extend.Extension()], "extensions has Extension twice"),
+        ([Refusing()], "not with 2 micro-batches"),
+    ],
+)
+def test_what_is_no_extension_or_refuses_the_options_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        fxpipe.compile(nn.Linear(2, 2), ["cpu"], microbatches=2, extensions=given)

@@ -52,7 +52,8 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def compiled(model: nn.Module, devices: list[Any], **options: Any) -> fxpipe.Pipeline:
-    given: dict[str, Any] = {"microbatches": 4, "optimizer": adam, "cuda_graphs": True, **options}
+    given: dict[str, Any] = {"microbatches": 4, "optimizer": adam, **options}
+    given.setdefault("extensions", ["cuda_graphs"])
     return fxpipe.compile(model, devices, loss=nn.functional.cross_entropy, **given)
 
 
@@ -88,7 +89,7 @@ def test_training_equals_that_without_graphs(
     }
     with (
         compiled(model, streams(2), **options) as pipe,
-        compiled(plain, streams(2), cuda_graphs=False, **options) as other,
+        compiled(plain, streams(2), extensions=(), **options) as other,
     ):
         for each in (pipe, other):
             x, y = batch(0)
@@ -113,7 +114,7 @@ def test_gradients_are_those_without_graphs() -> None:
     x, y = batch(0)
     with (
         compiled(model, streams(2), optimizer=None) as pipe,
-        compiled(plain, streams(2), optimizer=None, cuda_graphs=False) as other,
+        compiled(plain, streams(2), optimizer=None, extensions=()) as other,
     ):
         for _ in range(3):
             pipe.step(x, target=y)
@@ -195,10 +196,11 @@ def test_what_cannot_be_captured_is_named_and_the_device_can_go_on() -> None:
     with (
         compiled(model, streams(2), partition=["last"]) as pipe,
         pytest.raises(
-            ExecutionError, match=r"of stage 0 cannot be captured.*cuda_graphs=False"
+            ExecutionError,
+            match=r"of stage 0 cannot be captured.*the extension CudaGraphs",
         ) as raised,
     ):
         pipe.step(x, target=y)
     assert isinstance(raised.value.__cause__, CaptureError)
-    with compiled(model, streams(2), partition=["last"], cuda_graphs=False) as pipe:
+    with compiled(model, streams(2), partition=["last"], extensions=()) as pipe:
         assert pipe.step(x, target=y).isfinite()

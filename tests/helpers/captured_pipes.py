@@ -11,17 +11,24 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import fxpipe
-from fxpipe.compiler.capturing import Capturing
+from fxpipe.compiler.options import Options
+from fxpipe.extensions.cuda_graphs.captured import Captured
+from fxpipe.extensions.cuda_graphs.capturing import Capturing
 from fxpipe.ir.recipe import find_recipe
-from fxpipe.kernels.captured import Captured
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
 from fxpipe.runtime.devices.lanes import Lanes
 from fxpipe.runtime.devices.launching import StreamBackend
 from tests.helpers.eager_lanes import use
 from tests.helpers.fake_cuda import Stream
 from tests.helpers.tiny import CUTS, Tiny, batch, within
 from tests.oracles import loop
+
+
+class Anywhere(fxpipe.CudaGraphs):
+    """Captures on whatever the pipe runs."""
+
+    def check(self, options: Options) -> None:
+        pass
 
 
 def capturing(
@@ -32,16 +39,16 @@ def capturing(
     stages = find_recipe(given.get("schedule", "1f1b")).stages(devices)
     if isinstance(model, Tiny) and stages in CUTS:
         given.setdefault("partition", CUTS[stages])
-    pipe = fxpipe.compile(model, ["cpu"] * devices, dispatch=dispatch, **given)
+    given |= {"extensions": [Anywhere()], "dispatch": dispatch}
+    pipe = fxpipe.compile(model, ["cpu"] * devices, **given)
     places: Any = [Stream() for _ in range(devices)]
     use(pipe, StreamBackend([*map(Lanes, places)]))
-    pipe._compiler.capturing = Capturing(CudaGraphs)
     return pipe
 
 
 def kernels(pipe: fxpipe.Pipeline) -> list[Captured]:
-    made = pipe._compiler.capturing
-    assert made is not None
+    (made,) = pipe._compiler._wraps
+    assert isinstance(made, Capturing)
     return [*made._captured_kernels.values()]
 
 

@@ -253,8 +253,8 @@ def test_devices_that_cannot_exchange_tensors_are_refused(monkeypatch: pytest.Mo
 
 
 def captured(mesh: DeviceMesh) -> None:
-    with pytest.raises(InputError, match="cuda_graphs is not possible over several ranks; a capt"):
-        fxpipe.compile(torch.nn.Linear(2, 2), mesh, cuda_graphs=True)
+    with pytest.raises(InputError, match="CudaGraphs is not possible over several ranks; a capt"):
+        fxpipe.compile(torch.nn.Linear(2, 2), mesh, extensions=["cuda_graphs"])
 
 
 def test_captured_graphs_are_refused_on_ranks() -> None:

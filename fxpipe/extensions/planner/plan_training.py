@@ -281,7 +281,7 @@ def _profile(
         update,
         besides,
         atoms.layers,
-        None if options.cuda_graphs else away_rates(pipe.devices[0].type),
+        None if options.holds_saved else away_rates(pipe.devices[0].type),
     )
     return profile, atoms
 

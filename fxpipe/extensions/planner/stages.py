@@ -179,7 +179,7 @@ class Stages:
             for count in counts or microbatch_counts(self._size, self._devices)
         ]
         free = options.recompute == "never"
-        offload_free = free and options.offload == "never" and not options.cuda_graphs
+        offload_free = free and options.offload == "never" and not options.holds_saved
         results = evaluate(
             schedules,
             None if free else self._modes,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import CaptureError, DeviceMemoryError, ExecutionError, InputError
-from fxpipe.compiler.capturing import obstacle, slots
+from fxpipe.extensions.cuda_graphs.capturing import Capturing, obstacle, slots
 from tests.helpers import fake_cuda
 from tests.helpers.captured_pipes import capturing, kernels, sgd, train
 from tests.helpers.fake_cuda import Cuda
@@ -134,28 +134,20 @@ def test_a_stage_whose_sizes_depend_on_data_is_not_captured(graphs: Graphs) -> N
 # arguments
 
 
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        ({}, "the devices are CPU devices"),
-        ({"cuda_graphs": 1}, "cuda_graphs is 1; give True or False"),
-    ],
-)
-def test_cuda_graphs_are_refused_on_cpu_devices(options: dict[str, Any], part: str) -> None:
-    with pytest.raises(InputError) as raised:
-        fxpipe.compile(Tiny(), ["cpu"] * 2, **{"cuda_graphs": True, **options})
-    assert part in str(raised.value)
+def test_they_are_refused_on_cpu_devices() -> None:
+    with pytest.raises(InputError, match="the devices are CPU devices"):
+        fxpipe.compile(Tiny(), ["cpu"] * 2, extensions=[fxpipe.CudaGraphs()])
 
 
-def test_the_option_makes_the_kernels_captured_ones(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("given", [[], ["cuda_graphs"], [fxpipe.CudaGraphs()]])
+def test_the_extension_makes_the_kernels_captured_ones(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, given: list[Any]
 ) -> None:
     found = torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    for asked in (False, True):
-        with fxpipe.compile(Tiny(), ["cuda:0", "cuda:1"], cuda_graphs=asked) as pipe:
-            assert (pipe._compiler.capturing is not None) == asked
+    with fxpipe.compile(Tiny(), ["cuda:0", "cuda:1"], extensions=given) as pipe:
+        assert [type(wrap) for wrap in pipe._compiler._wraps] == [Capturing] * len(given)
 
 
 # parameters that move
@@ -287,7 +279,7 @@ def test_what_cannot_be_captured_is_named_with_its_stage(
         cause = raised.value.__cause__
         assert isinstance(cause, CaptureError)
         assert f"the {task}" in str(cause) and "of stage 1 cannot be captured" in str(cause)
-        assert "CUDA error: not permitted" in str(cause) and "cuda_graphs=False" in str(cause)
+        assert "CUDA error: not permitted" in str(cause) and "extension CudaGraphs" in str(cause)
         assert raised.value.stage == 1
         loop.assert_same(model.state_dict(), before)
         assert all(len(kernel._free) == kernel._made for kernel in kernels(pipe))

@@ -9,7 +9,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from fxpipe import CaptureError
-from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
+from fxpipe.extensions.cuda_graphs.slot_graphs import SlotGraphs
 from fxpipe.runtime.devices.lanes import ALONE, Lanes
 from fxpipe.runtime.devices.launching import StreamBackend
 from tests.helpers.fake_cuda import Cuda, Stream
@@ -85,7 +85,7 @@ def test_a_copy_from_another_device_is_ordered_with_the_callers_work_there(
 
 def test_the_default_stream_is_captured_on_another(graphs: Graphs, cuda: Cuda) -> None:
     cuda.current.append(cuda.default)  # the stand-in refuses to capture that
-    made, replay = CudaGraphs().capture(lambda: torch.zeros(3) + 1, "sum")
+    made, replay = SlotGraphs().capture(lambda: torch.zeros(3) + 1, "sum")
     assert not torch.equal(made, torch.ones(3))  # nothing has run
     replay()
     assert torch.equal(made, torch.ones(3))
@@ -101,7 +101,7 @@ def test_a_failure_of_earlier_work_is_none_of_the_capture(
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
-        CudaGraphs().capture(lambda: None, "nothing")
+        SlotGraphs().capture(lambda: None, "nothing")
 
 
 @pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.0"])
@@ -110,7 +110,7 @@ def test_after_a_failed_capture_others_go_on(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch, version: str, earlier: int
 ) -> None:
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    slot = CudaGraphs()
+    slot = SlotGraphs()
     replays = [slot.capture(lambda: torch.zeros(3), "zeros")[1] for _ in range(earlier)]
     for error, raised in (
         (torch.OutOfMemoryError("none left"), torch.OutOfMemoryError),
@@ -135,4 +135,4 @@ def test_the_cause_is_what_failed_last_in_a_capture(graphs: Graphs) -> None:
             raise torch.OutOfMemoryError("none left") from None
 
     with pytest.raises(torch.OutOfMemoryError, match="none left"):
-        CudaGraphs().capture(run, "nothing")
+        SlotGraphs().capture(run, "nothing")

@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 
 import fxpipe
 from fxpipe import ExecutionError
-from fxpipe.compiler.capturing import slots
-from fxpipe.kernels.captured import Captured, Fixed
-from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
+from fxpipe.extensions.cuda_graphs.captured import Captured, Fixed
+from fxpipe.extensions.cuda_graphs.capturing import slots
+from fxpipe.extensions.cuda_graphs.slot_graphs import SlotGraphs
 from tests.helpers.captured_pipes import adam, capturing, kernels, sgd, train
 from tests.helpers.fake_graphs import Graphs
 from tests.helpers.profiles import deep
@@ -197,7 +197,7 @@ def test_an_output_that_stays_in_its_slot_is_noticed(
     graphs: Graphs, slip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if slip:
-        monkeypatch.setattr("fxpipe.kernels.captured._copies", list)
+        monkeypatch.setattr("fxpipe.extensions.cuda_graphs.captured._copies", list)
     torch.manual_seed(0)
     model = Tiny().eval()
     x = batch(8)[0]
@@ -210,9 +210,10 @@ def test_memory_that_several_slots_share_is_noticed(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In 1F1B the third forward runs between the second one and its backward."""
-    shared: dict[str, CudaGraphs] = {}
+    shared: dict[str, SlotGraphs] = {}
     monkeypatch.setattr(
-        "tests.helpers.captured_pipes.CudaGraphs", lambda: shared.setdefault("one", CudaGraphs())
+        "fxpipe.extensions.cuda_graphs.extension.SlotGraphs",
+        lambda: shared.setdefault("one", SlotGraphs()),
     )
     with pytest.raises(AssertionError):
         train(Tiny(), devices=2, schedule="1f1b", partition=["middle"])
@@ -245,7 +246,7 @@ def test_inputs_that_are_not_copied_are_noticed(
 def test_parameters_that_moved_are_not_those_of_a_capture(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fxpipe.kernels.captured._address", lambda tensor: 0)
+    monkeypatch.setattr("fxpipe.extensions.cuda_graphs.captured._address", lambda tensor: 0)
     with pytest.raises(AssertionError):
         train(Tiny(), 6, schedule="2bw", optimizer=sgd, partition=["middle"])
 
@@ -273,7 +274,7 @@ def test_with_one_slot_fewer_than_the_schedule_tells_one_is_missing(
     def told(program: fxpipe.Program) -> list[int]:
         return [count - fewer for count in slots(program)]
 
-    monkeypatch.setattr("fxpipe.compiler.capturing.slots", told)
+    monkeypatch.setattr("fxpipe.extensions.cuda_graphs.capturing.slots", told)
     torch.manual_seed(0)
     options = {"schedule": schedule, "recompute": recompute, "partition": CUTS[3]}
     with within(300), capturing(Tiny(), 3, optimizer=sgd, **options) as pipe:

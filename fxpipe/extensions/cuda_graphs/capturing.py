@@ -5,12 +5,12 @@ A slot is one set of captured graphs of a stage, with memory for one micro-batch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from fxpipe.errors import InputError
+from fxpipe.extensions.cuda_graphs.captured import Captured, Graphs
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
@@ -18,7 +18,6 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED
 from fxpipe.ir.unroll import unroll
 from fxpipe.ir.value import HOST
-from fxpipe.kernels.captured import Captured, Graphs
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.log import noted
@@ -26,19 +25,6 @@ from fxpipe.torchtools import source
 
 _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 """Tags of operations whose result the host must read: a number, or a size that depends on data."""
-
-
-def check_cuda_graphs(home: torch.device) -> None:
-    """Check ``cuda_graphs=True``.
-
-    Raises:
-        InputError: the devices are not CUDA devices.
-    """
-    if home.type != "cuda":
-        raise InputError(
-            f"cuda_graphs is True and the devices are {home.type.upper()} devices, which have "
-            "none; leave cuda_graphs out, or name CUDA devices"
-        )
 
 
 class Capturing:
@@ -56,26 +42,29 @@ class Capturing:
         self._versions: dict[int, int] = {}
         self._told: set[str] = set()
 
-    def captured(self, plan: Plan, schedule: Schedule, program: Program) -> list[Kernel]:
+    def __call__(
+        self, kernels: Sequence[Kernel], plan: Plan, schedule: Schedule, program: Program
+    ) -> list[Kernel]:
         """Return a mapping: stage → its kernel. A stage that cannot be captured keeps its own
         kernel, which the log says once."""
         key = id(plan), id(program)
         if key not in self._by_program:
-            self._by_program[key] = plan, program, self._captured(plan, schedule, program)
+            made = self._captured(kernels, plan, schedule, program)
+            self._by_program[key] = plan, program, made
         return self._by_program[key][2]
 
-    def _captured(self, plan: Plan, schedule: Schedule, program: Program) -> list[Kernel]:
+    def _captured(
+        self, given: Sequence[Kernel], plan: Plan, schedule: Schedule, program: Program
+    ) -> list[Kernel]:
         written = {write.target for stage in plan.stages for write in stage.writes}
         needed = slots(program)
         if schedule.overlaps:
             self._versions = dict.fromkeys(range(schedule.stages), max(schedule.delays) + 1)
         kernels: list[Kernel] = []
-        for stage in plan.stages:
-            kernel = stage.kernel
-            if kernel is None:
-                continue
+        for stage, kernel in zip(plan.stages, given, strict=True):
             reason = obstacle(plan, stage)
             if reason is not None or not isinstance(kernel, GraphKernel):
+                reason = reason or "it has a kernel of another extension"
                 text = f"stage {stage.index} runs uncaptured: {reason}"
                 if text not in self._told:
                     self._told.add(text)

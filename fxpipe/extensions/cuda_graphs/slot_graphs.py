@@ -22,7 +22,7 @@ from fxpipe.runtime.devices.lanes import ALONE, Streams
 T = TypeVar("T")
 
 
-class CudaGraphs:
+class SlotGraphs:
     """Captures the computations of one slot on the current stream; see Graphs.
 
     The captures of a slot share one memory pool. Several slots cannot share a pool: a later capture
@@ -69,7 +69,7 @@ class CudaGraphs:
                 raise CaptureError(
                     f"the {what} cannot be captured into a CUDA graph ({type(cause).__name__}: "
                     f"{cause}): what it calls waits for the device, or copies from the host; "
-                    "compile with cuda_graphs=False, or let it work on the device alone"
+                    "leave out the extension CudaGraphs, or let it work on the device alone"
                 ) from cause
             self._first = self._first or graph
         return result, graph.replay

@@ -1,0 +1,1 @@
+"""The computations of stages as captured CUDA graphs, for ``fxpipe.CudaGraphs``."""
