@@ -12,6 +12,8 @@ INSTALL := $(RUN) -m pip install --constraint constraints.txt
 WORKERS := --maxprocesses=4 --dist=worksteal
 QUICK := --numprocesses=logical $(WORKERS)
 WHOLE := --numprocesses=$(shell expr 1 + $$(getconf _NPROCESSORS_ONLN)) $(WORKERS)
+# What each change must pass; without this, pytest runs all, and make deep all with more examples.
+SHORT := -m "not deep and not pages"
 
 # The virtual environment alone decides what is imported.
 unexport PYTHONPATH
@@ -21,13 +23,13 @@ unexport PYTHONPATH
 help:
 	@echo "make demo   train a U-Net over two devices and compare with one"
 	@echo "make demo-ranks  the same with a process for each device"
-	@echo "make test   run the tests"
+	@echo "make test   run the tests, without those that are deep or of pages"
 	@echo "make quick  run the tests that compile no model and start no process"
-	@echo "make deep   run the tests with many more random examples"
+	@echo "make deep   run all tests, with many more random examples"
 	@echo "make compat run the tests on the oldest and the newest torch and Python, and between"
 	@echo "make check  lint, formatting and types"
 	@echo "make compare  time fxpipe beside its peers"
-	@echo "make docs   build the pages into build/docs"
+	@echo "make docs   build the pages into build/docs, and run their code"
 	@echo "make format reformat"
 	@echo "make clean  remove what these made"
 
@@ -40,10 +42,10 @@ demo-ranks: $(READY)
 		-m examples.denoise
 
 test: $(READY)
-	$(RUN) -m pytest $(WHOLE)
+	$(RUN) -m pytest $(WHOLE) $(SHORT)
 
 quick: $(READY)
-	$(RUN) -m pytest $(QUICK) --quick
+	$(RUN) -m pytest $(QUICK) $(SHORT) --quick
 
 deep: $(READY)
 	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest $(WORKERS)
@@ -61,6 +63,7 @@ compare: $(READY)
 
 docs: $(VENV)/docs
 	$(RUN) -m sphinx --fail-on-warning --keep-going --fresh-env docs build/docs
+	$(RUN) -m pytest $(WHOLE) -m pages tests/test_docs.py tests/test_readme.py tests/test_notebooks.py
 
 format: $(READY)
 	$(RUN) -m ruff check --fix .

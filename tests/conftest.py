@@ -1,5 +1,10 @@
 """Options, fixtures and hooks that all tests share.
 
+``make test`` leaves out what is marked with ``@pytest.mark.deep``: one more of a kind of which it
+runs another, and all but one or two tests of an extension. ``make deep`` runs these too, and more
+examples of each; ``pytest tests/extensions/planner`` runs all that stands there. ``make docs`` runs
+what is marked with ``@pytest.mark.pages``.
+
 Golden texts: a test compares a text with a file in tests/golden; ``--update-golden`` writes it.
 
 Quick tests are those in the folders ``QUICK``. They compile or trace no model and start no process,

@@ -138,6 +138,7 @@ def test_every_kind_of_task_is_on_the_page_of_the_language_with_its_cost() -> No
         assert float(rest.split("|")[1]) == KINDS[letter].cost
 
 
+@pytest.mark.pages
 @pytest.mark.filterwarnings("ignore:::pytorch_lightning")
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_the_code_of_a_page_gives_what_stands_there(

@@ -122,6 +122,7 @@ def test_all_notebooks_are_here() -> None:
     ]
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_is_committed(
     path: Path, request: pytest.FixtureRequest, tmp_path: Path

@@ -103,6 +103,7 @@ def run(page: str) -> Iterator[tuple[Block, str]]:
         names["pipe"].close()
 
 
+@pytest.mark.pages
 def test_the_code_of_the_readme_runs_and_gives_what_stands_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
