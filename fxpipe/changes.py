@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fxpipe.compiler.compiled import Compiled, owned
+from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
+from fxpipe.compiler.owned import owned
 from fxpipe.log import LOGGER
 from fxpipe.runtime.ranks.message import digest
 from fxpipe.runtime.weights.progress import Progress

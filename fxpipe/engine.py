@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxpipe.call import differentiable_call, outputs_of
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.predict import held_sizes, predicted_peaks
+from fxpipe.differentiable import differentiable_call, outputs_of
 from fxpipe.errors import RESTORE, EndedError, InputError
 from fxpipe.ir.traced import Traced
 from fxpipe.locks import PipeLock, locked

@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from time import perf_counter
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from fxpipe.arguments import check_whole
-from fxpipe.changes import Changed, Changes
-from fxpipe.compiler.compiled import Compiled, Kind
+from fxpipe.calls import Calls
 from fxpipe.compiler.compiler import Compiler
-from fxpipe.compiler.fingerprint import fingerprint
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.overheads import StepTimes
-from fxpipe.compiler.predict import split_target
+from fxpipe.compiler.owned import Owned, joined, load_part, owned, used_tensors
+from fxpipe.compiler.predict import given_links, predict, predict_memory
 from fxpipe.compiler.state_snapshot import HOOKS
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.inspection import SignedLikeTheModel
+from fxpipe.extend import find
+from fxpipe.formatting import preformatted
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.traced import Traced
 from fxpipe.locks import locked, locked_in_backward
-from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
-from fxpipe.saving import Saved
-from fxpipe.signals import SignalsAtOperations
+from fxpipe.metrics import Meter
+from fxpipe.removed import gone
+from fxpipe.runtime.ranks.group import refuse_on_ranks
+from fxpipe.runtime.weights import checkpoint_file
+from fxpipe.runtime.weights.checkpoint import Checkpoint
+from fxpipe.runtime.weights.initial import Initialise, initialise
+from fxpipe.runtime.weights.optimizers import Optimizers
+from fxpipe.signature import SignedLikeTheModel
 from fxpipe.simulator import Simulation
-from fxpipe.simulator.measured import measured_run
-from fxpipe.torchtools import allocator
-from fxpipe.torchtools.pytrees import together
-from fxpipe.torchtools.state import without_collection
+from fxpipe.simulator.costs import Costs, Links
+from fxpipe.simulator.report import peak_texts
+from fxpipe.stage_table import stage_table
+from fxpipe.torchtools.meta import allocated
 
 
-class Pipeline(Saved):
+class Pipeline(nn.Module):
     """A model cut into stages over devices, made by ``fxpipe.compile``.
 
-    A pipe has the model's own parameters, buffers and submodules under the same names, so each can
-    load the other's state dict. ``step`` trains on one batch; calling the pipe runs the model's
-    forward.
+    A pipe shares its dictionaries of parameters, buffers and submodules with the model, so each can
+    load the other's state dict. It also has the model's other attributes, such as ``config``,
+    unless the pipe has an attribute of that name; setting one sets it in the model. ``step`` trains
+    on one batch; calling the pipe runs the model's forward. A pipe cannot be moved or copied,
+    because compiled graphs refer to its tensors.
 
     Several threads may use a pipe, one at a time, and several pipes may run at once. Tracing a
     model, as in the first step, changes PyTorch for all threads: meanwhile no pipe runs, and your
@@ -49,23 +61,19 @@ class Pipeline(Saved):
     """
 
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
-        super().__init__(options, compiler, engine)
-        self._filled: Compiled | None = None  # a call whose parameters and buffers have data
-        self._changes = Changes(options, engine.progress)
-        self._compile_seconds = 0.0  # for which the last step compiled
-        self._microbatches = options.microbatches or 4 * len(self.devices)
-        self._fixed = options.recipe.microbatches is not None
-        self._has_loss = options.loss is not None
-        self._device_type = self.devices[0].type
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute that only the model has (a flag that its code reads) in the model."""
-        options = vars(self).get("_options")
-        in_pipe = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        if options is None or in_pipe or not hasattr(options.model, name):
-            super().__setattr__(name, value)
-        else:
-            setattr(options.model, name, value)
+        super().__init__()
+        model = options.model
+        self._parameters = model._parameters
+        self._buffers = model._buffers
+        self._modules = model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.devices = options.torch_devices
+        self._options = options
+        self._group = options.group
+        self._compiler = compiler
+        self._engine, self._lock = engine, engine._lock
+        hooks = {name: vars(self)[name] for name in HOOKS}
+        self._calls = Calls(options, compiler, engine, hooks)
 
     # training and calling
 
@@ -114,40 +122,7 @@ class Pipeline(Saved):
                 the message says which stages have updated.
             EndedError: the pipe has ended in an earlier call; restore a checkpoint.
         """
-        ranks, begin = self._options.ranks, perf_counter()
-        called = self._group.calling("step") if ranks else nullcontext()
-        with SignalsAtOperations() as signals, called:
-            meter = self._engine.meter
-            if meter is not None:
-                meter.begin()
-            self._refuse_hooks()
-            self._engine.check()
-            micro = self._taken(args, kwargs, target, step=True)
-            check_gradients()
-            kind = Kind("step", self._engine.updates, return_output)
-            compiled = None if ranks else self._compiler.known(micro, kind)
-            self._compile_seconds = 0.0
-            if compiled is None:
-                compiled, micro = self._ready(micro, kind)
-            self._check_data(compiled)
-            if self._group.replicas > 1:
-                self._changes.check_settings(compiled)
-            micro = self._compiler.weighed(compiled, micro)
-            if not isinstance(micro.weights, torch.Tensor) and not all(micro.weights):
-                compiled = compiled.weighted(micro.weights)
-            watching = self._rehearsals.watching(compiled, begin) if ranks else nullcontext()
-            with watching:
-                result = self._engine.step(compiled, micro, with_output=return_output)
-            if self._group.size > 1:
-                self._changes.stepped(compiled)
-            self._shown = compiled
-            if meter is not None:
-                meter.end(
-                    result[0] if return_output else result, compiled.program, self._compile_seconds
-                )
-            if signals.held is not None:
-                signals.held.add_note("interrupted after the step, whose results are kept")
-        return result
+        return self._calls.step(args, kwargs, target, return_output)
 
     def flush(self) -> None:
         """Finish the batches in flight, if the schedule lets batches overlap.
@@ -184,17 +159,7 @@ class Pipeline(Saved):
         Raises:
             InputError, TraceError, ExecutionError: as in ``step``.
         """
-        with self._group.calling("pipe(...)"):
-            self._engine.check()
-            micro = self._taken(args, kwargs, step=False)
-            self.flush()
-            differentiable = self.training and torch.is_grad_enabled()
-            compiled, micro = self._ready(micro, Kind("call" if differentiable else "infer"))
-            self._check_data(compiled)
-            micro = self._compiler.weighed(compiled, micro)
-            run = self._engine.call if differentiable else self._engine.infer
-            output = run(compiled, micro)
-        return together(output, compiled.traced.out_spec)
+        return self._calls.forward(args, kwargs)
 
     @locked
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
@@ -208,19 +173,7 @@ class Pipeline(Saved):
         Raises:
             InputError, TraceError, PartitionError: as the first ``step`` would.
         """
-        with self._group.calling("prepare"):
-            self._engine.check()
-            micro = self._taken(args, kwargs, target, step=True)
-            can_step = target is not None or self._options.loss is None
-            if can_step and self.training:
-                try:
-                    kind = Kind("step", self._engine.updates, outputs=False)
-                    self._shown, _ = self._ready(micro, kind)
-                    return
-                except InputError:
-                    if self._options.loss is not None:
-                        raise
-            self._shown, _ = self._ready(micro, Kind("call"))
+        self._calls.prepare(args, kwargs, target)
 
     @locked
     def profile(self, *args: Any, target: Any = None, steps: int = 1, **kwargs: Any) -> Simulation:
@@ -244,20 +197,7 @@ class Pipeline(Saved):
         Raises:
             InputError: as in ``step``, or ``steps`` is below 1.
         """
-        with self._group.calling("profile"):
-            check_whole("steps", steps, 1)
-            if target is None and self._options.loss is not None:
-                args, target = split_target(self._model, args, kwargs)
-            with without_collection():
-                start = perf_counter()
-                with self._engine.timed() as times:
-                    for _ in range(steps):
-                        self.step(*args, target=target, **kwargs)
-                seconds = perf_counter() - start
-            compiled = self._compiled()
-            measured = measured_run(self.program, steps, times, self._engine.held(compiled))
-            self._rehearsals.learn(compiled, [StepTimes(seconds, times)], steps)
-        return measured
+        return self._calls.profile(args, kwargs, target, steps)
 
     # modes and closing
 
@@ -286,110 +226,475 @@ class Pipeline(Saved):
             self._engine.abandon()  # the other ranks may not come to a flush
         self.close()
 
-    def _refuse_hooks(self) -> None:
-        """Raise InputError if the pipe itself has hooks: a step would not call them."""
-        hooks = [name.strip("_").replace("_", " ") for name in HOOKS if vars(self)[name]]
-        if hooks:
-            raise InputError(
-                f"the pipe has {' and '.join(hooks)}, which a step would not run, as it calls no "
-                "module; remove them, or register forward hooks on the model, which are traced "
-                "with it, or train by pipe(x) and backward, which run the hooks of the pipe"
-            )
+    # what it is and does
 
-    def _check_data(self, compiled: Compiled) -> None:
-        """Raise InputError if a stage of this process reads or writes a tensor without data, and
-        RankError if a tensor of the stage has other values in another replica."""
-        self._shown = self._shown or compiled
-        if self._options.hollow and compiled is not self._filled:
-            stages = filter(self._options.owns, range(len(compiled.plan.stages)))
-            names = frozenset[str]().union(*map(compiled.names, stages))
-            for name, tensor in compiled.traced.state_of(self._model).items():
-                if name in names and tensor.is_meta:
-                    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
-                    raise InputError(
-                        f"{kind} {name!r} has no data, as the model was built on the meta device; "
-                        "give the values first: pipe.load(folder), pipe.load_state_dict(...), or "
-                        "pipe.reset_parameters(); tensors that are in no state dict, or that no "
-                        'step reads, can be made with data (device="cpu") where the model is built'
-                    )
-            self._filled = compiled
-        if self._group.replicas > 1:
-            self._changes.check(compiled)
+    @property
+    def traced(self) -> Traced:
+        """The graph of the whole model and its loss in the last training step; before the first
+        step, in the call that was compiled first. ``traced``, ``plan``, ``schedule`` and
+        ``program`` raise InputError as long as nothing is compiled."""
+        return self._calls.compiled().traced
 
-    def _taken(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, *, step: bool
-    ) -> MicroBatches:
-        """Check the arguments of a step or call, and split them into micro-batches.
+    @property
+    def plan(self) -> Plan:
+        """The stages and edges of the last training step. After a cut by names, the stages have
+        costs from the first ``simulate`` on."""
+        return self._calls.compiled().plan
 
-        A batch has at most as many micro-batches as samples, unless a step's schedule has a fixed
-        number of them. All replicas have as many as the replica with the smallest batch.
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the last training step."""
+        return self._calls.compiled().schedule
+
+    @property
+    def program(self) -> Program:
+        """The program of the last training step, with the lists of all devices. A rank keeps the
+        list of its own device only, and lowers the others again for this property."""
+        return self._calls.compiled().whole()
+
+    @property
+    def stashed(self) -> Mapping[int, int]:
+        """Stage → the most micro-batches that it kept for backward at once in the last training
+        step. If batches overlap, the count is over all batches since the last flush, and over
+        several ranks the stages of other ranks are included only after a flush."""
+        return dict(self._engine.stashed)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of all gradients of the last batch, before clipping; None before the first batch
+        or without ``clip_norm`` and ``scaler``. If batches overlap, it is the norm of an earlier
+        batch that every device has finished, always the same number of batches back: with ``2bw``
+        it is the third before the last."""
+        return self._engine.grad_norm
+
+    @property
+    def batches(self) -> int:
+        """The number of batches that ``step`` has trained on; a checkpoint keeps it."""
+        return self._engine.batches
+
+    @property
+    @locked
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last step, as a flat dict of numbers, which loggers take as it is.
+
+        Steps are measured from the first time that you read this property. Figures that are not
+        known, as before that time or after a step that failed, are left out. Over several ranks,
+        ``bubble`` and ``stage_seconds`` are of this rank's device; if batches overlap, both are
+        left out, and ``profile`` measures them.
+
+        Returns:
+            ``batches``, ``loss`` and ``grad_norm``; ``compile_seconds``, the time for which the
+            last call of ``step`` compiled, usually 0, and ``seconds``, the rest of its time;
+            ``bubble``, the share of the run for which the devices idle until the last micro-batch
+            is done. Of each stage, by its number, such as ``stage_seconds/0``: the time for which
+            it computed, and ``weight_versions/0`` if batches overlap. ``peak_memory/0``: the most
+            bytes that device 0 is predicted to hold.
         """
-        options = self._options
-        check_surroundings(step=step)
-        targets = () if target is None else target if isinstance(target, tuple) else (target,)
-        if targets and not self._has_loss:
+        meter = self._engine.meter
+        if meter is None:
+            meter = self._engine.meter = Meter([[] for _ in self.devices])
+        shown = self._calls.shown
+        if shown is not None and shown is not meter.compiled:
+            peaks = [memory.peak for memory in self._memory().memory]
+            meter.compiled, meter.peaks = shown, peaks
+        measured = self._engine.measured(meter)
+        figures = {
+            "batches": self.batches,
+            "loss": None if meter.loss is None else float(meter.loss),
+            "grad_norm": self.grad_norm,
+            "seconds": meter.seconds,
+            "compile_seconds": meter.compile_seconds,
+            "bubble": measured.get("bubble"),
+        }
+        several = {
+            "stage_seconds": measured.get("stage_seconds", {}),
+            "peak_memory": dict(enumerate(meter.peaks or ())),
+            "weight_versions": dict(enumerate(self.weight_versions)),
+        }
+        known = {name: value for name, value in figures.items() if value is not None}
+        return known | {
+            f"{name}/{number}": value
+            for name, values in several.items()
+            for number, value in values.items()
+        }
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """Stage → the number of live versions of its weights. Empty before the first step, and if
+        batches do not overlap, which needs only one version. 0 for the stages of other ranks."""
+        return self._engine.progress.weight_versions
+
+    @property
+    def weight_bytes(self) -> list[int]:
+        """Stage → the bytes of all live versions of its weights; see ``weight_versions``."""
+        return self._engine.progress.weight_bytes
+
+    @property
+    @locked
+    def optimizer(self) -> Optimizer:
+        """One torch optimizer over the model's parameters, with the groups that you made: for
+        learning-rate schedulers, logging and ``state_dict``, also before the first step. It is the
+        optimizer that ``compile`` was given, or that the given function makes of all parameters.
+
+        ``step`` uses the settings that the groups have when the batch is submitted, even if batches
+        overlap. ``state`` is the stages' present state. ``state_dict`` finishes the batches in
+        flight first, and ``load_state_dict`` gives the loaded state to the stages. The optimizer's
+        own ``step`` updates the weights from ``.grad``, as after ``pipe(x)`` and ``backward``. Over
+        several ranks it has the state of this rank's stages, and every rank calls these methods.
+
+        Raises:
+            InputError: the pipe has no optimizer, or the function makes other groups for a stage
+                than for all parameters; ``optimizers`` then has those of the stages.
+        """
+        return self._optimizers().one()
+
+    @property
+    @locked
+    def optimizers(self) -> tuple[Optimizer | None, ...]:
+        """Stage → its optimizer; None for a stage without parameters, and for the stages of other
+        ranks. They are made by the first step, or by ``example``. See also ``optimizer``.
+
+        Raises:
+            InputError: the pipe has no optimizer, or nothing is compiled yet.
+        """
+        self._optimizers()
+        return self._engine.progress.optimizers_of(self._calls.compiled().plan)
+
+    def _optimizers(self) -> Optimizers:
+        if self._engine.progress.stages is None:
+            raise InputError("the pipe has no optimizer; give compile(..., optimizer=...)")
+        return self._engine.progress.stages
+
+    def __repr__(self) -> str:
+        """The table of stages, which measures nothing: after a cut by names it has times from the
+        first ``simulate`` on."""
+        shown = self._calls.shown
+        ended = bool(self._engine.progress.ended)  # then nothing is known of its memory
+        verdict = self._compiler.verdict
+        places = self._group.members.places or [*map(str, self.devices)]
+        memory: Sequence[str] = ["–"] * len(places)
+        if shown is not None and not ended:
+            memory = peak_texts(self._memory())
+        replicas = self._options.replicas
+        return stage_table(self._model, shown, places, verdict, memory, replicas)
+
+    def _repr_html_(self) -> str:
+        return preformatted(repr(self))
+
+    def simulate(
+        self,
+        costs: Costs | None = None,
+        *,
+        links: Links | None = None,
+        overlap: bool = True,
+        steps: int | None = None,
+    ) -> Simulation:
+        """Predict the time and the memory of a training step.
+
+        The first call measures the costs, in seconds, in rehearsed steps: real steps of random
+        numbers, whose results are dropped and which update copies of the weights. ``profile``
+        replaces these times by those of real steps. Over several ranks, on devices with streams or
+        with leaf modules, no step is rehearsed, and the times are those of each stage alone,
+        measured when it was compiled. Over several ranks of CPU devices, if batches do not overlap,
+        the second to fifth real step are timed instead, and count from the sixth on. ``step_time``
+        is the predicted time of a step, and ``range`` how sure that is.
+
+        ``memory`` has the peak of each device in bytes, as the table shows it, and its parts: what
+        is always allocated, by storage, and what the nodes of the running graph hold. It counts
+        neither the scratch memory of operations nor what stages with leaf modules save. Gradients
+        that ``.grad`` holds now are counted in addition to the step's own. Every rank predicts the
+        same for all devices, without asking the other ranks: it takes gradients to be where it has
+        some itself, and calls ``optimizer`` for the stages of other ranks, too, for their memory.
+
+        Args:
+            costs: the costs to predict with, instead of the measured ones.
+            links: the links between devices; by default those of a ``Partition``, or a hand-over to
+                another thread.
+            overlap: whether a device computes while it sends; see ``fxpipe.simulator.simulate``.
+            steps: how many steps are simulated in a row; see there.
+
+        Raises:
+            InputError: nothing is compiled or measured yet, or an argument does not fit.
+        """
+        compiled = self._calls.measured()
+        rehearsal = None if costs else self._calls.rehearsals.of(compiled)
+        return predict(
+            compiled.plan,
+            compiled.whole(),
+            self._engine.held(compiled),
+            costs,
+            rehearsal=rehearsal,
+            links=links or (None if costs else given_links(self._options)),
+            overlap=overlap,
+            steps=steps,
+        )
+
+    def _memory(self) -> Simulation:
+        """A simulation whose memory is to be shown; its times are not."""
+        compiled = self._calls.compiled()
+        return predict_memory(compiled.plan, compiled.whole(), self._engine.held(compiled))
+
+    # saving and loading
+
+    @locked
+    def state_dict(self, *args: Any, full: bool = False, **kwargs: Any) -> Any:
+        """The model's state dict. Flushes first, so that it has the newest weights.
+
+        Over several ranks, each rank has the newest weights of its own stages only. It returns the
+        entries of its stages; the rank of stage 0 also returns those that belong to no stage.
+
+        Args:
+            *args: as for the model's ``state_dict``.
+            **kwargs: the same.
+            full: return all entries on every rank, as new tensors. Every rank has to call it then.
+        """
+        self._engine.flush()
+        state = self._model.state_dict(*args, **kwargs)
+        if self._group.size == 1:
+            return state
+        part = self._owned().part(self._model, state, kwargs.get("prefix", ""))
+        if not full:
+            return part
+        with self._group.calling("state_dict"):
+            parts = self._group.exchange("state", {} if self._group.replica else part)
+        return joined(state, parts)
+
+    @locked
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict as the model's own method does. Flushes first; the next batch reads the
+        loaded values.
+
+        A rank loads the entries of its own stages and ignores all others, which may be missing. If
+        the model was built on the meta device, loaded tensors get their memory here.
+        """
+        self._engine.flush()
+        if self._group.size == 1 and not self._options.hollow:
+            return self._model.load_state_dict(state_dict, *args, **kwargs)
+        return load_part(self._model, self._used(), state_dict, *args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Flush and load; ``load_state_dict`` of a module that holds the pipe calls this."""
+        self._engine.flush()
+        self._model._load_from_state_dict(*args, **kwargs)
+
+    @locked
+    def reset_parameters(self, function: Initialise | None = None) -> None:
+        """Give parameters and buffers their initial values, the same as one process would draw.
+
+        A model that was built on the meta device gets its memory here: a rank allocates the tensors
+        of its own stages. It also draws the numbers of all other tensors, one at a time, starting
+        from the state of torch's generator on rank 0, so that the values are the same to the bit
+        for any number of ranks.
+
+        They equal those of the same model built on the CPU after the same ``torch.manual_seed`` if
+        every constructor makes the module's tensors, then its submodules in the order in which it
+        registers them, and calls ``reset_parameters`` last, as PyTorch's own layers do. Anything
+        else that a constructor does is not repeated: ``nn.TransformerEncoder`` copies its first
+        layer, and here each layer draws. A tied weight keeps the values of its first module.
+
+        Args:
+            function: called with each module, after the modules inside of it, as by
+                ``model.apply``. By default each module's ``reset_parameters`` is called, if it has
+                one.
+
+        Raises:
+            InputError: nothing is compiled yet, so that the stages are not known; a function
+                fails; or a tensor without data gets no values, and then still has no data.
+        """
+        with self._group.calling("reset_parameters"):
+            self._engine.flush()
+            used = self._used().values()
+            torch.set_rng_state(self._group.share("generator", torch.get_rng_state))
+            initialise(self._model, used, function)
+
+    @locked
+    def checkpoint(self, path: str | os.PathLike[str], *, extra: Any = None) -> None:
+        """Write to a file all that training needs to go on as if not interrupted. Flushes first.
+
+        The file has the weights, in all versions that later batches read, the buffers, the
+        optimizers' state, the states of torch's generators for the CPU and the pipe's devices, and
+        the number of batches; without an optimizer also ``.grad``. Everything is stored under its
+        name in the model, so training can go on with any partition. The file is in safetensors
+        format, without code and with a checksum. It is replaced atomically, so other processes may
+        read it at any time.
+
+        Args:
+            path: the path of the file.
+            extra: anything else to keep, which ``restore`` returns, such as the state of a
+                learning-rate scheduler or of ``random``, or an epoch: tensors, numbers, strings,
+                and lists, tuples and dicts of them.
+
+        Raises:
+            CheckpointError: the file cannot be written, or cannot hold ``extra``; an older file
+                stays as it is.
+        """
+        refuse_on_ranks(self._group, "checkpoint()", "write a folder with save()")
+        self._engine.flush()
+        progress = self._engine.progress
+        checkpoint_file.write(progress.checkpoint(extra, changed=progress.changed), path)
+
+    @locked
+    def restore(self, path: str | os.PathLike[str]) -> Any:
+        """Go on from a checkpoint, at any time, on any number of devices; also after a failure that
+        has ended the pipe.
+
+        Everything is checked before anything changes; each optimizer first makes a step on a copy
+        of its restored state. If the optimizer function makes different optimizers for different
+        stages, call ``prepare`` first. The constructor of a learning-rate scheduler changes its
+        optimizer: make the scheduler over ``optimizer``, then restore, and load its state from
+        ``extra``.
+
+        Returns:
+            The ``extra`` that ``checkpoint`` was given.
+
+        Raises:
+            CheckpointError: the file is no checkpoint, damaged, or of another model or optimizer.
+                Nothing has changed.
+        """
+        with self._group.calling("restore"):
+            self._engine.flush_unless_ended()
+            return self._go_on_from(checkpoint_file.read(path))
+
+    @locked
+    def save(self, folder: str | os.PathLike[str], extra: Any = None) -> None:
+        """Write to a folder all that training needs to go on as if not interrupted. Flushes first.
+
+        The folder has the same contents as a file of ``checkpoint``, in the format of
+        ``torch.distributed.checkpoint`` (DCP) with the model's own names, so that it can also be
+        read without this library::
+
+            torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, "run.pt")
+            model.load_state_dict(torch.load("run.pt")["model"])
+
+        An older folder is replaced once the new one is complete and on disk. Over several ranks
+        each rank of the first replica writes the part of its own stages, and every rank of all
+        replicas has to call this.
+
+        Args:
+            folder: the path of the folder, which may hold an older checkpoint, and nothing else.
+            extra: anything else to keep, which ``load`` returns, as for ``checkpoint``. Over
+                several ranks rank 0's is kept.
+
+        Raises:
+            CheckpointError: the folder cannot be written, or cannot hold ``extra``; an older
+                checkpoint stays as it is.
+            RankError: another rank failed in this way, or is gone.
+        """
+        with self._group.calling("save"):
+            write = find("option", "save", "pipe.save")
+            self._engine.flush()
+            progress = self._engine.progress
+            changed = any(self._group.exchange("changes", progress.changed))
+            own = self._owned()
+            saved = progress.checkpoint(extra, changed=changed).part(own.kept)
+            state = own.part(self._model, self._model.state_dict())
+            write(saved, state, folder, self._group)
+
+    @locked
+    def load(self, folder: str | os.PathLike[str], *, must_exist: bool = True) -> Any:
+        """Go on from a folder that ``save`` wrote, on any number of devices or ranks.
+
+        As in ``restore``, everything is checked before anything changes. Over several ranks each
+        rank reads the part of its own stages, which are known after a step, ``prepare``, or
+        ``compile`` with an ``example``.
+
+        Args:
+            folder: the path of the folder.
+            must_exist: whether a missing folder is an error; otherwise nothing is loaded then.
+
+        Returns:
+            The ``extra`` that ``save`` was given; None if nothing is loaded.
+
+        Raises:
+            CheckpointError: it is no such folder, or damaged, or of another model or optimizer.
+                Nothing has changed, on any rank.
+            InputError: the model was built on the meta device and nothing is compiled yet, so that
+                a rank does not know its stages.
+            RankError: another rank failed in this way, or is gone.
+        """
+        with self._group.calling("load"):
+            exists, read = (find("option", name, "pipe.load") for name in ("saved", "load"))
+            self._engine.flush_unless_ended()
+            there = self._group.exchange("folder", exists(folder))
+            if not must_exist and not any(there):
+                return None
+            if self._options.hollow:
+                self._used()  # raises before anything is read
+            own = None if self._group.size == 1 else self._owned().used
+            return self._go_on_from(read(folder, own))
+
+    def _go_on_from(self, saved: Checkpoint) -> Any:
+        plan = self._calls.shown.plan if self._calls.shown else None
+        with allocated(self._used().values() if self._options.hollow else ()):
+            self._engine.progress.restore(saved, plan, lambda: self._group.exchange("checkpoint"))
+        self._group.kept = 0
+        return saved.extra
+
+    # the model's attributes
+
+    @property
+    def _model(self) -> nn.Module:
+        return self._options.model
+
+    @property
+    def training(self) -> bool:
+        """The model's mode; frameworks also set it by this attribute."""
+        return self._model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_options" in vars(self):  # else nn.Module.__init__ sets it
+            self._model.training = mode
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            options = vars(self).get("_options")
+            if options is None or name.startswith("__") or not hasattr(options.model, name):
+                if instead := gone(f"pipe.{name}"):
+                    raise AttributeError(f"{error}{instead}") from None
+                raise
+        return getattr(options.model, name)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Refuse ``to``, ``cuda``, ``half`` and the like, unless they change nothing."""
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            with suppress(Exception):  # such as .cuda() without CUDA
+                if tensor.is_meta or fn(tensor) is tensor:
+                    continue
             raise InputError(
-                "there is a target but no loss to compare it with; give compile(..., "
-                "loss=function), or leave out target"
+                f"a compiled model cannot be moved or cast, as {name!r} ({tensor.dtype} on "
+                f"{tensor.device}) would be: its graphs hold devices and types; close() the pipe, "
+                "change the model, and compile it again, or keep a framework from placing it"
             )
-        asks = step and self._has_loss and not targets
-        hint = "; what the loss compares with is given as step(..., target=...)" if asks else ""
-        batch = Batch.of(options.model, args, kwargs, targets, options.batch_dims, hint)
-        batch.check_devices("cpu", self._device_type)
-        count, size = self._microbatches, batch.size
-        if self._group.replicas > 1:
-            size = min(self._group.exchange("the samples of a batch", size))
-        count = count if step and self._fixed else min(count, size)
-        return batch.in_parts(count, self._group.replica)
+        return self
 
-    def _ready(self, micro: MicroBatches, kind: Kind) -> tuple[Compiled, MicroBatches]:
-        """Return the compiled program for a call on which all ranks agree, and its batch, split
-        anew if the compiler decides so. While a call is compiled, nothing else runs."""
-        if kind.purpose == "step" and self._compiler.decides(micro):
-            with self._compiling():
-                count = self._compiler.decide(
-                    micro, updates=self._engine.updates, rehearse=self._rehearsals.rehearse
-                )
-            self._microbatches = count
-            micro = micro.batch.in_parts(count, micro.replica)
-        known = self._compiler.known(micro, kind)
-        compiles = known is None
-        timed = [self._rehearsals.timed(known)]
-        if self._group.size > 1:
-            flushes = known is not None and not self._engine.joins(known)
-            common, replica_text = fingerprint(
-                *(micro, kind, self._compiler.told(), self._engine.batches),
-                compiles=compiles,
-                first=self._shown is None,
-            )
-            chosen, settings, *written = self._changes.told(flushed=self._engine.flushed)
-            ranks = self._group.agree(
-                "the call",
-                common,
-                own="\n".join([replica_text, *chosen]),
-                twins=settings,
-                value=(compiles, flushes, *timed, *written),
-            )
-            compiles = any(compiles for compiles, *_ in ranks)  # another replica may have to
-            timed = [timed for _, _, timed, *_ in ranks]
-            self._changes.hear([Changed((), "", *written) for _, _, _, *written in ranks])
-            if self._group.replicas > 1 and any(flushes for _, flushes, *_ in ranks):
-                self.flush()
-        self._rehearsals.agreed = all(timed)
-        if known is not None and not compiles:
-            return known, micro
-        with self._compiling():
-            self._compiler.plans.proven |= self._engine.batches > 0
-            compiled = self._compiler.compile(micro, kind)
-        allocator.give_back()
-        return compiled, micro
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(
+            "a pipe cannot be copied or pickled: it has threads and traced graphs; save its "
+            "state_dict() and compile a new one, or copy.deepcopy(pipe), which copies the model"
+        )
 
-    @contextmanager
-    def _compiling(self) -> Iterator[None]:
-        """Inside, nothing else runs, and the time counts as that of compiling."""
-        with self._engine.quiet():
-            begin = perf_counter()
-            try:
-                yield
-            finally:
-                self._compile_seconds += perf_counter() - begin
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Flush, and copy the model, as for ``torch.optim.swa_utils.AveragedModel``."""
+        self._engine.flush()
+        return copy.deepcopy(self._model, memo)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute that only the model has (a flag that its code reads) in the model."""
+        options = vars(self).get("_options")
+        in_pipe = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if options is None or in_pipe or not hasattr(options.model, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(options.model, name, value)
+
+    def _owned(self) -> Owned:
+        """The tensors that this rank owns or uses."""
+        return owned(self._model, self._calls.shown, self._options.owns)
+
+    def _used(self) -> dict[int, torch.Tensor]:
+        """Id → parameter or buffer, for those whose values this process needs."""
+        alone = self._group.size == 1
+        return used_tensors(self._model, self._calls.shown, self._options.owns, alone=alone)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-from torch import nn
+from typing import NamedTuple
 
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Purpose
@@ -119,54 +117,3 @@ def restoring(parts: Sequence[object]) -> Callable[[], None]:
             vars(part).update(values)
 
     return restore
-
-
-@dataclass(frozen=True)
-class Owned:
-    """Which parameters and buffers of a model one process has, by the first name of each.
-
-    Attributes:
-        names: id of a parameter or buffer → its name.
-        kept: the names whose newest values this process keeps, and no other process.
-        used: the names whose values this process needs.
-        rest: whether this process also keeps what is neither a parameter nor a buffer.
-    """
-
-    names: Mapping[int, str]
-    kept: frozenset[str]
-    used: frozenset[str]
-    rest: bool
-
-    def keeps(self, value: Any) -> bool:
-        """Whether this process keeps a value of the model's state dict."""
-        return self.names[id(value)] in self.kept if id(value) in self.names else self.rest
-
-
-def owned(model: nn.Module, compiled: Compiled | None, owns: Callable[[int], bool]) -> Owned:
-    """Find what this process has of a model; ``owns`` tells which stages are its own.
-
-    Tensors of no stage are kept with the first stage. Before anything is compiled these are all
-    tensors, and all processes use all of them.
-    """
-    names: dict[int, str] = {}
-    first_names: dict[str, str] = {}
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            first_names[name] = names.setdefault(id(tensor), name)
-    keeper: dict[str, int] = {}
-    used: set[str] = set()
-    for stage in () if compiled is None else compiled.plan.stages:
-        assert compiled is not None
-        touched = {
-            first_names[name] for name in compiled.traced.touched(stage) if name in first_names
-        }
-        written = {first_names.get(write.target) for write in stage.writes}
-        keeper |= {name: stage.index for name in touched if name in written or name not in keeper}
-        if owns(stage.index):
-            used |= touched
-    common = set(names.values()) - keeper.keys()
-    rest = owns(0)
-    kept = {name for name, stage in keeper.items() if owns(stage)} | (common if rest else set())
-    if rest or compiled is None:
-        used |= common
-    return Owned(names, frozenset(kept), frozenset(used), rest)

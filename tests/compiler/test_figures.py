@@ -153,7 +153,7 @@ def test_a_rehearsed_step_does_as_much_as_a_real_one(dispatch: Any) -> None:
         with compiled("1f1b", dispatch=dispatch) as pipe:
             for _ in range(2):
                 pipe.step(x, target=y)
-            engine, made = pipe._engine, pipe._compiled()
+            engine, made = pipe._engine, pipe._calls.compiled()
             with engine.quiet():
                 call = pipe._compiler.plans.graph_of(made.traced).call
                 steps = _Steps(pipe._compiler, engine, made, call)

@@ -153,7 +153,7 @@ def test_memory_is_predicted_before_times_are_known() -> None:
     x, y = batch()
     with pipe_of(Middle()) as pipe:
         pipe.prepare(x, target=y)
-        shown = pipe._shown
+        shown = pipe._calls.shown
         peaks = predicted_peaks(shown.plan, shown.program, pipe._engine.held(shown))
         assert not shown.plan.stages[0].costs
         assert peaks == [memory.peak for memory in pipe.simulate().memory]

@@ -200,7 +200,7 @@ def blocking(mesh: DeviceMesh, schedule: Any, window: int | None) -> bool:
     backend._pairs = pairs = Blocking(beside.pipe._group, torch.device("cpu"))
     x, y = batch(8)
     beside.pipe.prepare(x, target=y)
-    compiled = beside.pipe._compiled()
+    compiled = beside.pipe._calls.compiled()
     compiled.whole().verify(channel=compiled.program.window)
     if window is not None:
         assert window < compiled.program.window

@@ -240,7 +240,7 @@ def uneven(mesh: DeviceMesh) -> dict[str, Results]:
                     found[key] = parameter.grad.clone()
             found["sent"] = torch.tensor(pipe._group.summed)
             assert pipe.program.replicas == 2
-            held = pipe._engine.held(pipe._compiled())
+            held = pipe._engine.held(pipe._calls.compiled())
             stage = pipe._group.device
             found["predicted"] = torch.tensor(held.summing(stage, replica, 2) * len(SIZES))
         every[name] = found

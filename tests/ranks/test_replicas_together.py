@@ -178,8 +178,8 @@ def broken(mesh: DeviceMesh, where: str, shards: bool) -> list[float]:
     x = beside.batch(0, 0)
     example = (x,), {"target": x}
     with fxpipe.compile(beside.model, mesh, optimizer=sgd, example=example, **options) as pipe:
-        real = pipe._changes._agree
-        pipe._changes._agree = agree  # type: ignore[method-assign]
+        real = pipe._calls.changes._agree
+        pipe._calls.changes._agree = agree  # type: ignore[method-assign]
         with pytest.raises((Exiting, fxpipe.RankError)):
             pipe.step(x, target=x)
         replica = mesh.get_local_rank("dp")

@@ -232,7 +232,7 @@ def test_one_thread_runs_operations_on_few_elements(
         threads.clear()
         pipe.step(x, target=y)
         assert threads == {f"fxpipe-{k}" for k in range(count)}
-        assert pipe._shown is not None and pipe._shown.threads == count
+        assert pipe._calls.shown is not None and pipe._calls.shown.threads == count
 
 
 @pytest.mark.parametrize(("samples", "expected"), [(1, (128 + 128) / 2), (8, (128 + 256) / 2)])

@@ -165,7 +165,7 @@ class _Cuts:
         self._made: dict[tuple[int, int], Stages] = {}
         args, kwargs = read_example(example)
         named = {name: value for name, value in kwargs.items() if name != "target"}
-        micro = pipe._taken(args, named, kwargs.get("target"), step=True)
+        micro = pipe._calls.taken(args, named, kwargs.get("target"), step=True)
         schedule = pipe._compiler.timetable.schedule(1, "step")
         leaves, size = micro.leaves[0], micro.batch.size
         call = Call(micro.batch, leaves, size, "step", (False,) * len(leaves), schedule)
@@ -298,7 +298,7 @@ def _rehearsed(
     compiled = Compiled(
         traced, plan, (), schedule, program, lambda: program, "step", size, threads=1
     )
-    return pipe._rehearsals.rehearse(compiled, call)
+    return pipe._calls.rehearsals.rehearse(compiled, call)
 
 
 def _adding(device: torch.device) -> float:

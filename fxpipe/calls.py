@@ -1,0 +1,273 @@
+"""The way of a batch: from the arguments of a call to its result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from fxpipe.arguments import check_whole
+from fxpipe.changes import Changed, Changes
+from fxpipe.compiler.compiled import Compiled, Kind
+from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.fingerprint import fingerprint
+from fxpipe.compiler.options import Options
+from fxpipe.compiler.overheads import StepTimes
+from fxpipe.compiler.predict import split_target
+from fxpipe.engine import Engine
+from fxpipe.errors import InputError
+from fxpipe.rehearsal import Rehearsals
+from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
+from fxpipe.runtime.devices.backend import is_worker
+from fxpipe.signals import SignalsAtOperations
+from fxpipe.simulator import Simulation
+from fxpipe.simulator.measured import measured_run
+from fxpipe.torchtools import allocator
+from fxpipe.torchtools.pytrees import together
+from fxpipe.torchtools.state import without_collection
+
+
+class Calls:
+    """Takes the calls of a pipe: checks the arguments, splits them into micro-batches, compiles
+    what no earlier call was like, and has the engine run it. See ``Pipeline``, also for errors.
+
+    Attributes:
+        shown: the last training step; before the first one, the call that was compiled first.
+        changes: compares what was changed on the ranks.
+        rehearsals: predict and learn the times of steps.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        compiler: Compiler,
+        engine: Engine,
+        hooks: Mapping[str, Mapping[int, Any]],
+    ) -> None:
+        """``hooks`` are those of the pipe itself, by the name of their attribute."""
+        self.shown: Compiled | None = None
+        self.changes = Changes(options, engine.progress)
+        self.rehearsals = Rehearsals(options, compiler, engine)
+        self._options, self._compiler, self._engine = options, compiler, engine
+        self._group = options.group
+        self._hooks = hooks
+        self._filled: Compiled | None = None  # a call whose parameters and buffers have data
+        self._compile_seconds = 0.0  # for which the last step compiled
+        self._microbatches = options.microbatches or 4 * len(options.torch_devices)
+        self._fixed = options.recipe.microbatches is not None
+
+    def step(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, return_output: bool
+    ) -> Any:
+        """Train on a batch; returns its loss, or loss and output."""
+        ranks, begin = self._options.ranks, perf_counter()
+        called = self._group.calling("step") if ranks else nullcontext()
+        with SignalsAtOperations() as signals, called:
+            meter = self._engine.meter
+            if meter is not None:
+                meter.begin()
+            self._refuse_hooks()
+            self._engine.check()
+            micro = self.taken(args, kwargs, target, step=True)
+            check_gradients()
+            kind = Kind("step", self._engine.updates, return_output)
+            compiled = None if ranks else self._compiler.known(micro, kind)
+            self._compile_seconds = 0.0
+            if compiled is None:
+                compiled, micro = self._ready(micro, kind)
+            self._check_data(compiled)
+            if self._group.replicas > 1:
+                self.changes.check_settings(compiled)
+            micro = self._compiler.weighed(compiled, micro)
+            if not isinstance(micro.weights, torch.Tensor) and not all(micro.weights):
+                compiled = compiled.weighted(micro.weights)
+            watching = self.rehearsals.watching(compiled, begin) if ranks else nullcontext()
+            with watching:
+                result = self._engine.step(compiled, micro, with_output=return_output)
+            if self._group.size > 1:
+                self.changes.stepped(compiled)
+            self.shown = compiled
+            if meter is not None:
+                meter.end(
+                    result[0] if return_output else result, compiled.program, self._compile_seconds
+                )
+            if signals.held is not None:
+                signals.held.add_note("interrupted after the step, whose results are kept")
+        return result
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the model's forward; returns its output, differentiable in training mode."""
+        with self._group.calling("pipe(...)"):
+            self._engine.check()
+            micro = self.taken(args, kwargs, step=False)
+            self._engine.flush()
+            differentiable = self._options.model.training and torch.is_grad_enabled()
+            compiled, micro = self._ready(micro, Kind("call" if differentiable else "infer"))
+            self._check_data(compiled)
+            micro = self._compiler.weighed(compiled, micro)
+            run = self._engine.call if differentiable else self._engine.infer
+            output = run(compiled, micro)
+        return together(output, compiled.traced.out_spec)
+
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> None:
+        """Compile a step for a batch, or without a target for the loss the model's call."""
+        with self._group.calling("prepare"):
+            self._engine.check()
+            micro = self.taken(args, kwargs, target, step=True)
+            has_loss = self._options.loss is not None
+            if (target is not None or not has_loss) and self._options.model.training:
+                try:
+                    kind = Kind("step", self._engine.updates, outputs=False)
+                    self.shown, _ = self._ready(micro, kind)
+                    return
+                except InputError:
+                    if has_loss:
+                        raise
+            self.shown, _ = self._ready(micro, Kind("call"))
+
+    def profile(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, steps: int
+    ) -> Simulation:
+        """Train on a batch and return the measured times."""
+        with self._group.calling("profile"):
+            check_whole("steps", steps, 1)
+            if target is None and self._options.loss is not None:
+                args, target = split_target(self._options.model, args, kwargs)
+            with without_collection():
+                start = perf_counter()
+                with self._engine.timed() as times:
+                    for _ in range(steps):
+                        self.step(args, kwargs, target, return_output=False)
+                seconds = perf_counter() - start
+            compiled = self.compiled()
+            measured = measured_run(compiled.whole(), steps, times, self._engine.held(compiled))
+            self.rehearsals.learn(compiled, [StepTimes(seconds, times)], steps)
+        return measured
+
+    def compiled(self) -> Compiled:
+        """The call that is shown. Raises InputError if nothing is compiled yet."""
+        if self.shown is None:
+            raise InputError(
+                "nothing is compiled yet; call step once, or give compile(..., example=inputs)"
+            )
+        return self.shown
+
+    def measured(self) -> Compiled:
+        """The call that is shown, with the costs of its stages. After a cut by names the costs are
+        measured only here."""
+        compiled = self.compiled()
+        if compiled.plan.stages[0].costs is None and not is_worker():
+            with self._engine.quiet():
+                compiled = self.shown = self._compiler.measured(compiled)
+        return compiled
+
+    def _refuse_hooks(self) -> None:
+        """Raise InputError if the pipe itself has hooks: a step would not call them."""
+        hooks = [name.strip("_").replace("_", " ") for name, own in self._hooks.items() if own]
+        if hooks:
+            raise InputError(
+                f"the pipe has {' and '.join(hooks)}, which a step would not run, as it calls no "
+                "module; remove them, or register forward hooks on the model, which are traced "
+                "with it, or train by pipe(x) and backward, which run the hooks of the pipe"
+            )
+
+    def _check_data(self, compiled: Compiled) -> None:
+        """Raise InputError if a stage of this process reads or writes a tensor without data, and
+        RankError if a tensor of the stage has other values in another replica."""
+        self.shown = self.shown or compiled
+        if self._options.hollow and compiled is not self._filled:
+            stages = filter(self._options.owns, range(len(compiled.plan.stages)))
+            names = frozenset[str]().union(*map(compiled.names, stages))
+            for name, tensor in compiled.traced.state_of(self._options.model).items():
+                if name in names and tensor.is_meta:
+                    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+                    raise InputError(
+                        f"{kind} {name!r} has no data, as the model was built on the meta device; "
+                        "give the values first: pipe.load(folder), pipe.load_state_dict(...), or "
+                        "pipe.reset_parameters(); tensors that are in no state dict, or that no "
+                        'step reads, can be made with data (device="cpu") where the model is built'
+                    )
+            self._filled = compiled
+        if self._group.replicas > 1:
+            self.changes.check(compiled)
+
+    def taken(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, *, step: bool
+    ) -> MicroBatches:
+        """Check the arguments of a step or call, and split them into micro-batches.
+
+        A batch has at most as many micro-batches as samples, unless a step's schedule has a fixed
+        number of them. All replicas have as many as the replica with the smallest batch.
+        """
+        options, has_loss = self._options, self._options.loss is not None
+        check_surroundings(step=step)
+        targets = () if target is None else target if isinstance(target, tuple) else (target,)
+        if targets and not has_loss:
+            raise InputError(
+                "there is a target but no loss to compare it with; give compile(..., "
+                "loss=function), or leave out target"
+            )
+        asks = step and has_loss and not targets
+        hint = "; what the loss compares with is given as step(..., target=...)" if asks else ""
+        batch = Batch.of(options.model, args, kwargs, targets, options.batch_dims, hint)
+        batch.check_devices("cpu", options.torch_devices[0].type)
+        count, size = self._microbatches, batch.size
+        if self._group.replicas > 1:
+            size = min(self._group.exchange("the samples of a batch", size))
+        count = count if step and self._fixed else min(count, size)
+        return batch.in_parts(count, self._group.replica)
+
+    def _ready(self, micro: MicroBatches, kind: Kind) -> tuple[Compiled, MicroBatches]:
+        """Return the compiled program for a call on which all ranks agree, and its batch, split
+        anew if the compiler decides so. While a call is compiled, nothing else runs."""
+        if kind.purpose == "step" and self._compiler.decides(micro):
+            with self._compiling():
+                count = self._compiler.decide(
+                    micro, updates=self._engine.updates, rehearse=self.rehearsals.rehearse
+                )
+            self._microbatches = count
+            micro = micro.batch.in_parts(count, micro.replica)
+        known = self._compiler.known(micro, kind)
+        compiles = known is None
+        timed = [self.rehearsals.timed(known)]
+        if self._group.size > 1:
+            flushes = known is not None and not self._engine.joins(known)
+            common, replica_text = fingerprint(
+                *(micro, kind, self._compiler.told(), self._engine.batches),
+                compiles=compiles,
+                first=self.shown is None,
+            )
+            chosen, settings, *written = self.changes.told(flushed=self._engine.flushed)
+            ranks = self._group.agree(
+                "the call",
+                common,
+                own="\n".join([replica_text, *chosen]),
+                twins=settings,
+                value=(compiles, flushes, *timed, *written),
+            )
+            compiles = any(compiles for compiles, *_ in ranks)  # another replica may have to
+            timed = [timed for _, _, timed, *_ in ranks]
+            self.changes.hear([Changed((), "", *written) for _, _, _, *written in ranks])
+            if self._group.replicas > 1 and any(flushes for _, flushes, *_ in ranks):
+                self._engine.flush()
+        self.rehearsals.agreed = all(timed)
+        if known is not None and not compiles:
+            return known, micro
+        with self._compiling():
+            self._compiler.plans.proven |= self._engine.batches > 0
+            compiled = self._compiler.compile(micro, kind)
+        allocator.give_back()
+        return compiled, micro
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Inside, nothing else runs, and the time counts as that of compiling."""
+        with self._engine.quiet():
+            begin = perf_counter()
+            try:
+                yield
+            finally:
+                self._compile_seconds += perf_counter() - begin
