@@ -36,6 +36,7 @@ from fxpipe.removed import gone
 if TYPE_CHECKING:
     from fxpipe.extensions.comparison.comparison import Comparison, compare
     from fxpipe.extensions.cuda_graphs.extension import CudaGraphs
+    from fxpipe.extensions.deferred_batchnorm.extension import DeferredBatchNorm
     from fxpipe.extensions.planner.choices import Choice, TrainingPlan
     from fxpipe.extensions.planner.cluster import Cluster
     from fxpipe.extensions.planner.plan_training import plan_training
@@ -53,6 +54,7 @@ __all__ = [
     "Cluster",
     "Comparison",
     "CudaGraphs",
+    "DeferredBatchNorm",
     "DeviceError",
     "DeviceMemoryError",
     "EndedError",

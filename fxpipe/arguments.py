@@ -345,8 +345,9 @@ def check_model(model: Any, place: torch.device) -> None:
             raise InputError(
                 f"{name or 'the model'} is a SyncBatchNorm, which normalises over processes that "
                 "each hold the whole model, and here a layer sees one micro-batch at a time; use "
-                "nn.BatchNorm with compile(..., deferred_batchnorm=True), whose statistics are "
-                "those of the whole batch, or a norm that needs no batch, such as nn.GroupNorm"
+                'nn.BatchNorm with compile(..., extensions=["deferred_batchnorm"]), whose '
+                "statistics are those of the whole batch, or a norm that needs no batch, such as "
+                "nn.GroupNorm"
             )
 
 

@@ -58,7 +58,6 @@ def compile(
     bucket_cap_mb: float = 25,
     example: Any = None,
     batch_dims: BatchDims | None = None,
-    deferred_batchnorm: bool = False,
     partition: str | Sequence[str] | Partition = "auto",
     tracer: Tracer = "export",
     leaf_modules: Sequence[str | type[nn.Module] | nn.Module] = (),
@@ -167,11 +166,6 @@ def compile(
             part of a nested input is called ``"x['left']"``, and one of several targets
             ``"target[0]"``. A call must have every input that is named here, except for optional
             inputs of the model. A sparse tensor cannot be split: give None for it.
-        deferred_batchnorm: update BatchNorm's running statistics once per step, by the mean and
-            variance of the whole batch, as without micro-batches. These are computed from those
-            of the micro-batches, so the last bits may differ. Without this option each micro-batch
-            updates the statistics, in order. Either way each micro-batch is normalised by its own
-            statistics.
         partition: "auto"; the names of submodules at each of which a stage begins; or a
             ``fxpipe.Partition`` with memory limits, device speeds, links, or submodules to keep
             together.
@@ -240,7 +234,6 @@ def compile(
         arguments.check_stage_compiler(stage_compiler, given)
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
         arguments.check_flags(
-            deferred_batchnorm=deferred_batchnorm,
             shard_optimizer=shard_optimizer,
             predict=predict,
             verbose=verbose,
@@ -276,7 +269,6 @@ def compile(
             recompute=arguments.read_modes("recompute", recompute, recipe.stages(len(places))),
             offload=arguments.read_modes("offload", offload, recipe.stages(len(places))),
             batch_dims=arguments.read_batch_dims(batch_dims, model),
-            deferred_batchnorm=deferred_batchnorm,
             partition=cuts,
             tracer=tracer,
             leaf_modules=arguments.read_leaf_modules(leaf_modules, model),

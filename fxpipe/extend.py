@@ -40,12 +40,14 @@ _HERE = "fxpipe.extensions"
 _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     "extension": {
         "cuda_graphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
+        "deferred_batchnorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
     },
     "public": {
         "Choice": f"{_HERE}.planner.choices:Choice",
         "Cluster": f"{_HERE}.planner.cluster:Cluster",
         "Comparison": f"{_HERE}.comparison.comparison:Comparison",
         "CudaGraphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
+        "DeferredBatchNorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
         "compare": f"{_HERE}.comparison.comparison:compare",
         "plan_training": f"{_HERE}.planner.plan_training:plan_training",

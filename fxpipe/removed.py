@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fxpipe.errors import InputError
 
 REMOVED = {
+    "deferred_batchnorm": "write extensions=[fxpipe.DeferredBatchNorm()]",
     "cuda_graphs": "write extensions=[fxpipe.CudaGraphs()]",
     "fuse_accumulation": "leave it out; gradients are then added as in the plain loop, to the bit",
     "ordered_sums": "leave it out; gradients of replicas are added in the order of the replicas",

@@ -214,10 +214,10 @@ PASSES = {
         "tests/passes/graph/test_liveness.py",
     ),
     "deferred statistics forget the module's momentum": Fault(
-        "fxpipe/passes/graph/defer_batchnorm.py",
+        "fxpipe/extensions/deferred_batchnorm/defer_batchnorm.py",
         "DeferredNorm(moments, *names, module.momentum)",
         "DeferredNorm(moments, *names, 0.1)",
-        "tests/passes/graph/test_deferred_batchnorm.py",
+        "tests/extensions/deferred_batchnorm/test_deferred_batchnorm.py",
     ),
 }
 

@@ -387,5 +387,5 @@ class Compiler:
             "shards": self.options.shards,
             "streams": bool(self.options.places),
         }
-        program: Program = run_all(passes.PROGRAM, facts)["program"]
+        program: Program = run_all(passes.of(self.options, "program"), facts)["program"]
         return program

@@ -189,7 +189,7 @@ class FrontEnd:
             "traced_loss": False,
         }
         self._leaves.renew()
-        run_all(passes.ADMIT, facts)
+        run_all(passes.of(self.options, "admit"), facts)
         with (
             untouched(options.model),
             put_back(facts["inputs"]),
@@ -218,7 +218,8 @@ class FrontEnd:
                         return self.trace(call, fixed=fixed)
                     source.credit(loss_graph.graph, loss)
                     facts |= {"loss": loss_graph, "tensors": dict(module.named_buffers())}
-            joined: Traced = run_all(passes.JOIN, {**facts, "traced": traced})["traced"]
+            facts["traced"] = traced
+            joined: Traced = run_all(passes.of(self.options, "join"), facts)["traced"]
         return joined
 
     def output_dims(self, traced: Traced, call: Call) -> Sequence[tuple[int, ...]] | None:
@@ -250,7 +251,7 @@ class FrontEnd:
         a submodule around it becomes a leaf module."""
         while True:
             try:
-                return run_all(passes.TRY, facts)["output"]
+                return run_all(passes.of(self.options, "try"), facts)["output"]
             except TraceError as error:
                 if not error.submodules or self._leaves.grow(error) is not None:
                     raise
@@ -351,7 +352,7 @@ class FrontEnd:
             "discards": not_loss,
         }
         try:
-            traced: Traced = run_all(passes.TRACE, facts)["traced"]
+            traced: Traced = run_all(passes.of(self.options, "trace"), facts)["traced"]
         except Exception as error:
             if source.lacks_memory(error):
                 raise

@@ -70,7 +70,6 @@ class Options:
     recompute: RecomputeLike = "never"
     offload: RecomputeLike = "never"
     batch_dims: BatchDims = field(default_factory=dict)
-    deferred_batchnorm: bool = False
     partition: Partition = field(default_factory=Partition)
     tracer: Tracer = "export"
     leaf_modules: Mapping[str, nn.Module] = field(default_factory=dict)

@@ -9,6 +9,9 @@ the times that ``verbose=True`` prints. Results are kept: a call like an earlier
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from fxpipe.compiler.options import Options
 from fxpipe.compiler.preflight import (
     refuse_hooks,
     refuse_lazy,
@@ -18,11 +21,11 @@ from fxpipe.compiler.preflight import (
     tell_checkpoints,
     try_own_loss,
 )
+from fxpipe.errors import PassError, near
 from fxpipe.passes.differentiate.differentiate import differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.differentiate.part_gradients import part_gradients
 from fxpipe.passes.graph.check import check
-from fxpipe.passes.graph.defer_batchnorm import defer_batchnorm
 from fxpipe.passes.graph.fit import localise_sizes, relay
 from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.graph.place_devices import place_devices
@@ -112,7 +115,6 @@ JOIN = (
     ),
     Pass(attach_loss, "traced, loss, tensors", "complete traced", when="traced_loss"),
     Pass(seed_randomness, "complete traced", "seeded traced"),
-    Pass(defer_batchnorm, "seeded traced, model", "traced", when="deferred_batchnorm"),
 )
 """The graphs of the model and its loss → the one graph that is cut."""
 
@@ -219,3 +221,23 @@ LISTS = {
     "program": PROGRAM,
 }
 """All lists, in order."""
+
+
+def of(options: Options, name: str) -> Sequence[Pass]:
+    """A list, with the passes that extensions put into it.
+
+    Raises:
+        PassError: one is to come after a pass that is not in the list.
+    """
+    passes: Sequence[Pass] = LISTS[name]
+    for each in options.extensions:
+        for after, own in each.passes(options).get(name, ()):
+            names = ["", *(known.name for known in passes)]
+            if after not in names:
+                raise PassError(
+                    f"{type(each).__name__} puts pass {own.name!r} after {after!r}, which is not "
+                    f"in the list {name!r}: {near(after, names[1:])}"
+                )
+            place = names.index(after)
+            passes = (*passes[:place], own, *passes[place:])
+    return passes

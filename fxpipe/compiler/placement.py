@@ -104,7 +104,7 @@ class Placement:
         }
         if machine.limited:  # else memory does not matter, and no optimizer has to be made
             facts["copies"] = self._copies(schedule)
-        assignment: Assignment = run_all(passes.PARTITION, facts)["assignment"]
+        assignment: Assignment = run_all(passes.of(self._options, "partition"), facts)["assignment"]
         if partition.at is not None:
             self._budget.way_out = "begin stages at other submodules, raise memory_limits"
         self._reference = traced, assignment
@@ -131,7 +131,8 @@ class Placement:
     def measure_later(self, facts: Mapping[str, Any]) -> None:
         """Measure the ``unmeasured`` graph, with the facts of a call like the first."""
         facts = {**(self._unmeasured or {}), **facts, "costs": self.node_costs(facts)}
-        traced, assignment = facts["traced"], run_all(passes.PARTITION, facts)["assignment"]
+        traced = facts["traced"]
+        assignment = run_all(passes.of(self._options, "partition"), facts)["assignment"]
         self._reference, self._unmeasured = (traced, assignment), None
         self.costs = self._by_stage(traced, assignment, facts["costs"])
 
@@ -154,7 +155,7 @@ class Placement:
     def follow(self, traced: Traced, reference: Traced, assignment: Assignment) -> Assignment:
         """Assign the nodes of a graph to stages as in a reference graph with its assignment."""
         facts = {"traced": traced, "reference": reference, "assignment": assignment}
-        placed: Assignment = run_all(passes.FOLLOW, facts)["assignment"]
+        placed: Assignment = run_all(passes.of(self._options, "follow"), facts)["assignment"]
         return placed
 
     def measure(self, facts: Mapping[str, Any], *, parted: bool = True) -> Mapping[str, Any]:
@@ -163,7 +164,8 @@ class Placement:
         and the call needs none; ``parted``: also the halves of its backward."""
         with self._measuring():
             facts = _trying_gradients(
-                self._facts(facts, parted=parted), lambda facts: run_all(passes.SINGLE, facts)
+                self._facts(facts, parted=parted),
+                lambda facts: run_all(passes.of(self._options, "single"), facts),
             )
             costs = self._options.group.share("costs", lambda: self._costs(facts))
         return {"traced": facts["traced"], "plan": facts["plan"], "costs": _node_costs(costs)}
@@ -178,7 +180,7 @@ class Placement:
             return costs
 
         def costs_of(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
-            return self._costs(run_all(passes.SINGLE, facts))
+            return self._costs(run_all(passes.of(self._options, "single"), facts))
 
         facts = self._facts(facts, parted=self._parted, reduced=True)
         with self._measuring():
@@ -215,10 +217,12 @@ class Placement:
         plan: Plan | None = facts["plan"]
         graph = None if plan is None else plan.stages[0].forward
         if self._options.stage_compiler is None or graph is None:
-            return _measured(facts)
+            return _measured(self._options, facts)
         names = "\n".join(node.name for node in facts["traced"].graph.nodes)
         text = f"{names}\n{facts['functional']}\n{graph_text(graph, self._options.threads)}"
-        costs: dict[str, Sequence[float]] = Libraries().kept(text, lambda: _measured(facts))
+        costs: dict[str, Sequence[float]] = Libraries().kept(
+            text, lambda: _measured(self._options, facts)
+        )
         return costs
 
     @property
@@ -263,9 +267,9 @@ class Placement:
         return max(schedule.delays) + 2 + state + schedule.predict
 
 
-def _measured(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
+def _measured(options: Options, facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
     with under(()):  # as the graphs run
-        costs: Mapping[str, NodeCost] = run_all(passes.MEASURE, facts)["costs"]
+        costs: Mapping[str, NodeCost] = run_all(passes.of(options, "measure"), facts)["costs"]
     return {name: tuple(vars(cost).values()) for name, cost in costs.items()}
 
 

@@ -104,7 +104,7 @@ class Plans:
             if options.places:
                 stage_devices = tuple(options.places[device] for device in placement)
                 facts = {"plan": plan, "device": options.here, "stage_devices": stage_devices}
-                plan = self._compiled(run_all(passes.DEVICES, facts)["plan"])
+                plan = self._compiled(run_all(passes.of(self.options, "devices"), facts)["plan"])
             if options.spread:
                 with settled(options, call, traced, plan) as here:
                     self._check(here, traced, plan)
@@ -239,7 +239,7 @@ class Plans:
             "bucket_bytes": options.bucket_bytes,
         }
         with untouched(options.model), intra_op_threads(options.threads):
-            plan: Plan = run_all(passes.PLAN, facts)["plan"]
+            plan: Plan = run_all(passes.of(self.options, "plan"), facts)["plan"]
         return plan
 
     def _compiled(self, plan: Plan) -> Plan:
@@ -254,7 +254,7 @@ class Plans:
             "own": [stage.index for stage in plan.stages if options.runs(stage.index)],
         }
         with torch.no_grad(), intra_op_threads(options.threads), under(()):
-            compiled: Plan = run_all(passes.COMPILE, facts)["plan"]
+            compiled: Plan = run_all(passes.of(self.options, "compile"), facts)["plan"]
         return compiled
 
     def _check(self, call: Call, traced: Traced, plan: Plan) -> None:
@@ -293,7 +293,7 @@ class Plans:
         with untouched(model), intra_op_threads(options.threads):
             try:
                 with under(()):  # in graphs, casts are operations
-                    run_all(passes.CHECK, facts)
+                    run_all(passes.of(self.options, "check"), facts)
             except Exception as error:
                 if options.spread and is_of_devices(error):
                     noted(f"{left_out}which does not run on several devices: {told(error)}{cure}")
@@ -348,7 +348,7 @@ class Plans:
             "trained": trained,
             "outputs": wanted.outputs,
         }
-        fit = run_all(passes.FIT, facts)
+        fit = run_all(passes.of(self.options, "fit"), facts)
         return Graph(fit["traced"], fit["assignment"], call.without_data())
 
     def _trace(self, call: Call) -> Traced:

@@ -44,7 +44,7 @@ def refuse_copied(schedule: Schedule, plan: Plan, deferred: Sequence[DeferredNor
                 f"schedule {schedule.name!r} has stage {stage.index} on several devices, and its "
                 f"forward writes {written[0]!r}, which each micro-batch reads as the one before it "
                 "has left it; take a schedule without copies, or, for BatchNorm, give "
-                "deferred_batchnorm=True"
+                'extensions=["deferred_batchnorm"]'
             )
 
 

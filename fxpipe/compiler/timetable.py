@@ -111,7 +111,7 @@ class Timetable:
             "clips": self._options.clips and purpose == "step",
         }
         try:
-            schedule: Schedule = run_all(passes.SCHEDULE, facts)["schedule"]
+            schedule: Schedule = run_all(passes.of(self._options, "schedule"), facts)["schedule"]
         except PassError as error:
             if isinstance(error.__cause__, VerificationError):  # the fault is in the recipe
                 raise error.__cause__ from None

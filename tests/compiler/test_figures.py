@@ -97,7 +97,7 @@ def test_a_profile_feeds_a_simulation() -> None:
     [
         ("1f1b", {"recompute": "always", "clip_norm": 0.1}),
         ("2bw", {}),
-        ("chimera", {"deferred_batchnorm": True}),
+        ("chimera", {"extensions": ["deferred_batchnorm"]}),
         ("interleaved-1f1b", {}),
     ],
 )

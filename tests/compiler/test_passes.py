@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.compiler.options import Options
 from fxpipe.compiler.passes import LISTS
 from fxpipe.errors import PassError
+from fxpipe.extend import Extension
+from fxpipe.ir.plan import Plan
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.runner import VERIFIERS, Pass, check_order, run_all
@@ -32,7 +35,6 @@ def test_each_list_is_in_order(name: str) -> None:
     ("name", "first", "then"),
     [
         ("join", "seed_randomness", "attach_loss"),
-        ("join", "defer_batchnorm", "seed_randomness"),
         ("trace", "call_leaves", "functionalise"),
         ("fit", "localise_sizes", "relay"),
         ("plan", "part_backward", "differentiate"),
@@ -118,7 +120,7 @@ def test_a_pass_leaves_what_it_is_given_as_it_is(
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)]
     x = torch.randn(8, 4)
     with fxpipe.compile(
-        nn.Sequential(*layers), 2, microbatches=2, deferred_batchnorm=True, **options
+        nn.Sequential(*layers), 2, microbatches=2, extensions=["deferred_batchnorm"], **options
     ) as pipe:
         pipe(x).sum().backward()
     with fxpipe.compile(
@@ -129,8 +131,28 @@ def test_a_pass_leaves_what_it_is_given_as_it_is(
         optimizer=torch.optim.SGD,
         clip_norm=1.0,
         recompute="always",
-        deferred_batchnorm=True,
+        extensions=["deferred_batchnorm"],
         **options,
     ) as pipe:
         pipe.step(x, target=x)
     assert {"seed_randomness", "defer_batchnorm", "cut", "lower", "free"} <= seen
+
+
+class Nowhere(Extension):
+    def passes(self, options: Options) -> Any:
+        return {"plan": [("cuts", Pass(nothing, "plan", ""))]}
+
+
+def nothing(plan: Plan) -> None:
+    """Look at a plan."""
+
+
+def test_a_pass_of_an_extension_behind_none_of_its_list_is_refused() -> None:
+    x = torch.randn(8, 4)
+    with (
+        fxpipe.compile(nn.Linear(4, 4), 1, extensions=[Nowhere()]) as pipe,
+        pytest.raises(
+            PassError, match=r"Nowhere puts pass 'nothing' after 'cuts', which .*'plan': .*'cut'"
+        ),
+    ):
+        pipe(x)

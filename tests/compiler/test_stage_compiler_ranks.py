@@ -35,7 +35,7 @@ def ran(mesh: DeviceMesh, schedule: str, folder: Path) -> tuple[float, list[bool
         partition=["last"],
         loss=mse_loss,
         stage_compiler="inductor",
-        deferred_batchnorm=schedule == "chimera",
+        extensions=["deferred_batchnorm"] if schedule == "chimera" else [],
     ) as pipe:
         loss, own = float(stepped(pipe, x, y)), [each is not None for each in graphs(pipe)]
         return loss, own, str(pipe), [memory.peak for memory in pipe.simulate().memory]

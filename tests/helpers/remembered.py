@@ -60,9 +60,11 @@ def remembering() -> Iterator[None]:
 
 
 def run_once(given: Sequence[Pass], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """As ``run_all``, but a list of ``LISTS`` does not run where it has run on like facts."""
+    """As ``run_all``, but a list of ``LISTS``, with what extensions put into it, does not run where
+    it has run on like facts."""
     key: Any = None
-    if any(given is each for each in LISTS) and not facts.get("leaves"):  # which graphs may call
+    extends = any(set(map(id, each)) <= set(map(id, given)) for each in LISTS)
+    if extends and not facts.get("leaves"):  # which graphs may call
         reads = {name for each in given for name, _ in each.needs}
         reads |= {each.when.removeprefix("not ") for each in given}
         try:

@@ -177,7 +177,7 @@ def test_a_batch_of_5_in_4_micro_batches_commits_deferred_statistics() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1))
     norm = copy.deepcopy(model[0])
     with fxpipe.compile(
-        model, ["cpu"] * 2, microbatches=4, loss=mse_loss, deferred_batchnorm=True
+        model, ["cpu"] * 2, microbatches=4, loss=mse_loss, extensions=["deferred_batchnorm"]
     ) as pipe:
         for _ in range(2):
             x, y = torch.randn(2, 5, 2, 3, 3).unbind()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxpipe import B, F, PartitionError, U
+from fxpipe.compiler import passes
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.front_end import Call, FrontEnd
 from fxpipe.compiler.options import Options
@@ -123,9 +124,9 @@ class Cut:
     def applied(self) -> AbstractContextManager[object]:
         """While it is entered, the compiler assigns nodes as this says."""
         return (
-            patch(
-                "fxpipe.compiler.passes.PARTITION",
-                (Pass(self.assign, "traced, stages, costs", "assignment"),),
+            patch.dict(
+                passes.LISTS,
+                partition=(Pass(self.assign, "traced, stages, costs", "assignment"),),
             )
             if self.how == "nodes"
             else nullcontext()

@@ -114,7 +114,7 @@ def assert_equals_the_loop(case: str, recipe: Recipe, devices: int, microbatches
         loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         partition=CUTS[case][recipe.stages(devices)],
-        deferred_batchnorm=copied,
+        extensions=["deferred_batchnorm"] if copied else [],
     ) as pipe:
         for _ in range(2):
             made = pipe.step(x, target=y)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.compiler import placement
+from fxpipe.compiler.options import Options
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 
@@ -159,10 +160,10 @@ def measured(mesh: DeviceMesh) -> tuple[list[float], int]:
     """The costs of the stages, and how many times this rank has measured a graph."""
     count = 0
 
-    def measure(facts: Mapping[str, Any]) -> Any:
+    def measure(options: Options, facts: Mapping[str, Any]) -> Any:
         nonlocal count
         count += 1
-        return original(facts)
+        return original(options, facts)
 
     original, placement._measured = placement._measured, measure
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))

@@ -122,7 +122,7 @@ def bytes_sent(mesh: DeviceMesh) -> tuple[int, int]:
     """What a rank sends in a step, counted and predicted, of a model that is built without data."""
     blocks = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Scaled()) for _ in range(4)]
     x, hollow = torch.randn(8, 6), nn.Sequential(*blocks).to("meta")
-    with compiled(mesh, hollow, deferred_batchnorm=True) as pipe:
+    with compiled(mesh, hollow, extensions=["deferred_batchnorm"]) as pipe:
         pipe.prepare(x, target=x)
         pipe.reset_parameters()
         pipe.step(x, target=x)

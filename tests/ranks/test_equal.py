@@ -230,12 +230,14 @@ CASES: Mapping[str, Callable[[Devices], Results]] = {
     "clipped, 2bw": recipes(skips, clip_norm=0.05, schedule="2bw"),
     "scaled": half,
     "recomputed": recipes(skips, recompute="always"),
-    "deferred": recipes(skips, deferred_batchnorm=True),
-    "deferred, 2bw": recipes(skips, deferred_batchnorm=True, schedule="2bw"),
+    "deferred": recipes(skips, extensions=["deferred_batchnorm"]),
+    "deferred, 2bw": recipes(skips, extensions=["deferred_batchnorm"], schedule="2bw"),
     "gradients": recipes(skips, optimizer=None),
     "leaf": recipes(skips, leaf_modules=["second"]),
     "symbolic": recipes(skips, tracer="symbolic"),
-    "chimera": recipes(skips, schedule="chimera", deferred_batchnorm=True, clip_norm=0.05),
+    "chimera": recipes(
+        skips, schedule="chimera", extensions=["deferred_batchnorm"], clip_norm=0.05
+    ),
     "chimera, tied": recipes(tied, schedule="chimera"),
     "chimera, leaf": recipes(tied, schedule="chimera", leaf_modules=["second"]),
     "chimera, gradients": recipes(tied, schedule="chimera", optimizer=None),

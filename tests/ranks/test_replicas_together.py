@@ -45,7 +45,7 @@ def noisy(devices: Devices, replicas: list[int], microbatches: int) -> dict[str,
             loss=F.mse_loss,
             optimizer=OPTIMIZERS["sgd"],
             partition=["third"],
-            deferred_batchnorm=True,
+            extensions=["deferred_batchnorm"],
         ) as pipe:
             torch.manual_seed(5 + replicas[0])  # the draws of the first rank count
             for step in range(3):

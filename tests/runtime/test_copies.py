@@ -234,7 +234,7 @@ def test_batchnorm_is_refused_unless_its_statistics_wait() -> None:
             pipe.step(x, target=y)
     states: list[dict[str, Tensor]] = []
     for schedule in ("1f1b", "chimera"):
-        with pipe_of(2, schedule, deferred_batchnorm=True) as pipe:
+        with pipe_of(2, schedule, extensions=["deferred_batchnorm"]) as pipe:
             pipe.step(x, target=y)
             states.append(pipe.state_dict())
     loop.assert_same(states[1], states[0], bound=1e-6)

@@ -173,7 +173,7 @@ def settings_of(draw: st.DrawFn) -> dict[str, Any]:
         "optimizer": OPTIMIZERS[draw(st.sampled_from(["sgd", "adamw"]))],
         "recompute": draw(st.sampled_from(["never", "always", "except_last"])),
         "clip_norm": draw(st.sampled_from([None, 0.1])),
-        "deferred_batchnorm": draw(st.booleans()),
+        "extensions": draw(st.sampled_from([[], ["deferred_batchnorm"]])),
         "leaf_modules": draw(st.sampled_from([(), ("2",)])),
     }
 

@@ -74,7 +74,7 @@ def test_deferred_statistics_are_those_of_each_whole_batch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
     mean, variance = torch.zeros(6).double(), torch.ones(6).double()
-    with compiled(model, 2, 3, deferred_batchnorm=True) as pipe:
+    with compiled(model, 2, 3, extensions=["deferred_batchnorm"]) as pipe:
         for _ in range(5):
             x = torch.randn(10, 6).double()
             pipe.step(x, target=x)

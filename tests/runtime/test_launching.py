@@ -195,7 +195,7 @@ def test_statistics_of_a_batch_are_computed_where_its_forwards_are(dispatch: Dis
         2,
         dispatch,
         schedule="2bw",
-        deferred_batchnorm=True,
+        extensions=["deferred_batchnorm"],
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
     )
     x, y = batch(8)

@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "always"},
     "offload": {"offload": "always"},
     "clip": {"clip_norm": 0.1},
-    "deferred": {"deferred_batchnorm": True},
+    "deferred": {"extensions": ["deferred_batchnorm"]},
     "thread": {"dispatch": "thread"},
 }
 EXTRAS = ("scaler", "resume", "evaluation", "side", "late")

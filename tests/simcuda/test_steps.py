@@ -119,7 +119,7 @@ def test_weights_of_classes_on_a_device_are_read_when_they_have_changed() -> Non
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_deferred_batchnorm_trains_on_devices(schedule: str) -> None:
-    setting = Setting("unet", {"schedule": schedule, "deferred_batchnorm": True})
+    setting = Setting("unet", {"schedule": schedule, "extensions": ["deferred_batchnorm"]})
     assert not on_devices(compare, setting, PLACES, MODES[:2])
 
 

@@ -302,7 +302,7 @@ def test_a_random_call_equals_the_loop(
         microbatches=microbatches,
         schedule=schedule,
         batch_dims=layout.dims,
-        deferred_batchnorm=layout.deferred,
+        extensions=["deferred_batchnorm"] if layout.deferred else [],
     )
     with pipe:
         for given in batches:

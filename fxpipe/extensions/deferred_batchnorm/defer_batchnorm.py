@@ -124,8 +124,8 @@ class _Operations(_Deferrer):
         if not means or means != variances:
             raise TraceError(
                 f"the running statistics of BatchNorm {prefix.rstrip('.') or 'the model'!r} are "
-                "read or written by other code than it in training, and with deferred_batchnorm "
-                "they change only at the end of a step; leave out deferred_batchnorm"
+                "read or written by other code than it in training, and with DeferredBatchNorm "
+                "they change only at the end of a step; leave out DeferredBatchNorm"
             )
         return means
 
@@ -232,7 +232,7 @@ class _Leaves(_Deferrer):
         if missing:
             raise TraceError(
                 f"{min(missing)} is written inside of another module that is called as it is, "
-                "where its statistics cannot be gathered; leave out deferred_batchnorm or use "
+                "where its statistics cannot be gathered; leave out DeferredBatchNorm or use "
                 'tracer="export"'
             )
         return self.finished([*self.traced.writes, *self.written])

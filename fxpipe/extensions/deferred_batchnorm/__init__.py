@@ -1,0 +1,1 @@
+"""Statistics of BatchNorm over whole batches, for ``fxpipe.DeferredBatchNorm``."""
