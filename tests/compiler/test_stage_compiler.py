@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [("1f1b", {}), ("gpipe", {"recompute": "always", "dispatch": "thread"}), ("zb-h1", {})],
@@ -57,6 +58,7 @@ def test_a_step_equals_a_loop_over_its_libraries_and_the_model_to_rounding(
             assert torch.allclose(here, there, atol=1e-5)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_random_numbers_are_those_without_a_compiler(folder: Path, schedule: str) -> None:
     x, y = batch()
@@ -69,6 +71,7 @@ def test_random_numbers_are_those_without_a_compiler(folder: Path, schedule: str
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.deep
 def test_another_start_compiles_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +97,7 @@ def copied(folder: Path, to: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path(shutil.copytree(folder, to / "fxpipe", ignore=leave))
 
 
+@pytest.mark.deep
 def test_auto_takes_a_library_that_pays(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +200,7 @@ def words() -> Iterator[tuple[fxpipe.Pipeline, nn.Module, Tensor, Tensor]]:
         yield pipe, alone, x, y
 
 
+@pytest.mark.deep
 def test_whole_numbers_may_be_indices(folder: Path) -> None:
     with words() as (pipe, alone, x, y):
         loss = mse_loss(alone(x), y)
@@ -206,6 +211,7 @@ def test_whole_numbers_may_be_indices(folder: Path) -> None:
             assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
 
 
+@pytest.mark.deep
 def test_large_products_are_given_to_onednn_and_are_the_same_to_rounding(folder: Path) -> None:
     from fxpipe.passes.inductor import worker  # slow to import
 
@@ -280,6 +286,7 @@ def test_only_what_would_fail_again_is_kept(
     assert bool(kept) == lasting
 
 
+@pytest.mark.deep
 def test_a_parameter_of_another_layout_is_given_to_the_graph_as_it_is(folder: Path) -> None:
     x, y = batch()
     with made("inductor") as pipe:
@@ -291,6 +298,7 @@ def test_a_parameter_of_another_layout_is_given_to_the_graph_as_it_is(folder: Pa
             assert torch.allclose(gradient, expected[name], atol=1e-6)
 
 
+@pytest.mark.deep
 def test_the_memory_of_a_library_is_measured(folder: Path) -> None:
     with words() as (pipe, _, x, _):
         forward, backward = (graph for graph in graphs(pipe) if graph is not None)

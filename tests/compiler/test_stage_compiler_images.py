@@ -91,6 +91,7 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.randn(6, 3, 4, 4), torch.randn(6, 2, 4, 4)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("schedule", ["1f1b", *deep("zb-h1")])
 def test_compiled_convolutions_read_and_make_images_in_channels_last_order(
     folder: Path, schedule: str
@@ -121,6 +122,7 @@ def test_compiled_convolutions_read_and_make_images_in_channels_last_order(
             assert pipe(x).is_contiguous() and torch.allclose(pipe(x), other(x), atol=1e-6)
 
 
+@pytest.mark.deep
 def test_a_step_copies_the_weights_of_convolutions_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +160,7 @@ def test_a_step_copies_the_weights_of_convolutions_once(
                 assert sizes.parameters[stage.index] == expected_bytes
 
 
+@pytest.mark.deep
 def test_batches_in_flight_read_the_weights_of_their_own_version(folder: Path) -> None:
     options: Any = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.5)}
     x, y = images()
@@ -207,6 +210,7 @@ def test_batchnorm_on_images_in_channels_last_order_rounds_as_pytorch_does() -> 
         assert (found - there).abs().max() <= 2e-6 * there.abs().max()
 
 
+@pytest.mark.deep
 def test_max_pooling_in_channels_last_order_is_pytorchs_own(folder: Path) -> None:
     torch.manual_seed(0)
     with images_pipe("inductor") as pipe:

@@ -41,6 +41,7 @@ def ran(mesh: DeviceMesh, schedule: str, folder: Path) -> tuple[float, list[bool
         return loss, own, str(pipe), [memory.peak for memory in pipe.simulate().memory]
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera"] if DEEP else ["1f1b"])
 def test_a_rank_compiles_its_own_stages_and_those_of_which_it_has_copies(
@@ -81,7 +82,7 @@ def on_replicas(mesh: DeviceMesh, folder: Path) -> tuple[list[bool], dict[str, T
         return compiled, {name: each.grad for name, each in named if each.grad is not None}
 
 
-@pytest.mark.skipif(not DEEP, reason="it compiles for half a minute")
+@pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_replicas_choose_alike_what_is_compiled_and_have_the_same_gradients(folder: Path) -> None:
     (compiled, ours), (others, theirs) = on_ranks(2, on_replicas, folder, replicas=2, timeout=200)

@@ -49,6 +49,7 @@ class Rows(nn.Module):
         return y
 
 
+@pytest.mark.deep
 @needs_compiler
 def test_gradients_of_rows_that_are_read_by_indices_are_the_same_to_the_bit_each_time(
     folder: Path, threads: None
@@ -101,6 +102,7 @@ def test_rows_are_added_where_indices_say(
     assert torch.allclose(here, there) and here.stride() == there.stride()
 
 
+@pytest.mark.deep
 @needs_compiler
 def test_indices_of_no_row_are_the_error_that_pytorch_raises(folder: Path, threads: None) -> None:
     torch.manual_seed(0)
@@ -125,6 +127,7 @@ def test_indices_of_no_row_are_the_error_that_pytorch_raises(folder: Path, threa
         assert torch.allclose(pipe.step(index, target=target), loss(model(index), target))
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(
     not hasattr(torch.ops.aten, "mkldnn_rnn_layer") or not torch.backends.mkldnn.is_available(),
     reason="this build of torch lacks oneDNN",
@@ -155,6 +158,7 @@ def test_an_lstm_runs_as_it_is(folder: Path, caplog: pytest.LogCaptureFixture) -
     assert sum("is an LSTM" in each for each in caplog.messages) == 2
 
 
+@pytest.mark.deep
 @needs_compiler
 def test_under_autocast_values_are_the_models_to_the_rounding_of_the_narrow_type(
     folder: Path, caplog: pytest.LogCaptureFixture
@@ -187,6 +191,7 @@ def test_under_autocast_values_are_the_models_to_the_rounding_of_the_narrow_type
     assert sum("is a norm with weights of another type" in each for each in caplog.messages) == 2
 
 
+@pytest.mark.deep
 @needs_compiler
 def test_the_default_type_of_numbers_is_that_of_the_libraries(folder: Path) -> None:
     class Net(nn.Module):
