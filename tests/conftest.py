@@ -1,9 +1,10 @@
 """Options, fixtures and hooks that all tests share.
 
 ``make test`` leaves out what is marked with ``@pytest.mark.deep``: one more of a kind of which it
-runs another, and all but one or two tests of an extension. ``make deep`` runs these too, and more
-examples of each; ``pytest tests/extensions/planner`` runs all that stands there. ``make docs`` runs
-what is marked with ``@pytest.mark.pages``.
+runs another. Of an extension's folder it runs what is marked with ``@pytest.mark.smoke``, if
+anything is: the others there are deep. ``make deep`` runs all, with more examples of each, and
+``pytest tests/extensions/planner`` all that stands there. ``make docs`` runs what is marked with
+``@pytest.mark.pages``.
 
 Golden texts: a test compares a text with a file in tests/golden; ``--update-golden`` writes it.
 
@@ -113,11 +114,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if elsewhere and config.getoption("--quick") else None
 
 
+def rest_of_extensions(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """The tests beside those that show that an extension works."""
+    shown = {item.path.parent for item in items if item.get_closest_marker("smoke")}
+    for item in items:
+        if item.path.parent in shown and item.get_closest_marker("smoke") is None:
+            yield item
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--quick"):
         slow = [item for item in items if not is_quick(item)]
         items[:] = [item for item in items if is_quick(item)]
         config.hook.pytest_deselected(items=slow)
+    for item in rest_of_extensions(items):
+        item.add_marker("deep")
     items.sort(key=lambda item: (not within(item.path, LONGEST), is_quick(item)))
 
 

@@ -1,4 +1,4 @@
-"""Each extension can be taken away, and the core loads none; every folder there is tried."""
+"""Extensions can be taken away, all and each, and the core loads none."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ IN_FOLDERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, str]:
-    """Extension that was taken away → why the rest does not work, or ""; and the same without a
-    folder of the core, and without anything."""
-    taken = {**IN_FOLDERS, "nothing": "none", "text": "fxpipe.text"}
-    given = [f"{name}={modules}" for name, modules in taken.items()]
+def error_without(modules: str) -> str:
+    """Why the rest does not work without these modules; empty if it does."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.extensions.taking_away", *given],
+        [sys.executable, "-m", "tests.extensions.taking_away", f"it={modules}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     told: dict[str, str] = json.loads(done.stdout)
-    return told
+    return told["it"]
 
 
-@pytest.mark.parametrize("name", [*IN_FOLDERS, "nothing"])
-def test_without_an_extension_the_rest_works_and_loads_no_other(
-    errors: dict[str, str], name: str
-) -> None:
-    assert errors[name] == ""
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ",".join(IN_FOLDERS.values()),
+        *(pytest.param(module, marks=pytest.mark.deep) for module in IN_FOLDERS.values()),
+        "none",
+    ],
+    ids=["all", *IN_FOLDERS, "nothing"],
+)
+def test_without_extensions_the_rest_works_and_loads_no_other(modules: str) -> None:
+    assert error_without(modules) == ""
 
 
-def test_a_folder_of_the_core_that_is_taken_away_is_missed(errors: dict[str, str]) -> None:
-    assert "No module named 'fxpipe.text" in errors["text"]
+@pytest.mark.deep
+def test_a_folder_of_the_core_that_is_taken_away_is_missed() -> None:
+    assert "No module named 'fxpipe.text" in error_without("fxpipe.text")

@@ -78,6 +78,7 @@ class Several(nn.Module):
         return out
 
 
+@pytest.mark.smoke
 def test_plain_torch_reads_a_folder_by_the_names_of_the_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, fresh = Several(), Several()
@@ -110,6 +111,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("devices", "options"), OTHERS)
 def test_a_run_of_four_stages_goes_on_with_other_stages_and_schedules(
     devices: int, options: dict[str, Any], tmp_path: Path

@@ -28,6 +28,7 @@ from tests.helpers.plans import chain
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.smoke
 def test_the_list_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "list")
     assert status == 0
@@ -50,6 +51,7 @@ def test_faults_are_told_and_the_shell_is_told(
 PROGRAM = str(free(communicate(Lower(chain(2))(gpipe(2, 2)))))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("text", "sound", "message"),
     [

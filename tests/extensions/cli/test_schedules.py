@@ -17,6 +17,7 @@ from tests.conftest import Golden
 from tests.helpers.command_line import run
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "line",
     [

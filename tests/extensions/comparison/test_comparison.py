@@ -20,6 +20,7 @@ def found(request: pytest.FixtureRequest) -> fxpipe.Comparison:
     return fxpipe.compare(devices=p, microbatches=m, costs={"F": 1, "B": 2, "U": 0})
 
 
+@pytest.mark.smoke
 def test_the_rows_are_what_the_formulas_say(found: fxpipe.Comparison) -> None:
     p, m = found.devices, found.microbatches
     rows = {row.name: row for row in found.rows}

@@ -22,6 +22,7 @@ from tests.helpers.tiny import CUTS, Tiny, batch, within
 from tests.oracles import loop
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("schedule", "devices", "recompute", "dispatch"),
     [

@@ -38,6 +38,7 @@ def step(model: nn.Module, microbatches: int, x: Tensor, y: Tensor, **options: A
         pipe.step(x, target=y)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_first_layers_statistics_are_those_of_one_whole_batch(schedule: str) -> None:
     model, alone = net(), net()

@@ -141,6 +141,7 @@ def same(a: Expr, b: Expr) -> bool:
     )
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_forms_are_those_of_the_papers(name: str) -> None:
     for quantity, published in PUBLISHED[name].items():

@@ -39,12 +39,14 @@ def two_measured() -> tuple[Simulation, Simulation]:
     return replace(predicted, seconds=True), replace(slow, measured=True, seconds=True)
 
 
+@pytest.mark.smoke
 def test_without_bokeh_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install fxpipe\[html\]"):
         simulate_schedule(gpipe(1, 1)).html()
 
 
+@pytest.mark.smoke
 def test_a_large_page_is_small() -> None:
     pytest.importorskip("bokeh", reason=MISSING)
     text = simulate_schedule(zb_v(16, 256)).html()

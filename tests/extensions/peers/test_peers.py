@@ -109,6 +109,7 @@ def test_bubbles_are_written_as_empty_cells_where_every_task_takes_one() -> None
     assert text == "0F0,0F1,,0B0,0F2,0B1,,0B2\n,1F0,1B0,1F1,1B1,1F2,1B2\n"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8)])
 def test_their_schedules_are_read_and_verify(name: str, ranks: int, microbatches: int) -> None:

@@ -81,6 +81,7 @@ def test_sizes_of_micro_batches_that_a_model_refuses_are_left_out_of_its_plan() 
         fxpipe.plan_training(model, cluster, 2, example=example, loss=mse_loss)
 
 
+@pytest.mark.smoke
 def test_a_chosen_plan_compiles_and_trains_like_the_loop() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())])

@@ -114,6 +114,7 @@ def test_neighbours_and_replicas_use_the_link_of_the_level_at_which_they_differ(
     }
 
 
+@pytest.mark.smoke
 def test_a_time_is_that_of_the_formula_with_what_is_sent_and_summed() -> None:
     """1F1B over equal stages, and a sum over two replicas after it that nothing hides."""
     weights, rate = 600, 100.0

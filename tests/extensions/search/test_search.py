@@ -66,6 +66,7 @@ def test_stages_that_share_a_device_do_not_lock_it(placement: object, memory: in
     assert found.schedule.simulate({"F": 2, "I": 3, "W": 1, "U": 0}).makespan == found.value
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_it_takes_is_what_a_simulation_says(whole: bool) -> None:
     costs: dict[Key, float] = {**UNEQUAL, "B": 5, "U": 0.5, ("U", 1): 2}
@@ -156,6 +157,7 @@ def test_it_is_never_slower_than_a_library_schedule_that_fits() -> None:
             assert time <= simulated
 
 
+@pytest.mark.smoke
 def test_with_ample_memory_the_v_and_one_stage_each_reach_the_bound() -> None:
     for placement, stages in ((fxpipe.vee, 8), (fxpipe.one_each, 4)):
         costs = {("F", s): 3 + s % 3 for s in range(stages)} | {"I": 4, "W": 3, "U": 0}
