@@ -184,6 +184,7 @@ def check(
                 seeds, of_model = _gradients(plan, state, own, traced.loss, outputs, loss)
             if devices:  # which have no memory for two sets of gradients beside the weights
                 of_model = {name: gradient.cpu() for name, gradient in of_model.items()}
+                _let_go(devices)
             for halves in (True, False) if parted else (False,):
                 left = dict(of_model)
                 if not halves:  # the last run
@@ -344,6 +345,15 @@ def _gradients(
             )
         of_model[name] = torch.zeros_like(parameter) if gradient is None else gradient
     return seeds, of_model
+
+
+def _let_go(devices: Sequence[torch.device]) -> None:
+    """Make autograd's thread of each device let go of the gradients of its last backward, which it
+    may hold until it begins another."""
+    with torch.enable_grad():
+        for device in {*devices}:
+            number = torch.zeros((), device=device, requires_grad=True)
+            torch.autograd.grad(2 * number, number)
 
 
 def _refusal(what: str, difference: str, cure: str) -> TraceError:
