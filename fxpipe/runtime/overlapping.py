@@ -35,6 +35,8 @@ class OverlappingRun(Run[VersionedWeights]):
         self._left = dict.fromkeys((m.device for m in self.machines), self.count - 1)
         # batch → the function to call when its outputs have come
         self._pending: dict[int, Callable[[], None]] = {}
+        # outputs that the caller has read: devices use their memory again once they follow that
+        self._read: list[Any] = []
         self._draining = False
 
     def step(self, job: Job, arrived: Callable[[], None], *, whole: bool) -> None:
@@ -61,6 +63,7 @@ class OverlappingRun(Run[VersionedWeights]):
             self._channels.fed(batch)
             self.count += 1
             self._ask(self._backend.begin)
+            self._read.clear()
             self._submit(batch)
             self._wait(
                 signals,
@@ -105,6 +108,7 @@ class OverlappingRun(Run[VersionedWeights]):
             self._group.kept += 1
             self.weights.finished(self.count)
             self._jobs.clear()
+            self._read.clear()
 
     def check(self) -> None:
         """Check that the workers can run. Raises InputError if they cannot; the run is over then,
@@ -141,6 +145,7 @@ class OverlappingRun(Run[VersionedWeights]):
         if report.device is None:
             self._ask(self._backend.end)  # the outputs may be launched but not computed yet
             self._pending.pop(report.step)()
+            self._read.append(self._jobs[report.step].host.outputs)
         elif report.error is None:
             self._left[report.device] = report.step
             over = min(self._left.values()) - self.program.depth
@@ -192,6 +197,7 @@ class OverlappingRun(Run[VersionedWeights]):
         for machine in self.machines:
             machine.store.clear()
         self._jobs.clear()
+        self._read.clear()
         reached = self.weights.outcome()
         updated = [
             f"{stages_text([s for s in reached if reached[s] == count])} with {count}"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fxpipe import InputError, VerificationError
 from fxpipe.ir.recipe import RECIPES
+from fxpipe.passes.schedule import add_offload, add_recompute
 from tests.simcuda.process import on_devices
 from tests.simcuda.training import CUTS, MODELS, OVERLAPPING, Setting, compare
 
@@ -41,13 +42,17 @@ class Drawn(NamedTuple):
     parts: tuple[str, ...]
 
 
-def draw(seed: int) -> Drawn:
-    """The setting of a seed. Seeds that follow each other have all schedules and models."""
+def draw(seed: int, runs: int = 3) -> Drawn:
+    """The setting of a seed, and so many runs. Seeds that follow each other have all schedules and
+    models."""
     chance = random.Random(seed)
     schedule, model = SCHEDULES[seed % len(SCHEDULES)], [*MODELS][seed % len(MODELS)]
     sizes = SIZES if schedule not in OVERLAPPING else [x for x in SIZES if x[0] in CUTS[model]]
-    devices, microbatches = chance.choice(sizes)
     own = [name for name in OPTIONS if chance.random() < 0.3]
+    if "offload" in own:
+        kept = [size for size in sizes if _stores(schedule, size, "recompute" in own)]
+        sizes, own = (kept, own) if kept else (sizes, [x for x in own if x != "offload"])
+    devices, microbatches = chance.choice(sizes)
     extras = [name for name in EXTRAS if chance.random() < 0.25]
     inputs = chance.choice(INPUTS)
     where = chance.choice(("devices", "devices", "half", "streams"))
@@ -61,12 +66,20 @@ def draw(seed: int) -> Drawn:
         inputs=inputs,
         stages=RECIPES[schedule](devices, microbatches).stages,
     )
+    modes = [(LAZY, 0), *((RANDOM + run % 2, seed * runs + run) for run in range(1, runs))]
+    chance.shuffle(modes)
     return Drawn(
         setting,
         tuple(_place(where, index, devices) for index in range(devices)),
-        ((LAZY, 0), (RANDOM + seed % 2, seed)),
+        tuple(modes),
         (schedule, model, *own, *extras, inputs, where, f"{devices} devices"),
     )
+
+
+def _stores(schedule: str, size: tuple[int, int], recompute: bool) -> bool:
+    """Whether anything is stored: not what is needed again at once."""
+    made = add_recompute(RECIPES[schedule](*size), "always" if recompute else "never")
+    return "O" in add_offload(made, "always").kinds
 
 
 def _place(where: str, index: int, devices: int) -> str:
@@ -83,9 +96,9 @@ def compared(setting: Setting, places: Sequence[str], modes: Sequence[Any]) -> l
         return None
 
 
-def wrong(seed: int) -> list[str] | None:
+def wrong(seed: int, runs: int = 3) -> list[str] | None:
     """What is wrong with the setting of a seed; None if it is refused, also on CPU devices."""
-    drawn = draw(seed)
+    drawn = draw(seed, runs)
     try:
         found = on_devices(compared, *drawn[:3], devices=DEVICES)
     except AssertionError as error:

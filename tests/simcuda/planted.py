@@ -49,7 +49,7 @@ class Scene(NamedTuple):
 
 
 def _trained(setting: Setting, devices: Sequence[Any], look: Look) -> Values:
-    return train(setting, devices, look).values
+    return train(setting, devices, look)[0].values
 
 
 def _scene(model: str, schedule: str, **given: Any) -> Scene:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import os
 import pickle
 import subprocess
@@ -107,6 +108,7 @@ def _serve() -> None:
     import tests.simcuda.cuda  # noqa: F401
 
     torch.set_num_threads(1)
+    gc.freeze()  # collections look at nothing that is imported
     for line in sys.stdin:
         children = []
         for folder in line.split():

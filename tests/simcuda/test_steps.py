@@ -168,6 +168,14 @@ def test_a_call_and_its_backward_follow_the_callers_streams(inputs: str, side: b
     assert not on_devices(calls, inputs, side)
 
 
+def test_memory_of_losses_is_not_used_again_while_the_caller_reads_them() -> None:
+    """Devices go on launching, and receive the norms of other stages into such small blocks."""
+    options = {"schedule": "pipedream-vertical", "microbatches": 8}
+    setting = Setting("tied", options, extra="scaler", stages=4)
+    places = ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert not on_devices(compare, setting, places, [(RANDOM, 58)])
+
+
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
 def test_the_first_evaluation_leaves_delayed_weights_as_they_were(schedule: str) -> None:
     """It traces the model on the first device, which must not look like a change by the user."""

@@ -130,11 +130,11 @@ class Setting:
     Attributes:
         model: a name in ``MODELS``.
         options: those of ``fxpipe.compile``.
-        steps: how many batches.
+        steps: how many batches a run has.
         extra: words for what happens beside steps: ``evaluation`` between them, ``resume`` (a
             checkpoint is saved, a step made, and the checkpoint loaded), ``scaler``, ``side`` (the
-            caller's current streams are not the default ones), ``late`` (losses are read when the
-            pipe is closed).
+            caller's current streams are not the default ones), ``late`` (losses of the last run are
+            read when the pipe is closed).
         inputs: where batches are: ``cpu``, ``pinned`` (the same memory for each, overwritten after
             the step) or ``device``.
         stages: how many stages the model is cut into.
@@ -169,7 +169,7 @@ class Setting:
 
 @dataclass
 class Trained:
-    """What a training made: losses, other outputs, and the state and gradients at its end.
+    """What a run made: losses, other outputs, and the state and gradients at its end.
 
     Attributes:
         waits: step → reason → how often the host waited for a device in it.
@@ -181,18 +181,34 @@ class Trained:
     bytes: list[int] = field(default_factory=list)
 
     def differs(self, other: Trained) -> Sequence[str]:
-        """The names of what is not the same to the bit."""
+        """The names of what is not the same to the bit, or not finite."""
         assert self.values.keys() == other.values.keys()
-        return [n for n, value in self.values.items() if not torch.equal(value, other.values[n])]
+        return [
+            name
+            for name, value in self.values.items()
+            if not torch.equal(value, other.values[name]) or not value.isfinite().all()
+        ]
 
 
 def train(
-    setting: Setting, devices: Sequence[Any], look: Callable[[], Any] | None = None
-) -> Trained:
-    """Train in a setting on devices; ``stream:0`` is a stream of the first. ``look`` is
-    ``cuda.take`` where devices are simulated."""
+    setting: Setting,
+    devices: Sequence[Any],
+    look: Callable[[], Any] | None = None,
+    *,
+    runs: int = 1,
+    begin: Callable[[int], None] = lambda run: None,
+) -> list[Trained]:
+    """Train in a setting on devices, one run after another with the same pipe.
+
+    Args:
+        setting: the setting.
+        devices: their names; ``stream:0`` is a stream of the first.
+        look: ``cuda.take`` where devices are simulated.
+        runs: how many runs.
+        begin: called before each run.
+    """
     torch.manual_seed(0)
-    model, made = MODELS[setting.model](), Trained()
+    model = MODELS[setting.model]()
     options: dict[str, Any] = {"optimizer": sgd, "microbatches": 4, **setting.options}
     if setting.stages in CUTS[setting.model]:
         options["partition"] = CUTS[setting.model][setting.stages]
@@ -202,40 +218,45 @@ def train(
         options["leaf_modules"] = ["second"]
     side = setting.has("side") and look is not None
     pipe = fxpipe.compile(model, [*map(_place, devices)], loss=cross_entropy, **options)
-    losses: list[Tensor] = []
-    outputs: list[Tensor] = []
+    made: list[Trained] = []
     place = _Place(setting.inputs if look else "cpu")
     with _side_streams() if side else nullcontext(), pipe, tempfile.TemporaryDirectory() as folder:
-        for step in range(setting.steps):
-            x, y = place.put(*model.batch(torch.Generator().manual_seed(step)))
-            if look:
-                look()
-            losses.append(pipe.step(x, target=y))
-            if look:
-                made.waits.append(look().waits)
-                made.bytes.append(_held(losses, made.bytes))
-            place.overwrite()
-            x, y = place.put(*model.batch(torch.Generator().manual_seed(step)))
-            if setting.has("evaluation"):
-                pipe.eval()
-                with torch.no_grad():
-                    outputs.append(pipe(x).cpu().clone())
-                pipe.train()
-            if setting.has("resume") and step == 1:
-                pipe.save(folder)
-                outputs.append(pipe.step(x, target=y).cpu() + 0)
-                pipe.load(folder)
-            place.overwrite()
-        pipe.flush()
-        values = {name: value.cpu().clone() for name, value in pipe.state_dict().items()}
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                values[f"gradient of {name}"] = parameter.grad.cpu().clone()
-        if setting.has("late"):
-            pipe.close()
-        values |= {f"loss {i}": loss.cpu() + 0 for i, loss in enumerate(losses)}
-        values |= {f"output {i}": output for i, output in enumerate(outputs)}
-        made.values = values
+        for run in range(runs):
+            begin(run)
+            trained, losses = Trained(), list[Tensor]()
+            for step in range(setting.steps):
+                seed = run * setting.steps + step
+                x, y = place.put(*model.batch(torch.Generator().manual_seed(seed)))
+                if look:
+                    look()
+                losses.append(pipe.step(x, target=y))
+                if look:
+                    trained.waits.append(look().waits)
+                    if setting.flushes:
+                        trained.bytes.append(_held(losses, trained.bytes))
+                place.overwrite()
+                x, y = place.put(*model.batch(torch.Generator().manual_seed(seed)))
+                if setting.has("evaluation"):
+                    pipe.eval()
+                    with torch.no_grad():
+                        trained.values[f"output {step}"] = pipe(x).cpu().clone()
+                    pipe.train()
+                if setting.has("resume") and step == 1:
+                    pipe.save(folder)
+                    trained.values["loss before"] = pipe.step(x, target=y).cpu() + 0
+                    pipe.load(folder)
+                place.overwrite()
+            pipe.flush()
+            for name, value in pipe.state_dict().items():
+                trained.values[name] = value.cpu().clone()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    trained.values[f"gradient of {name}"] = parameter.grad.cpu().clone()
+            if setting.has("late") and run + 1 == runs:
+                pipe.close()
+            for step, loss in enumerate(losses):
+                trained.values[f"loss {step}"] = loss.cpu() + 0
+            made.append(trained)
     return made
 
 
@@ -299,58 +320,58 @@ class _Place:
 
 
 def compare(setting: Setting, places: Sequence[str], modes: Sequence[tuple[int, int]]) -> list[str]:
-    """Train on CPU devices, and then in each mode (with its seed) on simulated ones.
+    """Train on CPU devices, and on simulated ones a run in each mode (with its seed).
 
     Returns:
-        What is wrong: values that differ, races, failures, waits of a warm step, memory that grows
-        or stays, each with the mode and the seed.
+        What is wrong in the first run in which anything is: values that differ, races, failures,
+        waits of a warm step, memory that grows or stays, each with the mode and the seed.
 
     Raises:
         InputError: the setting is refused, also on CPU devices.
     """
-    wanted = train(setting, ["cpu"] * len(places))
-    return [
-        problem
-        for mode, seed in modes
-        for problem in _compared(setting, places, mode, seed, wanted)
-    ]
-
-
-def _compared(
-    setting: Setting, places: Sequence[str], mode: int, seed: int, wanted: Trained
-) -> list[str]:
     from tests.simcuda import cuda
 
-    cuda.configure(cuda.Mode(mode), seed)
-    cuda.take()
-    races: list[str] = []
-    wrong: list[str] = []
+    wanted = train(setting, ["cpu"] * len(places), runs=len(modes))
+    races: list[tuple[int, str]] = []
+    wrong: list[tuple[int, str]] = []
+    now = 0
 
     def look() -> cuda.Noticed:
         noticed = cuda.take()
-        races.extend(noticed.races)
+        races.extend((now, race) for race in noticed.races)
         assert not noticed.failure, noticed.failure
         return noticed
 
+    def begin(run: int) -> None:
+        nonlocal now
+        mode, seed = modes[run]
+        cuda.configure(cuda.Mode(mode), seed)  # runs what is left of the run before
+        look()
+        now = run
+
+    cuda.take()
     try:
-        made = train(setting, places, look)
+        made = train(setting, places, look, runs=len(modes), begin=begin)
         cuda.configure(cuda.Mode.EAGER)
         look()
     except Exception as error:
         cuda.take()
-        wrong.append(f"{type(error).__name__}: {error}")
+        wrong.append((now, f"{type(error).__name__}: {error}"))
     else:
-        if different := made.differs(wanted):
-            wrong.append(f"other values: {', '.join(different[:4])}")
-        if waits := {*made.waits[-1]} - setting.may_wait:
-            wrong.append(f"the host waits in a warm step: {waits}")
-        if setting.flushes and made.bytes[-1] > made.bytes[-2]:
-            wrong.append(f"allocated bytes grow: {made.bytes}")
+        for run, (own, other) in enumerate(zip(made, wanted, strict=True)):
+            if different := own.differs(other):
+                wrong.append((run, f"other values: {', '.join(different[:4])}"))
+            if waits := {*own.waits[-1]} - setting.may_wait:
+                wrong.append((run, f"the host waits in a warm step: {waits}"))
+            if setting.flushes and own.bytes[-1] > own.bytes[-2]:
+                wrong.append((run, f"allocated bytes grow: {own.bytes}"))
         del made
     if races:
-        wrong.append(f"{len(races)} races, the first: {races[0]}")
+        wrong.append((races[0][0], f"{len(races)} races, the first: {races[0][1]}"))
     gc.collect()
     if not wrong and any(left := [torch.cuda.memory_allocated(d) for d in _indices()]):
-        wrong.append(f"bytes that stay allocated: {left}")
-    told = f"{setting} on {', '.join(places)}, {cuda.Mode(mode).name} with seed {seed}"
-    return [f"{told}: {problem}" for problem in wrong]
+        wrong.append((now, f"bytes that stay allocated: {left}"))
+    first = min((run for run, _ in wrong), default=0)
+    mode, seed = modes[first]
+    told = f"{setting} on {', '.join(places)}, run {first} in {cuda.Mode(mode).name}"
+    return [f"{told} with seed {seed}: {problem}" for run, problem in wrong if run == first]
