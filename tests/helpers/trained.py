@@ -21,6 +21,10 @@ MICROBATCHES = 4
 SCHEDULES = [name for name in ("1f1b", "gpipe", "zb-h1") if name in RECIPES]
 
 
+PLAIN = "GPT-2", "U-Net (2, 4)"
+"""One model of others and one of our own."""
+
+
 class Setting(NamedTuple):
     case: Case
     schedule: str
@@ -28,14 +32,20 @@ class Setting(NamedTuple):
 
 
 def settings(cases: Sequence[Case]) -> list[object]:
-    """Each case under some schedule and number of stages, in turn; in a deep run under all."""
+    """Each case under some schedule and number of stages, in turn; in a deep run under all.
+    All but the models of `PLAIN` are marked deep.
+    """
     grid = list(itertools.product(SCHEDULES, (2, 3, 4)))
     turns = itertools.cycle(
         zip(itertools.cycle(SCHEDULES), itertools.cycle((4, 2, 3, 3)), strict=False)
     )
     chosen = itertools.product(cases, grid) if DEEP else zip(cases, turns, strict=False)
     return [
-        pytest.param(Setting(case, *how), id=f"{case.name}-{how[0]}-{how[1]}")
+        pytest.param(
+            Setting(case, *how),
+            id=f"{case.name}-{how[0]}-{how[1]}",
+            marks=[] if case.name in PLAIN else [pytest.mark.deep],
+        )
         for case, how in chosen
     ]
 

@@ -157,7 +157,7 @@ class Remembering(FrontEnd):
 
 @pytest.mark.timeout(0 if DEEP else 900)
 @settings(
-    max_examples=100 if DEEP else 10,
+    max_examples=100 if DEEP else 5,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 @given(
@@ -274,6 +274,7 @@ def most_gradients_in_a_sum(model: RandomModel, recipe: Recipe, step: Run) -> in
     return max(arriving.values())
 
 
+@pytest.mark.deep
 def test_no_feature_of_random_models_is_rare() -> None:
     seen = Counter[str]()
 

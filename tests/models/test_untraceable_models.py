@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from tests.helpers.draws import seeded
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 
 
@@ -124,7 +125,7 @@ def detr() -> Call:
     return Call(model, (torch.randn(4, 3, 32, 32),), {}, torch.randint(4, (4, 5)), loss)
 
 
-@pytest.mark.parametrize("make", [longformer, qwen3_moe, encodec, detr])
+@pytest.mark.parametrize("make", [encodec, *deep(longformer, qwen3_moe, detr)])
 def test_its_step_equals_the_loops(make: Callable[[], Call]) -> None:
     torch.manual_seed(0)
     model, args, kwargs, target, loss = make()
@@ -136,6 +137,7 @@ def test_its_step_equals_the_loops(make: Callable[[], Call]) -> None:
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
+@pytest.mark.deep
 def test_layers_that_marian_drops_are_those_of_a_loop_with_the_same_draws() -> None:
     torch.manual_seed(0)
     config = transformers.MarianConfig(

@@ -24,6 +24,7 @@ from tests.helpers.failing import (
     pipe_of,
     unchanged,
 )
+from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
 from tests.helpers.tiny import Snapshot, Tiny, adam, batch, within
 from tests.oracles import loop
@@ -66,7 +67,7 @@ def failing_everywhere(mesh: DeviceMesh) -> set[str]:
     return kinds
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *deep(3)])
 def test_an_instruction_of_any_kind_that_fails_on_a_rank_fails_on_all(size: int) -> None:
     for found in on_ranks(size, failing_everywhere):
         assert found == KINDS
@@ -99,7 +100,7 @@ def failing_calls(mesh: DeviceMesh) -> set[str]:
     return kinds
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *deep(3)])
 def test_an_instruction_of_a_call_or_its_backward_that_fails_on_a_rank_fails_on_all(
     size: int,
 ) -> None:

@@ -13,14 +13,14 @@ import pytest
 from fxpipe import ExecutionError
 from fxpipe.errors import RankError
 from tests.helpers.failing import InFlight, at, fail, fails, first_of_each_kind
-from tests.helpers.profiles import DEEP
+from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import within
 
 SCHEDULES = "2bw", "pipedream"
 
-SIZES = [2, 3] if DEEP else [3]
-"""How many ranks; the instructions of three are of all kinds that those of two are of."""
+SIZES = [2, *deep(3)]
+"""How many ranks; those of three have values that skip one, too."""
 
 OVERLAPPING = {"Load", "Output", "Send", "Receive", "Free", "Forward", "Backward", "Update"}
 

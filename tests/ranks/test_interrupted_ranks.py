@@ -19,7 +19,7 @@ from tests.helpers.failing import (
     options_of,
     unchanged,
 )
-from tests.helpers.profiles import DEEP
+from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import Snapshot, within
 
@@ -66,7 +66,7 @@ def interrupted(mesh: DeviceMesh, everywhere: bool) -> tuple[set[str], set[str]]
 
 @pytest.mark.parametrize(
     ("everywhere", "size"),
-    [(False, 3), (True, 2), *([(False, 2), (True, 3)] if DEEP else [])],
+    [(False, 2), (True, 2), *deep((False, 3), (True, 3))],
 )
 def test_an_interrupted_step_counts_on_all_ranks_or_on_none(everywhere: bool, size: int) -> None:
     for seen, kinds in on_ranks(size, interrupted, everywhere):

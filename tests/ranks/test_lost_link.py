@@ -141,6 +141,7 @@ def ranks_in(spaces: list[str], first: str) -> Iterator[list[Any]]:
             process.wait()
 
 
+@pytest.mark.deep
 def test_two_hosts_train_like_one_process_and_name_each_other_when_their_link_goes_down(
     spaces: list[str], own_hosts: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

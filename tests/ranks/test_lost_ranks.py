@@ -32,7 +32,7 @@ from tests.helpers.failing import (
     options_of,
     pipe_of,
 )
-from tests.helpers.profiles import DEEP
+from tests.helpers.profiles import DEEP, deep
 from tests.helpers.ranks import DeviceMesh, result_of, start
 from tests.helpers.tiny import CUTS, adam, batch, soon, within
 
@@ -157,7 +157,7 @@ def cases_of(size: int, position: int) -> list[Case]:
     return [*found.values()]
 
 
-@pytest.mark.parametrize(("size", "position"), [(2, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("size", "position"), [(2, 1), *deep((2, 0), (3, 2))])
 def test_a_rank_that_is_killed_at_any_kind_of_instruction_is_named(
     size: int, position: int
 ) -> None:

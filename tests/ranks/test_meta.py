@@ -19,7 +19,7 @@ import fxpipe
 from examples import larger
 from examples.larger import WEIGHTS
 from fxpipe.compiler import options
-from tests.helpers.profiles import DEEP
+from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 SEED = 5
@@ -100,7 +100,7 @@ def reset_and_train(mesh: DeviceMesh, whole: int) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("whole", [0, options.WHOLE])
+@pytest.mark.parametrize("whole", [0, *deep(options.WHOLE)])
 def test_each_rank_draws_the_values_of_the_whole_model_and_keeps_its_own(whole: int) -> None:
     with compiled(2, with_data()) as pipe:
         expected = trained(pipe)
@@ -126,7 +126,7 @@ def load_and_train(mesh: DeviceMesh, folder: str, values: dict[str, Tensor]) -> 
     return made
 
 
-@pytest.mark.parametrize(("size", "form"), [(4, "folder"), (2, "state dict")])
+@pytest.mark.parametrize(("size", "form"), [*deep((4, "folder")), (2, "state dict")])
 def test_each_rank_loads_its_own_part(size: int, form: str, tmp_path: Path) -> None:
     with compiled(2, with_data()) as pipe:
         pipe.save(tmp_path / "run")
@@ -150,7 +150,7 @@ def train_within_a_limit(mesh: DeviceMesh, limit: float) -> tuple[list[float], i
     return larger.train(mesh, steps=3)
 
 
-@pytest.mark.parametrize(("size", "limit"), [(4, 0.95), *([(2, 1.8)] if DEEP else [])])
+@pytest.mark.parametrize(("size", "limit"), [(4, 0.95), *deep((2, 1.8))])
 def test_a_model_larger_than_a_process_trains_over_ranks(size: int, limit: float) -> None:
     """Training half of it takes 1.5 times its weights: no one of four ranks could do that."""
     ranks = on_ranks(size, train_within_a_limit, limit)

@@ -29,6 +29,7 @@ train_ranks.train(sys.argv[1], 8, 2)
 """
 
 
+@pytest.mark.deep
 def test_a_run_whose_rank_was_killed_ends_with_the_same_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

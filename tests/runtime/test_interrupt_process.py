@@ -118,6 +118,7 @@ def running(source: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.deep
 def test_a_process_that_is_interrupted_at_random_trains_on_as_if_it_had_not_been() -> None:
     turns, fresh = 10, 3
     moments = random.Random(0)

@@ -143,6 +143,7 @@ def test_the_smallest_submodule_that_can_be_called_is_and_a_warning_says_so(
     assert f"leaf_modules=[{leaf!r}]" in message
 
 
+@pytest.mark.deep
 def test_stages_with_control_flow_of_torchs_own_trace_in_turns() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*map(Does, (chooses, goes_on, chooses_layers)), nn.Linear(4, 4))
