@@ -22,7 +22,7 @@ from benchmarks.machine import Machine
 from benchmarks.report import Figure, Report, spread
 from examples import plain
 from examples.unet import UNet
-from tests.helpers.profiles import DEEP
+from tests.helpers.profiles import deep
 from tests.helpers.ranks import CONTEXT, DEADLINE
 
 ROOT = Path(__file__).parent.parent
@@ -123,8 +123,8 @@ def started(processes: int, output: Path, folder: Path) -> tuple[list[int | None
     return [done.returncode] * processes, done.stdout
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("run", [forked, *([started] if DEEP else [])])
+@pytest.mark.parametrize("processes", [*deep(1), 2])
+@pytest.mark.parametrize("run", [forked, *deep(started)])
 def test_the_demo_trains_equal_to_one_device_and_draws(
     tmp_path: Path,
     processes: int,
@@ -152,7 +152,7 @@ def test_a_model_whose_blocks_read_all_earlier_ones_trains_equal_to_the_loop(
 NUMBER = re.compile(r"-?\d+\.\d+")
 
 
-@pytest.mark.parametrize("name", ["unet", "gpt2"])
+@pytest.mark.parametrize("name", ["unet", *deep("gpt2")])
 def test_a_script_changes_in_few_lines_and_logs_the_same_numbers(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

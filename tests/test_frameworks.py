@@ -110,6 +110,7 @@ def test_accelerate_trains_saves_and_resumes_a_pipe(precision: str, tmp_path: Pa
 # Lightning
 
 
+@pytest.mark.deep
 def test_lightning_trains_logs_validates_saves_and_resumes_a_pipe(tmp_path: Path) -> None:
     lightning = framework("pytorch_lightning")
 
@@ -246,6 +247,7 @@ def assert_trained_alike(
             pipe.load_state_dict(start)
 
 
+@pytest.mark.deep
 def test_a_trainer_trains_logs_evaluates_saves_and_resumes_a_pipe(tmp_path: Path) -> None:
     x, y = data().tensors
     kind = framework("transformers").Trainer
@@ -254,6 +256,7 @@ def test_a_trainer_trains_logs_evaluates_saves_and_resumes_a_pipe(tmp_path: Path
     assert_trained_alike([kind] * 2, Scored(), Rows({"x": x, "labels": y}), tmp_path)
 
 
+@pytest.mark.deep
 def test_a_trainer_counts_the_targets_of_a_pipe_of_gpt2(tmp_path: Path) -> None:
     """Rows are padded, so that micro-batches have other numbers of targets."""
     transformers = framework("transformers")

@@ -108,6 +108,7 @@ def test_the_packages_listed_are_the_folders() -> None:
     assert project["tool"]["setuptools"]["packages"] == expected
 
 
+@pytest.mark.deep
 def test_a_wheel_installed_elsewhere_imports_and_lists_the_schedules(
     installed: Path, there: dict[str, Any]
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_wheel_installed_elsewhere_imports_and_lists_the_schedules(
         assert (installed / "fxpipe" / path).is_file()
 
 
+@pytest.mark.deep
 def test_a_wheel_holds_every_module_of_the_checkout(
     here: dict[str, Any], there: dict[str, Any]
 ) -> None:

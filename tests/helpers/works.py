@@ -13,7 +13,7 @@ from fxpipe.compiler import passes
 from fxpipe.passes.partition.work import Machine, Transfer, Work
 from fxpipe.passes.runner import run_all
 
-MANY = settings(max_examples=max(400, settings().max_examples))
+MANY = settings(max_examples=max(120, settings().max_examples))
 """Graphs are small here, and those that tell a wrong bound from a right one are rare."""
 
 

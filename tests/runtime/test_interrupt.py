@@ -23,6 +23,7 @@ from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.signals import HeldSignals
+from tests.helpers.profiles import DEEP
 from tests.helpers.tiny import (
     CUTS,
     Metronome,
@@ -307,7 +308,7 @@ def test_an_interrupt_while_compiling_leaves_no_trace() -> None:
     with compiled() as alone, calling_at_node(0, raise_signal) as nodes:
         loss = alone.step(x, target=y)
         after = Snapshot.of(alone)
-    for number in range(1, nodes[0], nodes[0] // 6):
+    for number in range(1, nodes[0], nodes[0] // (6 if DEEP else 3)):
         sent: list[float] = []
 
         def send(sent: list[float] = sent) -> None:

@@ -294,6 +294,7 @@ def test_single_edits_are_refused_when_they_change_what_is_computed(case: str) -
             assert is_right(mutant), f"{edit} {kind}:\n{mutant}"
 
 
+@pytest.mark.deep
 def test_no_class_of_edits_is_left_out() -> None:
     count = Counter(
         (edit, kind) for case in CASES for edit, kind, _ in tried(verify_program(program_of(case)))

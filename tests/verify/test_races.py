@@ -20,11 +20,11 @@ from fxpipe.passes.runner import run
 from fxpipe.schedules import one_f_one_b
 from tests.helpers.mutants import launch_mutants
 from tests.helpers.plans import chain, skipping
-from tests.helpers.profiles import DEEP
+from tests.helpers.profiles import deep
 from tests.oracles.stream_ordering import Ordering
 
-NAMES = ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "2bw", *(["pipedream"] if DEEP else [])]
-SIZES = [(2, 2), (3, 2), (3, 4)] if DEEP else [(2, 2)]
+NAMES = ["1f1b", "zb-h1", "2bw", *deep("gpipe", "interleaved-1f1b", "pipedream")]
+SIZES = [(2, 2), *deep((3, 2), (3, 4))]
 
 
 def launched(name: str, devices: int, microbatches: int) -> Program:

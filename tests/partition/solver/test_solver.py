@@ -15,6 +15,7 @@ from fxpipe.passes.partition.solver.downsets import Search, downsets
 from fxpipe.passes.partition.solver.lattice import Lattice
 from fxpipe.passes.partition.solver.solve import SLACK, least_limits, solve
 from fxpipe.passes.partition.work import Machine, Transfer, Work
+from tests.helpers.profiles import DEEP, deep
 from tests.helpers.works import MANY, chain, machines, works
 from tests.oracles.every_division import fits, legal, weighed
 
@@ -211,6 +212,9 @@ def test_the_least_limits_that_would_do_are_found() -> None:
     assert max(load.memory for load in least_limits(work, machine).loads) == 12
 
 
+ATOMS = 10_000 if DEEP else 2_000
+
+
 def wide(atoms: int, kind: str) -> Work:
     """A large graph: one chain with skips, four towers, or edges at random."""
     dice = random.Random(7)
@@ -227,26 +231,28 @@ def wide(atoms: int, kind: str) -> Work:
 
 
 @pytest.mark.parametrize("kind", ["chain", "towers", "random"])
-@pytest.mark.parametrize("stages", [8, 64])
-def test_ten_thousand_atoms_are_divided_as_well_as_can_be(kind: str, stages: int) -> None:
-    found = solve(wide(10_000, kind), Machine.equal(stages))
+@pytest.mark.parametrize("stages", [8, *deep(64)])
+def test_many_atoms_are_divided_as_well_as_can_be(kind: str, stages: int) -> None:
+    found = solve(wide(ATOMS, kind), Machine.equal(stages))
     assert found is not None
     assert found.gap <= SLACK + 1e-9
 
 
-@pytest.mark.parametrize(("kind", "gap"), [("chain", SLACK), ("towers", 0.06), ("random", SLACK)])
-def test_ten_thousand_atoms_are_divided_within_limits(kind: str, gap: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "gap"), [("chain", SLACK), ("towers", 0.06), *deep(("random", SLACK))]
+)
+def test_many_atoms_are_divided_within_limits(kind: str, gap: float) -> None:
     """By even work the first stages, which keep the most micro-batches, would exceed them."""
-    work, peaks = wide(10_000, kind), tuple(range(8, 0, -1))
-    found = solve(work, Machine((1.0,) * 8, (7.5e6,) * 8, peaks))
+    work, peaks = wide(ATOMS, kind), tuple(range(8, 0, -1))
+    found = solve(work, Machine((1.0,) * 8, (750.0 * ATOMS,) * 8, peaks))
     assert found is not None
     assert found.gap <= gap + 1e-9
 
 
-@pytest.mark.parametrize("kind", ["chain", "towers", "random"])
-def test_ten_thousand_atoms_are_divided_over_links(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["chain", *deep("towers", "random")])
+def test_many_atoms_are_divided_over_links(kind: str) -> None:
     """Their gap is told, but not always closed: several stages may read one value."""
     link = ((1e-3,) * 64,) * 64
-    found = solve(wide(10_000, kind), Machine((1.0,) * 64, per_byte=link))
+    found = solve(wide(ATOMS, kind), Machine((1.0,) * 64, per_byte=link))
     assert found is not None
     assert found.gap <= 0.1
