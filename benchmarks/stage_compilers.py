@@ -33,6 +33,11 @@ DEVICES = ("cpu", "cpu")
 MICROBATCHES = 8
 WARM_UP = 3
 COMPILERS = {"as they are": None, "inductor": "inductor", "auto": "auto"}
+EXTENSIONS: dict[str | None, list[Any]] = {
+    None: [],
+    "inductor": [fxpipe.Inductor()],
+    "auto": [fxpipe.Inductor(only_faster=True)],
+}
 WORDS = 512
 
 
@@ -76,7 +81,7 @@ def make(
         DEVICES,
         schedule=schedule,
         microbatches=MICROBATCHES,
-        stage_compiler=compiler,  # type: ignore[arg-type]
+        extensions=EXTENSIONS[compiler],
         **options,
     )
     pipe.step(x, target=y)
@@ -104,7 +109,7 @@ def error(name: str, compiler: str | None, exact: list[Tensor]) -> float:
         model,
         DEVICES,
         microbatches=MICROBATCHES,
-        stage_compiler=compiler,  # type: ignore[arg-type]
+        extensions=EXTENSIONS[compiler],
         loss=options["loss"],
     ) as pipe:
         pipe.step(x, target=y)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.comparison.comparison import Comparison, compare
     from fxpipe.extensions.cuda_graphs.extension import CudaGraphs
     from fxpipe.extensions.deferred_batchnorm.extension import DeferredBatchNorm
+    from fxpipe.extensions.inductor.extension import Inductor
     from fxpipe.extensions.planner.choices import Choice, TrainingPlan
     from fxpipe.extensions.planner.cluster import Cluster
     from fxpipe.extensions.planner.plan_training import plan_training
@@ -63,6 +64,7 @@ __all__ = [
     "Fault",
     "FxpipeError",
     "I",
+    "Inductor",
     "InputError",
     "O",
     "P",

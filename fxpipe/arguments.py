@@ -19,7 +19,6 @@ from fxpipe.errors import InputError, near
 from fxpipe.extend import Extension, find, names
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.inductor.compile_stages import StageCompiler
 from fxpipe.passes.schedule import Recompute, RecomputeLike
 from fxpipe.python_file import is_python, of_python
 from fxpipe.runtime.batch import BatchDims
@@ -205,19 +204,6 @@ def read_extensions(extensions: Any) -> tuple[Extension, ...]:
         if type(each) in map(type, read[:place]):
             raise InputError(f"extensions has {type(each).__name__} twice; give it once")
     return tuple(read)
-
-
-def check_stage_compiler(stage_compiler: Any, extensions: Sequence[Extension]) -> None:
-    """Raise InputError if there is no such compiler, or it is given with captured graphs."""
-    if stage_compiler is None:
-        return
-    check_known("stage_compiler", stage_compiler, get_args(StageCompiler))
-    for each in extensions:
-        if each.holds_saved:
-            raise InputError(
-                f"{type(each).__name__} captures the operations of a stage, and stage_compiler "
-                "makes a library of them; leave one of them out"
-            )
 
 
 def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Module]:

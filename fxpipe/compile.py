@@ -20,7 +20,6 @@ from fxpipe.devices import Devices, read_group
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.extend import Extension, find, names
-from fxpipe.passes.inductor.compile_stages import StageCompiler
 from fxpipe.passes.partition.options import Each, Partition, read_partition
 from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.pipeline import Pipeline
@@ -62,7 +61,6 @@ def compile(
     tracer: Tracer = "export",
     leaf_modules: Sequence[str | type[nn.Module] | nn.Module] = (),
     dispatch: Dispatch | Literal["auto"] = "auto",
-    stage_compiler: StageCompiler | None = None,
     extensions: Sequence[Extension | str] = (),
     verbose: bool = False,
     **removed: Never,
@@ -194,17 +192,6 @@ def compile(
             operation, and one thread is faster if operations are shorter than that; ``profile``
             then shows the devices one after another. Tasks of your own, optimizers and leaf modules
             that wait for another device need "device".
-        stage_compiler: "inductor" compiles the graphs of every stage with torch's inductor: the
-            forward, the backward and its halves, for each micro-batch size that occurs, in steps
-            and in calls. Results equal the model's to rounding; they are still the same for every
-            schedule, recomputation and dispatch, and random numbers are those that are drawn
-            without it. The first compilation takes minutes for a large model, in as many processes
-            as there are processors, and needs a C++ compiler, or triton on CUDA devices. Its
-            results are kept in the folder TORCHINDUCTOR_CACHE_DIR, so the next start compiles
-            nothing. "auto" keeps a compiled graph only if a call takes at most 0.95 of the time
-            without it, as measured when it is compiled. What runs uncompiled, such as a stage with
-            leaf modules, is in an info record of the logger "fxpipe", and the table of stages says
-            what is compiled. It excludes captured graphs.
         extensions: parts of fxpipe, or of your own, that few pipes need; see docs/extensions.md.
             Such as ``[fxpipe.CudaGraphs()]``, or its name, ``["cuda_graphs"]``.
         verbose: print every pass and its time on standard error, with a line that shows what is
@@ -231,7 +218,6 @@ def compile(
             _check_free(model)
         arguments.check_known("tracer", tracer, get_args(Tracer))
         given = arguments.read_extensions(extensions)
-        arguments.check_stage_compiler(stage_compiler, given)
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
         arguments.check_flags(
             shard_optimizer=shard_optimizer,
@@ -273,7 +259,6 @@ def compile(
             tracer=tracer,
             leaf_modules=arguments.read_leaf_modules(leaf_modules, model),
             dispatch=arguments.read_dispatch(dispatch, torch_devices[0]),
-            stage_compiler=stage_compiler,
             threads=group.members.threads or max(1, torch.get_num_threads() // len(places)),
             places=() if torch_devices[0].type == "cpu" else torch_devices,
             verbose=verbose,

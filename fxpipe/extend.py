@@ -41,6 +41,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     "extension": {
         "cuda_graphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
         "deferred_batchnorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
+        "inductor": f"{_HERE}.inductor.extension:Inductor",
     },
     "public": {
         "Choice": f"{_HERE}.planner.choices:Choice",
@@ -48,6 +49,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Comparison": f"{_HERE}.comparison.comparison:Comparison",
         "CudaGraphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
         "DeferredBatchNorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
+        "Inductor": f"{_HERE}.inductor.extension:Inductor",
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
         "compare": f"{_HERE}.comparison.comparison:compare",
         "plan_training": f"{_HERE}.planner.plan_training:plan_training",

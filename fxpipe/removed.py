@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from fxpipe.errors import InputError
 
 REMOVED = {
+    "stage_compiler": 'write extensions=[fxpipe.Inductor()], or for "auto" '
+    "fxpipe.Inductor(only_faster=True)",
     "deferred_batchnorm": "write extensions=[fxpipe.DeferredBatchNorm()]",
     "cuda_graphs": "write extensions=[fxpipe.CudaGraphs()]",
     "fuse_accumulation": "leave it out; gradients are then added as in the plain loop, to the bit",

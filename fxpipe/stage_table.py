@@ -19,7 +19,7 @@ from fxpipe.formatting import (
     wrapped,
 )
 from fxpipe.ir.plan import Plan, Stage
-from fxpipe.kernels.inductor import peak_of
+from fxpipe.kernels.graph import peak_of
 from fxpipe.passes.partition.assignment import Verdict
 
 _MODULES = 12
@@ -99,7 +99,7 @@ def _common(names: Sequence[str]) -> str:
 
 
 def _libraries(plan: Plan) -> list[str]:
-    """A line on how many graphs of each stage inductor has compiled, if it has any."""
+    """A line on how many graphs of each stage run compiled, if any do."""
     graphs = [
         (stage.forward, stage.backward, stage.input_grad, stage.weight_grad)
         for stage in plan.stages
@@ -111,7 +111,7 @@ def _libraries(plan: Plan) -> list[str]:
     ]
     if all(count.startswith("0 ") for count in counts):
         return []
-    return [f"graphs compiled by inductor, by stage: {', '.join(counts)}"]
+    return [f"compiled graphs, by stage: {', '.join(counts)}"]
 
 
 def _modules(stage: Stage, prefix: str) -> str:

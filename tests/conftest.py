@@ -52,6 +52,7 @@ QUICK = (
 REMEMBERING = (
     "compiler",
     "extensions/checkpoint_folder",
+    "extensions/inductor",
     "extensions/planner",
     "models/test_exactness.py",
     "models/test_split_training.py",
@@ -64,10 +65,10 @@ REMEMBERING = (
 unless a test or file is marked with ``traces``."""
 
 LONGEST = (
-    "compiler/test_stage_compiler.py",
-    "compiler/test_stage_compiler_images.py",
-    "compiler/test_stage_compiler_ranks.py",
-    "compiler/test_stage_compiler_values.py",
+    "extensions/inductor/test_inductor.py",
+    "extensions/inductor/test_inductor_images.py",
+    "extensions/inductor/test_inductor_ranks.py",
+    "extensions/inductor/test_inductor_values.py",
     "ranks",
     "test_examples.py",
     "test_notebooks.py",

@@ -7,14 +7,16 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from torch import fx
+
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Purpose
-from fxpipe.ir.plan import Plan, ValueSpec
+from fxpipe.ir.plan import Plan, Stage, ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
+from fxpipe.kernels.graph import PEAK, GraphKernel, peak_of
 from fxpipe.kernels.kernel import Discarding, Kernel
-from fxpipe.passes.inductor.compile_stages import peaks_of, take_peaks
 from fxpipe.passes.tracing.loss_terms import Divisor
 from fxpipe.torchtools.functions import unnumbered
 
@@ -93,16 +95,36 @@ def agree_on_plans(
     differ, or only some draw random numbers, whose seed each step of all ranks shares."""
     first, group = plans[0], options.group
     trained = [[each.target for each in stage.parameters] for stage in first.stages]
-    stages = [s.index for s in first.stages if options.stage_compiler and options.owns(s.index)]
+    own = [s.index for s in first.stages if options.owns(s.index)]
     answers = group.agree(
         "the compiled plan",
         f"{schedule}\n{trained}\nthe model draws random numbers: {traced.seeded}",
         own=unnumbered(str(first)),
-        value=[peaks_of(plan, stages) for plan in plans],
+        value=[_peaks(plan, own) for plan in plans],
     )
     for rank in group.pipeline:
         for plan, peaks in zip(plans, answers[rank], strict=True):
-            take_peaks(plan, peaks)
+            for index, of_stage in peaks.items():
+                for graph, peak in zip(_graphs(plan.stages[index]), of_stage, strict=True):
+                    graph.meta[PEAK] = peak
+
+
+def _peaks(plan: Plan, own: Sequence[int]) -> dict[int, list[int | None]]:
+    """Stage of this rank → for each of its graphs its ``peak_of``; empty if all run as they are."""
+    peaks = {index: [*map(peak_of, _graphs(plan.stages[index]))] for index in own}
+    return peaks if any(peak is not None for each in peaks.values() for peak in each) else {}
+
+
+def _graphs(stage: Stage) -> list[fx.GraphModule]:
+    graphs: list[fx.GraphModule] = []
+
+    def see(graph: fx.GraphModule) -> fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    if isinstance(stage.kernel, GraphKernel):
+        stage.kernel.mapped(see)
+    return graphs
 
 
 def restoring(parts: Sequence[object]) -> Callable[[], None]:

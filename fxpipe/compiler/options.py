@@ -16,7 +16,6 @@ from fxpipe.extend import Extension
 from fxpipe.formatting import without_addresses
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
-from fxpipe.passes.inductor.compile_stages import StageCompiler
 from fxpipe.passes.partition.options import Partition
 from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.runtime.batch import BatchDims
@@ -74,7 +73,6 @@ class Options:
     tracer: Tracer = "export"
     leaf_modules: Mapping[str, nn.Module] = field(default_factory=dict)
     dispatch: Dispatch | None = None
-    stage_compiler: StageCompiler | None = None
     threads: int = 1
     places: tuple[torch.device, ...] = ()
     verbose: bool = False

@@ -30,7 +30,6 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.unroll import unroll
 from fxpipe.ir.value import Buffer
 from fxpipe.kernels.kernel import BackwardResult, ForwardResult
-from fxpipe.passes.inductor.libraries import Libraries
 from fxpipe.runtime.devices.backend import Backend, Worker
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.offload import FileMemory
@@ -39,6 +38,7 @@ from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.simulator.costs import Overheads, Rehearsal
 from fxpipe.simulator.simulate import chain, chain_program, simulate
 from fxpipe.simulator.sums import beside
+from fxpipe.torchtools.kept import kept
 from fxpipe.torchtools.state import processors
 
 _STEPS, _MICROBATCHES = 12, 8
@@ -172,8 +172,8 @@ def spread(seconds: Sequence[float]) -> float:
 def overheads() -> Overheads:
     """The overheads of this machine: measured once on it and kept, except for the hand-over, which
     is measured in each process."""
-    kept = Libraries().kept(f"least {Overheads()} on {_here()}", _measured_overheads)
-    return Overheads(**kept, hand_over=hand_over())
+    measured = kept(f"least {Overheads()} on {_here()}", _measured_overheads)
+    return Overheads(**measured, hand_over=hand_over())
 
 
 def _here() -> tuple[object, ...]:
@@ -186,7 +186,7 @@ def away_rates(place: str) -> tuple[float, float]:
     """The bytes per second that a device of this type offloads, and that it fetches again: measured
     once on this machine for each folder of temporary files, and kept."""
     what = f"away {place} {tempfile.gettempdir()} on {_here()}"
-    stored, fetched = Libraries().kept(what, lambda: _measured_rates(place))
+    stored, fetched = kept(what, lambda: _measured_rates(place))
     return stored, fetched
 
 

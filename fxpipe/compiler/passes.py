@@ -30,8 +30,6 @@ from fxpipe.passes.graph.fit import localise_sizes, relay
 from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.graph.place_devices import place_devices
 from fxpipe.passes.graph.randomness import seed_randomness
-from fxpipe.passes.inductor.channels_last import lay_channels_last, lay_weights
-from fxpipe.passes.inductor.compile_stages import compile_stages
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -171,16 +169,15 @@ FIT = (
 
 PLAN = (
     Pass(cut, "traced, assignment, owners, stage_costs", "plan"),
-    Pass(lay_channels_last, "plan", "plan", when="stage_compiler"),
     Pass(differentiate, "plan, values, state, wanted, functional", "differentiated plan"),
-    Pass(lay_weights, "differentiated plan", "differentiated plan", when="stage_compiler"),
     Pass(part_backward, "differentiated plan", "parted plan", when="parted"),
     Pass(part_gradients, "parted plan, bucket_bytes", "plan", when="replicated"),
 )
 """A graph → the plan with its kernels."""
 
-COMPILE = (Pass(compile_stages, "plan, stage_compiler, threads, own", "plan"),)
-"""A plan → the same plan with compiled graphs in its kernels; with ``stage_compiler``."""
+COMPILE = ()
+"""A plan → the same plan with other kernels, by extensions: of the stages ``own`` of this process,
+and for ``threads`` intra-op threads."""
 
 CHECK = (
     Pass(

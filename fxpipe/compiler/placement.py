@@ -13,12 +13,10 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import PartitionError, told
 from fxpipe.formatting import bytes_text
-from fxpipe.ir.plan import Plan, StageCosts
+from fxpipe.ir.plan import StageCosts
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.log import noted
-from fxpipe.passes.inductor.libraries import Libraries
-from fxpipe.passes.inductor.lower_graph import graph_text
 from fxpipe.passes.partition.assignment import Assignment, Verdict, compute_nodes, owners
 from fxpipe.passes.partition.atoms import Footprint
 from fxpipe.passes.partition.distinct import reducible
@@ -167,7 +165,7 @@ class Placement:
                 self._facts(facts, parted=parted),
                 lambda facts: run_all(passes.of(self._options, "single"), facts),
             )
-            costs = self._options.group.share("costs", lambda: self._costs(facts))
+            costs = self._options.group.share("costs", lambda: _measured(self._options, facts))
         return {"traced": facts["traced"], "plan": facts["plan"], "costs": _node_costs(costs)}
 
     def node_costs(self, facts: Mapping[str, Any]) -> Mapping[str, NodeCost]:
@@ -180,7 +178,8 @@ class Placement:
             return costs
 
         def costs_of(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
-            return self._costs(run_all(passes.of(self._options, "single"), facts))
+            facts = run_all(passes.of(self._options, "single"), facts)
+            return _measured(self._options, facts)
 
         facts = self._facts(facts, parted=self._parted, reduced=True)
         with self._measuring():
@@ -209,21 +208,8 @@ class Placement:
             "whole": self._options.whole and not self._options.apart,
             "reduced": reduced,
             "functional": parted and not facts["traced"].leaves,
+            "threads": self._options.threads,
         }
-
-    def _costs(self, facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
-        """Node → its costs. With a stage compiler these are measured once on a machine and kept, so
-        that another start makes the same stages, which are compiled already."""
-        plan: Plan | None = facts["plan"]
-        graph = None if plan is None else plan.stages[0].forward
-        if self._options.stage_compiler is None or graph is None:
-            return _measured(self._options, facts)
-        names = "\n".join(node.name for node in facts["traced"].graph.nodes)
-        text = f"{names}\n{facts['functional']}\n{graph_text(graph, self._options.threads)}"
-        costs: dict[str, Sequence[float]] = Libraries().kept(
-            text, lambda: _measured(self._options, facts)
-        )
-        return costs
 
     @property
     def kept(self) -> Sequence[object]:

@@ -232,7 +232,6 @@ class Plans:
             "assignment": graph.assignment,
             "owners": self._placement.owners,
             "stage_costs": self._placement.costs,
-            "stage_compiler": options.stage_compiler,
             "parted": call.parted,
             "functional": call.parted or replicated,
             "replicated": replicated,
@@ -243,18 +242,18 @@ class Plans:
         return plan
 
     def _compiled(self, plan: Plan) -> Plan:
-        """The same plan with compiled graphs, if the stages are to be compiled."""
+        """The same plan with compiled graphs, if an extension compiles them."""
         options = self.options
-        if options.stage_compiler is None:
+        given = passes.of(options, "compile")
+        if not given:
             return plan
         facts = {
             "plan": plan,
-            "stage_compiler": options.stage_compiler,
             "threads": options.threads,
             "own": [stage.index for stage in plan.stages if options.runs(stage.index)],
         }
         with torch.no_grad(), intra_op_threads(options.threads), under(()):
-            compiled: Plan = run_all(passes.of(self.options, "compile"), facts)["plan"]
+            compiled: Plan = run_all(given, facts)["plan"]
         return compiled
 
     def _check(self, call: Call, traced: Traced, plan: Plan) -> None:
@@ -304,8 +303,8 @@ class Plans:
                 if not (self.proven and isinstance(error, CloseError)):
                     self.front_end.refuse_kept_values(call)
                     self.front_end.refuse_two_traces(call, error)
-                    if options.stage_compiler is not None:
-                        error.add_note("its graphs were compiled by inductor: stage_compiler=None?")
+                    if options.extensions:
+                        error.add_note(f"without extensions={[*options.extensions]}?")
                     raise
                 if not self._doubted:
                     LOGGER.warning("%s. Earlier graphs were right, so training goes on", error)

@@ -18,6 +18,16 @@ from fxpipe.kernels.kernel import (
     Totals,
 )
 
+PEAK = "most bytes of a call"
+"""Key in a graph's ``meta`` if other code runs in its place, here or on another rank: the most
+bytes that a call was measured to allocate at once."""
+
+
+def peak_of(module: fx.GraphModule | None) -> int | None:
+    """The most bytes that a call of what runs in a graph's place allocates at once; None if the
+    graph runs as it is."""
+    return None if module is None else module.meta.get(PEAK)
+
 
 class BucketGraph(NamedTuple):
     """The graph that computes a bucket of gradients.

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import outputs_of
-from fxpipe.kernels.graph import BucketGraph, GraphKernel
-from fxpipe.kernels.inductor import peak_of
+from fxpipe.kernels.graph import BucketGraph, GraphKernel, peak_of
 from fxpipe.memory.optimizer import optimizer_memory
 from fxpipe.passes.graph.liveness import Liveness, liveness
 from fxpipe.simulator.sizes import Crossing, GraphInput, Left, Sizes, Storage, Workspace

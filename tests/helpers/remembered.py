@@ -43,6 +43,7 @@ BY_SHAPE = ("args", "kwargs", "targets", "values", "state")
 """Facts with tensors that are inputs of graphs; the data of all others may be part of a graph."""
 
 _made: dict[Any, dict[str, Any]] = {}
+_passes: list[Sequence[Pass]] = []  # so that none is at the address of an earlier one
 _known: dict[int, Any] = {}  # what was made, and the graphs of it, by their identity
 
 
@@ -77,6 +78,7 @@ def run_once(given: Sequence[Pass], facts: Mapping[str, Any]) -> dict[str, Any]:
         return run_all(given, facts)
     if key not in _made:
         made = run_all(given, facts)
+        _passes.append(given)
         names = [name for each in given for name, _ in each.makes if name in RESULTS]
         _made[key] = {name: made[name] for name in names if name in made}
         for value in _made[key].values():

@@ -18,8 +18,8 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
 import fxpipe
+from fxpipe.extensions.inductor.library import Compiled, compiled
 from fxpipe.ir.traced import SEED
-from fxpipe.kernels.inductor import Compiled, compiled
 from fxpipe.random import mix
 
 MICROBATCHES = 3
@@ -83,7 +83,14 @@ class Net(nn.Module):
         return y
 
 
-def made(compiler: Any, schedule: str = "1f1b", **options: Any) -> fxpipe.Pipeline:
+COMPILERS: dict[str | None, list[Any]] = {
+    None: [],
+    "inductor": ["inductor"],
+    "auto": [fxpipe.Inductor(only_faster=True)],
+}
+
+
+def made(compiler: str | None, schedule: str = "1f1b", **options: Any) -> fxpipe.Pipeline:
     torch.manual_seed(0)
     optimizer = partial(SGD, lr=0.1, momentum=0.5)
     return fxpipe.compile(
@@ -94,7 +101,7 @@ def made(compiler: Any, schedule: str = "1f1b", **options: Any) -> fxpipe.Pipeli
         partition=["last"],
         loss=mse_loss,
         optimizer=optimizer,
-        stage_compiler=compiler,
+        extensions=COMPILERS[compiler],
         **options,
     )
 

@@ -246,7 +246,7 @@ CASES: Mapping[str, Callable[[Devices], Results]] = {
     "differentiated": differentiated,
     "profiled": profiled,
     "uncollected": uncollected,
-    **({"compiled": recipes(skips, stage_compiler="inductor")} if DEEP else {}),  # a minute
+    **({"compiled": recipes(skips, extensions=["inductor"])} if DEEP else {}),  # a minute
 }
 
 ONLY_TWO: Mapping[str, Callable[[Devices], Results]] = {

@@ -7,45 +7,42 @@ Libraries are made ahead of time (AOTInductor), in parallel processes. They are 
 cache folder under a hash of the graph, its layouts, the number of threads, the processor and
 torch's version: equal blocks share one, and a second start compiles nothing. A record beside each
 library has the time of a call with and without it, and its memory. Graphs that inductor cannot
-compile run as they are, and so do, under "auto", graphs that it makes no faster.
+compile run as they are, and so do, if only faster ones are wanted, graphs that it makes no faster.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import thread_time
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxpipe.errors import told
-from fxpipe.ir.plan import Plan, Stage
-from fxpipe.kernels.graph import GraphKernel
-from fxpipe.kernels.inductor import ELSEWHERE, Compiled, TensorLayout, Wiring, peak_of
-from fxpipe.log import noted
-from fxpipe.passes.differentiate.extract import results
-from fxpipe.passes.graph.lazy_module import lazy_module
-from fxpipe.passes.graph.liveness import liveness
-from fxpipe.passes.inductor.libraries import (
+from fxpipe.extensions.inductor.libraries import (
     Libraries,
     Record,
     can_compile,
     compile_all,
     is_lasting,
-    key_of,
 )
-from fxpipe.passes.inductor.lower_graph import CannotCompile, graph_text, lowered
+from fxpipe.extensions.inductor.library import Compiled, TensorLayout, Wiring
+from fxpipe.extensions.inductor.lower_graph import CannotCompile, graph_text, lowered
+from fxpipe.ir.plan import Plan, Stage
+from fxpipe.kernels.graph import PEAK, GraphKernel
+from fxpipe.log import noted
+from fxpipe.passes.differentiate.extract import results
+from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.passes.graph.liveness import liveness
 from fxpipe.passes.partition.measure import Stopwatch
-
-StageCompiler = Literal["inductor", "auto"]
-"""Which graphs run compiled: all, or with "auto" those that get faster."""
+from fxpipe.torchtools.kept import key_of
 
 PAYS = 0.95
-"""Under "auto" a graph runs compiled if a call then takes at most this share of its time."""
+"""With ``only_faster`` a graph runs compiled if a call takes at most this share of its time."""
 
 _OPTIONS = {"layout_optimization": False}
 """Options of inductor. What stages send and save must keep its layout, so convolutions in another
@@ -55,23 +52,21 @@ _ROUNDS = 9
 """How often a graph is timed as it is and compiled, in turn; the least times count."""
 
 
-def compile_stages(
-    plan: Plan, stage_compiler: StageCompiler, threads: int, own: Collection[int]
-) -> Plan:
+def compile_stages(plan: Plan, only_faster: bool, threads: int, own: Collection[int]) -> Plan:
     """Plan → Plan: compile the graphs of the kernels, except in stages with leaf modules.
 
     Graphs that were compiled before are loaded.
 
     Args:
         plan: the plan.
-        stage_compiler: which graphs run compiled: all, or with "auto" those that get faster.
+        only_faster: whether graphs that get no faster run as they are.
         threads: how many intra-op threads the libraries use.
         own: the stages that this process runs; others stay as they are.
     """
     jobs = [job for stage in plan.stages if stage.index in own for job in _jobs(stage, threads)]
     libraries = Libraries()
     _make(jobs, libraries, {**_OPTIONS, "cpp.threads": threads})
-    changed = {id(job.module): job.changed(libraries, stage_compiler) for job in jobs}
+    changed = {id(job.module): job.changed(libraries, only_faster) for job in jobs}
     stages = (
         replace(stage, kernel=stage.kernel.mapped(lambda graph: changed.get(id(graph), graph)))
         if isinstance(stage.kernel, GraphKernel)
@@ -79,31 +74,6 @@ def compile_stages(
         for stage in plan.stages
     )
     return replace(plan, stages=tuple(stages))
-
-
-def peaks_of(plan: Plan, own: Collection[int]) -> dict[int, list[int | None]]:
-    """Stage of this rank → for each of its graphs, the most bytes that a call of its library adds,
-    or None if it runs as it is. Other ranks pass this to ``take_peaks``."""
-    return {index: [*map(peak_of, _graphs(plan.stages[index]))] for index in own}
-
-
-def take_peaks(plan: Plan, peaks: Mapping[int, Sequence[int | None]]) -> None:
-    """Note another rank's ``peaks_of`` in the plan."""
-    for index, stage_peaks in peaks.items():
-        for graph, peak in zip(_graphs(plan.stages[index]), stage_peaks, strict=True):
-            graph.meta[ELSEWHERE] = peak
-
-
-def _graphs(stage: Stage) -> list[fx.GraphModule]:
-    graphs: list[fx.GraphModule] = []
-
-    def see(graph: fx.GraphModule) -> fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    if isinstance(stage.kernel, GraphKernel):
-        stage.kernel.mapped(see)
-    return graphs
 
 
 class Job:
@@ -180,18 +150,19 @@ class Job:
         peak += sum(draw.bytes for draw in self._wiring.draws)
         return Record(suffix=suffix, peak=peak, seconds=(min(times[0]), min(times[1])))
 
-    def changed(self, libraries: Libraries, which: StageCompiler) -> fx.GraphModule:
+    def changed(self, libraries: Libraries, only_faster: bool) -> fx.GraphModule:
         """Return the module that calls the library, or the module as it is if that is to run."""
         record = Record(self.reason) if self.reason else libraries.record(self.key) or Record()
         (before, after), reason = record.seconds, record.reason
-        if not reason and which == "auto" and after > PAYS * before:
+        if not reason and only_faster and after > PAYS * before:
             reason = f"compiled it takes {after / before:.2f} times as long"
         if reason:
             noted(f"{self.what} runs as it is: {reason}")
             return self.module
         library = libraries.load(self.key, record.suffix, self.device)
         module = lazy_module(self.module, self.module.graph, type(self.module).__name__)
-        vars(module)["forward"] = Compiled(library, self._wiring, self.module.forward, record.peak)
+        vars(module)["forward"] = Compiled(library, self._wiring, self.module.forward)
+        module.meta[PEAK] = record.peak
         return module
 
 

@@ -1,4 +1,4 @@
-"""Compile exported graphs in a process: ``python -m fxpipe.passes.inductor.worker``.
+"""Compile exported graphs in a process: ``python -m fxpipe.extensions.inductor.worker``.
 
 Each line of the input is a JSON list: the path of an exported graph, the path of the package to
 write, inductor's options, the arguments whose memory nothing else holds, and the default dtype.
@@ -30,8 +30,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxpipe.random  # noqa: F401  (graphs may have its operators)
 from fxpipe.errors import told
-from fxpipe.passes.inductor import decompositions
-from fxpipe.passes.inductor.libraries import Answer, is_lasting
+from fxpipe.extensions.inductor import decompositions
+from fxpipe.extensions.inductor.libraries import Answer, is_lasting
 
 BOTH = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 """Whether torch has both MKL and oneDNN."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from fxpipe.passes.inductor import libraries
+from fxpipe.extensions.inductor import libraries
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import on_ranks
 from tests.helpers.stage_libraries import Net, batch, graphs, made, settings, stepped
@@ -34,8 +34,7 @@ def ran(mesh: DeviceMesh, schedule: str, folder: Path) -> tuple[float, list[bool
         microbatches=3,
         partition=["last"],
         loss=mse_loss,
-        stage_compiler="inductor",
-        extensions=["deferred_batchnorm"] if schedule == "chimera" else [],
+        extensions=["inductor", *["deferred_batchnorm"] * (schedule == "chimera")],
     ) as pipe:
         loss, own = float(stepped(pipe, x, y)), [each is not None for each in graphs(pipe)]
         return loss, own, str(pipe), [memory.peak for memory in pipe.simulate().memory]
@@ -75,7 +74,9 @@ def on_replicas(mesh: DeviceMesh, folder: Path) -> tuple[list[bool], dict[str, T
     model = Net(dropout=0.0)
     x, y = batch()
     own = slice(6 * (at := mesh.get_local_rank("dp")), 6 * (at + 1))
-    with fxpipe.compile(model, mesh, microbatches=3, loss=mse_loss, stage_compiler="auto") as pipe:
+    with fxpipe.compile(
+        model, mesh, microbatches=3, loss=mse_loss, extensions=[fxpipe.Inductor(only_faster=True)]
+    ) as pipe:
         pipe.step(x[own], target=y[own])
         compiled = [each is not None for each in graphs(pipe)]
         named = pipe.named_parameters()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fxpipe.passes.inductor import libraries
+from fxpipe.extensions.inductor import libraries
 from tests.helpers.stage_libraries import Processes, settings
 
 

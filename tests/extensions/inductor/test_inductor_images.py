@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
+from fxpipe.extensions.inductor import libraries
+from fxpipe.extensions.inductor.channels_last import lay_channels_last
 from fxpipe.kernels import graph
-from fxpipe.passes.inductor import libraries
-from fxpipe.passes.inductor.channels_last import lay_channels_last
 from fxpipe.runtime import interpreter
 from tests.helpers.profiles import deep
-from tests.helpers.stage_libraries import MICROBATCHES, gradients, graphs
+from tests.helpers.stage_libraries import COMPILERS, MICROBATCHES, gradients, graphs
 
 pytestmark = pytest.mark.skipif(
     not libraries.can_compile(), reason="there is no C++ compiler, which inductor needs"
@@ -81,7 +81,7 @@ def images_pipe(compiler: Any, schedule: Any = "1f1b", **options: Any) -> fxpipe
         microbatches=MICROBATCHES,
         partition=["up"],
         loss=mse_loss,
-        stage_compiler=compiler,
+        extensions=COMPILERS[compiler],
         **options,
     )
 
@@ -188,7 +188,7 @@ def test_images_stay_as_they_lie_where_as_many_copies_would_be_needed() -> None:
 
 
 def test_batchnorm_on_images_in_channels_last_order_rounds_as_pytorch_does() -> None:
-    from fxpipe.passes.inductor import decompositions as own  # slow to import
+    from fxpipe.extensions.inductor import decompositions as own  # slow to import
 
     torch.manual_seed(0)
     x = torch.randn(4, 8, 32, 32).add_(3).contiguous(memory_format=torch.channels_last)

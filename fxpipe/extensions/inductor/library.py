@@ -152,28 +152,14 @@ class Library:
             ) from error
 
 
-ELSEWHERE = "peak of the library"
-"""Key in a graph's ``meta``: the peak that another rank has told of the library that runs there."""
-
-
 class Compiled:
-    """Runs a graph by its library, with the boxed calling convention of the graph.
-
-    Attributes:
-        library: the library.
-        peak: the most bytes that a call was measured to allocate at once.
-    """
+    """Runs a graph by its library, with the boxed calling convention of the graph."""
 
     def __init__(
-        self,
-        library: Library,
-        wiring: Wiring,
-        as_it_is: Callable[[list[Any]], Any],
-        peak: int = 0,
+        self, library: Library, wiring: Wiring, as_it_is: Callable[[list[Any]], Any]
     ) -> None:
         """``as_it_is`` runs the graph itself."""
         self.library = library
-        self.peak = peak
         self._wiring = wiring
         self._as_it_is = as_it_is
 
@@ -205,15 +191,6 @@ def compiled(module: fx.GraphModule | None) -> Compiled | None:
     """The ``Compiled`` that runs a graph module; None if it runs as it is."""
     forward = None if module is None else vars(module).get("forward")
     return forward if isinstance(forward, Compiled) else None
-
-
-def peak_of(module: fx.GraphModule | None) -> int | None:
-    """The most bytes that a call of a graph's library allocates at once, here or on the rank that
-    runs it; None if it runs as it is."""
-    runner = compiled(module)
-    if runner is None:
-        return None if module is None else module.meta.get(ELSEWHERE)
-    return runner.peak
 
 
 def _loaded(path: Path, device: torch.device) -> Callable[[list[Tensor]], Sequence[Tensor]]:
@@ -268,5 +245,5 @@ def _check(code: int, path: Path) -> None:
     if code:
         raise FxpipeError(
             f"the compiled library {path} failed, and has said why on standard error; compile "
-            "without stage_compiler, or delete the library to have it compiled anew"
+            "without Inductor, or delete the library to have it compiled anew"
         )

@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import fxpipe
 from fxpipe.errors import ExecutionError, FxpipeError
-from fxpipe.kernels.inductor import Library
-from fxpipe.passes.inductor import libraries
+from fxpipe.extensions.inductor import libraries
+from fxpipe.extensions.inductor.library import Library
 from tests.helpers.stage_libraries import graphs
 
 needs_compiler = pytest.mark.skipif(
@@ -62,7 +62,7 @@ def test_gradients_of_rows_that_are_read_by_indices_are_the_same_to_the_bit_each
     expected = [parameter.grad for parameter in alone.parameters()]
     found = []
     with fxpipe.compile(
-        model, ["cpu"], microbatches=1, loss=mse_loss, stage_compiler="inductor"
+        model, ["cpu"], microbatches=1, loss=mse_loss, extensions=["inductor"]
     ) as pipe:
         for _ in range(10):
             pipe.zero_grad()
@@ -91,7 +91,7 @@ def test_gradients_of_rows_that_are_read_by_indices_are_the_same_to_the_bit_each
 def test_rows_are_added_where_indices_say(
     shape: tuple[int, ...], indices: dict[int, tuple[int, ...]], values: tuple[int, ...]
 ) -> None:
-    from fxpipe.passes.inductor import decompositions  # slow to import
+    from fxpipe.extensions.inductor import decompositions  # slow to import
 
     torch.manual_seed(0)
     x, given = torch.randn(shape).double(), torch.randn(values).double()
@@ -115,9 +115,7 @@ def test_indices_of_no_row_are_the_error_that_pytorch_raises(folder: Path, threa
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(output, target.flatten())
 
-    with fxpipe.compile(
-        model, ["cpu"], microbatches=1, loss=loss, stage_compiler="inductor"
-    ) as pipe:
+    with fxpipe.compile(model, ["cpu"], microbatches=1, loss=loss, extensions=["inductor"]) as pipe:
         assert torch.allclose(pipe.step(index, target=target), loss(model(index), target))
         assert None not in graphs(pipe)
         with pytest.raises(ExecutionError, match="index out of range"):
@@ -149,7 +147,7 @@ def test_an_lstm_runs_as_it_is(folder: Path, caplog: pytest.LogCaptureFixture) -
     x, y = torch.randn(4, 5, 3), torch.randn(4, 5, 4)
     mse_loss(alone(x), y).backward()
     with fxpipe.compile(
-        model, ["cpu"], microbatches=1, loss=mse_loss, stage_compiler="inductor"
+        model, ["cpu"], microbatches=1, loss=mse_loss, extensions=["inductor"]
     ) as pipe:
         pipe.step(x, target=y)
     for here, there in zip(model.parameters(), alone.parameters(), strict=True):
@@ -180,7 +178,7 @@ def test_under_autocast_values_are_the_models_to_the_rounding_of_the_narrow_type
     alone = deepcopy(model)
     x, y = torch.randn(8, 32), torch.randn(8, 8)
     mse_loss(alone(x), y).backward()
-    options: dict[str, Any] = {"partition": ["last"], "stage_compiler": "inductor"}
+    options: dict[str, Any] = {"partition": ["last"], "extensions": ["inductor"]}
     with fxpipe.compile(model, ["cpu"] * 2, microbatches=1, loss=mse_loss, **options) as pipe:
         pipe.step(x, target=y)
         assert [each is not None for each in graphs(pipe)] == [False, False, True, True]
@@ -204,7 +202,7 @@ def test_the_default_type_of_numbers_is_that_of_the_libraries(folder: Path) -> N
         for number in (torch.float32, torch.float64):
             torch.set_default_dtype(number)
             model = Net()
-            with fxpipe.compile(model, ["cpu"], microbatches=1, stage_compiler="inductor") as pipe:
+            with fxpipe.compile(model, ["cpu"], microbatches=1, extensions=["inductor"]) as pipe:
                 assert torch.allclose(pipe(x), model(x), rtol=1e-14, atol=0.0)
                 assert None not in graphs(pipe)
     finally:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,10 +21,11 @@ from weakref import WeakValueDictionary
 import torch
 
 from fxpipe.errors import told
-from fxpipe.kernels.inductor import Library
+from fxpipe.extensions.inductor.library import Library
+from fxpipe.torchtools.kept import cache_dir, folder, write_json
 from fxpipe.torchtools.state import processors
 
-_WORKER = (sys.executable, "-m", "fxpipe.passes.inductor.worker")
+_WORKER = (sys.executable, "-m", "fxpipe.extensions.inductor.worker")
 
 _CALLS_PYTHON = b"aoti_torch_proxy_executor_call_function("
 """Found in the code of libraries with Python operators, which only torch's loader can call."""
@@ -70,19 +70,11 @@ def is_lasting(error: Exception) -> bool:
     return not isinstance(error, OSError | MemoryError) and not any(map(text.__contains__, passing))
 
 
-def _cache_dir() -> str:
-    """Inductor's own cache folder."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # slow to import
-
-    return cache_dir()
-
-
 class Libraries:
     """The libraries in inductor's cache folder, under the keys of their graphs."""
 
     def __init__(self) -> None:
-        self._folder = Path(_cache_dir()) / "fxpipe"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder()
 
     def record(self, key: str) -> Record | None:
         """Read a graph's record; None if it was not compiled yet."""
@@ -96,7 +88,7 @@ class Libraries:
         """Keep a graph's record, unless another process was faster: the first measurement counts
         for all ranks of a host."""
         if self.record(key) is None:
-            self._dump(asdict(record), self._path(key, ".json"))
+            write_json(asdict(record), self._path(key, ".json"))
 
     def load(self, key: str, suffix: str, device: torch.device) -> Library:
         """Load a library; all of its users share one object."""
@@ -105,16 +97,6 @@ class Libraries:
         if library is None:
             library = _loaded[path, device] = Library(path, device)
         return library
-
-    def kept(self, text: str, make: Callable[[], Any]) -> Any:
-        """Return a JSON value that is made once for a text on this machine."""
-        path = self._path(key_of(text), ".json")
-        with suppress(OSError, ValueError):
-            return json.loads(path.read_text())
-        value = make()
-        with suppress(OSError):  # then the next call makes it again
-            self._dump(value, path)
-        return value
 
     def scratch(self) -> tempfile.TemporaryDirectory[str]:
         """Make a temporary folder beside the libraries."""
@@ -133,11 +115,6 @@ class Libraries:
         os.replace(package, self._path(key, package.suffix))
         return package.suffix
 
-    def _dump(self, value: Any, path: Path) -> None:
-        with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
-            json.dump(value, file)
-        os.replace(file.name, path)  # atomic: others never read a part
-
     def _path(self, key: str, suffix: str) -> Path:
         return self._folder / f"{key}{suffix}"
 
@@ -150,7 +127,7 @@ def compile_all(tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Answer]
     answer as soon as it is done. See ``worker`` for the form of a task."""
     settings = {
         "PYTHONPATH": os.pathsep.join(sys.path),
-        "TORCHINDUCTOR_CACHE_DIR": _cache_dir(),
+        "TORCHINDUCTOR_CACHE_DIR": cache_dir(),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     started: list[Popen[str]] = []
@@ -190,11 +167,6 @@ def compile_all(tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Answer]
         for process in started:
             with process:
                 process.kill()
-
-
-def key_of(text: str) -> str:
-    """The key under which the folder keeps what was made for a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 def can_compile() -> bool:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from fxpipe.extensions.inductor.library import Draw, Indices, TensorLayout, Wiring
 from fxpipe.kernels.graph import onto
-from fxpipe.kernels.inductor import Draw, Indices, TensorLayout, Wiring
 from fxpipe.passes.differentiate.extract import results
 from fxpipe.passes.differentiate.joint import rnn_layer_with_workspace
 from fxpipe.random import LAYOUTS

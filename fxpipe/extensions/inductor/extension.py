@@ -1,0 +1,86 @@
+"""The extension that compiles stages with torch's inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxpipe.compiler.options import Options
+from fxpipe.errors import InputError
+from fxpipe.extend import Extension
+from fxpipe.extensions.inductor.channels_last import lay_channels_last, lay_weights
+from fxpipe.extensions.inductor.compile_stages import compile_stages
+from fxpipe.extensions.inductor.lower_graph import graph_text
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.passes.runner import Pass
+from fxpipe.torchtools.kept import kept
+
+
+def keep_costs(
+    traced: Traced,
+    plan: Plan | None,
+    costs: Mapping[str, NodeCost],
+    functional: bool,
+    threads: int,
+) -> Mapping[str, NodeCost]:
+    """The costs that a graph's nodes were first measured to have on this machine, so that another
+    start makes the same stages, which are compiled already."""
+    graph = None if plan is None else plan.stages[0].forward
+    if graph is None:
+        return costs
+    names = "\n".join(node.name for node in traced.graph.nodes)
+    text = f"{names}\n{functional}\n{graph_text(graph, threads)}"
+    made: Any = kept(text, lambda: {name: [*vars(cost).values()] for name, cost in costs.items()})
+    return {name: NodeCost(*cost) for name, cost in made.items()}
+
+
+_KEEP = Pass(keep_costs, "traced, plan, costs, functional, threads", "costs")
+_LAY = Pass(lay_channels_last, "plan", "plan")
+_LAY_WEIGHTS = Pass(lay_weights, "differentiated plan", "differentiated plan")
+
+
+@dataclass(frozen=True)
+class Inductor(Extension):
+    """Compile the graphs of every stage with torch's inductor: the forward, the backward and its
+    halves, for each micro-batch size that occurs, in steps and in calls; see docs/compiled.md.
+
+    Results equal the model's to rounding; they are still the same for every schedule, recomputation
+    and dispatch, and random numbers are those that are drawn without it. The first compilation
+    takes minutes for a large model, in as many processes as there are processors, and needs a C++
+    compiler, or triton on CUDA devices. Its results are kept in the folder TORCHINDUCTOR_CACHE_DIR,
+    so the next start compiles nothing. What runs uncompiled, such as a stage with leaf modules, is
+    in an info record of the logger "fxpipe", and the table of stages says what is compiled. It
+    excludes captured graphs.
+
+    Attributes:
+        only_faster: keep a compiled graph only if a call takes at most 0.95 of the time without it,
+            as measured when it is compiled.
+    """
+
+    only_faster: bool = False
+
+    def check(self, options: Options) -> None:
+        """Raise InputError if stages are captured, too, or ``only_faster`` is no flag."""
+        if not isinstance(self.only_faster, bool):
+            raise InputError(f"only_faster is {self.only_faster!r}; give True or False")
+        if options.holds_saved:
+            raise InputError(
+                f"{options.holds_saved} captures the operations of a stage, and Inductor makes a "
+                "library of them; leave one of them out"
+            )
+
+    def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
+        """Passes that lay images out, keep costs, and compile."""
+        compiles = Pass(self.compile_stages, "plan, threads, own", "plan")
+        return {
+            "measure": [("measure_leaves", _KEEP)],
+            "plan": [("cut", _LAY), ("differentiate", _LAY_WEIGHTS)],
+            "compile": [("", compiles)],
+        }
+
+    def compile_stages(self, plan: Plan, threads: int, own: Collection[int]) -> Plan:
+        """Compile the stages of this process; a pass."""
+        return compile_stages(plan, self.only_faster, threads, own)

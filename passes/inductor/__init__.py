@@ -1,1 +1,0 @@
-"""The graphs of stages, compiled by torch's inductor into libraries."""
