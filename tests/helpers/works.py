@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from fxpipe.compiler import passes
+from fxpipe.compiler.options import Options
 from fxpipe.passes.partition.work import Machine, Transfer, Work
 from fxpipe.passes.runner import run_all
 
@@ -79,7 +80,7 @@ def machines(draw: st.DrawFn, stages: int) -> Machine:
     )
 
 
-def measured_alike(facts: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+def measured_alike(options: Options, facts: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
     """In place of what the operations of a model cost here: each takes as long as any other."""
-    costs = run_all(passes.MEASURE, facts)["costs"]
+    costs = run_all(passes.of(options, "measure"), facts)["costs"]
     return {name: (1.0, 2.0, cost.bytes, 1.0, 1.0) for name, cost in costs.items()}

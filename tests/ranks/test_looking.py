@@ -217,7 +217,9 @@ def interrupted(mesh: DeviceMesh, fails: int) -> tuple[int, bool, float]:
                     stack.enter_context(pytest.raises(fxpipe.FxpipeError))
                 if step == fails and mesh.get_local_rank() == 0:
                     error = fxpipe.InputError("not this one")
-                    stack.enter_context(patch.object(type(pipe), "_check_data", side_effect=error))
+                    stack.enter_context(
+                        patch.object(type(pipe._calls), "_check_data", side_effect=error)
+                    )
                 pipe.step(batch(), target=batch())
             if step == 0:
                 before = pipe.simulate().step_time
