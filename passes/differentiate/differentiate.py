@@ -31,9 +31,12 @@ from fxpipe.ir.value import HOST, Edge, gradient_groups, outputs_of
 from fxpipe.kernels.autograd import AutogradKernel
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.passes.differentiate.joint import JointTrace, StageSides, callable_graph
+from fxpipe.passes.differentiate.known_results import KnownResults
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import memory, size_in_bytes
 from fxpipe.torchtools.state import under
+
+aten = torch.ops.aten
 
 
 class _NothingEqual(TorchDispatchMode):
@@ -47,7 +50,7 @@ class _NothingEqual(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.equal.default:
+        if func is aten.equal.default:
             return False
         return func(*args, **(kwargs or {}))
 
@@ -106,6 +109,17 @@ def _specs(values: Mapping[str, Any]) -> dict[str, ValueSpec]:
     }
 
 
+def _derived(operation: Any, value: Tensor) -> Tensor:
+    """What an operation makes of a tensor, derived once for all that are alike without data."""
+    result: Tensor = KnownResults.shared().result(operation, (value,), {})
+    return result
+
+
+def _cut(value: Tensor, requires_grad: bool) -> Tensor:
+    """The same tensor, without what it was computed from."""
+    return _derived(aten.detach.default, value).requires_grad_(requires_grad)
+
+
 class _Differentiator:
     """Goes through the stages forward for the values, then backward for the gradients."""
 
@@ -129,7 +143,7 @@ class _Differentiator:
                 if edge.target == HOST and edge.value in self.wanted.outputs:
                     value = self.values[edge.value]
                     if isinstance(value, Tensor) and value.requires_grad:
-                        self.gradients[edge.value, HOST] = torch.ones_like(value).detach()
+                        self.gradients[edge.value, HOST] = _derived(aten.ones_like.default, value)
             self.backward(stage)
         edges = tuple(
             replace(edge, gradient=(edge.value, edge.target) in self.gradients)
@@ -153,7 +167,7 @@ class _Differentiator:
         """Note the outputs of a stage, detached from its autograd graph."""
         for name, value in zip(self.returned(stage), outputs, strict=True):
             if isinstance(value, Tensor):
-                value = value.detach().requires_grad_(value.requires_grad)
+                value = _cut(value, value.requires_grad)
             self.values[name] = value
 
     def returned(self, stage: Stage) -> tuple[str, ...]:
@@ -186,7 +200,7 @@ class _Differentiator:
             [self.state[a.target] for a in stage.parameters],
             [self.state[a.target] for a in stage.buffers],
             [
-                value.detach().requires_grad_(self.needs_gradient(edge))
+                _cut(value, self.needs_gradient(edge))
                 if isinstance(value := self.values[edge.value], Tensor)
                 else value
                 for edge in self.incoming(stage)
@@ -210,17 +224,18 @@ class Tracer(_Differentiator):
         self.mode = FakeTensorMode()
         used = {a.target for s in self.plan.stages for a in (*s.parameters, *s.buffers)}
         tensors = {name: self.state[name] for name in used}
-        sharing = Counter(map(memory, tensors.values()))
-        self.state = {
-            name: self._fake(tensor, alone=sharing[memory(tensor)] == 1)
-            for name, tensor in tensors.items()
-        }
-        self.values = {
-            name: self._fake(value) if isinstance(value, Tensor) else value
-            for name, value in self.values.items()
-        }
+        given = [value for value in self.values.values() if isinstance(value, Tensor)]
+        sharing = Counter(map(memory, (*tensors.values(), *given)))
 
-    def _fake(self, tensor: Tensor, *, alone: bool = False) -> Tensor:
+        def fake(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return self._fake(value, alone=sharing[memory(value)] == 1)
+
+        self.state = {name: fake(tensor) for name, tensor in tensors.items()}
+        self.values = {name: fake(value) for name, value in self.values.items()}
+
+    def _fake(self, tensor: Tensor, *, alone: bool) -> Tensor:
         """The same tensor without data; ``alone`` if no other tensor shares its memory."""
         fake: Tensor
         if alone and _is_plain(tensor):  # ``from_tensor`` takes longer

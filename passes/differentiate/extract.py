@@ -73,9 +73,19 @@ def extract(
         copies[node].target = copies[node].name  # which fx has made unique
         copies[node].meta.update(node.meta)
     for node in nodes:
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copies[node] = created(graph, node.op, node.target, args, kwargs, node.name)
+        copies[node].meta.update(node.meta)
     graph.output(tuple(copies[r] if isinstance(r, fx.Node) else r for r in results))
     return graph
+
+
+def created(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str) -> fx.Node:
+    """A new node at the end of a graph. ``create_node`` with operands looks for symbols in all of
+    them, which takes longer than all else that it does."""
+    node = graph.create_node(op, target, name=name)
+    node.args, node.kwargs = args, kwargs
+    return node
 
 
 def runnable(graph: fx.Graph, name: str, inputs: int | None = None) -> fx.GraphModule:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
+from fxpipe.passes.differentiate.extract import created
 from fxpipe.passes.differentiate.known_results import KnownResults
 from fxpipe.passes.graph.aliasing import functional_variant, keeps_type, may_alias
 
@@ -149,7 +150,7 @@ class Recorder(TorchDispatchMode):
     def _node(self, func: OpOverload, args: Any, kwargs: Any, value: Any) -> fx.Node:
         read, named = map_aggregate((args, kwargs), self.node_of)
         name = func.overloadpacket.__name__
-        node = self.graph.create_node("call_function", func, read, named, name=name)
+        node = created(self.graph, "call_function", func, read, named, name)
         node.meta.update(self.meta)
         node.meta["val"] = value
         return node
