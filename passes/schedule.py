@@ -144,8 +144,8 @@ def add_reduce(schedule: Schedule, shards: bool = False) -> Schedule:
 def _reducing(row: tuple[Task, ...]) -> Iterator[Task]:
     """Yield a device's tasks with a reduce behind the last backward of each stage, or before its
     update if all backwards are on copies of the stage."""
-    ends = [task for task in row if task.kind in "BW" and task.microbatch is not None]
-    last = {task.stage: task for task in sorted(ends, key=lambda task: task.microbatch or 0)}
+    in_turn = sorted(row, key=lambda task: -task.batch)  # as a batch meets them
+    last = {task.stage: task for task in in_turn if task.kind in "BW"}
     for task in row:
         if task.kind == "U" and task.stage not in last:
             yield replace(task, kind="A")

@@ -31,10 +31,6 @@ from fxpipe.verify.copies import Wrong, away
 _MISSING = 10_000
 """The most missing forwards that are reported one by one."""
 
-_LINES = {"F": "forwards", "B": "gradients", "W": "gradients"}
-"""Kinds that take the micro-batches in ascending order, in which buffers such as BatchNorm's
-statistics are written, and gradients are added."""
-
 
 class Spot(NamedTuple):
     """The place of a task in a window, and the batch for which it runs."""
@@ -284,24 +280,23 @@ _EACH = {
 
 
 def ascending(window: Window) -> Iterator[Fault]:
-    """Check that each stage's forwards, and its tasks that add gradients, take the micro-batches in
-    order, and that its forwards finish a batch before the next begins."""
+    """Check that each stage's forwards take the micro-batches in order, as they write buffers such
+    as BatchNorm's statistics, and finish a batch before the next begins. Gradients may be added in
+    any order; sums are then rounded as those of a loop that adds them in the same order."""
     for of_stage in window.by_stage:
-        latest = {"forwards": -1, "gradients": -1}
+        latest = -1
         forwards: list[Spot] = []
         for _, kind, i, spot in of_stage:
-            if kind not in _LINES or i is None:
+            if kind != "F" or i is None:
                 continue
-            if kind == "F":
-                forwards.append(spot)
-            line = _LINES[kind]
-            if i < latest[line]:
+            forwards.append(spot)
+            if i < latest:
                 yield window.fault(
                     spot,
-                    f"it comes after micro-batch {latest[line]}",
-                    "let a stage take the micro-batches in ascending order",
+                    f"it comes after micro-batch {latest}",
+                    "let the forwards of a stage take the micro-batches in ascending order",
                 )
-            latest[line] = max(latest[line], i)
+            latest = max(latest, i)
         if forwards and forwards[-1].moment >= (1 - forwards[0].batch, forwards[0].position):
             yield window.fault(
                 forwards[-1],

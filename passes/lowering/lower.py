@@ -192,7 +192,13 @@ class _Instructions:
         self._copies = schedule.working
         summing = self._sums or any(self._copies)
         self._gathers = _gathers(schedule, lower.updates) if summing and self._trains else {}
-        self._last = schedule.microbatches - 1
+        # stage → the task that completes its gradients
+        self._last = {
+            task.stage: task
+            for row in schedule.rows
+            for task in sorted(row, key=lambda task: -task.batch)  # as a batch meets them
+            if task.kind in "BW"
+        }
         buckets = [len(stage.buckets) for stage in lower.plan.stages]
         self._parts = {
             (task.kind, task.stage, task.microbatch): buckets[task.stage] - 1
@@ -299,7 +305,7 @@ class _Instructions:
     def after(self, task: Task) -> Iterator[ins.Instruction]:
         """Yield the norm of the gradients that a task completes, if stages clip."""
         summed = self._sums or self.copies_of(task)
-        if self._clips and not summed and task.kind in "BW" and task.microbatch == self._last:
+        if self._clips and not summed and self._last.get(task.stage) == task:
             assert task.stage is not None
             yield ins.Norm(task.stage, task.batch)
 

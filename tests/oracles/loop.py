@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +40,7 @@ def train(
     target: Any = None,
     weight: Callable[..., Any] | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    order: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> Looped:
     """Run forward and backward of one batch; adds the gradients to ``.grad``.
@@ -52,12 +53,15 @@ def train(
         target: a tensor or a tuple of tensors.
         weight: targets of a micro-batch → the weight of its loss, by default its rows.
             Micro-batches of weight 0 are left out.
+        order: the micro-batches in the order of their backwards, after all forwards; by default
+            each backward follows its forward.
         around: context for forward and loss, but not backward, such as autocast.
         **kwargs: keyword inputs.
     """
     targets = () if target is None else target if isinstance(target, tuple) else (target,)
     rows = _rows((args, kwargs))
     total: Tensor | None = None
+    losses: list[Tensor] = []
     sizes: list[int] = []
     outputs: list[Any] = []
     parts = split((args, kwargs, targets), rows, microbatches)
@@ -70,9 +74,13 @@ def train(
         sizes.append(_rows((part_args, part_kwargs)))
         if count:
             part = part * (count / every)
-            part.backward()
+            if order is None:
+                part.backward()
             total = part.detach() if total is None else total + part.detach()
+        losses.append(part)
         outputs.append(pytree.tree_map_only(Tensor, torch.detach, output))
+    for i in order or ():
+        losses[i].backward()
     assert total is not None
     return Looped(total, sizes, outputs)
 

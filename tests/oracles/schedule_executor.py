@@ -38,7 +38,7 @@ class _Run:
         done: kind, stage and batch → the micro-batches whose task has run, in order.
         newest: stage → its newest version.
         forwards: stage → device → batch and micro-batch of its forwards there, in order.
-        added: stage and batch → device → micro-batches whose gradients have been added, in order.
+        added: stage and batch → device → micro-batches whose gradients have been added.
         summed: stage and batch → the devices that have sent their gradients to be summed.
         own: stage → device → the micro-batches that it computes there.
     """
@@ -113,11 +113,13 @@ class _Run:
             if has("BIR", s) or (kind == "O" and has("O", s)):
                 raise _Wrong
         elif kind == "A":
-            ready = self.added[s, batch][device] == sorted(self.own[s][device])
+            ready = sorted(self.added[s, batch][device]) == sorted(self.own[s][device])
         elif kind == "U":
             parts = {*self.own[s], device}
             summed = "A" not in self.schedule.kinds or parts <= self.summed[s, batch]
-            ready = summed and all(self.added[s, batch][d] == sorted(self.own[s][d]) for d in parts)
+            ready = summed and all(
+                sorted(self.added[s, batch][d]) == sorted(self.own[s][d]) for d in parts
+            )
         else:
             ready = self._own(kind, s, i, batch)
         if ready:
@@ -163,7 +165,7 @@ class _Run:
             self.newest[s] += 1
 
     def _whole(self) -> bool:
-        """Whether everything that a plain loop does has run, in its order."""
+        """Whether everything that a plain loop does has run; its forwards in its order."""
         trains = self.schedule.trains
         for s in range(self.schedule.stages):
             every = [(b, i) for b in range(self.steps) for i in self.every]
@@ -181,8 +183,6 @@ class _Run:
                     return False
                 added = [i for own in self.added[s, b].values() for i in own]
                 if sorted(added) != (self.every if trains else []):
-                    return False
-                if any(own != sorted(own) for own in self.added[s, b].values()):
                     return False
             if self.newest[s] != (self.steps if trains else 0):
                 return False

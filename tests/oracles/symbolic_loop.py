@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,7 +23,8 @@ class Model:
 
     Attributes:
         weights: (stage, version) → weights.
-        gradients: (stage, batch) → the gradients of its backwards, in order, until the update.
+        gradients: (stage, batch) → the gradients of its backwards until the update, sorted: they
+            may be added in any order, which changes the rounding of the sum alone.
         statistics: (stage, copy) → the buffers that its forwards wrote, in order.
         given: (value, the stage it comes from, whether it is a gradient, micro-batch, batch) →
             the caller's results; each stage that reads an input returns its own gradient of it.
@@ -55,7 +57,7 @@ class Model:
         """Add the gradients of a stage's weights of a version, to a copy's sum ``to`` if given."""
         added = tensor("weights", self.weights[stage, version], gradient)
         own = self.gradients.setdefault((stage, batch), []) if to is None else to
-        own.append(added)
+        insort(own, added)
 
     def take(self, stage: int, batch: int, summed: list[int]) -> None:
         """Add the sum of a copy of a stage."""

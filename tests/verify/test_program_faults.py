@@ -165,11 +165,11 @@ def test_a_backward_on_another_version_than_its_forward_is_refused() -> None:
     assert fault.what == "it reads version 1, and its forward read version 0"
 
 
-def test_micro_batches_of_a_stage_in_another_order_are_refused_though_all_else_is_right() -> None:
-    text = "schedule mine stages=1 microbatches=3 delay=0\nplace 0\n0: F0 F1 F2 B0 B2 B1 U"
+def test_forwards_of_a_stage_in_another_order_are_refused_though_all_else_is_right() -> None:
+    text = "schedule mine stages=1 microbatches=3 delay=0\nplace 0\n0: F0 F2 F1 B0 B2 B1 U"
     program = lowered(Schedule.parse(text), chain(1))
     (fault,) = faults_of(program)
-    assert (fault.subject, fault.what) == ("backward s0[1] v0", "it comes after micro-batch 2")
+    assert (fault.subject, fault.what) == ("forward s0[1] v0 keep", "it comes after micro-batch 2")
 
 
 @pytest.mark.parametrize("twice", [ins.Forward(0, 0), ins.Backward(0, 0), ins.Update(0)])

@@ -229,10 +229,13 @@ def test_an_update_before_the_last_backward_is_named_once() -> None:
     assert fault.what == "it comes before B2@0, position 6, which it needs"
 
 
-def test_descending_micro_batches_are_refused() -> None:
-    fault = fault_of("schedule mine stages=1 microbatches=2 delay=0\nplace 0\n0: F0 F1 B1 B0 U")
-    assert (fault.position, fault.subject) == (3, "B0@0")
+def test_forwards_take_the_micro_batches_in_order_and_backwards_in_any() -> None:
+    fault = fault_of("schedule mine stages=1 microbatches=2 delay=0\nplace 0\n0: F1 F0 B1 B0 U")
+    assert (fault.position, fault.subject) == (1, "F0@0")
     assert fault.what == "it comes after micro-batch 1"
+    Schedule.parse(
+        "schedule mine stages=1 microbatches=2 delay=0\nplace 0\n0: F0 F1 B1 B0 U"
+    ).verify()
 
 
 def test_a_deadlock_is_shown_device_by_device() -> None:

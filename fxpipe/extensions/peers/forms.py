@@ -143,25 +143,13 @@ def schedule_of(rows: Rows, name: str) -> Schedule:
 
     An overlapped pair becomes its tasks one after another, REDUCE_GRAD becomes ``A``, and each row
     ends with the updates of its stages. Sends and receives are dropped, as the compiler derives
-    them. If the backwards of all stages take the micro-batches in the same order, they are
-    renumbered in ascending order: micro-batches are interchangeable.
+    them.
 
     Raises:
         InputError: a stage is missing, or computes on two ranks.
     """
     actions = [[a for cell in row for a in cell if a.kind in _TASKS] for row in rows]
-    places = _ascending(actions)
-    tasks = [
-        [
-            Task(
-                _TASKS[a.kind],
-                a.microbatch if a.kind == "F" else places.get(a.microbatch, a.microbatch),
-                a.stage,
-            )
-            for a in row
-        ]
-        for row in actions
-    ]
+    tasks = [[Task(_TASKS[a.kind], a.microbatch, a.stage) for a in row] for row in actions]
     return _schedule(name, tasks)
 
 
@@ -189,20 +177,6 @@ def _schedule(name: str, rows: Sequence[list[Task]]) -> Schedule:
     most = max(task.microbatch or 0 for task in every)
     placement = tuple(home[stage] for stage in sorted(home))
     return Schedule(name, most + 1, placement, tuple(map(tuple, rows)))
-
-
-def _ascending(actions: Sequence[Sequence[Action]]) -> dict[int | None, int]:
-    """Micro-batch → its place in the order of the backwards; empty if stages differ in it."""
-    orders: dict[int, list[int | None]] = {}
-    for row in actions:
-        for action in row:
-            if action.kind in "BI":
-                orders.setdefault(action.stage, []).append(action.microbatch)
-    first = next(iter(orders.values()), [])
-    places = {microbatch: place for place, microbatch in enumerate(first)}
-    whole = len(places) == len(first) and set(places) == set(places.values())
-    same = all(order == first for order in orders.values())
-    return places if whole and same else {}
 
 
 def schedule_csv(schedule: Schedule) -> str:

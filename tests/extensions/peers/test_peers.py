@@ -117,7 +117,7 @@ def test_their_schedules_are_read_and_verify(name: str, ranks: int, microbatches
     alone, lowered = written(found.pipeline_order), written(found.pipeline_order_with_comms)
     schedule = Schedule.from_csv(alone, name=name)
     assert Schedule.from_csv(lowered, name=name) == add_reduce(schedule.verify())
-    if name in FLUSHING and name not in ("interleaved-1f1b", "zb-v"):  # these differ in order
+    if name in FLUSHING and name not in ("interleaved-1f1b", "looped-bfs", "zb-v"):  # these differ
         assert schedule == at_the_end(find_recipe(name)(ranks, microbatches))
     assert 0 < schedule.simulate().bubble < 0.5
 
@@ -140,7 +140,8 @@ def test_what_they_write_trains_as_the_plain_loop(name: str) -> None:
         partition=cuts,
     ) as pipe:
         pipe.step(x, target=y)
-    loop.train(alone, 4, x, loss=mse_loss, target=y)
+    order = [3, 2, 1, 0] if name == "looped-bfs" else None
+    loop.train(alone, 4, x, loss=mse_loss, target=y, order=order)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
