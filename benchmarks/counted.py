@@ -120,8 +120,8 @@ def counted(pipe: fxpipe.Pipeline) -> Iterator[list[Counted]]:
         patch.object(interpreter, "HANDLERS", handlers),
         patch.object(RankChannels, "get", got),
         patch.object(summing, "add_up", added),
-        patch.object(Links, "pump", uncounted(Links.pump)),
         patch.object(Links, "send", uncounted(Links.send)),
+        patch.object(Links, "send_all", uncounted(Links.send_all)),
     ):
         yield found
 

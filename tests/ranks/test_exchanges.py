@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ FAILED = {"error": "ValueError: no", "traceback": "the traceback"}
 
 
 def heard(inbox: Inbox, exchange: Exchange, seconds: float = 0.3) -> Any:
-    return inbox.values(exchange, seconds, lambda done, timeout: time.sleep(0.01), held=False)
+    return inbox.values(exchange, seconds, held=False)
 
 
 def test_an_exchange_that_was_complete_where_a_rank_failed_later_is_complete_here_too() -> None:

@@ -1,24 +1,17 @@
-"""A group of ranks whose links are sockets of one process: who is lost, and whose word counts."""
+"""A group of ranks whose links are in one process: who is lost, and whose word counts."""
 
 from __future__ import annotations
 
 import gc
-import itertools
-import os
-import socket
 import threading
-import time
-from types import SimpleNamespace
 
 import pytest
 
 from fxpipe import RankError
-from fxpipe.runtime.ranks import links as links_module
-from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.handshake import Membership
+from fxpipe.runtime.ranks.group import Membership, RankGroup
 from fxpipe.runtime.ranks.links import CLOSED
 from fxpipe.runtime.ranks.message import Message
-from fxpipe.runtime.ranks.peer import Peer
+from tests.helpers.joined import joined
 from tests.helpers.tiny import soon
 
 pytestmark = pytest.mark.timeout(120, method="thread")
@@ -27,29 +20,18 @@ pytestmark = pytest.mark.timeout(120, method="thread")
 def groups(size: int) -> list[RankGroup]:
     """The ranks of a pipe, connected as their processes would be."""
     names = tuple(f"rank {rank} (host, process {rank})" for rank in range(size))
-    sockets: list[dict[int, socket.socket]] = [{} for _ in range(size)]
-    for rank, other in itertools.combinations(range(size), 2):
-        sockets[rank][other], sockets[other][rank] = socket.socketpair()
     return [
-        RankGroup(Membership(rank, names, names, ("host",) * size, sockets[rank], 1, 5.0))
-        for rank in range(size)
+        RankGroup(Membership(rank, names, names, ("host",) * size, own, 1, 5.0))
+        for rank, own in enumerate(joined(size))
     ]
 
 
-@pytest.mark.parametrize(("cores", "spins"), [(1, False), (2, True), (3, True)])
-def test_a_rank_that_waits_keeps_a_core_busy_only_where_each_rank_has_one(
-    cores: int, spins: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    one, two = groups(2)
-    links, asked = one.links, list[float]()
-    assert links is not None
-    real, links._waiting = links._waiting, SimpleNamespace(poll=lambda t: asked.append(t) or [])  # type: ignore[assignment, func-returns-value]
-    links.pump(lambda: False, 0.001)
-    links._waiting = real
-    assert (len(asked) > 2) == spins and asked[-1] == 1.0 and not any(asked[:-1])
-    one.close()
-    two.close()
+def ends(group: RankGroup) -> None:
+    """End a rank's part of its process groups, as the end of its process does."""
+    assert group.links is not None
+    group.links._lost = lambda rank, why: None  # it tells nobody any more
+    for peer in group.links._peers.values():
+        peer.poison()
 
 
 def test_a_group_that_is_collected_says_goodbye() -> None:
@@ -136,8 +118,7 @@ def test_a_rank_that_waits_for_one_that_knows_of_a_lost_one_is_told_of_the_lost_
     three.links.send_all(Message("said", (2, 0, "the beginning of a call"), ["step", 0, ""]))
     (waits,) = all_call(one)
     assert soon(lambda: one.call == 2)
-    for peer in three.links._peers.values():  # as the end of its process does
-        peer.socket.shutdown(socket.SHUT_RDWR)
+    ends(three)
     assert soon(lambda: 2 in two.inbox.gone)
     if leaves == "calls":
         call(two)
@@ -146,65 +127,6 @@ def test_a_rank_that_waits_for_one_that_knows_of_a_lost_one_is_told_of_the_lost_
     waits.join()
     assert told and all(isinstance(error, RankError) and error.rank == 2 for error in told), told
     for group in (one, two, three):
-        group.close()
-
-
-def test_what_a_lost_rank_had_said_counts_though_another_one_tells_first_that_it_is_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(links_module, "DOUBT", 60.0)
-    one, two, three = groups(3)
-    assert two.links is not None and three.links is not None
-    told: list[BaseException] = []
-    reads, read = threading.Event(), two.links._read
-
-    def read_later(peer: Peer) -> None:
-        if peer.rank != 2 or reads.is_set():
-            read(peer)
-
-    def call(group: RankGroup, count: int) -> None:
-        try:
-            for _ in range(count):
-                with group.calling("step"):
-                    group.settle(None)
-        except RankError as error:
-            told.append(error)
-
-    threads = [threading.Thread(target=call, args=each) for each in ((one, 2), (two, 2))]
-    for thread in threads:
-        thread.start()
-    call(three, 1)
-    assert soon(lambda: all(three.inbox._said[rank] for rank in (0, 1)))  # of their second call
-    monkeypatch.setattr(two.links, "_read", read_later)
-    begin, end = (2, 0, "the beginning of a call"), (2, 1, "end")
-    three.links.send_all(Message("said", begin, ["step", 0, ""]))
-    three.links.send_all(Message("said", end))
-    three.links._lost = lambda rank, why: None  # it tells nobody any more, as its process ends
-    for peer in three.links._peers.values():
-        peer.socket.shutdown(socket.SHUT_RDWR)
-    lost = two.links._peers[2]
-    assert soon(lambda: 2 in one.inbox.gone and lost.doubt[0] != "")
-    reads.set()
-    for thread in threads:
-        thread.join()
-    assert not told, "a rank rolls back what the other one counts"
-    assert soon(lambda: 2 in two.inbox.gone)
-    for group in (one, two, three):
-        group.close()
-
-
-def test_what_a_lost_rank_had_said_counts_though_nothing_can_be_sent_to_it_any_more() -> None:
-    one, two = groups(2)
-    assert one.links is not None and two.links is not None
-    one.links._reading = threading.RLock()  # type: ignore[assignment]  # may be held twice here
-    peer = one.links._peers[1]
-    with one.links._reading:  # its own thread reads nothing
-        two.links.send_all(Message("said", (1, 0, "the beginning of a call"), ["step", 0, ""]))
-        peer.broken = "cannot be reached any more"
-        one.links._look(peer, time.monotonic())
-    assert one.inbox.gone == {1: "cannot be reached any more"}
-    assert len(one.inbox._said[1]) == 1
-    for group in (one, two):
         group.close()
 
 

@@ -258,8 +258,13 @@ def stopped(mesh: DeviceMesh, folder: str, where: str) -> str:
         pipe.step(x, target=y)
     if here == 0:
         await_file(Path(folder, "stops"))
-        time.sleep(0.1)  # it may not quite be stopped
-        os.kill(int(Path(folder, "stops").read_text()), signal.SIGCONT)
+        process = Path(folder, "stops").read_text()
+        status = Path(f"/proc/{process}/stat")
+        if status.exists():  # else it may be stopped only after it was told to go on
+            assert soon(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+        else:
+            time.sleep(0.1)
+        os.kill(int(process), signal.SIGCONT)
     with within(3):
         pipe.close()
     return str(raised.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -16,12 +16,10 @@ from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job, alone
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.inbox import POLL, failure_of
+from fxpipe.runtime.ranks.inbox import failure_of
 from fxpipe.runtime.ranks.message import Message
 from fxpipe.runtime.ranks.summing import Part, Pieces, RunningSum, cut, joined, merged
 from fxpipe.runtime.weights.clipping import norms_of
-
-T = TypeVar("T")
 
 SMALL = 4096
 """Published tensors of fewer bytes are collected and sent together."""
@@ -131,11 +129,6 @@ class RankChannels(Channels):
             for replica in range(self._group.replicas if whole else 1)
         ]
 
-    def _next(self, queue: SimpleQueue[T | None]) -> T:
-        while queue.empty():  # messages of other ranks fill it
-            self._links.pump(lambda: not queue.empty(), POLL)
-        return super()._next(queue)
-
     def reduce_scatter(
         self, stage: int, batch: int, gradients: list[Tensor | None], bucket: int
     ) -> None:
@@ -189,9 +182,7 @@ class RankChannels(Channels):
 
     def _send_to_twins(self, buffer: Buffer, value: Any) -> None:
         """Send a value to the ranks with the same device in the other replicas."""
-        for twin in self._group.twins:  # a message each: a rank may share memory with this one
-            if twin != self._group.rank:
-                self._links.send(twin, _values(self._run, [buffer], [value]))
+        self._links.send_all(_values(self._run, [buffer], [value]), self._group.twins)
 
     def take_part(self, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
         """Wait for the sums of this replica's part only. Raises like ``all_gather``."""
@@ -241,10 +232,9 @@ class RankChannels(Channels):
     def stop(self) -> None:
         super().stop()
         self._met.put(None)
-        self._links.stir()
 
     def deliver(self, rank: int, message: Message) -> None:
-        """Handle a message from another rank; called by the thread that reads messages."""
+        """Handle a message from another rank; called by a thread that reads messages."""
         replica = self._group.replica_of(rank)
         match message.kind:
             case "meet":

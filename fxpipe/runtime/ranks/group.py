@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fxpipe.errors import InputError, RankError
-from fxpipe.runtime.ranks.handshake import Membership
 from fxpipe.runtime.ranks.inbox import (
     OUTCOME,
     Delivery,
@@ -23,9 +22,41 @@ from fxpipe.runtime.ranks.inbox import (
     difference,
     failure_of,
 )
-from fxpipe.runtime.ranks.links import CLOSED, Links
+from fxpipe.runtime.ranks.links import CLOSED, Links, close_all
 from fxpipe.runtime.ranks.message import Message
 from fxpipe.signals import signals_at_operations
+
+
+class Membership(NamedTuple):
+    """What a rank knows about the ranks of its pipe; by default there is only this process.
+
+    Attributes:
+        rank: this rank's number in the pipe. The first replica's ranks come first, and within a
+            replica they are in the order of its devices.
+        names: rank → what messages call it, ``rank 1 (host, process 4711)``.
+        places: device → what tables call its ranks, ``rank 1, host``, or with two replicas
+            ``ranks 1 and 3, host``.
+        hosts: rank → the name of its host.
+        groups: other rank → a gloo process group of that rank and this one, the lower one first.
+        threads: intra-op threads of this rank's device: its share of the host's threads, or
+            OMP_NUM_THREADS. 0 for the only rank of a pipe.
+        timeout: seconds that a rank may be late.
+        store: a store of torch.distributed that belongs to this pipe.
+        devices: rank → the index of its CUDA device on its host; None in a mesh of CPUs.
+        replicas: the number of replicas of the pipeline.
+    """
+
+    rank: int = 0
+    names: tuple[str, ...] = ("this process",)
+    places: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    groups: Mapping[int, Any] = MappingProxyType({})
+    threads: int = 0
+    timeout: float = 0.0
+    store: Any = None
+    devices: tuple[int | None, ...] = ()
+    replicas: int = 1
+
 
 ALONE = Membership()
 """The membership of a process that is the only rank."""
@@ -35,7 +66,7 @@ class RankGroup:
     """The ranks of a pipe, as one of them sees them.
 
     Attributes:
-        members: names, places and connections of the ranks.
+        members: names, places and process groups of the ranks.
         rank: the number of this rank.
         size: the number of ranks.
         replicas: the number of replicas of the pipeline. All ranks of a replica come before those
@@ -54,7 +85,7 @@ class RankGroup:
     """
 
     def __init__(self, members: Membership = ALONE) -> None:
-        """Start the connections to the other ranks; by default there are none."""
+        """Start the links to the other ranks; by default there are none."""
         self.members = members
         self.rank, self.size, self.replicas = members.rank, len(members.names), members.replicas
         self._devices = self.size // self.replicas
@@ -183,7 +214,7 @@ class RankGroup:
         exchange = Exchange(self.call, index, about)
         self._settled = False
         self.links.send_all(Message("said", tuple(exchange), value))
-        values = self.inbox.values(exchange, self.members.timeout, self.links.pump, held=held)
+        values = self.inbox.values(exchange, self.members.timeout, held=held)
         self._exchanges += 1
         return [value if rank == self.rank else values[rank] for rank in range(self.size)]
 
@@ -274,7 +305,7 @@ class RankGroup:
         return self.inbox.lost(gone[0]) if failure is None and gone else failure
 
     def close(self) -> None:
-        """Stop what still runs here, say goodbye to the other ranks, and end the connections."""
+        """Stop what still runs here, say goodbye to the other ranks, and end the links."""
         if self.links is None or self.links.forked:
             return
         self.closed = True
@@ -315,7 +346,7 @@ class RankGroup:
             self.close()
 
     def _deliver(self, rank: int, message: Message) -> None:
-        """Handle a message; called by the thread that reads. May raise for a damaged message."""
+        """Handle a message; called by a thread that reads. May raise for a damaged message."""
         if message.kind == "said":
             call, index, about = message.key
             self.inbox.say(rank, Exchange(call, index, about), message.value)
@@ -338,7 +369,7 @@ class RankGroup:
 
 
 def _links(group: RankGroup) -> Links:
-    """Start the connections of a group. They end when the group is garbage-collected."""
+    """Start the links of a group. They end when the group is garbage-collected."""
     reference = weakref.ref(group)
 
     def deliver(rank: int, message: Message) -> None:
@@ -349,10 +380,7 @@ def _links(group: RankGroup) -> Links:
         if (alive := reference()) is not None:
             alive._lost(rank, why)
 
-    members = group.members
-    on_host = members.hosts.count(members.hosts[members.rank])
-    spins = on_host <= (os.cpu_count() or 1)  # else another rank may need the core
-    links = Links(members.sockets, deliver, lost, members.shared, spins=spins)
+    links = Links(group.rank, group.members.groups, deliver, lost)
     weakref.finalize(group, links.end).atexit = False
     if not _groups:
         atexit.register(_close_all)
@@ -367,6 +395,7 @@ def _close_all() -> None:
     """Close all groups at exit, before workers are joined: wakes those that wait for a rank."""
     for group in list(_groups):
         group.close()
+    close_all()  # those of groups that are no more
 
 
 def refuse_on_ranks(group: RankGroup, what: str, cure: str) -> None:

@@ -8,7 +8,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,15 +61,13 @@ class Inbox:
     can complete it, even if one fails later: either all ranks return from an exchange, or none.
 
     Attributes:
-        changed: the lock to hold for any change here.
-        news: counts what has arrived.
+        changed: the lock to hold for any change here; those that wait for it hear of each.
         gone: rank → why it is gone.
     """
 
     def __init__(self, names: Sequence[str], rank: int) -> None:
         """Make the empty inbox of a rank. ``names`` are what messages call the ranks."""
-        self.changed = threading.RLock()
-        self.news = 0
+        self.changed = threading.Condition(threading.RLock())
         self.gone: dict[int, str] = {}
         self._names = names
         self._others = [other for other in range(len(names)) if other != rank]
@@ -81,7 +79,7 @@ class Inbox:
         """Keep the value that a rank has sent for an exchange."""
         with self.changed:
             self._said[rank].append((exchange, value))
-            self.news += 1
+            self.changed.notify_all()
 
     def fail(self, rank: int, call: int, index: int, value: Mapping[str, Any]) -> RankError:
         """Note that a rank failed in a call after ``index`` exchanges. Returns the error for it."""
@@ -89,7 +87,7 @@ class Inbox:
         with self.changed:
             if call > self._over:
                 self._failures.append(_Failure(call, index, error))
-                self.news += 1
+                self.changed.notify_all()
         return error
 
     def error_of(self, rank: int, value: Mapping[str, Any]) -> RankError:
@@ -106,7 +104,7 @@ class Inbox:
         """Note that a rank is gone. Returns the error for it."""
         with self.changed:
             self.gone.setdefault(rank, why)
-            self.news += 1
+            self.changed.notify_all()
         return self.lost(rank)
 
     def lost(self, rank: int) -> RankError:
@@ -134,20 +132,12 @@ class Inbox:
             self._over = call
             self._failures = [failure for failure in self._failures if failure.call > call]
 
-    def values(
-        self,
-        exchange: Exchange,
-        seconds: float,
-        pump: Callable[[Callable[[], bool], float], None],
-        *,
-        held: bool,
-    ) -> dict[int, Any]:
+    def values(self, exchange: Exchange, seconds: float, *, held: bool) -> dict[int, Any]:
         """Wait for the values of all other ranks.
 
         Args:
             exchange: the exchange to complete.
             seconds: how long another rank may take to reach it.
-            pump: waits until something arrives, see ``Links.pump``.
             held: whether signals are held during the wait.
 
         Raises:
@@ -158,7 +148,6 @@ class Inbox:
         untold = float("inf")  # since when a rank fails from a failure unknown here
         values: dict[int, Any] = {}
         while True:
-            seen = self.news
             with self.changed:
                 for rank in self._others:
                     if rank not in values and self._heard(rank, exchange):
@@ -168,6 +157,7 @@ class Inbox:
                     return values
                 if self._refuse(exchange, missing, untold < time.monotonic() - TOLD):
                     untold = min(untold, time.monotonic())
+                self.changed.wait(POLL)
             if time.monotonic() > deadline:
                 raise RankError(
                     f"{self._names[missing[0]]} has not reached the point where this rank waits "
@@ -175,7 +165,6 @@ class Inbox:
                     "let every rank make the same calls",
                     rank=missing[0],
                 )
-            pump(lambda: self.news != seen, POLL)  # noqa: B023
             if not held:
                 raise_held()
 

@@ -1,27 +1,33 @@
-"""Connections to the other ranks: one socket each, served by one thread.
+"""Messages to and from the other ranks, over gloo process groups of two ranks each.
 
-Messages between CPU ranks do not use ``torch.distributed``: gloo cannot cancel a pending receive,
-so each failure would require new process groups. Here unwanted messages are read and dropped.
+No rank ever waits for another in a cycle, whatever a program does. For each other rank a thread
+always has receives posted and takes whatever comes; it waits for nothing else. Nobody waits for a
+send: it is posted by whoever calls, in the order of the calls, and its memory is kept until the
+receiver says that it has it. (gloo's own wait for a send may last for ever where the other process
+ends at the wrong moment.) Nothing that computes waits inside gloo, where Python would handle no
+signals; it waits for a queue of its own.
+
+The groups have two members, as gloo ends a pending receive only together with all that is pending
+in its group: when the other process ends, or when a receive of this process times out.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-import select
-import selectors
-import socket
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from types import MappingProxyType
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from fxpipe.errors import told
-from fxpipe.runtime.ranks.message import Message, pack
-from fxpipe.runtime.ranks.peer import Peer
-from fxpipe.runtime.ranks.shared import Shared
+from fxpipe.runtime.ranks.message import PREFIX, Message, pack, unpacking
 
 BEAT = 1.0
 """Seconds without other messages after which a rank sends a sign of life."""
@@ -31,76 +37,202 @@ SILENCE = 30.0
 stopped. (A process that ends is noticed at once.) Long enough for a process that is only busy, such
 as in an extension that computes for seconds while it holds the GIL."""
 
+SLOWEST = 1e6
+"""Bytes a second of the slowest network: a large tensor may take longer than ``SILENCE``."""
+
 DOUBT = 0.5
 """Seconds for which messages of a rank are still read after another rank has lost it."""
+
+FAREWELL = 1.0
+"""Seconds that closing waits for the messages that are still under way."""
+
+PATIENCE = 10.0
+"""Seconds that a thread may take to leave gloo once all that it waits for has been ended."""
 
 CLOSED = "has closed its pipe or ended"
 """The reason why a rank is gone, if it said goodbye."""
 
-SHORT = 0.03
-"""Seconds after a ``pump`` for which the links' thread leaves reading to the next ``pump``."""
+FIRST = 1 << 16
+"""The maximum number of bytes of the first transfer of a message: all of it, if it fits. Such a
+message is copied once on each side, others are not."""
 
-SPIN = 0.0002
-"""Seconds of busy waiting for a message before a thread sleeps: waking a sleeping core takes about
-as long, above all on a virtual machine."""
+OFTEN = 16
+"""Small messages after which the receiver says that it has them; it says so at once of others."""
 
-_AT_ONCE = 64
-"""Pieces to read from one connection before the others have their turn."""
+AHEAD = 4
+"""First transfers for which receives are posted: what is sent before a process ends then counts."""
+
+_FIRST, _REST, _POISON = range(3)  # gloo's tags; it keeps the order of each
+
+
+class Peer:
+    """The group of this rank and another one.
+
+    Attributes:
+        rank: the number of that rank.
+        spoke: when something was last sent.
+        gone: why the rank is lost; empty while it is not.
+        doubt: why another rank has lost it, and when that was reported; empty if none has.
+        thread: takes what comes.
+    """
+
+    thread: threading.Thread
+
+    def __init__(self, rank: int, group: Any, *, higher: bool) -> None:
+        """``higher``: whether the other rank's number is the higher one."""
+        self.rank = rank
+        self.spoke = time.monotonic()
+        self.gone = ""
+        self.doubt = "", 0.0
+        self._group, self._other = group, int(higher)
+        self._posting = threading.Lock()
+        self._kept = deque[list[tuple[Tensor, Any]]]()  # the last messages' memory and sends
+        self._released = 0  # messages of before
+        self._arrived = self._told = 0  # messages, and those of which the sender knows
+        self._parting = False
+
+    def send(self, parts: list[memoryview]) -> None:
+        """Post the transfers of a packed message, unless the rank is lost."""
+        if sum(map(len, parts)) <= FIRST:
+            parts = [memoryview(bytearray().join(parts))]
+        elif len(parts[0]) > FIRST:
+            parts = [parts[0][:FIRST], parts[0][FIRST:], *parts[1:]]
+        with self._posting:
+            if self.gone:
+                return
+            self.spoke = time.monotonic()
+            sends: list[tuple[Tensor, Any]] = []
+            self._kept.append(sends)
+            for part in parts:
+                memory = torch.frombuffer(part, dtype=torch.uint8)
+                try:
+                    work = self._group.send([memory], self._other, _REST if sends else _FIRST)
+                except RuntimeError:  # the thread that receives says why
+                    return
+                sends.append((memory, work))
+
+    def tell(self) -> None:
+        """Say how many messages have arrived, as a sign of life."""
+        self._told = self._arrived
+        self.send(pack(Message("got", (self._told,))))
+
+    def farewell(self) -> None:
+        """Say goodbye, once."""
+        if not self._parting:
+            self._parting = True
+            self.send(pack(Message("bye")))
+
+    def messages(self) -> Iterator[Message]:
+        """Take what comes, until ``_Ended``; each wait ends after ``SILENCE``."""
+        reading = unpacking()
+        item = next(reading)
+        posted = deque(self._post(torch.empty(FIRST, dtype=torch.uint8)) for _ in range(AHEAD))
+        while True:
+            first, work = posted.popleft()
+            self._wait(work, FIRST)
+            left = _bytes(first)
+            size, rest = PREFIX.unpack(left[: PREFIX.size])
+            if large := PREFIX.size + size + rest > FIRST:
+                left = left[: PREFIX.size + size]
+            while not isinstance(item, Message):
+                count = min(len(item), len(left))
+                item[:count], left = left[:count], left[count:]
+                if count < len(item):
+                    self._fill(item[count:])
+                item = next(reading)
+            posted.append(self._post(first))
+            self._arrived += 1
+            if large or self._arrived - self._told >= OFTEN:
+                self.tell()
+            if item.kind == "got":
+                self._release(*item.key)
+            else:
+                yield item
+            item = next(reading)
+
+    def leave(self, why: str) -> None:
+        """Send no more."""
+        with self._posting:
+            self.gone = why
+
+    def poison(self) -> None:
+        """End all that is pending, here and there."""
+        with suppress(RuntimeError):
+            byte = torch.empty(1, dtype=torch.uint8)
+            self._group.recv([byte], self._other, _POISON).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Give back the group."""
+        self._kept.clear()
+        self._group = None
+
+    def _release(self, arrived: int) -> None:
+        """Keep no longer what the other rank has."""
+        while self._released < arrived and self._kept:
+            self._kept.popleft()
+            self._released += 1
+
+    def _fill(self, memory: memoryview) -> None:
+        _, work = self._post(torch.frombuffer(memory, dtype=torch.uint8), _REST)
+        self._wait(work, len(memory))
+
+    def _post(self, memory: Tensor, tag: int = _FIRST) -> tuple[Tensor, Any]:
+        """Post a receive into memory. Returns both."""
+        try:
+            return memory, self._group.recv([memory], self._other, tag)
+        except RuntimeError as error:
+            raise _Ended(error) from error
+
+    def _wait(self, work: Any, size: int) -> None:
+        """Wait for a receive of some bytes."""
+        try:
+            work.wait(timedelta(seconds=SILENCE + size / SLOWEST))
+        except RuntimeError as error:
+            raise _Ended(error) from error
+
+
+class _Ended(Exception):
+    """gloo has ended what was pending, by its error."""
+
+
+def _bytes(memory: Tensor) -> memoryview:
+    """The memory of a tensor of bytes, which must outlive the view."""
+    return memoryview((ctypes.c_char * len(memory)).from_address(memory.data_ptr())).cast("B")
 
 
 class Links:
-    """Sends messages to the other ranks, and delivers theirs in order.
-
-    Sending never waits: a thread sends what a socket does not take at once. The same thread reads
-    whatever arrives, so no rank ever waits for another one to read. A thread that waits for a
-    message reads the sockets itself, see ``pump``: handing it over would double the latency.
-    """
+    """Sends messages to the other ranks, and delivers theirs in order. Sending never waits."""
 
     def __init__(
         self,
-        sockets: Mapping[int, socket.socket],
+        rank: int,
+        groups: Mapping[int, Any],
         deliver: Callable[[int, Message], None],
         lost: Callable[[int, str], None],
-        shared: Mapping[int, Shared] = MappingProxyType({}),
-        *,
-        spins: bool = False,
     ) -> None:
-        """Start the thread.
+        """Start the threads.
 
         Args:
-            sockets: rank → a connected socket to it.
-            deliver: called by the thread that reads, with a rank and a message from it.
-            lost: called by that thread, once for each lost rank, with the rank and the reason.
-            shared: rank → the memory shared with it, if any.
-            spins: whether a thread that waits may keep a core busy, see ``SPIN``.
+            rank: the number of this rank.
+            groups: rank → a gloo process group of that rank and this one, the lower one first.
+            deliver: called by a thread that reads, with a rank and a message from it. At any time
+                one thread calls.
+            lost: called likewise, once for each lost rank, with the rank and the reason.
         """
-        nothing: Shared = (None, None)
-        self._peers = {r: Peer(r, each, shared.get(r, nothing)) for r, each in sockets.items()}
+        self._peers = {r: Peer(r, group, higher=r > rank) for r, group in groups.items()}
         self._deliver, self._lost = deliver, lost
-        self._selector = selectors.DefaultSelector()
-        self._reading = threading.Lock()
-        self._waiting = select.poll()  # for the thread in ``pump``
-        self._woken, self._wake = socket.socketpair()
-        self._stirred, self._stir = socket.socketpair()
-        self._wakers = self._woken, self._wake, self._stirred, self._stir
-        for waker in self._wakers:
-            waker.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
-        self._waiting.register(self._stirred, select.POLLIN)
-        self._by_socket = {peer.socket.fileno(): peer for peer in self._peers.values()}
-        for peer in self._peers.values():
-            peer.socket.setblocking(False)
-            self._selector.register(peer.socket, selectors.EVENT_READ, peer)
-            self._waiting.register(peer.socket, select.POLLIN)
-        self._pause = select.poll()
-        self._pause.register(self._woken, select.POLLIN)
-        self._spin = SPIN if spins else 0.0
-        self._pumped = self._looked = 0.0  # when ``pump`` last read, and ``_look`` last ran
-        self._closing = False
+        self._delivering = threading.RLock()
+        self._closing = threading.Event()
+        self._looked = time.monotonic()
         self._process = os.getpid()
-        _every.add(self)
-        self._thread = threading.Thread(target=self._run, name="fxpipe-links", daemon=True)
-        self._thread.start()
+        for peer in self._peers.values():
+            peer.thread = threading.Thread(
+                target=self._receive, args=(peer,), name="fxpipe-link", daemon=True
+            )
+        self._thread = threading.Thread(target=self._look, name="fxpipe-links", daemon=True)
+        for thread in self._threads:
+            thread.start()
+        _open.add(self)
 
     def send(self, rank: int, message: Message) -> None:
         """Send a message to a rank, unless that rank is lost.
@@ -108,8 +240,7 @@ class Links:
         Raises:
             InputError: the message contains something that cannot be sent.
         """
-        peer = self._peers[rank]
-        self._send(peer, pack(message, peer.lent))
+        self._peers[rank].send(pack(message))
 
     def send_all(self, message: Message, ranks: Collection[int] | None = None) -> None:
         """Send a message to all other ranks, or to those of ``ranks`` except this one."""
@@ -117,225 +248,108 @@ class Links:
         if peers:
             packed = pack(message)
             for peer in peers:
-                self._send(peer, packed)
+                peer.send(packed)
 
     def doubt(self, rank: int, why: str) -> None:
         """Give up a rank that another rank has lost.
 
-        First read, for a moment, what it had sent: other ranks may have received it, and all must
-        agree. Usually its connection to this rank ends at the same time.
+        First take, for a moment, what it had sent: other ranks may have received it, and all must
+        agree. Usually its group with this rank ends at the same time.
         """
         self._peers[rank].doubt = why, time.monotonic()
-        self._notify()
-
-    def pump(self, arrived: Callable[[], bool], timeout: float) -> None:
-        """Wait until something is delivered, for at most ``timeout`` seconds.
-
-        Messages are read here, or by another thread that reads already. ``arrived`` returns whether
-        what the caller waits for has arrived meanwhile.
-        """
-        if not self._reading.acquire(timeout=timeout):
-            return
-        try:
-            self._pumped = time.monotonic()
-            if arrived():
-                return
-            ready, until = self._waiting.poll(0), self._pumped + self._spin
-            while not ready and time.monotonic() < until:
-                ready = self._waiting.poll(0)
-            for descriptor, _ in ready or self._waiting.poll(1000 * timeout):
-                if descriptor in self._by_socket:
-                    self._read(self._by_socket[descriptor])
-                else:
-                    _drain(self._stirred)
-            self._pumped = time.monotonic()
-        finally:
-            self._reading.release()
-
-    def stir(self) -> None:
-        """Wake the thread that waits in ``pump``."""
-        with suppress(OSError):
-            self._stir.send(b"!")
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from the one that owns the connections."""
+        """Whether this process was forked from the one that owns the groups."""
         return os.getpid() != self._process
 
     def end(self) -> None:
-        """Start to close: send the remaining messages, for at most a second, and say goodbye."""
-        self._closing = True
-        self._notify()
+        """Start to close: say goodbye, and wait for at most ``FAREWELL`` seconds until the others
+        have everything."""
+        self._closing.set()
 
     def close(self) -> None:
-        """``end``, and wait until it is done."""
+        """``end``, and wait until it is done: a thread that is left inside gloo when Python ends
+        would abort the process."""
         self.end()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(FAREWELL + PATIENCE)
 
-    def _drop(self) -> None:
-        """Close what a forked process has inherited.
+    @property
+    def _threads(self) -> list[threading.Thread]:
+        return [*(peer.thread for peer in self._peers.values()), self._thread]
 
-        A connection lasts until every process has closed it, and the other ranks must notice when
-        the parent process ends. Takes no lock: a thread of the parent may have held it at the fork.
-        """
-        for peer in self._peers.values():
-            peer.socket.close()
-        for waker in self._wakers:
-            waker.close()
-        self._selector.close()
-
-    def _send(self, peer: Peer, packed: list[memoryview]) -> None:
-        with peer.lock:
-            if peer.gone:
-                return
-            peer.spoke = time.monotonic()
-            peer.unsent.append(deque(packed))
-            if len(peer.unsent) > 1 or peer.push():
-                return  # the thread is sending, or nothing is left
-        self._notify()
-
-    def _notify(self) -> None:
-        with suppress(OSError):
-            self._wake.send(b"!")
-
-    def _run(self) -> None:
-        why = "closed"
+    def _receive(self, peer: Peer) -> None:
+        """Deliver what comes from a rank, until it is lost or says goodbye."""
         try:
-            self._serve()
-        except BaseException as error:
-            why = f"cannot be reached any more, as the connections' thread ended ({told(error)})"
-            raise
-        finally:
-            for peer in self._peers.values():
-                self._give_up(peer, why)
-            self._selector.close()
-            for waker in self._wakers:
-                waker.close()
-
-    def _serve(self) -> None:
-        last, deadline = time.monotonic(), float("inf")
-        while True:
-            rest = self._served()  # woken meanwhile, it goes on: something may be left to write
-            if rest > 0 and not self._pause.poll(1000 * rest):
-                continue
-            for key, events in self._selector.select(BEAT / 2 if not self._closing else 0.05):
-                peer: Peer | None = key.data
-                if peer is None:
-                    _drain(self._woken)
-                    continue
-                if events & selectors.EVENT_WRITE:
-                    with peer.lock:
-                        peer.push()
-                if events & selectors.EVENT_READ:
-                    if not self._reading.acquire(blocking=False):
-                        self._pumped = time.monotonic()  # the thread in ``pump`` reads it
-                        continue
-                    try:
-                        self._read(peer)
-                    finally:
-                        self._reading.release()
-            now = time.monotonic()
-            if now - last > SILENCE / 2:  # this process was stopped, the others may be alive
-                for peer in self._peers.values():
-                    peer.heard = now
-            last = self._looked = now
-            for peer in self._peers.values():
-                self._look(peer, now)
-            if self._closing:
-                if deadline == float("inf"):
-                    deadline = now + 1
-                    self.send_all(Message("bye"))
-                # the others close their ends when they have read everything, so nothing is lost
-                if now > deadline or all(peer.gone for peer in self._peers.values()):
-                    return
-
-    def _served(self) -> float:
-        """The seconds for which this thread may leave reading to a thread that has just pumped; 0
-        if something has to be written or given up."""
-        now = time.monotonic()
-        busy = (peer.unsent or (peer.doubt[0] and not peer.gone) for peer in self._peers.values())
-        if self._closing or any(busy):
-            return 0.0
-        return min(self._pumped + SHORT, self._looked + BEAT) - now
-
-    def _look(self, peer: Peer, now: float) -> None:
-        """Send a sign of life if one is due; give up a lost rank; else choose what to wait for."""
-        if peer.gone:
-            return
-        if now - peer.spoke > BEAT:
-            self._send(peer, pack(Message("beat")))
-        why, since = peer.doubt
-        if now - peer.heard > SILENCE:
-            why, since = f"has given no sign of life for {SILENCE:.0f} s", 0.0
-        if peer.broken or (why and now - since > DOUBT):
-            with self._reading:
-                self._read(peer)  # what it sent before it was lost counts
-                self._give_up(peer, peer.broken or why)
-            return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
-        with suppress(KeyError, ValueError):  # another thread may have given it up
-            if self._selector.get_key(peer.socket).events != wanted:
-                self._selector.modify(peer.socket, wanted, peer)
-
-    def _read(self, peer: Peer) -> None:
-        """Read what has arrived, and deliver complete messages."""
-        if peer.gone:
-            return
-        try:
-            for _ in range(_AT_ONCE):
-                room = peer.room()
-                count = peer.socket.recv_into(room)
-                if not count:
-                    return self._give_up(peer, "has ended, or its connection was closed")
-                peer.heard = time.monotonic()
-                for message in peer.read(room[:count]):
-                    if message.kind == "bye":
-                        return self._give_up(peer, CLOSED)
-                    if message.kind != "beat" and not self._closing:
-                        self._deliver(peer.rank, message)
-                if count < len(room):
-                    return  # no more has arrived
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self._give_up(peer, f"cannot be reached any more ({told(error)})")
+            for message in peer.messages():
+                if message.kind == "bye":
+                    peer.farewell()
+                    return self._give_up(peer, CLOSED)
+                if not self._closing.is_set():
+                    with self._delivering:
+                        if not peer.gone:
+                            self._deliver(peer.rank, message)
+                del message
+        except _Ended as error:
+            self._give_up(peer, self._reason(error.args[0]))
         except Exception as error:
             self._give_up(peer, f"has sent something that cannot be read ({told(error)})")
 
+    def _reason(self, error: RuntimeError) -> str:
+        """Why a rank is lost, from what gloo says."""
+        text = str(error)
+        if "imed out" in text or "timeout" in text:
+            slept = time.monotonic() - self._looked
+            if slept > SILENCE / 2:
+                return f"was not heard, as this process had stopped for {slept:.0f} s"
+            return f"has given no sign of life for {SILENCE:.0f} s"
+        if any(each in text for each in ("closed", "reset", "Broken pipe")):
+            return "has ended, or its connection was closed"
+        return f"cannot be reached any more ({told(error)})"
+
     def _give_up(self, peer: Peer, why: str) -> None:
-        for other in self._peers.values():  # doubted ranks first: the peer may have left for them
-            doubt, _ = other.doubt
-            if doubt and not other.gone and other is not peer and not self._closing:
-                other.doubt = "", 0.0
-                self._read(other)
-                self._give_up(other, doubt)
-        if peer.gone:
-            return
-        peer.gone = why
-        with peer.lock:
-            peer.unsent.clear()
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(peer.socket)
-            with suppress(KeyError, ValueError):
-                self._waiting.unregister(peer.socket)
+        """Lose a rank; before it those that another rank has lost: it may have left for them."""
+        doubted = [each for each in self._peers.values() if each.doubt[0] and each is not peer]
+        with self._delivering:
+            for lost, reason in [*((each, each.doubt[0]) for each in doubted), (peer, why)]:
+                if lost.gone:
+                    continue
+                lost.leave(reason)
+                if reason != CLOSED:
+                    lost.poison()
+                if not self._closing.is_set():
+                    self._lost(lost.rank, reason)
+
+    def _look(self) -> None:
+        """Send signs of life, give up doubted ranks; at the end, say goodbye."""
+        while not self._closing.wait(BEAT / 2):
+            self._looked = now = time.monotonic()
+            for peer in self._peers.values():
+                why, since = peer.doubt
+                if why and now - since > DOUBT:
+                    self._give_up(peer, why)
+                elif now - peer.spoke > BEAT:
+                    peer.tell()
+        for peer in self._peers.values():
+            peer.farewell()
+            peer.leave("closed")
+        deadline = time.monotonic() + FAREWELL
+        for peer in self._peers.values():
+            peer.thread.join(max(deadline - time.monotonic(), 0))
+            if peer.thread.is_alive():
+                peer.poison()
+                peer.thread.join(PATIENCE)
             peer.close()
-        if not self._closing:
-            self._lost(peer.rank, why)
+        _open.discard(self)
 
 
-def _drain(pipe: socket.socket) -> None:
-    with suppress(OSError):
-        pipe.recv(4096)
+_open = set[Links]()
 
 
-_every = weakref.WeakSet[Links]()
-
-
-def _forked() -> None:
-    for links in list(_every):
-        links._drop()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+def close_all() -> None:
+    """Close all links that are open, at exit."""
+    for links in list(_open):
+        if not links.forked:
+            links.close()

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.ranks.shared import LEAST, BorrowedMemory, LentMemory, Slot
 
 PREFIX = struct.Struct("!IQ")
 """Comes before each message: the size of its head, and of all its tensors, in bytes."""
@@ -57,15 +56,15 @@ class _Layout(NamedTuple):
         shape: its sizes.
         strides: its strides.
         start: the number of elements that its new memory has before it, to align it as it was.
-        where: its slot in shared memory; if it is sent over the socket, whether its memory is sent
-            as it is, from the first element to the last (True), or each element once, in order.
+        dense: whether its memory is sent as it is, from the first element to the last, or else each
+            element once, in order.
     """
 
     dtype: str
     shape: Sequence[int]
     strides: Sequence[int]
     start: int
-    where: Sequence[int] | bool
+    dense: bool
 
     @property
     def span(self) -> int:
@@ -79,33 +78,25 @@ class _Layout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes sent over the socket."""
-        if not isinstance(self.where, bool):
-            return 0
-        return _DTYPES[self.dtype].itemsize * (self.span if self.where else prod(self.once))
+        """The number of bytes that are sent."""
+        return _DTYPES[self.dtype].itemsize * (self.span if self.dense else prod(self.once))
 
 
-def pack(message: Message, lent: LentMemory | None = None) -> list[memoryview]:
+def pack(message: Message) -> list[memoryview]:
     """Return the bytes of a message, in parts.
 
-    Dense tensors are not copied: their parts keep them alive. Large tensors are written into memory
-    lent to the receiving process instead, if there is any.
+    Dense tensors are not copied: their parts keep them alive.
 
     Raises:
         InputError: the message contains something that cannot be sent.
     """
-    flat = _Flat(lent)
-    try:
-        tree = flat.of(message.value)
-        words = [message.kind, message.key, tree, flat.layouts]
-        head = _ENCODER.encode(words).encode()
-        if len(head) > MOST:
-            raise InputError(f"a message to another rank has {len(head)} bytes besides its tensors")
-    except BaseException:
-        flat.give_back()
-        raise
+    flat = _Flat()
+    words = [message.kind, message.key, flat.of(message.value), flat.layouts]
+    head = _ENCODER.encode(words).encode()
+    if len(head) > MOST:
+        raise InputError(f"a message to another rank has {len(head)} bytes besides its tensors")
     views = [_bytes(tensor, tensor) for tensor in flat.tensors if tensor.numel()]
-    return [memoryview(PREFIX.pack(len(head), sum(map(len, views))) + head), *views]
+    return [memoryview(bytearray(PREFIX.pack(len(head), sum(map(len, views))) + head)), *views]
 
 
 def digest(tensor: Tensor) -> str:
@@ -120,9 +111,9 @@ def digest(tensor: Tensor) -> str:
     return values.hexdigest()[:16]
 
 
-def unpacking(borrowed: BorrowedMemory | None = None) -> Iterator[memoryview | Message]:
+def unpacking() -> Iterator[memoryview | Message]:
     """Read messages one after another. Yields either memory that the caller must fill with the
-    bytes that arrive next, or a complete message. Large tensors are in ``borrowed`` memory."""
+    bytes that arrive next, or a complete message."""
     while True:
         prefix = bytearray(PREFIX.size)
         yield memoryview(prefix)
@@ -135,33 +126,27 @@ def unpacking(borrowed: BorrowedMemory | None = None) -> Iterator[memoryview | M
         layouts = [_Layout(*each) for each in words]
         if (expected := sum(each.nbytes for each in layouts)) != rest:
             raise ValueError(f"{rest} bytes for tensors of {expected} bytes")
-        tensors = yield from _arriving(layouts, borrowed)
+        tensors = yield from _arriving(layouts)
         message = [Message(kind, _tuples(key), _nested(tree, tensors))]
         del tensors  # keep no reference: the receiver decides how long they live
         yield message.pop()
 
 
-def _arriving(
-    layouts: Sequence[_Layout], borrowed: BorrowedMemory | None
-) -> Generator[memoryview, None, list[Tensor]]:
+def _arriving(layouts: Sequence[_Layout]) -> Generator[memoryview, None, list[Tensor]]:
     """Return the tensors of a message; yields the memory to fill for those that are sent."""
     tensors: list[Tensor] = []
     for layout in layouts:
-        dtype, where = _DTYPES[layout.dtype], layout.where
-        if isinstance(where, bool):
-            memory = torch.empty(layout.start + layout.span, dtype=dtype)
-        elif borrowed is None:
-            raise ValueError("a tensor in shared memory, but no memory is shared")
-        else:
-            memory = torch.frombuffer(borrowed.view(Slot(*where)), dtype=dtype)
-        least = min(layout.start, *layout.strides, 0)
-        if least < 0 or layout.start + layout.span > len(memory):
+        dtype = _DTYPES[layout.dtype]
+        memory = torch.empty(layout.start + layout.span, dtype=dtype)
+        if min(layout.start, *layout.strides, 0) < 0:
             raise ValueError(f"a tensor beyond the end of its memory: {layout}")
         tensor = memory.as_strided(layout.shape, layout.strides, layout.start)
         if layout.nbytes:
-            arrives = memory[layout.start :] if where else torch.empty(layout.once, dtype=dtype)
+            arrives = (
+                memory[layout.start :] if layout.dense else torch.empty(layout.once, dtype=dtype)
+            )
             yield _bytes(arrives)
-            if not where:
+            if not layout.dense:
                 tensor.as_strided(layout.once, layout.strides).copy_(arrives)
         tensors.append(tensor)
     return tensors
@@ -171,20 +156,13 @@ class _Flat:
     """Turns a value into JSON and a flat list of tensors.
 
     Attributes:
-        tensors: the tensors that are sent over the socket, on the CPU.
+        tensors: the tensors that are sent, on the CPU.
         layouts: the layouts of all tensors.
     """
 
-    def __init__(self, lent: LentMemory | None) -> None:
+    def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.layouts: list[_Layout] = []
-        self._lent = lent
-
-    def give_back(self) -> None:
-        """Free the slots of a message that is not sent."""
-        for layout in self.layouts:
-            if self._lent is not None and isinstance(layout.where, Slot):
-                self._lent.give_back(layout.where)
 
     def of(self, value: Any) -> Any:
         """Return a value as JSON, and collect its tensors."""
@@ -234,28 +212,10 @@ class _Flat:
         start = value.data_ptr() % _ALIGNED // value.element_size()
         layout = _Layout(_NAMES[value.dtype], tuple(value.shape), value.stride(), start, True)
         view = value.as_strided(layout.once, layout.strides)
-        plain = view.resolve_conj().resolve_neg()
-        slot = self._shared(plain, layout)
-        if slot is None:
-            plain = plain.cpu()
-            dense = plain.stride() == view.stride() and layout.span == plain.numel()
-            self.tensors.append(plain if dense else plain.contiguous())
-            layout = layout._replace(where=dense)
-        else:
-            layout = layout._replace(where=slot)
-        self.layouts.append(layout)
-
-    def _shared(self, value: Tensor, layout: _Layout) -> Slot | None:
-        """Write a tensor into shared memory with the same layout. Returns its slot; None if it is
-        small, overlaps itself, or finds no room."""
-        large = value.nbytes >= LEAST and layout.span <= 4 * value.numel()
-        if self._lent is None or not large or _overlaps(layout.shape, layout.strides):
-            return None
-        slot = self._lent.take((layout.start + layout.span) * value.element_size())
-        if slot is not None:
-            memory = torch.frombuffer(self._lent.view(slot), dtype=value.dtype)
-            memory.as_strided(value.shape, layout.strides, layout.start).copy_(value)
-        return slot
+        plain = view.resolve_conj().resolve_neg().cpu()
+        dense = plain.stride() == view.stride() and layout.span == plain.numel()
+        self.tensors.append(plain if dense else plain.contiguous())
+        self.layouts.append(layout._replace(dense=dense))
 
 
 @lru_cache
@@ -264,17 +224,6 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-
-
-@lru_cache
-def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements may share memory, other than along dimensions of stride 0."""
-    span = 1
-    for stride, n in sorted(zip(strides, shape, strict=True)):
-        if n > 1 and 0 < stride < span:
-            return True
-        span += (n - 1) * stride
-    return False
 
 
 def _bytes(tensor: Tensor, kept: Tensor | None = None) -> memoryview:

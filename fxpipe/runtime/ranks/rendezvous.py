@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from itertools import combinations
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,21 +20,28 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.errors import InputError, RankError, told
 from fxpipe.formatting import numbers_text
-from fxpipe.runtime.ranks.handshake import (
-    CONNECTS,
-    PROOF,
-    Membership,
-    RankInfo,
-    address_here,
-    connected,
-    local_listener,
-)
-from fxpipe.runtime.ranks.shared import share
+from fxpipe.runtime.ranks.group import Membership
 from fxpipe.signals import raise_held
 
 T = TypeVar("T")
 
+JOINS = timedelta(seconds=30)
+"""How long two ranks may take to reach each other, once all have met."""
+
 _POLL = 0.05
+
+
+class RankInfo(NamedTuple):
+    """What a rank tells the others about itself."""
+
+    global_rank: int
+    host: str
+    process: int
+    network: str
+    name: str
+    versions: tuple[str, str]
+    ranks: tuple[tuple[int, ...], ...]
+    device: int | None
 
 
 def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
@@ -111,48 +118,35 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Member
     timeout = _timeout(groups[0], mesh.device_type)
     # taken here, as the current device is set for each thread
     device = None if mesh.device_type == "cpu" else torch.accelerator.current_device_index()
-    address, known_as = address_here()
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with ExitStack() as closing:
-        listener = socket.create_server((address, 0), family=family, backlog=size)
-        listeners = [closing.enter_context(listener)]
-        local = local_listener()
-        if local is not None:
-            listeners.append(closing.enter_context(local))
-            local.listen(size)
-        info = RankInfo(
-            dist.get_rank(),
-            socket.gethostname(),
-            os.getpid(),
-            _network(),
-            known_as,
-            listener.getsockname()[1],
-            "" if local is None else local.getsockname()[1:].decode(),
-            secrets.token_bytes(PROOF),
-            (_version(), torch.__version__),
-            tuple(ranks[first : first + devices] for first in range(0, size, devices)),
-            device,
-        )
-        infos = interruptibly(lambda: _gathered(groups, info), raise_held)
-        _check_alike(infos)
-        infos.sort(key=lambda each: ranks.index(each.global_rank))  # from the order of the groups
-        names = tuple(_named_rank(each) for each in infos)
-        sockets = connected(rank, infos, names, listeners, time.monotonic() + CONNECTS)
+    info = RankInfo(
+        dist.get_rank(),
+        socket.gethostname(),
+        os.getpid(),
+        _network(),
+        secrets.token_hex(8),
+        (_version(), torch.__version__),
+        tuple(ranks[first : first + devices] for first in range(0, size, devices)),
+        device,
+    )
+    infos = interruptibly(lambda: _gathered(groups, info), raise_held)
+    _check_alike(infos)
+    infos.sort(key=lambda each: ranks.index(each.global_rank))  # from the order of the groups
+    names = tuple(_named_rank(each) for each in infos)
+    store = within(dist.distributed_c10d._get_default_store(), f"fxpipe/{infos[0].name}")
+    joined = interruptibly(lambda: _joined(store, rank, names), raise_held)
     threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         on_host = sum(each.host == info.host and each.network == info.network for each in infos)
         threads = max(1, threads // on_host)
-    name = hashlib.sha256(infos[0].secret).hexdigest()
     return Membership(
         rank=rank,
         names=names,
         places=tuple(_place(infos[first::devices]) for first in range(devices)),
         hosts=tuple(each.host for each in infos),
-        sockets=sockets,
+        groups=joined,
         threads=threads,
         timeout=timeout,
-        shared=share(sockets, names),
-        store=within(groups[0].get_group_store(), f"fxpipe/{name}"),
+        store=store,
         devices=tuple(each.device for each in infos),
         replicas=size // devices,
     )
@@ -174,6 +168,29 @@ def _gathered(groups: Sequence[dist.ProcessGroup], info: RankInfo) -> list[RankI
             rank=-1,
         ) from error
     return infos
+
+
+def _joined(store: Any, rank: int, names: Sequence[str]) -> dict[int, Any]:
+    """Return other rank → a gloo process group of that rank and this one.
+
+    All ranks make their groups in one order, so they cannot wait for each other in a cycle. Raises
+    RankError if a rank cannot be reached.
+    """
+    groups: dict[int, Any] = {}
+    for pair in combinations(range(len(names)), 2):
+        if rank in pair:
+            other = pair[1 - pair.index(rank)]
+            own = within(store, f"{pair[0]}-{pair[1]}")
+            try:
+                groups[other] = dist.ProcessGroupGloo(own, pair.index(rank), 2, JOINS)
+            except BaseException as error:
+                raise RankError(
+                    f"{names[other]} cannot be reached ({told(error)}); if its own error says "
+                    "nothing else, open the network between the hosts, or name the interface that "
+                    "joins them in GLOO_SOCKET_IFNAME",
+                    rank=other,
+                ) from error
+    return groups
 
 
 def _check_alike(infos: Sequence[RankInfo]) -> None:
