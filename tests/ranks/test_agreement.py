@@ -53,7 +53,8 @@ class Factored(nn.Sequential):
 def with_object(mesh: DeviceMesh) -> tuple[float, float, str]:
     """A loss where an input is no tensor, what it is in the loop, and the text of that input."""
     torch.manual_seed(0)
-    model, factor, x = Factored(nn.Linear(4, 4), nn.Linear(4, 2)), Factor(), torch.ones(4, 4)
+    model, x = Factored(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(4, 4)
+    factor = [Factor() for _ in range(100)][mesh.get_local_rank()]  # of addresses that differ
     options: dict[str, Any] = {"microbatches": 2, "loss": F.mse_loss, "tracer": "symbolic"}
     expected = F.mse_loss(model(x, factor), x[:, :2]).item()
     with fxpipe.compile(model, mesh, partition=["1"], **options) as pipe:

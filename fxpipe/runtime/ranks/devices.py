@@ -3,7 +3,7 @@
 Instruction lists, streams and events are the same as in one process, except for the events of other
 devices, which are not visible here. Transfers replace them: the stream that receives a value waits
 for the transfer, and so does the stream that frees a sent value. Everything else (norms, losses,
-failures and values that are no tensors) goes over the sockets of ``RankChannels``.
+failures and values that are no tensors) goes over the links of ``RankChannels``.
 
 Receives are posted ahead of time: from each other rank up to ``Program.window`` of them, in the
 order of this rank's list. The verifier proves that a program with this window comes to its end even

@@ -37,7 +37,8 @@ class Membership(NamedTuple):
         places: device → what tables call its ranks, ``rank 1, host``, or with two replicas
             ``ranks 1 and 3, host``.
         hosts: rank → the name of its host.
-        groups: other rank → a gloo process group of that rank and this one, the lower one first.
+        groups: other rank → a gloo process group of that rank and this one, the lower one first;
+            none once there are links, which own them.
         threads: intra-op threads of this rank's device: its share of the host's threads, or
             OMP_NUM_THREADS. 0 for the only rank of a pipe.
         timeout: seconds that a rank may be late.
@@ -103,6 +104,7 @@ class RankGroup:
         self._outcome_told = False  # whether it has sent, in this call, how far it has come
         self._failed: Callable[[], str] = lambda: ""
         self.links = _links(self) if self.size > 1 else None
+        self.members = members._replace(groups=MappingProxyType({}))  # the links end them
 
     @property
     def pipeline(self) -> range:

@@ -85,7 +85,7 @@ class _Layout(NamedTuple):
 def pack(message: Message) -> list[memoryview]:
     """Return the bytes of a message, in parts.
 
-    Dense tensors are not copied: their parts keep them alive.
+    Dense tensors with memory of their own are not copied: their parts keep them alive.
 
     Raises:
         InputError: the message contains something that cannot be sent.
@@ -214,6 +214,8 @@ class _Flat:
         view = value.as_strided(layout.once, layout.strides)
         plain = view.resolve_conj().resolve_neg().cpu()
         dense = plain.stride() == view.stride() and layout.span == plain.numel()
+        if dense and plain.nbytes < plain.untyped_storage().nbytes():
+            plain = plain.clone()  # it would keep all of its memory until it is there
         self.tensors.append(plain if dense else plain.contiguous())
         self.layouts.append(layout._replace(dense=dense))
 
