@@ -15,8 +15,9 @@ from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job, alone
+from fxpipe.runtime.interpreter import Stopped
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.inbox import failure_of
+from fxpipe.runtime.ranks.inbox import POLL, failure_of
 from fxpipe.runtime.ranks.message import Message
 from fxpipe.runtime.ranks.summing import Part, Pieces, RunningSum, cut, joined, merged
 from fxpipe.runtime.weights.clipping import norms_of
@@ -149,12 +150,14 @@ class RankChannels(Channels):
         """Wait for the sums over the replicas of a stage's gradients, which come in ``buckets``
         buckets. Raises Stopped when the run is stopped."""
         replicas = range(self._group.replicas)
-        return merged(
+        sums = merged(
             [
                 joined([Part(*self._wait(_sums(stage, r, batch, bucket))) for r in replicas])
                 for bucket in range(-1, buckets - 1)
             ]
         )
+        self._await_taken()
+        return sums
 
     def _add(self, replica: int, key: tuple[int, int, int], part: Part) -> None:
         """Add a replica's gradients to the part that this rank sums up. Once all replicas have been
@@ -177,6 +180,13 @@ class RankChannels(Channels):
                 self._send_to_twins(_of_replica("norms", stage, here, batch), norms)
         super().put(self._group.device, buffer, total)
 
+    def _await_taken(self) -> None:
+        """Wait until the other replicas have what was sent to them: until then it takes memory."""
+        for twin in self._group.twins:
+            while twin != self._group.rank and not self._links.taken(twin, POLL):
+                if self.stopping:
+                    raise Stopped
+
     def _wait(self, buffer: Buffer) -> Any:
         return self.get(self._group.device, buffer)
 
@@ -187,7 +197,9 @@ class RankChannels(Channels):
     def take_part(self, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
         """Wait for the sums of this replica's part only. Raises like ``all_gather``."""
         buffers = [_sums(stage, self._group.replica, batch, k) for k in range(-1, buckets - 1)]
-        return merged([Part(*self._wait(buffer)).pieces for buffer in buffers])
+        sums = merged([Part(*self._wait(buffer)).pieces for buffer in buffers])
+        self._await_taken()
+        return sums
 
     def all_norms(self, stage: int, batch: int, own: list[Tensor | None]) -> list[Tensor | None]:
         """Wait for the gradient norms of every replica's part of a stage, in the order of the
@@ -214,7 +226,9 @@ class RankChannels(Channels):
     def gather_weights(self, stage: int, batch: int) -> list[list[Tensor]]:
         """Wait for a stage's updated weights: replica → its parts. Raises like ``all_gather``."""
         replicas = range(self._group.replicas)
-        return [self._wait(_of_replica("weights", stage, r, batch)) for r in replicas]
+        parts = [self._wait(_of_replica("weights", stage, r, batch)) for r in replicas]
+        self._await_taken()
+        return parts
 
     def meet(self) -> None:
         """Wait until all ranks of this replica have called this. Raises Stopped if the run ends."""

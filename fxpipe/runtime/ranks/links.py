@@ -85,15 +85,15 @@ class Peer:
         self.gone = ""
         self.doubt = "", 0.0
         self._group, self._other = group, int(higher)
-        self._posting = threading.Lock()
+        self._posting = threading.Condition()  # notified of what is released
         self._kept = deque[list[tuple[Tensor, Any]]]()  # the last messages' memory and sends
-        self._released = 0  # messages of before
+        self._released = self._large = 0  # messages of before; up to the last large one
         self._arrived = self._told = 0  # messages, and those of which the sender knows
         self._parting = False
 
     def send(self, parts: list[memoryview]) -> None:
         """Post the transfers of a packed message, unless the rank is lost."""
-        if sum(map(len, parts)) <= FIRST:
+        if small := sum(map(len, parts)) <= FIRST:
             parts = [memoryview(bytearray().join(parts))]
         elif len(parts[0]) > FIRST:
             parts = [parts[0][:FIRST], parts[0][FIRST:], *parts[1:]]
@@ -103,6 +103,8 @@ class Peer:
             self.spoke = time.monotonic()
             sends: list[tuple[Tensor, Any]] = []
             self._kept.append(sends)
+            if not small:
+                self._large = self._released + len(self._kept)
             for part in parts:
                 memory = torch.frombuffer(part, dtype=torch.uint8)
                 try:
@@ -110,6 +112,14 @@ class Peer:
                 except RuntimeError:  # the thread that receives says why
                     return
                 sends.append((memory, work))
+
+    def taken(self, timeout: float) -> bool:
+        """Wait until the rank has all large messages, or is lost. Returns whether that is so."""
+        with self._posting:
+            large = self._large
+            return self._posting.wait_for(
+                lambda: self.gone != "" or self._released >= large, timeout
+            )
 
     def tell(self) -> None:
         """Say how many messages have arrived, as a sign of life."""
@@ -154,6 +164,7 @@ class Peer:
         """Send no more."""
         with self._posting:
             self.gone = why
+            self._posting.notify_all()
 
     def poison(self) -> None:
         """End all that is pending, here and there."""
@@ -168,9 +179,11 @@ class Peer:
 
     def _release(self, arrived: int) -> None:
         """Keep no longer what the other rank has."""
-        while self._released < arrived and self._kept:
-            self._kept.popleft()
-            self._released += 1
+        with self._posting:
+            while self._released < arrived and self._kept:
+                self._kept.popleft()
+                self._released += 1
+            self._posting.notify_all()
 
     def _fill(self, memory: memoryview) -> None:
         _, work = self._post(torch.frombuffer(memory, dtype=torch.uint8), _REST)
@@ -249,6 +262,10 @@ class Links:
             packed = pack(message)
             for peer in peers:
                 peer.send(packed)
+
+    def taken(self, rank: int, timeout: float) -> bool:
+        """Wait until a rank has all large messages, or is lost. Returns whether that is so."""
+        return self._peers[rank].taken(timeout)
 
     def doubt(self, rank: int, why: str) -> None:
         """Give up a rank that another rank has lost.
