@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -223,3 +224,25 @@ def test_what_was_sent_before_the_end_arrives(monkeypatch: pytest.MonkeyPatch) -
 def test_a_message_that_nobody_takes_does_not_keep_a_rank_from_closing() -> None:
     with ends() as (end, _):
         end.links.send(1, Message("value", (), torch.zeros(1 << 24)))
+
+
+class Memory(bytearray):
+    """Memory of a tensor that a weak reference tells the end of."""
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_what_was_sent_is_kept_until_it_is_there_and_no_longer(part: bool) -> None:
+    """Of a part of a tensor, no more than the part is kept."""
+    with both() as (one, two):
+        memory = Memory(8 * FIRST)
+        kept = weakref.ref(memory)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        sent = whole[: 4 * FIRST] if part else whole
+        one.links.send(1, Message("value", (), sent))
+        size = len(sent)
+        del memory, whole, sent
+        assert not part or kept() is None
+        while not one.links.taken(1, 10):
+            pass
+        assert kept() is None
+        assert torch.equal(two.messages.get(timeout=30).value, torch.zeros(size, dtype=torch.uint8))
