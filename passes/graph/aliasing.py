@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ _COPIES = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.contiguous.
 """Operations that copy only where necessary."""
 
 
+@cache
 def may_alias(target: OpOverload) -> bool:
     """Whether an operation's result may share memory with its arguments."""
     return target._schema.name.removeprefix("aten::") in _UNDECLARED or any(
