@@ -23,6 +23,7 @@ from benchmarks.gpu.workloads import workload
 from fxpipe.ir.instruction import Arrival, letter_of
 from fxpipe.ir.unroll import unroll
 from tests.helpers.eager_lanes import launched
+from tests.helpers.profiles import some
 
 DRY = Setting(True, torch.device("cpu"), Path(), 0.0, 1)
 
@@ -46,7 +47,7 @@ SCRIPTS = {
 PARTS = [*calls.EVERYTHING, *itertools.chain(*calls.CALLS.values())]
 
 
-@pytest.mark.parametrize(("main", "own"), RUNS, ids=[run[0].__module__ for run in RUNS])
+@pytest.mark.parametrize(("main", "own"), some(RUNS))
 def test_a_dry_run_goes_through_and_writes_its_result(
     main: Callable[[Sequence[str]], int], own: str, tmp_path: Path
 ) -> None:

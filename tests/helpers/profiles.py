@@ -6,6 +6,7 @@ A pytest plugin, so that it is loaded before any test module.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TypeVar
 
 from hypothesis import HealthCheck, settings
@@ -29,3 +30,8 @@ Case = TypeVar("Case")
 def deep(*cases: Case) -> tuple[Case, ...]:
     """Cases of the long run alone: the others are of every kind that these are of."""
     return cases if DEEP else ()
+
+
+def some(cases: Iterable[Case], each: int = 3) -> list[Case]:
+    """Every third of many like cases, or of another number; in the long run all of them."""
+    return list(cases)[:: 1 if DEEP else each]

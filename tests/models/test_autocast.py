@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 
 CAST: Callable[[], AbstractContextManager[Any]] = partial(torch.autocast, "cpu", torch.bfloat16)
@@ -84,8 +85,8 @@ def branching() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), Branching(), nn.Linear(8, 8), nn.Linear(8, 3))
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+@pytest.mark.parametrize("recompute", ["never", *deep("always")])
+@pytest.mark.parametrize("tracer", ["export", *deep("symbolic")])
 @pytest.mark.parametrize(
     ("make", "options", "around"),
     [

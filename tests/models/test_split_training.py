@@ -14,7 +14,7 @@ import fxpipe
 from examples.unet import UNet
 from fxpipe.ir.recipe import RECIPES, Recipe, one_each, vee
 from fxpipe.ir.task import B, F, I, Task, U, W
-from tests.helpers.profiles import DEEP
+from tests.helpers.profiles import DEEP, some
 from tests.oracles import loop
 from tests.oracles.copied_loop import CopiedLoop
 
@@ -131,8 +131,9 @@ def assert_equals_the_loop(case: str, recipe: Recipe, devices: int, microbatches
     loop.assert_same(model.state_dict(), alone.state_dict())
 
 
-EACH = [*itertools.product(LIBRARY, CASES)] if DEEP else [*zip(LIBRARY, itertools.cycle(CASES))]
-"""Each schedule with one of the models, in turn; in a deep run with both."""
+EACH = [("1f1b", "unet"), ("zb-h1", "transformer"), ("chimera", "unet")]
+if DEEP:
+    EACH = [*itertools.product(LIBRARY, CASES)]
 
 
 @pytest.mark.parametrize(("name", "case"), EACH)
@@ -174,7 +175,7 @@ def mixed(
         yield U(stage)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES))
 @pytest.mark.parametrize(
     "recipe",
     [

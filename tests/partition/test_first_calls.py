@@ -18,6 +18,7 @@ import fxpipe
 from fxpipe.compiler import passes
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.runner import Pass
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 
 MICROBATCHES = 4
@@ -145,7 +146,7 @@ def compiled(model: nn.Module, devices: int = 2, **options: Any) -> fxpipe.Pipel
 
 
 @pytest.mark.parametrize("first", FIRST)
-@pytest.mark.parametrize("drawn", [0, 1], indirect=True)
+@pytest.mark.parametrize("drawn", [0, *deep(1)], indirect=True)
 @pytest.mark.usefixtures("drawn")
 def test_training_after_another_first_call_is_the_loops(first: First) -> None:
     model, alone = twins(Net)

@@ -15,6 +15,7 @@ from fxpipe.passes.partition.assignment import Assignment, Verdict, in_order, wi
 from fxpipe.passes.partition.balance import balance
 from fxpipe.passes.partition.measure import NodeCost
 from tests.helpers.fronted import front_end
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 from tests.partition.test_partition import Shared, free
 
@@ -129,7 +130,7 @@ def divided(shared: str, stages: int) -> tuple[Traced, Assignment, Verdict, floa
     return traced, assignment, assignment.verdict, best
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [*deep(2), 4])
 @pytest.mark.parametrize("shared", ["angles", "mask", "bias", "keys"])
 def test_the_cut_is_no_worse_than_the_best_between_layers(shared: str, stages: int) -> None:
     _, _, verdict, best = divided(shared, stages)
@@ -137,7 +138,7 @@ def test_the_cut_is_no_worse_than_the_best_between_layers(shared: str, stages: i
     assert verdict.condition == "add up gradients in the model's order"
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [*deep(2), 4])
 @pytest.mark.parametrize("shared", ["angles", "mask", "bias", "keys"])
 def test_what_layers_in_several_stages_read_trains_as_in_the_loop(shared: str, stages: int) -> None:
     torch.manual_seed(0)

@@ -30,6 +30,7 @@ from tests.helpers.fronted import (
     values_of,
     whole,
 )
+from tests.helpers.profiles import deep
 
 
 class Model(nn.Module):
@@ -171,7 +172,7 @@ def made(name: str) -> tuple[nn.Module, tuple[Any, ...], Traced]:
 
 
 @cases
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", [*deep(1), 3])
 def test_graphs_equal_autograd_to_the_bit(name: str, stages: int) -> None:
     model, args, traced = made(name)
     expected = Answer(model, *args)

@@ -27,6 +27,7 @@ from tests.helpers.fronted import (
     seed_like,
     whole,
 )
+from tests.helpers.profiles import some
 
 
 @functools.cache
@@ -79,6 +80,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 operations = pytest.mark.parametrize("function", OPERATIONS.values(), ids=OPERATIONS.keys())
+some_operations = pytest.mark.parametrize("function", some(OPERATIONS.values()))
 
 
 @operations
@@ -101,7 +103,7 @@ def test_draws_leave_torchs_generator_alone(function: Callable[[Tensor], Tensor]
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@operations
+@some_operations
 def test_two_draws_of_one_graph_differ_and_depend_on_nothing_else_in_it(
     function: Callable[[Tensor], Tensor],
 ) -> None:
@@ -111,7 +113,7 @@ def test_two_draws_of_one_graph_differ_and_depend_on_nothing_else_in_it(
     assert not torch.equal(one, two)
 
 
-@operations
+@some_operations
 def test_shapes_and_types_are_torchs(function: Callable[[Tensor], Tensor]) -> None:
     x = torch.ones(50, 4)
     double = drawn(function, x.double()), function(x.double())

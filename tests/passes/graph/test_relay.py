@@ -18,6 +18,7 @@ from fxpipe.passes.partition.balance import balance
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.tracing.symbolic import trace_symbolically
 from tests.helpers.fronted import Answer, differentiated, front_end, run_plan
+from tests.helpers.profiles import DEEP, deep
 from tests.oracles import loop
 
 
@@ -148,7 +149,7 @@ def test_an_output_that_is_read_often_is_handed_to_the_caller_by_the_last_reader
 
 
 @pytest.mark.parametrize("reads", [[1, 2, 1], [2, 3, 2, 2], [1, 4, 0, 1], [0, 3, 3, 1]])
-@pytest.mark.parametrize("times", [1.0, 1e3])
+@pytest.mark.parametrize("times", [1.0, *deep(1e3)])
 def test_gradients_equal_the_loops(reads: list[int], times: float) -> None:
     torch.manual_seed(0)
     model = Shares(reads)
@@ -233,7 +234,7 @@ class Parts(nn.Module):
 
 
 @pytest.mark.parametrize("tracer", ["export", "symbolic"])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(20 if DEEP else 4))
 def test_readers_of_a_value_stand_in_stages_in_the_order_of_the_program(
     seed: int, tracer: str
 ) -> None:

@@ -26,6 +26,7 @@ from fxpipe.schedules import gpipe, one_f_one_b
 from fxpipe.simulator import Sizes, simulate
 from fxpipe.simulator.costs import Link
 from tests.helpers.plans import chain, skipping
+from tests.helpers.profiles import some
 from tests.oracles.stream_times import Timed, timed
 from tests.passes.lowering.test_lower import plans, schedules
 from tests.text.test_program import LINES
@@ -39,7 +40,7 @@ def plain(name: str, devices: int, microbatches: int, *, pause: bool = False) ->
     return run(schedule, Lower(plan, pause=pause, updates=not pause), communicate, free)
 
 
-@pytest.mark.parametrize("name", LIBRARY)
+@pytest.mark.parametrize("name", some(LIBRARY))
 def test_every_schedule_of_the_library_gets_streams_that_cannot_race(name: str) -> None:
     for devices, microbatches in ((2, 4), (4, 4), (4, 9)):
         before = plain(name, devices, microbatches)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 
 
@@ -299,7 +300,7 @@ def partly_set(x: Tensor) -> Any:
         *((write, "symbolic") for write in (scaled, rectified)),
     ],
 )
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", *deep("zb-h1")])
 def test_what_a_model_writes_into_its_input_is_seen_by_itself_alone(
     write: Callable[[Tensor], Any], tracer: Any, schedule: str, caplog: pytest.LogCaptureFixture
 ) -> None:

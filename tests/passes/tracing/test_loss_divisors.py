@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, log_softmax, mse_loss, nll_loss, 
 
 import fxpipe
 from tests.helpers.losses import IGNORED, assert_whole, counted, masked_mean, net, rows
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 
 WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 0.0, 3.0], dtype=torch.float64)
@@ -211,7 +212,7 @@ PLAIN: list[Callable[..., Tensor]] = [
 ]
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+@pytest.mark.parametrize("tracer", ["export", *deep("symbolic")])
 @pytest.mark.parametrize("loss", PLAIN)
 def test_nothing_is_said_of_means_over_samples(loss: Callable[..., Tensor], tracer: Any) -> None:
     for samples in (6, 7):  # a warning would be an error

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import fxpipe
 from fxpipe.errors import TraceError
+from tests.helpers.profiles import some
 from tests.helpers.speech import MODELS, sounds, speech
 from tests.oracles import loop
 
@@ -158,7 +159,7 @@ EVERY = [
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.cond's own
-@pytest.mark.parametrize("function", EVERY)
+@pytest.mark.parametrize("function", some(EVERY))
 def test_what_follows_the_line_is_called_and_what_comes_before_is_cut(
     function: Function, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 
 SHARED = torch.ones(4)
@@ -56,7 +57,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+@pytest.mark.parametrize("tracer", ["export", *deep("symbolic")])
 @pytest.mark.parametrize("read", READS)
 def test_what_is_made_of_a_tensor_follows_the_tensor(read: str, tracer: Any) -> None:
     SHARED.fill_(1.0)

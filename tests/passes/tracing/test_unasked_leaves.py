@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import fxpipe
 import fxpipe.passes.tracing.trace
 from tests.helpers.around import Around
+from tests.helpers.profiles import deep
 from tests.helpers.unasked import told, train_both
 from tests.oracles import loop
 
@@ -116,17 +117,23 @@ def maps(net: Any, x: Tensor) -> Tensor:
     ("inner", "leaf", "tracer"),
     [
         (lambda: Does(masks), "inner", "export"),
-        (lambda: Does(assigns), "inner", "export"),
-        (lambda: Does(packs, nn.LSTM(4, 4, batch_first=True)), "inner", "export"),
         (lambda: Does(asks_a_part, Does(branches)), "inner", "export"),
-        (lambda: Does(scales, Does(counts)), "inner", "export"),
         (lambda: nn.Sequential(nn.Sequential(Does(branches), nn.Tanh())), "inner.0.0", "export"),
-        (lambda: Does(goes_on_unrecorded), "inner", "export"),
-        (lambda: Does(maps), "inner", "export"),
-        (lambda: Does(chooses), "inner", "symbolic"),
         (lambda: Does(as_array), "inner", "symbolic"),
-        (lambda: Does(asks_a_part, Does(branches)), "inner", "symbolic"),
-        (lambda: nn.Sequential(nn.Sequential(Does(branches), nn.Tanh())), "inner.0.0", "symbolic"),
+        *deep(
+            (lambda: Does(assigns), "inner", "export"),
+            (lambda: Does(packs, nn.LSTM(4, 4, batch_first=True)), "inner", "export"),
+            (lambda: Does(scales, Does(counts)), "inner", "export"),
+            (lambda: Does(goes_on_unrecorded), "inner", "export"),
+            (lambda: Does(maps), "inner", "export"),
+            (lambda: Does(chooses), "inner", "symbolic"),
+            (lambda: Does(asks_a_part, Does(branches)), "inner", "symbolic"),
+            (
+                lambda: nn.Sequential(nn.Sequential(Does(branches), nn.Tanh())),
+                "inner.0.0",
+                "symbolic",
+            ),
+        ),
     ],
 )
 def test_the_smallest_submodule_that_can_be_called_is_and_a_warning_says_so(
