@@ -173,7 +173,8 @@ class Trained:
 
     Attributes:
         waits: step → reason → how often the host waited for a device in it.
-        bytes: step → the bytes that all devices together had allocated after it, without losses.
+        bytes: the bytes that all devices together had allocated after the last two steps, without
+            losses.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -232,7 +233,7 @@ def train(
                 losses.append(pipe.step(x, target=y))
                 if look:
                     trained.waits.append(look().waits)
-                    if setting.flushes:
+                    if setting.flushes and step >= setting.steps - 2:
                         trained.bytes.append(_held(losses, trained.bytes))
                 place.overwrite()
                 x, y = place.put(*model.batch(torch.Generator().manual_seed(seed)))
@@ -285,7 +286,7 @@ def _held(losses: Sequence[Tensor], before: Sequence[int]) -> int:
     kept = LOSS * sum(loss.is_cuda for loss in losses)
     for _ in range(2000):
         held = sum(map(torch.cuda.memory_allocated, _indices())) - kept
-        if len(before) < 2 or held <= before[-1]:
+        if not before or held <= before[-1]:
             break
         time.sleep(0.005)
     return held
@@ -348,6 +349,9 @@ def compare(setting: Setting, places: Sequence[str], modes: Sequence[tuple[int, 
         cuda.configure(cuda.Mode(mode), seed)  # runs what is left of the run before
         look()
         now = run
+        if run == 1:
+            gc.collect()
+            gc.freeze()  # the pipe is compiled, and each collection would look at it again
 
     cuda.take()
     try:
@@ -368,6 +372,7 @@ def compare(setting: Setting, places: Sequence[str], modes: Sequence[tuple[int, 
         del made
     if races:
         wrong.append((races[0][0], f"{len(races)} races, the first: {races[0][1]}"))
+    gc.unfreeze()
     gc.collect()
     if not wrong and any(left := [torch.cuda.memory_allocated(d) for d in _indices()]):
         wrong.append((now, f"bytes that stay allocated: {left}"))
