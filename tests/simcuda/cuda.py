@@ -192,7 +192,7 @@ def synchronize(device: Any = None) -> None:
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     index = index_of(device)
-    return sim.limit(index) - sim.allocated(index), sim.limit(index)
+    return sim.limit(index) - sim.taken(index), sim.limit(index)
 
 
 def properties(device: Any = None) -> Any:

@@ -318,13 +318,6 @@ FAULTS = {
         "        if True:\n            staged",
         ("no peers",),
     ),
-    "the second half of a copy through the host is on the current stream": Fault(
-        LANES,
-        "        with current(arriving):\n            return target.copy_(staged",
-        "        if True:\n            return target.copy_(staged",
-        ("no peers",),
-        "an arrival is launched where its stream is the current one",
-    ),
     "a block leaves its stream current": Fault(
         ACCELERATOR, "torch.accelerator.set_stream(self._before)", "pass", ("pinned", "call")
     ),

@@ -1495,6 +1495,10 @@ PYBIND11_MODULE(_simcuda, m) {
     Locked locked;
     return allocated[device];
   });
+  m.def("taken", [](int device) {  // with what no allocation gets yet
+    Locked locked;
+    return active[device] + kept_back[device];
+  });
   m.def("peak", [](int device) {
     Locked locked;
     return peak[device];

@@ -129,6 +129,37 @@ def test_a_device_has_as_much_memory_as_its_limit_says() -> None:
     assert found["left"] == 0
 
 
+def freed_while_used() -> list[tuple[int, int]]:
+    """Bytes allocated and free: of a tensor that another stream reads, without it, and when that
+    stream is done."""
+    from tests.simcuda import cuda
+
+    cuda.configure(cuda.Mode.LAZY)
+    side, told = torch.cuda.Stream(0), []
+
+    def look() -> None:
+        told.append((torch.cuda.memory_allocated(0), torch.cuda.mem_get_info(0)[0]))
+
+    with cuda.within(0, 4 * 512):
+        x = torch.zeros(100, device="cuda:0")
+        side.wait_stream(torch.cuda.current_stream(0))
+        with torch.cuda.stream(side):
+            x.add_(1)
+        x.record_stream(side)
+        look()
+        del x
+        look()
+        torch.cuda.synchronize(0)
+        torch.empty(0, device="cuda:0")  # an allocation looks at what is done
+        look()
+    return told
+
+
+def test_what_is_freed_while_a_stream_uses_it_is_not_allocated_but_not_free() -> None:
+    whole = 4 * 512
+    assert on_devices(freed_while_used) == [(512, whole - 512), (0, whole - 512), (0, whole)]
+
+
 def from_host(pinned: bool) -> tuple[float, int]:
     """The sum of a copy whose source is overwritten at once, and the waits of the copy."""
     from tests.simcuda import cuda

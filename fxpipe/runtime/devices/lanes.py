@@ -232,7 +232,7 @@ class Lanes:
         with current(leaving), current(self.stream(stream)):
             if reaches(self.device, value.device):
                 return target.copy_(value, non_blocking=True)
-        return self._through_host(target, value, self.stream(stream), leaving)
+        return self._through_host(target, value, leaving, self.stream(stream))
 
     def _leaving_stream(self, stream: str, source: torch.device) -> torch.Stream:
         """The stream of the source device that copies for one of this device's streams."""
@@ -242,20 +242,16 @@ class Lanes:
         return self._leaving[key]
 
     def _through_host(
-        self,
-        target: Tensor,
-        value: Tensor,
-        arriving: torch.Stream,
-        leaving: torch.Stream,
+        self, target: Tensor, value: Tensor, leaving: torch.Stream, arriving: torch.Stream
     ) -> Tensor:
-        """Copy through pinned memory, which torch reuses only when both copies are done."""
+        """Copy through pinned memory, which torch reuses only when both copies are done. The
+        arriving stream is the current one."""
         staged = torch.empty_like(value, device="cpu", pin_memory=True)
         leaving.wait_event(arriving.record_event())
         with current(leaving):
             staged.copy_(value, non_blocking=True)
         arriving.wait_event(leaving.record_event())
-        with current(arriving):
-            return target.copy_(staged, non_blocking=True)
+        return target.copy_(staged, non_blocking=True)
 
 
 def room(spec: ValueSpec, device: torch.device) -> Tensor:
