@@ -1,4 +1,4 @@
-"""Pipes whose stages run by captured graphs, on a stand-in for CUDA, beside plain ones."""
+"""Pipes whose stages run by captured graphs, beside plain ones."""
 
 from __future__ import annotations
 
@@ -11,39 +11,30 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import fxpipe
-from fxpipe.compiler.options import Options
 from fxpipe.extensions.cuda_graphs.captured import Captured
 from fxpipe.extensions.cuda_graphs.capturing import Capturing
 from fxpipe.ir.recipe import find_recipe
-from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.devices.lanes import Lanes
-from fxpipe.runtime.devices.launching import StreamBackend
-from tests.helpers.eager_lanes import use
-from tests.helpers.fake_cuda import Stream
 from tests.helpers.tiny import CUTS, Tiny, batch, within
 from tests.oracles import loop
 
 
-class Anywhere(fxpipe.CudaGraphs):
-    """Captures on whatever the pipe runs."""
-
-    def check(self, options: Options) -> None:
-        pass
-
-
-def capturing(
-    model: nn.Module, devices: int = 2, dispatch: Dispatch = "device", **options: Any
-) -> fxpipe.Pipeline:
-    """A pipe over streams of the stand-in, whose stages are captured."""
+def on_streams(model: nn.Module, devices: int, **options: Any) -> fxpipe.Pipeline:
+    """A pipe over streams of one device, in four micro-batches with a loss of classes."""
     given: dict[str, Any] = {"microbatches": 4, "loss": cross_entropy, **options}
     stages = find_recipe(given.get("schedule", "1f1b")).stages(devices)
     if isinstance(model, Tiny) and stages in CUTS:
         given.setdefault("partition", CUTS[stages])
-    given |= {"extensions": [Anywhere()], "dispatch": dispatch}
-    pipe = fxpipe.compile(model, ["cpu"] * devices, **given)
-    places: Any = [Stream() for _ in range(devices)]
-    use(pipe, StreamBackend([*map(Lanes, places)]))
-    return pipe
+    return fxpipe.compile(model, [torch.cuda.Stream() for _ in range(devices)], **given)
+
+
+def capturing(model: nn.Module, devices: int = 2, **options: Any) -> fxpipe.Pipeline:
+    """A pipe whose stages are captured."""
+    return on_streams(model, devices, extensions=[fxpipe.CudaGraphs()], **options)
+
+
+def captures(pipe: fxpipe.Pipeline) -> int:
+    """How many captures a pipe has made."""
+    return sum(kernel.captures for kernel in kernels(pipe))
 
 
 def kernels(pipe: fxpipe.Pipeline) -> list[Captured]:
@@ -69,13 +60,11 @@ def train(
     plain = copy.deepcopy(model)
     for own, parameter in zip(plain.parameters(), model.parameters(), strict=True):
         own.grad = None if parameter.grad is None else parameter.grad.clone()
-    given: dict[str, Any] = {"microbatches": 4, "loss": cross_entropy, **options}
-    given.pop("dispatch", None)
     counts = []
     with (
         within(300),
         capturing(model, devices, **options) as pipe,
-        fxpipe.compile(plain, ["cpu"] * devices, **given) as other,
+        on_streams(plain, devices, **options) as other,
     ):
         for each in (pipe, other):  # while something is traced, torch's Adam rounds otherwise
             x, y = make(samples(0), 0)
@@ -83,11 +72,11 @@ def train(
         for step in range(steps):
             x, y = make(samples(step), step)
             assert torch.equal(pipe.step(x, target=y), other.step(x, target=y)), step
-            counts.append(sum(kernel.captures for kernel in kernels(pipe)))
+            counts.append(captures(pipe))
         pipe.flush()
         other.flush()
         loop.assert_same(loop.gradients(model), loop.gradients(plain))
-    loop.assert_same(model.state_dict(), plain.state_dict())
+        loop.assert_same(model.state_dict(), plain.state_dict())
     assert counts[-1] > 0
     assert not any(kernel.overflows or kernel.given_up for kernel in kernels(pipe))
     return pipe, counts

@@ -15,7 +15,7 @@ from fxpipe import DeviceError, DeviceMemoryError, InputError
 from fxpipe.devices import read_devices
 from fxpipe.passes.partition.measure import Stopwatch
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.devices.lanes import Lanes, home
+from fxpipe.runtime.devices.lanes import ALONE, Lanes, home
 from fxpipe.runtime.devices.launching import StreamBackend
 from fxpipe.text.program import print_instruction
 from tests.helpers.eager_lanes import use
@@ -210,6 +210,39 @@ def test_costs_on_a_device_are_the_times_between_its_events(cuda: Cuda) -> None:
     one, both_ = watch.seconds([(marks[0], marks[1]), (marks[0], marks[2])])
     assert 0 < one < both_ < 1
     assert cuda.waits == 1
+
+
+def test_no_stream_is_made_to_wait_while_something_is_captured(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = []
+
+    def wait_event(self: Stream, event: Any) -> None:
+        alone.append(ALONE._is_owned())  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Stream, "wait_event", wait_event)
+    place: Any = Stream()
+    backend = StreamBackend([Lanes(place)])
+    backend.begin()
+    backend.end()
+    assert alone == [True, True]
+
+
+def test_a_device_may_make_a_stream_while_the_caller_begins_a_run(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place: Any = Stream()
+    backend = StreamBackend([Lanes(place)])
+    lanes = backend.lanes[0]
+    lanes.stream("in")
+
+    def wait_event(self: Stream, event: Any) -> None:
+        if self is place:
+            lanes.stream("out")
+
+    monkeypatch.setattr(Stream, "wait_event", wait_event)
+    backend.begin()
+    assert set(lanes._streams) == {"compute", "in", "out"}
 
 
 # devices

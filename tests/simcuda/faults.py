@@ -11,6 +11,8 @@ FREE = "fxpipe.passes.lowering.free"
 LANES = "fxpipe.runtime.devices.lanes"
 LAUNCHING = "fxpipe.runtime.devices.launching"
 ACCELERATOR = "fxpipe.torchtools.accelerator"
+CAPTURED = "fxpipe.extensions.cuda_graphs.captured"
+SLOTS = "fxpipe.extensions.cuda_graphs.slot_graphs"
 
 
 class Fault(NamedTuple):
@@ -320,6 +322,34 @@ FAULTS = {
     ),
     "a block leaves its stream current": Fault(
         ACCELERATOR, "torch.accelerator.set_stream(self._before)", "pass", ("pinned", "call")
+    ),
+    # captured graphs
+    "outputs of a capture stay in its slot": Fault(
+        CAPTURED,
+        "return [value.clone() if isinstance(value, Tensor) else value for value in values]",
+        "return [*values]",
+        ("captured",),
+    ),
+    "inputs are not copied into a slot": Fault(
+        CAPTURED, "slot.inputs.fill(values)", "pass", ("captured",)
+    ),
+    "gradients of outputs are not copied into a slot": Fault(
+        CAPTURED, "slot.gradients.fill(gradients)", "pass", ("captured",)
+    ),
+    "a slot is taken again while it is in use": Fault(
+        CAPTURED,
+        "        lease = SlotLease(slot, self._free)\n",
+        "        lease = SlotLease(slot, [])\n        self._free.append(slot)\n",
+        ("captured",),
+    ),
+    "slots share a pool": Fault(
+        SLOTS,
+        "self._pool = torch.cuda.graph_pool_handle()",
+        "self._pool = 0, 1 + stream.device_index",
+        ("captured",),
+    ),
+    "parameters at other addresses have no captures of their own": Fault(
+        CAPTURED, "return tensor.data_ptr(), tensor.stride()", "return ()", ("captured 2bw",)
     ),
     # what compiles
     "statistics stay where they are": Fault(

@@ -9,6 +9,7 @@ import inspect
 import signal
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,6 +51,12 @@ class Scene(NamedTuple):
 
 def _trained(setting: Setting, devices: Sequence[Any], look: Look) -> Values:
     return train(setting, devices, look)[0].values
+
+
+def _captured(setting: Setting, devices: Sequence[Any], look: Look) -> Values:
+    extensions = {"extensions": ["cuda_graphs"]} if look else {}
+    options = {**setting.options, **extensions}
+    return train(replace(setting, options=options), devices, look)[0].values
 
 
 def _scene(model: str, schedule: str, **given: Any) -> Scene:
@@ -127,6 +134,8 @@ SCENES = {
     "inputs elsewhere": Scene(partial(_computed, 2, True, "1f1b"), options={"devices": 3}),
     "call": Scene(_called, modes=(LAZY, RANDOM)),
     "ignored targets": Scene(_ignored),
+    "captured": Scene(partial(_captured, Setting("unet", {"schedule": "1f1b"}))),
+    "captured 2bw": Scene(partial(_captured, Setting("unet", {"schedule": "2bw"}, steps=8))),
     "no peers": _scene("dropout", "1f1b")._replace(options={"peers": False}),
 }
 

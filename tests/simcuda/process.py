@@ -24,7 +24,7 @@ import pytest
 
 from tests.simcuda.building import build, missing
 
-DEADLINE = 300.0
+DEADLINE = 900.0
 """Seconds after which a process ends itself, and writes what its threads do."""
 
 ROOT = Path(__file__).parents[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -45,22 +46,25 @@ class Outcomes:
             self.passed += 1
 
 
-def run(deep: bool) -> tuple[dict[str, str], dict[str, str], int, list[str]]:
-    """The tests that have failed and that were skipped, each with the text of why; how many have
-    passed; and the races."""
+def run(given: Sequence[str]) -> tuple[dict[str, str], dict[str, str], int, list[str]]:
+    """Run tests by pytest with these arguments.
+
+    Returns:
+        The tests that have failed and that were skipped, each with the text of why; how many have
+        passed; and the races.
+    """
     from tests.simcuda import cuda
 
     cuda.configure(cuda.Mode.LAZY)
     outcomes = Outcomes()
     options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
-    if not deep:
-        options += ["-k", "not training_equals_that_without_graphs or 2bw"]
-    pytest.main([*options, *(str(GPU / file) for file in FILES)], plugins=[outcomes])
+    pytest.main([*options, *given], plugins=[outcomes])
     return outcomes.failed, outcomes.skipped, outcomes.passed, list(cuda.take().races)
 
 
 def test_the_tests_for_a_gpu_pass_on_simulated_devices() -> None:
-    failed, skipped, passed, races = on_devices(run, DEEP)
+    some = [] if DEEP else ["-k", "not training_equals_that_without_graphs or 2bw"]
+    failed, skipped, passed, races = on_devices(run, [*(str(GPU / file) for file in FILES), *some])
     assert not failed, "\n".join(failed.values())
     assert not races
     assert passed

@@ -1,9 +1,11 @@
-"""What is captured and what not, and what happens where capturing or a step fails."""
+"""What is captured and what not, and what happens where capturing or a step fails. Skipped without
+a CUDA device."""
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +15,11 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import CaptureError, DeviceMemoryError, ExecutionError, InputError
 from fxpipe.extensions.cuda_graphs.capturing import Capturing, obstacle, slots
-from tests.helpers import fake_cuda
-from tests.helpers.captured_pipes import capturing, kernels, sgd, train
-from tests.helpers.fake_cuda import Cuda
-from tests.helpers.fake_graphs import Graphs
+from tests.helpers.captured_pipes import captures, capturing, kernels, on_streams, sgd, train
 from tests.helpers.tiny import Tiny, batch, soon, within
 from tests.oracles import loop
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 # how many slots
 
@@ -36,7 +37,7 @@ from tests.oracles import loop
     ],
 )
 def test_slots_are_as_many_as_micro_batches_in_flight(
-    graphs: Graphs, schedule: str, recompute: Any, expected: tuple[int, ...]
+    schedule: str, recompute: Any, expected: tuple[int, ...]
 ) -> None:
     with capturing(Tiny(), 3, schedule=schedule, recompute=recompute, optimizer=sgd) as pipe:
         x, y = batch(8)
@@ -79,7 +80,6 @@ def dropping() -> nn.Module:
     ids=["draws", "draws not", "whole number", "number", "leaves"],
 )
 def test_a_stage_that_cannot_be_captured_runs_as_it_is_and_is_told_of(
-    graphs: Graphs,
     model: nn.Module,
     inputs: dict[str, Any],
     options: dict[str, Any],
@@ -90,12 +90,11 @@ def test_a_stage_that_cannot_be_captured_runs_as_it_is_and_is_told_of(
 ) -> None:
     model = copy.deepcopy(model)
     plain = copy.deepcopy(model)
-    given: dict[str, Any] = {"microbatches": 4, "loss": nn.functional.cross_entropy, **options}
     with (
         within(300),
         caplog.at_level(logging.INFO, "fxpipe"),
         capturing(model, verbose=True, **options) as pipe,
-        fxpipe.compile(plain, ["cpu"] * 2, **given) as other,
+        on_streams(plain, 2, **options) as other,
     ):
         for step in range(3):
             x, y = batch(8, step)
@@ -115,7 +114,7 @@ def test_a_stage_that_cannot_be_captured_runs_as_it_is_and_is_told_of(
     assert shown.count("runs uncaptured") == len(stages)
 
 
-def test_a_stage_whose_sizes_depend_on_data_is_not_captured(graphs: Graphs) -> None:
+def test_a_stage_whose_sizes_depend_on_data_is_not_captured() -> None:
     with capturing(Tiny()) as pipe:
         x, y = batch(8)
         pipe.prepare(x, target=y)
@@ -140,42 +139,35 @@ def test_they_are_refused_on_cpu_devices() -> None:
 
 
 @pytest.mark.parametrize("given", [[], ["cuda_graphs"], [fxpipe.CudaGraphs()]])
-def test_the_extension_makes_the_kernels_captured_ones(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, given: list[Any]
-) -> None:
-    found = torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    with fxpipe.compile(Tiny(), ["cuda:0", "cuda:1"], extensions=given) as pipe:
+def test_the_extension_makes_the_kernels_captured_ones(given: list[Any]) -> None:
+    with fxpipe.compile(
+        Tiny(), [torch.cuda.Stream(), torch.cuda.Stream()], extensions=given
+    ) as pipe:
         assert [type(wrap) for wrap in pipe._compiler._wraps] == [Capturing] * len(given)
 
 
 # parameters that move
 
 
-def test_an_assigned_state_dict_is_captured_anew(graphs: Graphs) -> None:
+def test_an_assigned_state_dict_is_captured_anew() -> None:
     torch.manual_seed(0)
     model, other = Tiny(), Tiny()
     plain = copy.deepcopy(model)
-    with within(300), capturing(model, optimizer=sgd) as pipe:
-        twin = fxpipe.compile(
-            plain,
-            ["cpu"] * 2,
-            optimizer=sgd,
-            microbatches=4,
-            loss=nn.functional.cross_entropy,
-        )
+    with (
+        within(300),
+        capturing(model, optimizer=sgd) as pipe,
+        on_streams(plain, 2, optimizer=sgd) as twin,
+    ):
         counts = []
         for step in range(6):
             if step == 3:
                 for each in (model, plain):
                     for own, given in zip(each.parameters(), other.parameters(), strict=True):
-                        own.data = given.detach().clone()
+                        own.data = given.detach().cuda()
             x, y = batch(8, step)
             assert torch.equal(pipe.step(x, target=y), twin.step(x, target=y))
-            counts.append(graphs.captures)
-        twin.close()
-    loop.assert_same(model.state_dict(), plain.state_dict())
+            counts.append(captures(pipe))
+        loop.assert_same(model.state_dict(), plain.state_dict())
     assert counts == [counts[0]] * 3 + [2 * counts[0]] * 3
 
 
@@ -190,7 +182,7 @@ class Moving(torch.optim.SGD):
 
 
 def test_a_stage_whose_parameters_move_every_time_is_given_up(
-    graphs: Graphs, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch.manual_seed(0)
     model = Tiny()
@@ -200,18 +192,16 @@ def test_a_stage_whose_parameters_move_every_time_is_given_up(
     with (
         within(300),
         capturing(model, schedule="gpipe", **given) as pipe,
-        fxpipe.compile(
-            plain, ["cpu"] * 2, microbatches=4, loss=nn.functional.cross_entropy, **given
-        ) as other,
+        on_streams(plain, 2, schedule="gpipe", **given) as other,
     ):
         counts = []
         for step in range(12):
             kept += [parameter.data for parameter in model.parameters()]
             x, y = batch(8, step)
             assert torch.equal(pipe.step(x, target=y), other.step(x, target=y))
-            counts.append(graphs.captures)
+            counts.append(captures(pipe))
         assert all(kernel.given_up for kernel in kernels(pipe))
-    loop.assert_same(model.state_dict(), plain.state_dict())
+        loop.assert_same(model.state_dict(), plain.state_dict())
     assert counts[-1] == counts[-2]
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warned) == 2 and all("changes them in place" in text for text in warned)
@@ -225,29 +215,29 @@ def test_a_stage_whose_parameters_move_every_time_is_given_up(
 )
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_after_a_failure_all_slots_are_free(
-    graphs: Graphs, cuda: Cuda, schedule: str, text: str, monkeypatch: pytest.MonkeyPatch
+    schedule: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     model = Tiny()
     plain = copy.deepcopy(model)
     held = []
-    with within(300), capturing(model, schedule=schedule, optimizer=sgd) as pipe:
-        twin = fxpipe.compile(
-            plain, ["cpu"] * 2, optimizer=sgd, microbatches=4, loss=nn.functional.cross_entropy
-        )
+    with (
+        within(300),
+        capturing(model, schedule=schedule, optimizer=sgd) as pipe,
+        on_streams(plain, 2, schedule=schedule, optimizer=sgd) as twin,
+    ):
         for step in range(6):
             x, y = batch(8, step)
             if step in (0, 2, 3):  # with captures that are not there yet, and with those that are
                 with monkeypatch.context() as patched:
-                    patched.setattr(cuda, "range", Failing(text))
+                    patched.setattr(torch.cuda.nvtx, "range", Failing(text))
                     with pytest.raises(ExecutionError, match="made to fail") as raised:
                         pipe.step(x, target=y)
                 held.append(raised.value)  # its traceback keeps the frames of the run
                 assert all(len(kernel._free) == kernel._made for kernel in kernels(pipe))
             assert torch.equal(pipe.step(x, target=y), twin.step(x, target=y))
-        twin.close()
         assert not any(kernel.overflows for kernel in kernels(pipe))
-    loop.assert_same(model.state_dict(), plain.state_dict())
+        loop.assert_same(model.state_dict(), plain.state_dict())
 
 
 class Failing:
@@ -255,25 +245,71 @@ class Failing:
 
     def __init__(self, text: str) -> None:
         self.text = " ".join(text.split())
+        self.range = torch.cuda.nvtx.range
 
     def __call__(self, name: str) -> Any:
         if " ".join(name.split()) == self.text:
             raise RuntimeError("made to fail")
-        return fake_cuda.Cuda().range(name)
+        return self.range(name)
 
 
-@pytest.mark.parametrize(
-    ("operation", "task"), [("tanh", "forward"), ("tanh_backward", "backward")]
-)
+REFUSED: dict[str, Exception] = {}
+"""What ``watched`` raises in captures, in its forward or its backward."""
+
+
+def _refuse(task: str) -> None:
+    if task in REFUSED and torch.cuda.is_current_stream_capturing():
+        raise REFUSED[task]
+
+
+@torch.library.custom_op("fxpipe_tests::watched", mutates_args=())
+def watched(x: Tensor) -> Tensor:
+    _refuse("forward")
+    return x.clone()
+
+
+@torch.library.custom_op("fxpipe_tests::watched_backward", mutates_args=())
+def watched_backward(x: Tensor) -> Tensor:
+    _refuse("backward")
+    return x.clone()
+
+
+watched.register_fake(torch.empty_like)
+watched_backward.register_fake(torch.empty_like)
+watched.register_autograd(lambda _, gradient: watched_backward(gradient))
+
+
+class Watched(nn.Module):
+    """Its second stage may be refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.last(torch.relu(self.first(x)))
+        y: Tensor = watched(h)
+        return y
+
+
+@pytest.fixture
+def refused() -> Iterator[dict[str, Exception]]:
+    yield REFUSED
+    REFUSED.clear()
+
+
+@pytest.mark.parametrize("task", ["forward", "backward"])
 def test_what_cannot_be_captured_is_named_with_its_stage(
-    graphs: Graphs, operation: str, task: str
+    refused: dict[str, Exception], task: str
 ) -> None:
     torch.manual_seed(0)
-    model = Tiny()
-    before = copy.deepcopy(model.state_dict())
+    model = Watched()
     x, y = batch(8)
-    with within(300), capturing(model, partition=["middle"], optimizer=sgd) as pipe:
-        graphs.refuses[operation] = torch.AcceleratorError("CUDA error: not permitted")
+    with within(300), capturing(model, partition=["last"], optimizer=sgd) as pipe:
+        pipe.prepare(x, target=y)
+        before = copy.deepcopy(model.state_dict())
+        refused[task] = torch.AcceleratorError("CUDA error: not permitted")
         with pytest.raises(ExecutionError) as raised:
             pipe.step(x, target=y)
         cause = raised.value.__cause__
@@ -283,19 +319,19 @@ def test_what_cannot_be_captured_is_named_with_its_stage(
         assert raised.value.stage == 1
         loop.assert_same(model.state_dict(), before)
         assert all(len(kernel._free) == kernel._made for kernel in kernels(pipe))
-        graphs.refuses.clear()
+        refused.clear()
         assert pipe.step(x, target=y).isfinite()
 
 
-def test_a_lack_of_memory_in_a_capture_is_told_as_one(graphs: Graphs) -> None:
+def test_a_lack_of_memory_in_a_capture_is_told_as_one(refused: dict[str, Exception]) -> None:
     x, y = batch(8)
-    with within(300), capturing(Tiny(), partition=["middle"]) as pipe:
-        graphs.refuses["tanh"] = torch.OutOfMemoryError("no memory")
+    with within(300), capturing(Watched(), partition=["last"]) as pipe:
+        refused["forward"] = torch.OutOfMemoryError("no memory")
         with pytest.raises(DeviceMemoryError, match="no memory left"):
             pipe.step(x, target=y)
 
 
-def test_a_loss_that_nobody_goes_back_from_frees_its_slots(graphs: Graphs) -> None:
+def test_a_loss_that_nobody_goes_back_from_frees_its_slots() -> None:
     torch.manual_seed(0)
     with within(300), capturing(Tiny()) as pipe:
         for seed in range(6):
@@ -305,6 +341,6 @@ def test_a_loss_that_nobody_goes_back_from_frees_its_slots(graphs: Graphs) -> No
         assert not any(kernel.overflows for kernel in kernels(pipe))
 
 
-def test_small_micro_batches_train_as_without_graphs(graphs: Graphs) -> None:
+def test_small_micro_batches_train_as_without_graphs() -> None:
     torch.manual_seed(0)
     train(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)), microbatches=8)
