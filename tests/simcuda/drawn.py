@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fxpipe import InputError, VerificationError
+from fxpipe import InputError, PartitionError, VerificationError
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.passes.schedule import add_offload, add_recompute
 from tests.simcuda.process import on_devices
@@ -92,7 +92,7 @@ def compared(setting: Setting, places: Sequence[str], modes: Sequence[Any]) -> l
     """``compare``; None if the setting is refused by name."""
     try:
         return compare(setting, places, modes)
-    except (InputError, VerificationError):  # the schedule may not go with the options
+    except (InputError, PartitionError, VerificationError):  # not with these options, or devices
         return None
 
 
