@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from fxpipe.kernels.kernel import Kernel
     from fxpipe.passes.runner import Pass
 
-Door = Literal["public", "extension", "schedule", "view", "command", "option"]
+Door = Literal["public", "extension", "instruction", "schedule", "view", "command", "option"]
 """What a name is for:
 
 - public: an attribute of ``fxpipe``.
 - extension: a name for ``compile(..., extensions=[...])``; what it means is called without
   arguments, and returns an ``Extension``.
+- instruction: an opcode of programs, whose class derives from ``ins.Move``, ``ins.Compute`` or
+  ``ins.OncePerStep`` of ``fxpipe.ir.instruction``.
 - schedule: a name for ``compile(..., schedule=)`` whose schedule is chosen at the first step.
 - view: a method of a class of the core, such as ``Schedule.formulas``.
 - option: a function that the core calls for an option or a method that few need, such as
@@ -43,6 +45,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "deferred_batchnorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
         "inductor": f"{_HERE}.inductor.extension:Inductor",
     },
+    "instruction": {},
     "public": {
         "Choice": f"{_HERE}.planner.choices:Choice",
         "Cluster": f"{_HERE}.planner.cluster:Cluster",

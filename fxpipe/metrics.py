@@ -8,7 +8,6 @@ from math import inf
 from time import perf_counter, perf_counter_ns
 from typing import Any
 
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.simulator.simulation import idle_share
@@ -67,10 +66,10 @@ def measured(program: Program, times: Mapping[int, Sequence[int]]) -> dict[str, 
     for device, stamps in times.items():
         pairs = zip(program.lists[device], stamps[::2], stamps[1::2], strict=True)
         for instruction, *span in pairs:
-            if ins.letter_of(instruction) is not None:
+            if instruction.letter is not None:
                 start, end = ((stamp - first) / 1e9 for stamp in span)
                 spans.append((start, end))
-                stage: int = instruction.stage  # type: ignore[union-attr]
+                stage: int = instruction.stage
                 seconds[stage] = seconds.get(stage, 0.0) + end - start
                 if getattr(instruction, "microbatch", None) is not None:
                     through = max(through, end)

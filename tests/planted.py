@@ -38,6 +38,8 @@ COMMUNICATE = "fxpipe/passes/lowering/communicate.py"
 FREE = "fxpipe/passes/lowering/free.py"
 STREAMS = "fxpipe/passes/lowering/streams.py"
 INTERPRETER = "fxpipe/runtime/interpreter.py"
+FORWARD = "fxpipe/ir/opcodes/forward.py"
+BACKWARD = "fxpipe/ir/opcodes/backward.py"
 CLIPPING = "fxpipe/runtime/weights/clipping.py"
 HOST = "fxpipe/runtime/host.py"
 VERSIONS = "fxpipe/runtime/weights/versions.py"
@@ -102,13 +104,13 @@ LOWERING = {
 
 RUNTIME = {
     "one consumer's gradient stands for all": Fault(
-        INTERPRETER,
+        BACKWARD,
         "[reduce(add, [values[buffer] for buffer in group]) for group in groups]",
         "[values[group[0]] for group in groups]",
         "tests/partition/test_shared_values.py tests/models/test_own_models.py",
     ),
     "a micro-batch does not see what the one before wrote to buffers": Fault(
-        INTERPRETER,
+        FORWARD,
         "[store.state.get(argument.target, buffer) for argument, buffer in arguments]",
         "[buffer for argument, buffer in arguments]",
         "tests/models/test_exactness.py",
@@ -151,9 +153,9 @@ RUNTIME = {
         "tests/runtime/test_one_optimizer.py tests/runtime/test_in_flight.py",
     ),
     "a recompute reads buffers as they are by then": Fault(
-        INTERPRETER,
-        "result = _run_forward(machine, instruction, weights, kept[:count], kept[count:])",
-        "result = _run_forward(machine, instruction, weights, _, kept[count:])",
+        FORWARD,
+        ".forward(weights, kept[:count], inputs)",
+        ".forward(weights, _, inputs)",
         "tests/compiler/test_recompute.py",
     ),
 }

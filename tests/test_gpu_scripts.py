@@ -20,7 +20,7 @@ from benchmarks.gpu import ablation, memory, overlap, right, scaling, spin, stag
 from benchmarks.gpu.limited import limited
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.workloads import workload
-from fxpipe.ir.instruction import Arrival, letter_of
+from fxpipe.ir.instruction import Arrival
 from fxpipe.ir.unroll import unroll
 from tests.helpers.eager_lanes import launched
 from tests.helpers.profiles import some
@@ -288,7 +288,7 @@ def test_arrivals_are_held_against_the_tasks_of_their_own_device() -> None:
     for own in flat.lists:  # all tasks from 0 to 100, all arrivals from 40 to 140 and the rest
         times.append([])
         for instruction in own:
-            times[-1] += (0, 100) if letter_of(instruction) else (40, 140)
+            times[-1] += (0, 100) if instruction.letter else (40, 140)
     arrivals = sum(isinstance(i, Arrival) for own in flat.lists for i in own)
     found = overlap.arrivals_under_tasks(flat, times)
     assert arrivals and found.copies == pytest.approx(arrivals * 100e-9)

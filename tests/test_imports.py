@@ -81,6 +81,8 @@ MAY_IMPORT = {
 
 REACH_UP = {
     "fxpipe.errors": {"draw"},
+    "fxpipe.ir.opcodes.clipping": {"run"},
+    "fxpipe.ir.opcodes.offload": {"run"},
     "fxpipe.ir.plan": {"__str__", "text", "verify"},
     "fxpipe.ir.program": {"__str__", "parse", "verify", "window"},
     "fxpipe.ir.schedule": {

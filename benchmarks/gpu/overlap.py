@@ -27,7 +27,7 @@ from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, read
 from benchmarks.gpu.workloads import NAMES, Workload, workload
 from benchmarks.report import Figure, Grid
-from fxpipe.ir.instruction import Arrival, letter_of
+from fxpipe.ir.instruction import Arrival
 from fxpipe.ir.program import Program
 from fxpipe.ir.unroll import unroll
 from fxpipe.simulator import Simulation
@@ -154,7 +154,7 @@ def arrivals_under_tasks(flat: Program, times: Sequence[Sequence[int]]) -> Cover
     for list_, own in zip(flat.lists, times, strict=True):
         spans = [(1e-9 * a, 1e-9 * b) for a, b in zip(own[::2], own[1::2], strict=True)]
         pairs = [*zip(list_, spans, strict=True)]
-        tasks = [span for instruction, span in pairs if letter_of(instruction)]
+        tasks = [span for instruction, span in pairs if instruction.letter]
         arrivals = [span for instruction, span in pairs if isinstance(instruction, Arrival)]
         copies += sum(end - start for start, end in arrivals)
         below += covered(arrivals, tasks)

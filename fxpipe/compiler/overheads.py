@@ -110,7 +110,7 @@ def learned(
             idle: dict[tuple[str, int], float] = {}  # since when nothing is stored, or fetched
             for _, end, instruction in lane:
                 seconds, before = 1e-9 * (end - before), end
-                letter = ins.letter_of(instruction)
+                letter = instruction.letter
                 moved = beside(instruction)
                 if isinstance(instruction, ins.Offload | ins.Prefetch):
                     begun[instruction.buffer] = end
@@ -121,7 +121,7 @@ def learned(
                     idle[on], key = end, (way, moved.source)
                     transfers[key] = min(transfers.get(key, transfer), transfer)
                 if letter is not None:
-                    tasks[letter, instruction.stage].append(seconds)  # type: ignore[union-attr]
+                    tasks[letter, instruction.stage].append(seconds)
                 elif isinstance(instruction, _AT_ONCE) and moved is None:
                     short.append(seconds)
     overhead = mean(short) if short else known.instruction

@@ -140,7 +140,7 @@ def sketch_program(program: Program, rows: Rows, mark: float) -> Timeline[ins.In
         row_waits.sort()
 
     def cost(x: ins.Instruction) -> float:
-        return mark if ins.letter_of(x) is None else usual_cost(x) * share_of(x, program)
+        return mark if x.letter is None else usual_cost(x) * share_of(x, program)
 
     return sketch(lists, cost, waits)
 

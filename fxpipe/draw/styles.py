@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from fxpipe.draw import picture
 from fxpipe.draw.canvas import ArrowStyle, BoxStyle
 from fxpipe.draw.chart import LegendEntry
 from fxpipe.draw.picture import (
@@ -17,14 +18,11 @@ from fxpipe.draw.picture import (
     GRADIENT,
     IDLE,
     INK,
-    INPUT,
     OTHER,
     PAPER,
-    PARAMETER,
     SKIP,
     SUM,
     TASKS,
-    UPDATE,
     tint,
 )
 from fxpipe.ir import instruction as ins
@@ -196,30 +194,8 @@ class InstructionStyle:
     mark: bool = True
 
 
-_MARKS: dict[type[ins.Instruction], InstructionStyle] = {
-    ins.Load: InstructionStyle("L", BoxStyle(INPUT, FAINT)),
-    ins.Output: InstructionStyle("O", BoxStyle(INPUT, FAINT)),
-    ins.Send: InstructionStyle("S", BoxStyle(PAPER, INK)),
-    ins.Receive: InstructionStyle("R", BoxStyle(PAPER, INK)),
-    ins.Stash: InstructionStyle("s", BoxStyle(PAPER, SKIP, 0.8)),
-    ins.Pop: InstructionStyle("p", BoxStyle(PAPER, SKIP, 0.8)),
-    ins.AllGather: InstructionStyle("g", _GRADIENT),
-    ins.TakePart: InstructionStyle("t", _GRADIENT),
-    ins.GatherWeights: InstructionStyle("w", BoxStyle(PARAMETER, PAPER)),
-    ins.Share: InstructionStyle("w", BoxStyle(PAPER, INK)),
-    ins.Add: InstructionStyle("+", _GRADIENT),
-    ins.Norm: InstructionStyle("n", _GRADIENT),
-    ins.Offload: InstructionStyle("o", BoxStyle(PAPER, UPDATE)),
-    ins.Prefetch: InstructionStyle("f", BoxStyle(PAPER, UPDATE)),
-    ins.Await: InstructionStyle("a", BoxStyle(PAPER, UPDATE)),
-    ins.Free: InstructionStyle("x", BoxStyle(OTHER, PAPER), height=0.4),
-    ins.Barrier: InstructionStyle("|", BoxStyle(FAINT, PAPER), height=1.0),
-    ins.Pause: InstructionStyle("||", BoxStyle(PARAMETER, PAPER), height=1.0),
-}
-
-
 def instruction_style(instruction: ins.Instruction, program: Program) -> InstructionStyle:
-    letter = ins.letter_of(instruction)
+    letter = instruction.letter
     if letter is not None:
         task = task_of(instruction)
         if program.stages <= program.devices and not program.copies:
@@ -227,7 +203,9 @@ def instruction_style(instruction: ins.Instruction, program: Program) -> Instruc
         begins = isinstance(instruction, ins.Give | ins.PartialBackward)
         look = BoxStyle(TASKS.get(letter, OTHER), GRADIENT if begins else PAPER)
         return InstructionStyle(str(task), look, height=1.0, mark=False)
-    drawn = _MARKS[type(instruction)]
+    label, fill, border, width, height = instruction.mark
+    look = BoxStyle(vars(picture)[fill.upper()], vars(picture)[border.upper()], width)
+    drawn = InstructionStyle(label, look, height)
     if isinstance(instruction, ins.Send | ins.Receive) and instruction.buffer.kind in _BACK:
         return replace(drawn, look=_GRADIENT)
     return drawn

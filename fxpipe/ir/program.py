@@ -15,7 +15,7 @@ from fxpipe.formatting import plural, shown
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Launch
 from fxpipe.ir.schedule import ordered_copies
-from fxpipe.ir.value import COPIED, HOST, Buffer, Edge, Operands, norm_buffer, own_buffer
+from fxpipe.ir.value import COPIED, HOST, Buffer, Edge, Operands, own_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -72,7 +72,7 @@ class Program:
     @cached_property
     def depth(self) -> int:
         """How many batches back its instructions reach; 0 where every step ends with a flush."""
-        return max((-ins.batch_of(x) for x in self._instructions), default=0)
+        return max((-x.batch for x in self._instructions), default=0)
 
     @cached_property
     def edges_into(self) -> tuple[tuple[Edge, ...], ...]:
@@ -89,13 +89,15 @@ class Program:
         """Stage, micro-batch and batch → the buffers of its computations, if it has any."""
         computes = (x for x in self._instructions if isinstance(x, ins.Compute))
         keys = {(x.stage, x.microbatch, x.batch) for x in computes if 0 <= x.stage < self.stages}
-        return {key: self._operands(*key) for key in keys}
+        return {key: self.operands_at(*key) for key in keys}
 
-    def _operands_of(self, x: ins.Compute) -> Operands:
+    def operands_of(self, x: ins.Compute) -> Operands:
+        """The buffers of the micro-batch of an instruction."""
         key = x.stage, x.microbatch, x.batch
-        return self.operands.get(key) or self._operands(*key)
+        return self.operands.get(key) or self.operands_at(*key)
 
-    def _operands(self, stage: int, i: int, b: int) -> Operands:
+    def operands_at(self, stage: int, i: int, b: int) -> Operands:
+        """The buffers of a micro-batch of a stage."""
         kept, into, away = self.kept(stage, i, b), self.edges_into[stage], self.edges_from[stage]
         return Operands.of(kept, into, away)
 
@@ -171,7 +173,7 @@ class Program:
         """The buffers that an offload stores: those saved, or all that a recompute reads."""
         forward = self.offloads.get((stage, i))
         if forward and forward.again:
-            return (own_buffer("state", stage, i, batch), *self._operands(stage, i, batch).inputs)
+            return (own_buffer("state", stage, i, batch), *self.operands_at(stage, i, batch).inputs)
         return (own_buffer("saved", stage, i, batch),)
 
     def only(self, device: int) -> Program:
@@ -232,90 +234,10 @@ class Program:
             return self.placement[source], self.placement[target]
         return self.device_of(source, i), self.device_of(target, i)
 
-    def _weights(self, stage: int, i: int, batch: int) -> tuple[Buffer, ...]:
-        """The buffer of weights with which a copy computes a micro-batch; none on other devices."""
-        device = self._elsewhere.get((stage, i))
-        return () if device is None else (own_buffer("weights", stage, device, batch),)
-
-    def reads(self, instruction: ins.Instruction) -> tuple[Buffer, ...]:
-        """The buffers that an instruction needs on its device."""
-        match instruction:  # the frequent ones first
-            case ins.Send(buffer) | ins.Output(buffer) | ins.Stash(buffer):
-                return (buffer,)
-            case ins.Offload(Buffer(source=stage, microbatch=i, batch=b)):
-                # the caller's inputs are held until the offload has told them from what was saved
-                inputs = self._operands(stage, i, b).inputs
-                loaded = [buffer for buffer in inputs if buffer.kind == "in"]
-                return tuple(dict.fromkeys((*self.stored(stage, i, b), *loaded)))
-            case ins.Move():
-                return self.ends(instruction) if isinstance(instruction, ins.Offloading) else ()
-            case ins.Compute(stage, i, batch=b):
-                weights, operands = self._weights(stage, i, b), self._operands_of(instruction)
-                match instruction:
-                    case ins.Forward():
-                        return (*weights, *operands.inputs)
-                    case ins.Recompute() if (stage, i) in self.offloads:
-                        return (*weights, own_buffer("fetched", stage, i, b))
-                    case ins.Recompute():
-                        return (*weights, own_buffer("state", stage, i, b), *operands.inputs)
-                    case ins.WeightGrad() | ins.PartialBackward(kind="W"):
-                        return (*weights, own_buffer("deferred", stage, i, b))
-                return (*weights, operands.kept, *chain(*operands.gradients))
-            case ins.Add(stage, b):
-                return tuple([own_buffer("sums", stage, copy, b) for copy in self.copies_of(stage)])
-            case ins.Clip(stage, b):
-                return tuple([norm_buffer(other, stage, b) for other in range(self.stages)])
-        return ()
-
-    def writes(self, instruction: ins.Instruction) -> tuple[Buffer, ...]:
-        """The buffers that an instruction makes on its device."""
-        match instruction:
-            case ins.Receive(buffer) | ins.Load(buffer) | ins.Pop(buffer):
-                return (buffer,)
-            case ins.Offload(buffer) | ins.Prefetch(buffer) | ins.Await(buffer):
-                return (buffer,)
-            case ins.Move():
-                return ()
-            case ins.Forward(stage, i, keeps=keeps, again=again, batch=b):
-                operands = self._operands_of(instruction)
-                saved = (operands.saved,) if keeps else ()
-                state = (own_buffer("state", stage, i, b),) if again else ()
-                return (*chain(*operands.outputs), *saved, *state)
-            case ins.Recompute(stage, i, batch=b):
-                return (own_buffer("saved", stage, i, b),)
-            case ins.Backward():
-                return self._operands_of(instruction).returned
-            case ins.InputGrad(stage, i, batch=b):
-                returned = self._operands_of(instruction).returned
-                return (own_buffer("deferred", stage, i, b), *returned)
-            case ins.Norm(stage, b):
-                return tuple([norm_buffer(stage, other, b) for other in range(self.stages)])
-            case ins.Share(stage, b):
-                copies = self.copies_of(stage)
-                return tuple([own_buffer("weights", stage, copy, b) for copy in copies])
-            case ins.Give(stage, copy, b):
-                return (own_buffer("sums", stage, copy, b),)
-        return ()
-
-    def ends(self, instruction: ins.Instruction) -> tuple[Buffer, ...]:
-        """The buffers whose life on the device ends with an instruction."""
-        match instruction:
-            case ins.Free(buffer):
-                return (buffer,)
-            case ins.Prefetch():
-                return (instruction.stored,)
-            case ins.Await(buffer):
-                return (buffer._replace(kind="fetching"),)
-            case ins.Move():
-                return ()
-            case ins.Backward(stage, i, batch=b) | ins.InputGrad(stage, i, batch=b):
-                return (self.kept(stage, i, b),)
-            case ins.WeightGrad(stage, i, batch=b):
-                return (own_buffer("deferred", stage, i, b),)
-            case ins.Recompute(stage, i, batch=b):
-                offloaded = (stage, i) in self.offloads
-                return (own_buffer("fetched" if offloaded else "state", stage, i, b),)
-        return ()
+    def weights_of(self, x: ins.Compute) -> tuple[Buffer, ...]:
+        """The buffer of weights with which a copy runs an instruction; none on other devices."""
+        device = self._elsewhere.get((x.stage, x.microbatch))
+        return () if device is None else (own_buffer("weights", x.stage, device, x.batch),)
 
     def destination(self, instruction: ins.Send | ins.Stash) -> int:
         """The device that a send or a stash goes to."""

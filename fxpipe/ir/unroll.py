@@ -34,7 +34,7 @@ def unroll(program: Program, steps: int) -> Program:
         InputError: ``steps`` is less than 1, or the result would be too long.
     """
     runs = [
-        list(_repeated([(ins.batch_of(x), at) for at, x in enumerate(row)], steps, program.depth))
+        list(_repeated([(x.batch, at) for at, x in enumerate(row)], steps, program.depth))
         for row in program.lists
     ]
     lists = tuple(
@@ -82,41 +82,13 @@ def unroll_schedule(schedule: Schedule, steps: int) -> Schedule:
 
 def absolute(instruction: ins.Instruction, step: int) -> ins.Instruction:
     """An instruction as it runs in a step, its batch and version counted from the first step."""
-    moved = shifted(instruction, step)
+    moved = instruction.later(step) if step else instruction
     match moved:
         case ins.Update(reads=reads, writes=writes) if min(reads, writes) < 0:
             return replace(moved, reads=max(reads, 0), writes=max(writes, 0))
         case ins.Compute() | ins.Run():
             return replace(moved, version=0) if moved.version < 0 else moved
     return moved
-
-
-def shifted(instruction: ins.Instruction, steps: int) -> ins.Instruction:
-    """The instruction with its batch and version counted from ``steps`` steps earlier."""
-    x = instruction
-    if not steps:
-        return x
-    if isinstance(x, ins.Move):
-        return type(x)(x.buffer._replace(batch=steps + x.buffer.batch))
-    if isinstance(x, ins.Meeting):
-        return x
-    batch = steps + x.batch
-    match x:
-        case ins.Update(stage, reads, writes):
-            return ins.Update(stage, steps + reads, steps + writes, batch)
-        case ins.OncePerStep(stage):
-            return type(x)(stage, batch)
-        case ins.Give(stage, copy):
-            return ins.Give(stage, copy, batch)
-        case ins.Run(kind, stage, i, version):
-            return ins.Run(kind, stage, i, steps + version, batch)
-        case ins.Forward(stage, i, version, _, keeps, again):
-            return ins.Forward(stage, i, steps + version, batch, keeps, again)
-        case ins.Backward(rest=True) | ins.WeightGrad(rest=True):
-            return type(x)(x.stage, x.microbatch, steps + x.version, batch, True)
-        case ins.PartialBackward(stage, i, version, _, kind, bucket):
-            return ins.PartialBackward(stage, i, steps + version, batch, kind, bucket)
-    return type(x)(x.stage, x.microbatch, steps + x.version, batch)
 
 
 def _repeated(
@@ -163,7 +135,7 @@ def _late(program: Program, device: int) -> Iterator[ins.Instruction]:
                 yield from queue
                 queue.clear()
             stream_of.clear()
-        for buffer in (*program.reads(instruction), *program.ends(instruction)):
+        for buffer in (*instruction.uses(program), *instruction.ends(program)):
             if buffer in stream_of:
                 queue = pending[stream_of[buffer]]
                 while buffer in stream_of:

@@ -302,7 +302,7 @@ def _in_one_thread(program: Program) -> list[list[Wait]]:
 
 def usual_cost(instruction: ins.Instruction) -> float:
     """The usual time of the task that an instruction runs; 0 for one that computes nothing."""
-    letter = ins.letter_of(instruction)
+    letter = instruction.letter
     if letter is None:
         return 0.0
     return KINDS[letter].cost if letter in KINDS else 1.0

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxpipe.ir import instruction as ins
-from fxpipe.ir.value import own_buffer
+from fxpipe.ir.value import Buffer, own_buffer
 
 if TYPE_CHECKING:
     from fxpipe.runtime.interpreter import Machine
@@ -65,9 +64,9 @@ class Offloaded(NamedTuple):
     away: OffloadMemory
 
 
-def begin(machine: Machine, instruction: ins.Offload) -> None:
-    """See ins.Offload."""
-    _, _, stage, _, i, batch = instruction.buffer
+def begin(machine: Machine, buffer: Buffer) -> None:
+    """Begin to fill this buffer of memory that is elsewhere, see ins.Offload."""
+    _, _, stage, _, i, batch = buffer
     values, program = machine.store.values, machine.program
     stored, forward = program.stored(stage, i, batch), program.offloads[stage, i]
     mine = [*values[stored[0]], *(values[buffer] for buffer in stored[1:])]
@@ -91,32 +90,18 @@ def begin(machine: Machine, instruction: ins.Offload) -> None:
         offset = int(value.storage_offset())
         kept.append(_Place(number, value.dtype, value.shape, value.stride(), offset))
     away = machine.store_away(memories)
-    values[instruction.buffer] = Offloaded(kept, away)
+    values[buffer] = Offloaded(kept, away)
+    machine.store.busy[stored[0]] = away.wait
 
 
-def finish(machine: Machine, instruction: ins.Free) -> None:
-    """Wait until what a stage keeps is stored, so that it may be freed."""
-    _, _, stage, _, i, batch = instruction.buffer
-    offloaded = machine.store.values.get(own_buffer("offloaded", stage, i, batch))
-    if offloaded is not None:  # else it is being fetched already
-        offloaded.away.wait()
-
-
-def prefetch(machine: Machine, instruction: ins.Prefetch) -> None:
-    """See ins.Prefetch."""
-    _, _, stage, _, i, batch = instruction.buffer
+def prefetch(machine: Machine, buffer: Buffer) -> None:
+    """Begin to fill this buffer of what was offloaded, see ins.Prefetch."""
+    _, _, stage, _, i, batch = buffer
     kept, away = machine.store.values.pop(own_buffer("offloaded", stage, i, batch))
     memories = away.fetch()
     values = [x.tensor(memories) if isinstance(x, _Place) else x for x in kept]
-    machine.store.values[instruction.buffer] = Offloaded(values, away)
-
-
-def await_(machine: Machine, instruction: ins.Await) -> None:
-    """See ins.Await."""
-    _, _, stage, _, i, batch = instruction.buffer
-    values, away = machine.store.values.pop(own_buffer("fetching", stage, i, batch))
-    away.wait()
-    machine.store.values[instruction.buffer] = values
+    machine.store.values[buffer] = Offloaded(values, away)
+    machine.store.busy.pop(machine.program.stored(stage, i, batch)[0], None)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

@@ -61,7 +61,7 @@ def idle_time(simulation: Simulation, device: int) -> Idle:
     through = simulation.through
     starts = [min(start, through) for start in events.starts[device]]
     ends = [min(end, through) for end in events.ends[device]]
-    tasks = [position for position in range(len(ends)) if ins.letter_of(list_[position])]
+    tasks = [position for position in range(len(ends)) if list_[position].letter]
     total = through - sum(ends[at] - starts[at] for at in tasks)
     if not tasks:
         return Idle(total, 0, {}, {}, 0, 0, 0)
@@ -250,7 +250,7 @@ def _window(simulation: Simulation, device: int, step: int) -> tuple[int, int]:
     """The first position of a step, and the position after its last. The first ``depth`` steps lack
     the tasks of earlier batches."""
     list_, depth = simulation.window.lists[device], simulation.window.depth
-    lead = sum(depth + ins.batch_of(instruction) for instruction in list_)
+    lead = sum(depth + instruction.batch for instruction in list_)
     first = lead + (step - depth) * len(list_)
     return first, first + len(list_)
 
@@ -280,7 +280,7 @@ def _bubble(simulation: Simulation, period: float) -> float:
     for device, list_ in enumerate(simulation.program.lists):
         starts, ends = simulation.events.starts[device], simulation.events.ends[device]
         for position in range(*_window(simulation, device, simulation.window.depth)):
-            if ins.letter_of(list_[position]):
+            if list_[position].letter:
                 busy += ends[position] - starts[position]
     return 1 - busy / (simulation.devices * period) if period else 0.0
 

@@ -8,7 +8,6 @@ from math import inf
 from numbers import Integral, Real
 
 from fxpipe.errors import InputError, near
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import KINDS
@@ -163,7 +162,7 @@ def task_times(program: Program, costs: Costs | None = None) -> dict[tuple[str, 
         InputError: as ``times_of``.
     """
     instructions = (instruction for list_ in program.lists for instruction in list_)
-    return times_of(program.stages, filter(None, map(ins.letter_of, instructions)), costs)
+    return times_of(program.stages, filter(None, (x.letter for x in instructions)), costs)
 
 
 def each_of(costs: Costs | None) -> Each:

@@ -105,7 +105,7 @@ class Holding:
         self._made.clear()
         if isinstance(instruction, ins.Forward):
             self._begin(instruction)
-        for buffer in self.program.writes(instruction):
+        for buffer in instruction.makes(self.program):
             pieces = self._kept[buffer] = tuple(filter(None, self._pieces(buffer)))
             self._take(*pieces)
         if isinstance(instruction, _ADDING):
@@ -146,7 +146,7 @@ class Holding:
     def finish(self, position: int) -> None:
         """End an instruction."""
         instruction = self._list[position]
-        for buffer in self.program.ends(instruction):
+        for buffer in instruction.ends(self.program):
             self._release(*self._kept.pop(buffer))
         if isinstance(instruction, ins.Forward):
             self._end(instruction)
@@ -236,7 +236,7 @@ class Holding:
 
     def _freed(self, instruction: Any, workspace: Workspace) -> Iterable[GraphInput]:
         """The arguments of a graph that nothing else holds any more."""
-        gone = [p for b in self.program.ends(instruction) for p in self._kept[b]]
+        gone = [p for b in instruction.ends(self.program) for p in self._kept[b]]
         ended = Counter(p.key for p in (*gone, *self._used_up))
         alone: dict[Hashable, GraphInput] = {}
         at = instruction.stage, instruction.microbatch, instruction.batch

@@ -262,9 +262,9 @@ class _Process:
         makers: dict[Buffer, Span] = {}
         users: dict[Buffer, Span] = {}
         for span in self._simulation.spans:
-            for buffer in program.writes(span.instruction):
+            for buffer in span.instruction.makes(program):
                 makers.setdefault(buffer, span)
-            for buffer in program.reads(span.instruction):
+            for buffer in span.instruction.uses(program):
                 users.setdefault(buffer, span)
         for number, transfer in enumerate(self._simulation.transfers):
             if isinstance(transfer.buffer, Sum):

@@ -269,9 +269,9 @@ def run(
         for position in range(len(ends), stop):
             instruction = lists[device][position]
             starts.append(now)
-            letter = ins.letter_of(instruction)
+            letter = instruction.letter
             if letter is not None:
-                stage: int = instruction.stage  # type: ignore[union-attr]
+                stage: int = instruction.stage
                 time = times[letter, stage]
                 if each and (i := getattr(instruction, "microbatch", None)) is not None:
                     time = each.get((letter, stage, i), time)

@@ -130,7 +130,7 @@ class Simulation:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The tasks, which are all instructions that compute, device by device, in order."""
-        return tuple([span for span in self.instructions() if ins.letter_of(span.instruction)])
+        return tuple([span for span in self.instructions() if span.instruction.letter])
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -341,11 +341,11 @@ def idle_share(devices: int, times: Iterable[tuple[float, float]], through: floa
 
 def task_of(instruction: ins.Instruction) -> Task:
     """The task that an instruction runs, with its batch as the instruction counts it."""
-    letter = ins.letter_of(instruction)
+    letter = instruction.letter
     assert letter is not None
-    stage: int = instruction.stage  # type: ignore[union-attr]
+    stage: int = instruction.stage
     microbatch: int | None = getattr(instruction, "microbatch", None)
-    return Task(letter, microbatch, stage, ins.batch_of(instruction))
+    return Task(letter, microbatch, stage, instruction.batch)
 
 
 def version_of(instruction: ins.Instruction) -> int:

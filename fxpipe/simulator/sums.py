@@ -118,7 +118,7 @@ class Gradients:
 
 def graph_of(instruction: ins.Instruction) -> tuple[str, int] | None:
     """The key of a task's graph in ``Sizes.runs``; None for other instructions."""
-    letter = ins.letter_of(instruction)
+    letter = instruction.letter
     if letter is None:
         return None
     match instruction:
@@ -126,4 +126,4 @@ def graph_of(instruction: ins.Instruction) -> tuple[str, int] | None:
             letter = f"{letter}{bucket}"
         case ins.Backward(rest=True) | ins.WeightGrad(rest=True):
             letter = f"{letter}-1"
-    return letter, instruction.stage  # type: ignore[union-attr]
+    return letter, instruction.stage

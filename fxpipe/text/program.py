@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, cast, get_args
 
 from fxpipe.errors import near
+from fxpipe.extend import find, there
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE, Event, Launch
 from fxpipe.ir.program import Program
@@ -171,39 +172,29 @@ _BUFFER = Form(
 )
 _OWN_BUFFER = Form("{stage}[{microbatch}{batch:batch}]", "saved:0[0]")
 _EVENT = Form("e{number}{batch:batch}", "wait=e3")
-_AT = "s{stage}[{microbatch}{batch:batch}] v{version:signed}"
-_ONCE = Form("s{stage}{batch:batch}", "s0")
-_RUN_ONCE = Form("{kind:word} s{stage}{batch:batch} v{version:signed}", "N s0 v0")
 
-_FORMS: dict[str, Form] = {
-    "forward": Form(_AT, "s0[0] v0", keep="keeps", again="again"),
-    **dict.fromkeys(("recompute", "input_grad"), Form(_AT, "s0[0] v0")),
-    **dict.fromkeys(("backward", "weight_grad"), Form(_AT, "s0[0] v0", rest="rest")),
-    "partial_backward": Form("{kind:word} " + _AT + " bucket {bucket}", "B s0[0] v0 bucket 0"),
-    "run": Form("{kind:word} " + _AT, "N s0[0] v0"),
-    **dict.fromkeys(("reduce_scatter", "all_gather", "take_part"), _ONCE),
-    **dict.fromkeys(("gather_weights", "norm", "clip", "share", "add"), _ONCE),
-    "give": Form("s{stage}[{copy}{batch:batch}]", "s0[1]"),
-    "update": Form("s{stage}{batch:batch} v{reads:signed} -> v{writes:signed}", "s0 v0 -> v1"),
-}
-"""Opcode → the form of its operands, unless they are a buffer."""
 
-_WORDS = {instruction: word for word, instruction in ins.OPCODES.items()}
+def _form(kind: type[ins.Instruction], form: tuple[str, str]) -> Form:
+    """The form of an instruction's operands, unless they are a buffer."""
+    key = kind.opcode, form
+    if key not in _FORMS:
+        _FORMS[key] = Form(*form, **kind.flags)
+    return _FORMS[key]
+
+
+_FORMS: dict[object, Form] = {}
+
+
 _WIDTH = 12
 """The width of the column of opcodes; longer ones shift their operands to the right."""
 
 
 def print_instruction(instruction: ins.Instruction) -> str:
     """Print an instruction for messages: ``forward s1[2] v0 keep``."""
-    word = _WORDS[type(instruction)]
-    match instruction:
-        case ins.Barrier() | ins.Pause():
-            return word
-        case ins.Move(buffer):
-            return f"{word} {buffer}"
-        case ins.Run(microbatch=None):
-            return f"{word} {_RUN_ONCE.text(instruction)}"
-    return f"{word} {_FORMS[word].text(instruction)}"
+    if isinstance(instruction, ins.Move):
+        return f"{instruction.opcode} {instruction.buffer}"
+    operands = _form(type(instruction), instruction.text_form()).text(instruction)
+    return f"{instruction.opcode} {operands}".rstrip()
 
 
 def _column(instruction: ins.Instruction) -> str:
@@ -212,19 +203,27 @@ def _column(instruction: ins.Instruction) -> str:
     return f"{word:<{_WIDTH}} {operands}".rstrip()
 
 
+def _kind(word: str) -> type[ins.Instruction] | None:
+    """The instruction of an opcode: one of the core, or one that is registered."""
+    if word not in ins.OPCODES and there("instruction", word):
+        made: type[ins.Instruction] = find("instruction", word)
+        return made
+    return ins.OPCODES.get(word)
+
+
 def _instruction(line: Line) -> tuple[ins.Instruction, Launch]:
     """Read an instruction and how it is launched."""
     start = line.at
     word = line.need(_WORD, "an instruction such as 'forward s0[0] v0 keep'")
-    kind = ins.OPCODES.get(word)
+    kind = _kind(word)
     if kind is None:
         raise line.error(f"there is no instruction {word!r}: {near(word, ins.OPCODES)}", start)
     flags, values, launch = dict[str, str](), dict[str, Any](), dict[str, Any]()
     if issubclass(kind, ins.Move):
         values["buffer"] = _buffer(line)
-    elif word in _FORMS:
+    elif kind.form[0]:
         once = kind is ins.Run and "[" not in line.text[line.at :].partition("#")[0]
-        form = _RUN_ONCE if once else _FORMS[word]
+        form = _form(kind, ins.Run.once if once else kind.form)
         line.gap(f"its operands, as in {form.example}")
         flags, values = form.flags, form.read(line)
     for option in options(line, *flags, "stream=", "wait=", "record="):

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import Fault
+from fxpipe.ir.instruction import Wrong
 from fxpipe.ir.schedule import Schedule
 
 if TYPE_CHECKING:
     from fxpipe.verify.tasks import Window
-
-Wrong = tuple[str, str]
-"""What is wrong, and what to do about it."""
 
 
 def copies_faults(

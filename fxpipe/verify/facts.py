@@ -11,8 +11,7 @@ from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS, Task, TaskKind
-from fxpipe.ir.unroll import shifted
+from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import (
     COPIED,
     HOST,
@@ -24,20 +23,7 @@ from fxpipe.ir.value import (
 )
 from fxpipe.ir.walk import Place
 from fxpipe.text.program import print_instruction
-from fxpipe.verify.copies import Wrong
 from fxpipe.verify.tasks import Spot, Window, wrong_batch
-
-_KINDS: dict[type[ins.Instruction], TaskKind] = {
-    ins.AllGather: TaskKind("gather", "all_gather", per_microbatch=False, follows="A"),
-    ins.TakePart: TaskKind("part", "take_part", per_microbatch=False, follows="A"),
-    ins.GatherWeights: TaskKind("weights", "gather_weights", per_microbatch=False, follows="U"),
-    ins.Share: TaskKind("share", "share", per_microbatch=False),
-    ins.Add: TaskKind("add", "add", per_microbatch=False),
-    ins.Norm: TaskKind("norm", "norm", per_microbatch=False),
-}
-"""Instructions that are no task of a schedule → the kind of task that stands for them here."""
-
-_MOVED: dict[type[ins.Instruction], str] = {ins.Offload: "O", ins.Prefetch: "P"}
 
 
 class Move(NamedTuple):
@@ -50,19 +36,6 @@ class Move(NamedTuple):
 
 Moves = dict[tuple[int, int], list[Move]]
 """(from, to) → the sends, or the receives, between two devices in the order of their list."""
-
-Step = (
-    ins.Computing
-    | ins.Run
-    | ins.Summing
-    | ins.Copying
-    | ins.Norm
-    | ins.Clip
-    | ins.Update
-    | ins.Barrier
-    | ins.Pause
-)
-"""Instructions that neither move nor free a value."""
 
 
 class Facts:
@@ -95,10 +68,10 @@ class Facts:
 
     def moment(self, device: int, position: int) -> tuple[int, int]:
         """When a batch runs an instruction: in which of its steps, from 0, and at which place."""
-        return -ins.batch_of(self.program.lists[device][position]), position
+        return -self.program.lists[device][position].batch, position
 
     @cached_property
-    def compute(self) -> list[list[tuple[int, Step]]]:
+    def compute(self) -> list[list[tuple[int, ins.Instruction]]]:
         """Device → its life without moves and frees."""
         return [
             [(position, x) for position, x in life if not isinstance(x, ins.Move)]
@@ -129,7 +102,7 @@ class Facts:
     def last_made(self) -> list[dict[Buffer, int]]:
         """Device → buffer → the last position that makes it there."""
         return [
-            {buffer: position for position, x in life for buffer in self.program.writes(x)}
+            {buffer: position for position, x in life for buffer in x.makes(self.program)}
             for life in self.lives
         ]
 
@@ -143,7 +116,7 @@ class Facts:
         """The receives and pops, by pair of devices."""
         return self._moves(ins.Receive, ins.Pop)
 
-    def _moves(self, *kinds: type[ins.Moving]) -> Moves:
+    def _moves(self, *kinds: type[ins.Move]) -> Moves:
         """The moves by instructions of some types, by pair of devices, in the order of the list."""
         program = self.program
         moves: Moves = defaultdict(list)
@@ -162,12 +135,13 @@ class Facts:
             life = [(p, x) for p, x in life if (device, p) not in self.wrong]
         if not self.program.depth:
             return life
-        life.sort(key=lambda entry: -ins.batch_of(entry[1]))
-        return [(p, shifted(x, -ins.batch_of(x))) for p, x in life]
+        life.sort(key=lambda entry: -entry[1].batch)
+        return [(p, x.later(-x.batch) if x.batch else x) for p, x in life]
 
 
 def _window(program: Program) -> Window:
     """Write the compute instructions of a program as tasks of a schedule."""
+    standing = {x.stands_for.letter: x.stands_for for x in ins.OPCODES.values() if x.stands_for}
     rows: list[tuple[Task, ...]] = []
     positions: list[list[int]] = []
     for instructions in program.lists:
@@ -182,33 +156,33 @@ def _window(program: Program) -> Window:
             tuple(rows),
             copies=program.copies,
         ),
-        {**KINDS, **{kind.letter: kind for kind in _KINDS.values()}},
+        {**KINDS, **standing},
         positions,
         lambda device, position: print_instruction(program.lists[device][position]),
     )
 
 
 def _task(x: ins.Instruction) -> Task | None:
-    if isinstance(x, ins.Move):
-        letter = _MOVED.get(type(x))
-        buffer = x.buffer
-        return Task(letter, buffer.microbatch, buffer.source, buffer.batch) if letter else None
-    if isinstance(x, ins.Meeting | ins.PartialBackward):
+    if isinstance(x, ins.PartialBackward):
         return None
-    kind = _KINDS.get(type(x))
-    letter = kind.letter if kind else ins.letter_of(x)
-    assert letter is not None
-    return Task(letter, getattr(x, "microbatch", None), x.stage, x.batch)
+    if isinstance(x, ins.Move):
+        buffer = x.buffer
+        kind = x.stands_for
+        return Task(kind.letter, buffer.microbatch, buffer.source, buffer.batch) if kind else None
+    letter = x.stands_for.letter if x.stands_for else x.letter
+    if letter is None:
+        return None
+    return Task(letter, getattr(x, "microbatch", None), getattr(x, "stage", None), x.batch)
 
 
-def _wrong(program: Program) -> Iterator[tuple[Place, Wrong]]:
+def _wrong(program: Program) -> Iterator[tuple[Place, ins.Wrong]]:
     """Yield each instruction that is wrong by itself; ``Window.wrong`` has those wrong as tasks."""
     carried = _carried(program)
     # most buffers differ in the micro-batch alone, so the verdict on the rest is remembered
-    verdicts: dict[tuple[object, ...], Wrong | None] = {}
+    verdicts: dict[tuple[object, ...], ins.Wrong | None] = {}
     for device, instructions in enumerate(program.lists):
         for position, x in enumerate(instructions):
-            wrong: Wrong | None = None
+            wrong: ins.Wrong | None = None
             if isinstance(x, ins.Move):
                 buffer, i = x.buffer, x.buffer.microbatch
                 key = device, type(x), buffer[:4], i if program.copies else 0
@@ -220,33 +194,12 @@ def _wrong(program: Program) -> Iterator[tuple[Place, Wrong]]:
                     verdicts[key] = _misrouted(x, device, route)
                 number = 0 if buffer.kind in COPIED else i
                 wrong = verdicts[key] or wrong_batch(buffer.batch, number, program.microbatches)
-            elif isinstance(x, ins.PartialBackward):
-                wrong = _wrong_part(program, device, x)
-            elif isinstance(x, ins.Run) and (x.kind not in KINDS or KINDS[x.kind].run is None):
-                wrong = f"there is no task of your own {x.kind!r}", "define it with define_task"
-            elif isinstance(x, ins.Summing) and program.replicas == 1:
-                wrong = _ONE_REPLICA
-            elif isinstance(x, ins.Give) and not device == x.copy in program.copies_of(x.stage):
-                wrong = f"device {device} has no such copy of stage {x.stage}", "remove it"
-            elif isinstance(x, ins.Share | ins.Add) and not program.copies_of(x.stage):
-                wrong = f"stage {x.stage} has no copies", "remove it, or give it some"
+            else:
+                wrong = x.wrong(program, device)
+                if wrong is None and isinstance(x, ins.PartialBackward):  # no task of the window
+                    wrong = wrong_batch(x.batch, x.microbatch, program.microbatches)
             if wrong is not None:
                 yield Place(device, position), wrong
-
-
-_ONE_REPLICA = "the program has one replica", "remove it, or give the number of replicas"
-
-
-def _wrong_part(program: Program, device: int, x: ins.PartialBackward) -> Wrong | None:
-    """What is wrong with a part of a backward, apart from its position."""
-    if program.replicas == 1:
-        return _ONE_REPLICA
-    if x.kind not in ("B", "W"):
-        return f"there is no backward {x.kind!r}", "write B for a whole one, W for its second half"
-    if not 0 <= x.stage < program.stages or program.placement[x.stage] != device:
-        return f"stage {x.stage} is not on device {device}", "name one that is"
-    number = -1 if x.microbatch is None else x.microbatch
-    return wrong_batch(x.batch, number, program.microbatches)
 
 
 def _carried(program: Program) -> set[tuple[object, ...]]:
@@ -262,49 +215,13 @@ def _carried(program: Program) -> set[tuple[object, ...]]:
     return carried
 
 
-def _misrouted(instruction: ins.Moving, device: int, route: tuple[int, int] | None) -> Wrong | None:
+def _misrouted(x: ins.Move, device: int, route: tuple[int, int] | None) -> ins.Wrong | None:
     """What is wrong with a move or a free, apart from its micro-batch."""
     if route is None:
         return "no edge carries this value", "name a buffer of one of the program's edges"
-    made, used = route
-    skips = instruction.buffer.kind == "skip"
-    match instruction:
-        case ins.Free():
-            right = device in route
-            cure = "free it on a device that holds it"
-        case ins.Offload() | ins.Prefetch() | ins.Await():
-            kind = _MADE[type(instruction)]
-            right, cure = device == made and instruction.buffer.kind == kind, f"let it make {kind}"
-        case ins.Load():
-            right = made == HOST and used == device
-            cure = "load what the caller gives, on the device that uses it"
-        case ins.Output():
-            right = used == HOST and made == device
-            cure = "hand over what goes to the caller, on the device that makes it"
-        case ins.Send() | ins.Stash():
-            right = made == device != used and used != HOST
-            right = right and skips == isinstance(instruction, ins.Stash)
-            cure = (
-                "send what another device uses, on the device that makes it; what skips "
-                "stages is stashed, all else is sent"
-            )
-        case ins.Receive() | ins.Pop():
-            right = used == device != made and made != HOST
-            right = right and skips == isinstance(instruction, ins.Pop)
-            cure = (
-                "receive what another device makes, on the device that uses it; what was "
-                "stashed is popped, all else is received"
-            )
-    if right:
-        return None
-    return f"the value goes from {_device_name(made)} to {_device_name(used)}", cure
-
-
-_MADE: dict[type[ins.Offloading], str] = {
-    ins.Offload: "offloaded",
-    ins.Prefetch: "fetching",
-    ins.Await: "fetched",
-}
+    cure = x.route(device, *route)
+    made, used = map(_device_name, route)
+    return (f"the value goes from {made} to {used}", cure) if cure else None
 
 
 def _device_name(device: int) -> str:

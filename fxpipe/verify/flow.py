@@ -35,15 +35,15 @@ def lives(facts: Facts) -> Iterator[Fault]:
     for device, life in enumerate(facts.lives):
         alive: dict[Buffer, bool] = {}
         for position, instruction in life:
-            reads = program.reads(instruction)
+            reads = instruction.uses(program)
             for buffer in reads:
                 if not alive.get(buffer):
                     yield facts.fault(device, position, *_absent(facts, device, buffer, alive))
-            for buffer in program.writes(instruction):
+            for buffer in instruction.makes(program):
                 if buffer in alive:
                     yield facts.fault(device, position, f"{buffer} was made before", "make it once")
                 alive[buffer] = True
-            for buffer in program.ends(instruction):
+            for buffer in instruction.ends(program):
                 if not alive.get(buffer) and buffer not in reads:
                     yield facts.fault(device, position, *_absent(facts, device, buffer, alive))
                 if buffer in alive:

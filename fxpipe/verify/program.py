@@ -15,8 +15,8 @@ from fxpipe.ir.walk import Key, needs_of
 from fxpipe.text.program import print_instruction
 from fxpipe.torchtools.state import without_collection
 from fxpipe.verify import flow, races
-from fxpipe.verify.copies import Wrong, copies_faults, together
-from fxpipe.verify.facts import Facts, Step
+from fxpipe.verify.copies import copies_faults, together
+from fxpipe.verify.facts import Facts
 from fxpipe.verify.plan import edge_faults
 from fxpipe.verify.tasks import (
     Window,
@@ -194,7 +194,7 @@ def _versions(facts: Facts) -> Iterator[Fault]:
             if not isinstance(x, ins.Compute | ins.Run | ins.Update):
                 continue
             here = -facts.moment(device, position)[0]
-            wrong: Wrong | None = None
+            wrong: ins.Wrong | None = None
             if isinstance(x, ins.Update):
                 done.add(x.stage)
                 if (x.reads, x.writes) != (0, 1):
@@ -222,7 +222,7 @@ def _versions(facts: Facts) -> Iterator[Fault]:
                 yield facts.fault(device, position, *wrong)
 
 
-def _unmade(facts: Facts, device: int, position: int, x: ins.Computing | ins.Run) -> Wrong | None:
+def _unmade(facts: Facts, device: int, position: int, x: ins.Compute | ins.Run) -> ins.Wrong | None:
     """What is wrong if an instruction reads a version that does not exist yet.
 
     Version t + v is made by the update of batch t + v − 1, in the step of that number minus the
@@ -250,16 +250,17 @@ def _buckets(facts: Facts) -> Iterator[Fault]:
     So nothing adds to a bucket of gradients, or reads it, while it is being summed.
     """
     for device, compute in enumerate(facts.compute):
-        latest: dict[int, Step] = {}
+        latest: dict[object, ins.Instruction] = {}
         for position, x in compute:
-            if not isinstance(x, ins.Meeting):
-                wrong = _out_of_row(latest.get(x.stage), x)
-                latest[x.stage] = x
+            stage = getattr(x, "stage", None)
+            if stage is not None:
+                wrong = _out_of_row(latest.get(stage), x)
+                latest[stage] = x
                 if wrong is not None:
                     yield facts.fault(device, position, *wrong)
 
 
-def _out_of_row(before: Step | None, x: Step) -> Wrong | None:
+def _out_of_row(before: ins.Instruction | None, x: ins.Instruction) -> ins.Wrong | None:
     """What is wrong with an instruction, given the one before it of the same stage."""
     if isinstance(before, ins.PartialBackward):
         rest = ins.Backward if before.kind == "B" else ins.WeightGrad
@@ -294,7 +295,7 @@ def _barriers(facts: Facts) -> Iterator[Fault]:
     for device, compute in enumerate(facts.compute):
         passed = False
         for position, x in compute:
-            wrong: Wrong | None = None
+            wrong: ins.Wrong | None = None
             match x:
                 case ins.Barrier() | ins.Pause() if overlaps:
                     wrong = "batches overlap, and none may wait here", "remove it"

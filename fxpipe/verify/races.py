@@ -18,14 +18,12 @@ record.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Event
-from fxpipe.ir.task import KINDS
-from fxpipe.ir.unroll import shifted
 from fxpipe.ir.value import HOST
 from fxpipe.ir.walk import waits_of, walk
 from fxpipe.text.program import print_instruction
@@ -143,7 +141,7 @@ class _Race:
                 )
         here = Access(stream, clock[stream] + 1, device, position)
         if not isinstance(x, ins.Send | ins.Stash | ins.Output | ins.Meeting):
-            yield from self._touch(shifted(x, step), clock, here)
+            yield from self._touch(x.later(step) if step else x, clock, here)
         clock[stream] += 1
         if launch.record is not None and self.awaited[launch.record.number]:
             event = _event(launch.record, step)
@@ -154,10 +152,10 @@ class _Race:
         """Check all accesses of an instruction, and remember them."""
         program, device = self.program, here.device
         more_read, more_written = _lasting(x, device)
-        read: list[Hashable] = [*((device, b) for b in program.reads(x)), *more_read]
+        read: list[Hashable] = [*((device, b) for b in x.uses(program)), *more_read]
         if isinstance(x, ins.Receiving):
             read.append((program.origin(x), x.buffer))
-        ended: list[Hashable] = [(device, b) for b in program.ends(x)]
+        ended: list[Hashable] = [(device, b) for b in x.ends(program)]
         late: list[tuple[Access, str, str]] = []  # those that may not be done when this one starts
         if not isinstance(x, ins.Free | ins.Offload):
             for by in self.let_go[device].values():
@@ -178,7 +176,7 @@ class _Race:
             if what in self.ended:  # freed by an instruction that was launched before this copy
                 yield from self._told(here, self.ended.pop(what), "ends what", "reads")
             self.reads[what][here.stream] = here
-        for what in (*((device, b) for b in program.writes(x)), *more_written):
+        for what in (*((device, b) for b in x.makes(program)), *more_written):
             self.writes[what] = here
             self.reads[what] = {}
         for what in ended:
@@ -211,31 +209,16 @@ class _Race:
         )
 
 
-def _lasting(x: ins.Instruction, device: int) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
+def _lasting(x: ins.Instruction, device: int) -> tuple[Sequence[Hashable], Sequence[Hashable]]:
     """The weights, gradients and model buffers that an instruction reads, and those it writes."""
-    if isinstance(x, ins.Move | ins.Meeting):
-        return (), ()
-    weights: Hashable = ("weights", x.stage, device)
-    sums: Hashable = ("gradients", x.stage, x.batch, device)
-    match x:
-        case ins.Forward(stage):
-            return (weights,), (("buffers", stage, device),)
-        case ins.PartialBackward() | ins.Backward() | ins.WeightGrad():
-            return (weights,), (sums,)
-        case ins.Update():
-            return (), (weights, sums)
-        case ins.Run(kind):
-            changes = kind in KINDS and "gradients" in KINDS[kind].writes
-            return (weights, sums), ((sums,) if changes else ())
-        case ins.Norm():
-            return (sums,), ()
-        case ins.GatherWeights():
-            return (), (weights,)
-        case ins.ReduceScatter() | ins.AllGather() | ins.TakePart() | ins.Clip():
-            return (), (sums,)
-        case ins.Give() | ins.Add():
-            return (), (sums,)
-    return (weights,), ()
+
+    def named(words: str) -> list[Hashable]:
+        batch = {"gradients": x.batch}
+        stage = getattr(x, "stage", None)
+        return [(word, stage, batch.get(word), device) for word in words.split()]
+
+    reads, writes = x.lasting()
+    return named(reads), named(writes)
 
 
 def _event(event: Event, step: int) -> Event:

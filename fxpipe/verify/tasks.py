@@ -22,11 +22,12 @@ from typing import NamedTuple
 
 from fxpipe.errors import Fault, near
 from fxpipe.formatting import numbers_text
+from fxpipe.ir.instruction import Wrong
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task, TaskKind
 from fxpipe.ir.value import FURTHEST
 from fxpipe.ir.walk import Key, Place, Wait, key_index, walk
-from fxpipe.verify.copies import Wrong, away
+from fxpipe.verify.copies import away
 
 _MISSING = 10_000
 """The most missing forwards that are reported one by one."""

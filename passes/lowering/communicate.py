@@ -79,7 +79,7 @@ class _Mail:
         """Yield a device's instructions, each followed by what sends the values that it makes."""
         for instruction in instructions:
             yield instruction
-            for buffer in self.program.writes(instruction):
+            for buffer in instruction.makes(self.program):
                 if buffer.target == HOST:
                     yield ins.Output(buffer)
                 elif (home := self.program.ends_of(buffer)[1]) != device:
@@ -96,7 +96,7 @@ class _Mail:
         if self.program.depth:
             self._start(device, instructions, loaded)
         for instruction in instructions:
-            for buffer in self.program.reads(instruction):
+            for buffer in instruction.uses(self.program):
                 if buffer.source == HOST:
                     if loaded.setdefault(buffer[:5], buffer.batch) == buffer.batch:
                         loaded[buffer[:5]] = 1  # a recompute does not load it again
@@ -114,7 +114,7 @@ class _Mail:
         batch comes first.
         """
         for instruction in instructions:
-            for buffer in self.program.reads(instruction):
+            for buffer in instruction.uses(self.program):
                 if buffer.source == HOST:
                     loaded[buffer[:5]] = max(loaded.get(buffer[:5], buffer.batch), buffer.batch)
                 elif (home := self.program.ends_of(buffer)[0]) != device:

@@ -89,8 +89,8 @@ def _last_uses(
     for position in _backwards(program, instructions):
         instruction = instructions[position]
         # the first five fields name a buffer independently of the window
-        seen.update([buffer[:5] for buffer in program.ends(instruction)])
-        for buffer in program.reads(instruction):
+        seen.update([buffer[:5] for buffer in instruction.ends(program)])
+        for buffer in instruction.uses(program):
             if (value := buffer[:5]) not in seen:
                 last[position].append(buffer)
                 seen.add(value)
@@ -106,4 +106,4 @@ def _backwards(program: Program, instructions: tuple[ins.Instruction, ...]) -> I
     positions = range(len(instructions) - 1, -1, -1)
     if not program.depth:
         return positions
-    return sorted(positions, key=lambda position: ins.batch_of(instructions[position]))
+    return sorted(positions, key=lambda position: instructions[position].batch)

@@ -182,7 +182,7 @@ class _Walk:
         device = self._devices[d]
         start = device.now
         if not isinstance(instruction, ins.Move):
-            sent = [self._sent.get(buffer, 0.0) for buffer in self._program.reads(instruction)]
+            sent = [self._sent.get(buffer, 0.0) for buffer in instruction.uses(self._program)]
             start = max([start, *sent])
         self._launched[d].append(Launched(self._rank, start, instruction))
         self._rank += 1

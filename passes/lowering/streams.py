@@ -96,9 +96,9 @@ class _Events:
         self._used: defaultdict[tuple[int, object], list[_Spot]] = defaultdict(list)
         for device, list_ in enumerate(program.lists):
             for at, x in enumerate(list_):
-                for buffer in program.writes(x):
+                for buffer in x.makes(program):
                     self._made[device, buffer[:5]] = _Spot(device, at, buffer.batch)
-                for buffer in program.reads(x):
+                for buffer in x.uses(program):
                     self._used[device, buffer[:5]].append(_Spot(device, at, buffer.batch))
                 if isinstance(x, ins.Receiving):
                     origin = program.origin(x), x.buffer[:5]
@@ -150,13 +150,13 @@ class _Events:
         the last one launched on the compute stream."""
         program, x = self._program, self._program.lists[device][at]
         needs: set[_Spot | None] = set()
-        for buffer in program.reads(x):
+        for buffer in x.uses(program):
             needs.add(_before(self._made.get((device, buffer[:5])), buffer))
         if isinstance(x, ins.Arrival | ins.Prefetch):
             needs.add(memory)
         if isinstance(x, ins.Receiving):
             needs.add(_before(self._made.get((program.origin(x), x.buffer[:5])), x.buffer))
-        for buffer in program.ends(x):
+        for buffer in x.ends(program):
             place = device, buffer[:5]
             for spot in (self._made.get(place), *self._used[place]):
                 needs.add(_before(spot, buffer))
@@ -214,7 +214,7 @@ def _uses(program: Program, order: Sequence[Sequence[Launched]]) -> dict[object,
             if isinstance(x, ins.Receiving):
                 uses[x.buffer[:5]] = _Use(program.origin(x), rank, start, x.buffer.batch)
                 unused.add(x.buffer)
-            for buffer in unused.intersection(program.reads(x)):
+            for buffer in unused.intersection(x.uses(program)):
                 unused.discard(buffer)
                 uses[buffer[:5]] = uses[buffer[:5]]._replace(rank=rank, start=start)
     return uses

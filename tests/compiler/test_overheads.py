@@ -10,7 +10,6 @@ import torch
 
 from fxpipe.compiler.overheads import StepTimes, learned, spread
 from fxpipe.compiler.predict import predict
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.unroll import blocking
 from fxpipe.passes.lowering.streams import Streams
@@ -119,7 +118,7 @@ def test_one_thread_does_one_thing_after_another() -> None:
     program = chain_program(find_recipe("1f1b")(2, 6))
     rehearsal = Rehearsal(times, overheads, serial=True)
     found = predict(chain(2), program, Sizes({}), rehearsal=rehearsal)
-    letters = [ins.letter_of(x) for own in program.lists for x in own]
+    letters = [x.letter for own in program.lists for x in own]
     tasks = sum(letter is not None for letter in letters)
     assert tasks == 2 * 2 * 6 + 2
     assert found.makespan == 1.5 * tasks + 0.25 * letters.count(None)
@@ -145,7 +144,7 @@ def test_a_run_with_streams_reads_as_one_in_which_copies_hold_up_what_needs_them
         computed = [
             end - start
             for x, (start, end) in zip(own, ran.spans[device], strict=True)
-            if ins.letter_of(x) is not None
+            if x.letter is not None
         ]
         assert found.busy[device] == pytest.approx(sum(computed))
     idle = sum(each.total for each in found.idle)

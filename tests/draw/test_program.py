@@ -157,7 +157,7 @@ def test_the_parts_of_a_backward_take_together_what_a_whole_one_takes() -> None:
     whole = chain_program(schedule)
     assert any(isinstance(x, ins.PartialBackward) for x in parted.lists[0])
     took = [
-        sum(s.end - s.start for s in walk_program(program).spans if ins.letter_of(s.task) == "B")
+        sum(s.end - s.start for s in walk_program(program).spans if s.task.letter == "B")
         for program in (parted, whole)
     ]
     assert took == [8, 8]

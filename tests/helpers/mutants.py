@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Launch
@@ -146,7 +146,7 @@ def _other_instructions(
                         yield "change micro-batch", replace(instruction, microbatch=i)
             yield "change version", replace(instruction, version=instruction.version + 1)
             yield "change version", replace(instruction, version=instruction.version - 1)
-        case _:
+        case ins.Move():
             yield from _other_moves(program, instruction)
             return
     if isinstance(instruction, ins.Backward | ins.WeightGrad):
@@ -160,16 +160,15 @@ def _other_instructions(
     if isinstance(instruction, ins.Forward):
         yield "change keep", replace(instruction, keeps=not instruction.keeps)
         yield "change keep", replace(instruction, again=not instruction.again)
+    changed: Any = instruction
     for stage in range(-1, program.stages + 1):
         if stage != instruction.stage:
-            yield "change stage", replace(instruction, stage=stage)
+            yield "change stage", replace(changed, stage=stage)
     for batch in (instruction.batch - 1, instruction.batch + 1):
-        yield "change batch", replace(instruction, batch=batch)
+        yield "change batch", replace(changed, batch=batch)
 
 
-def _other_moves(
-    program: Program, instruction: ins.Moving
-) -> Iterator[tuple[str, ins.Instruction]]:
+def _other_moves(program: Program, instruction: ins.Move) -> Iterator[tuple[str, ins.Instruction]]:
     buffer = instruction.buffer
     make = type(instruction)
     for i in range(-1, program.microbatches + 1):

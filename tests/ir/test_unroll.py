@@ -57,9 +57,9 @@ def test_every_batch_runs_all_of_its_instructions_once() -> None:
     for steps in range(1, 5):
         for own, window in zip(unroll(program, steps).lists, program.lists, strict=True):
             assert len(own) == steps * len(window)
-            assert {ins.batch_of(x) for x in own} == set(range(steps))
+            assert {x.batch for x in own} == set(range(steps))
             for batch in range(steps):
-                names = sorted(type(x).__name__ for x in own if ins.batch_of(x) == batch)
+                names = sorted(type(x).__name__ for x in own if x.batch == batch)
                 assert names == sorted(type(x).__name__ for x in window)
 
 

@@ -334,5 +334,5 @@ def _kind(instruction: ins.Compute) -> str | None:
     if isinstance(instruction, ins.PartialBackward):
         return instruction.kind
     if isinstance(instruction, ins.Backward | ins.WeightGrad) and instruction.rest:
-        return ins.letter_of(instruction)
+        return instruction.letter
     return None

@@ -174,7 +174,7 @@ class StreamMachine:
         waits = [event for event in waits if event.batch >= 0]
         if any(event not in self.events for event in waits):
             return False
-        exists = step + ins.batch_of(x) in self.jobs
+        exists = step + x.batch in self.jobs
         if (
             exists
             and isinstance(x, ins.Receive | ins.Pop)
@@ -215,15 +215,15 @@ class StreamMachine:
             return None
         if self.eager:
             return lambda: self._eager(device, step, x)
-        reads = {b: held[_named(b, step)] for b in self.program.reads(x)}
+        reads = {b: held[_named(b, step)] for b in x.uses(self.program)}
         if isinstance(x, ins.Output):
             return lambda: self._output(device, step, x, reads[x.buffer])
         made = {
             b: Held.take(self.layouts[device, _named(b, step)], memory)
-            for b in self.program.writes(x)
+            for b in x.makes(self.program)
         }
         held |= {_named(b, step): each for b, each in made.items()}
-        ended = [held.pop(_named(b, step)) for b in self.program.ends(x)]
+        ended = [held.pop(_named(b, step)) for b in x.ends(self.program)]
         bench = (
             [] if isinstance(x, ins.Move) else [b for kept in memory.free.values() for b in kept]
         )
@@ -299,16 +299,16 @@ class StreamMachine:
         """Run an instruction on plain values, and note the memory layout of its results."""
         values = self.values[device]
         machine = self._scratch(device, step)
-        machine.store.values = {b: values[_named(b, step)] for b in self.program.reads(x)}
+        machine.store.values = {b: values[_named(b, step)] for b in x.uses(self.program)}
         if isinstance(x, ins.Receive | ins.Pop):
             source = self.values[self.program.origin(x)]
             machine.store.values[x.buffer] = source[_named(x.buffer, step)]
         elif not isinstance(x, ins.Free):
             HANDLERS[type(x)](machine, x)
-        for b in self.program.writes(x):
+        for b in x.makes(self.program):
             values[_named(b, step)] = machine.store.values[b]
             self.layouts[device, _named(b, step)] = layout_of(machine.store.values[b])
-        for b in self.program.ends(x):
+        for b in x.ends(self.program):
             del values[_named(b, step)]
 
 

@@ -105,9 +105,9 @@ class Ordering:
             if isinstance(x, ins.Send | ins.Stash | ins.Output | ins.Barrier | ins.Pause):
                 continue
             for of, buffers in (
-                (reads, self.program.reads(x)),
-                (writes, self.program.writes(x)),
-                (ends, self.program.ends(x)),
+                (reads, x.uses(self.program)),
+                (writes, x.makes(self.program)),
+                (ends, x.ends(self.program)),
             ):
                 for buffer in buffers:
                     of.setdefault((device, self._of(node, buffer)), []).append(node)

@@ -61,5 +61,5 @@ def _time(instruction: ins.Instruction, copy: float) -> float:
         return copy
     if isinstance(instruction, ins.Load | ins.Move):
         return 0.0
-    letter = ins.letter_of(instruction)
+    letter = instruction.letter
     return 0.0 if letter is None else KINDS[letter].cost

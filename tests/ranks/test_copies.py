@@ -146,7 +146,11 @@ def failing(mesh: DeviceMesh, folder: str) -> set[str]:
     pipe, alone = both(mesh)
     _, [(x, y)] = make("mlp", 1, 8)
     assert torch.equal(pipe.step(x, target=y), alone.step(x, y))
-    told = [each for each in first_of_each_kind(pipe) if isinstance(each[2], ins.Copying)]
+    told = [
+        each
+        for each in first_of_each_kind(pipe)
+        if isinstance(each[2], ins.Share | ins.Give | ins.Add)
+    ]
     for rank, position, instruction in told:
         before = Snapshot.of(pipe)
         with (

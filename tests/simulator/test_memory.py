@@ -25,8 +25,8 @@ def kept_by_replay(simulation: Simulation, sizes: Sizes, device: int) -> list[in
     made: dict[Buffer, int] = {}
     gone: dict[Buffer, int] = {}
     for at, x in enumerate(list_):
-        made.update(dict.fromkeys(program.writes(x), at))
-        gone.update(dict.fromkeys(program.ends(x), at))
+        made.update(dict.fromkeys(x.makes(program), at))
+        gone.update(dict.fromkeys(x.ends(program), at))
     incoming = [{e.value: e for e in edges} for edges in program.edges_into]
 
     def place(value: str, source: int, target: int, b: Buffer) -> tuple[object, ...]:

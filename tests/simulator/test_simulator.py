@@ -94,7 +94,7 @@ def longest_paths(
 
     def time(place: Place) -> int:
         x: Any = program.lists[place[0]][place[1]]
-        letter = ins.letter_of(x) or ""
+        letter = x.letter or ""
         usual = takes.get(letter, 0)
         if not letter or getattr(x, "microbatch", None) is None:
             return usual
@@ -191,7 +191,7 @@ def test_links_carry_one_value_after_another(
             case ins.Barrier() | ins.Pause():
                 pass
             case other:
-                assert span.time == takes.get(ins.letter_of(other) or "", 0)
+                assert span.time == takes.get(other.letter or "", 0)
 
 
 @given(programs(), costs, st.integers(0, 3), st.booleans(), st.booleans(), st.integers(0, 2))
@@ -297,7 +297,7 @@ CLIPPING = Schedule.parse(
 
 def test_a_clip_waits_for_the_norms_of_all_stages() -> None:
     found = simulate(whole(CLIPPING, chain(2)), {"F": 1, "B": 3, "C": 2, "U": 1})
-    clips = [span for span in found.spans if ins.letter_of(span.instruction) == "C"]
+    clips = [span for span in found.spans if span.instruction.letter == "C"]
     assert [(span.device, span.start, span.end) for span in clips] == [(0, 8, 10), (1, 8, 10)]
     assert found.makespan == 11
     assert [part.time for part in found.critical_path if not isinstance(part, Transfer)] == [

@@ -164,13 +164,11 @@ class Paths:
             kinds = "".join(
                 "|" if isinstance(x, ins.Barrier) else "u" if _once(x) else "t"
                 for x in list_
-                if isinstance(x, ins.Barrier) or ins.letter_of(x) is not None
+                if isinstance(x, ins.Barrier) or x.letter is not None
             )
             if "u" in kinds and kinds.strip("t").rstrip("u") != "|":
                 return None
-            times.add(
-                self._counted([x for x in list_ if _once(x) and ins.letter_of(x) is not None])
-            )
+            times.add(self._counted([x for x in list_ if _once(x) and x.letter is not None]))
         return times.pop() if len(times) == 1 else None
 
     def makespan(self, times: Vector) -> Vector:
@@ -209,7 +207,7 @@ class Paths:
         return self._counted([list_[position] for position in self._tasks[device]])
 
     def _counted(self, tasks: Sequence[ins.Instruction]) -> Vector:
-        counts = Counter(letter for x in tasks if (letter := ins.letter_of(x)) is not None)
+        counts = Counter(letter for x in tasks if (letter := x.letter) is not None)
         size = len(next(iter(self.columns.values())))
         return tuple(
             sum(n * self.columns[key][j] for key, n in counts.items()) for j in range(size)
@@ -230,7 +228,7 @@ class Paths:
     def _tasks(self) -> list[list[int]]:
         """Device → the positions of its micro-batch tasks."""
         return [
-            [at for at, x in enumerate(list_) if ins.letter_of(x) is not None and not _once(x)]
+            [at for at, x in enumerate(list_) if x.letter is not None and not _once(x)]
             for list_ in self.program.lists
         ]
 

@@ -178,7 +178,7 @@ def _tasks(
     program, sizes, transfers = simulation.program, simulation.sizes, simulation.events.transfers
     makers: dict[Buffer, int] = {}
     for number, span in enumerate(simulation.spans):
-        for buffer in program.writes(span.instruction):
+        for buffer in span.instruction.makes(program):
             makers.setdefault(buffer, number)
     columns: Columns = {name: array("f") for name in ("start", "end", "arrival")}
     for name in ("look", "stage", "microbatch", "batch", "version", "waits", "maker"):
@@ -189,7 +189,7 @@ def _tasks(
         look = looks.setdefault((task.kind, boxes.look(task).fill), len(looks))
         awaited: dict[int, float] = {}
         received = 0
-        for buffer in program.reads(span.instruction):
+        for buffer in span.instruction.uses(program):
             maker, way = makers.get(buffer), transfers.get(buffer)
             if maker is None or maker == number:
                 continue

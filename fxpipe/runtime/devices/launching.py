@@ -226,7 +226,7 @@ class LaunchingMachine(Machine):
             at = event._replace(batch=self.step + event.batch)
             if at.batch >= self.first and (mark := self.channels.events.find(at)) is not None:
                 self.lanes.wait(launch.stream, mark)
-        if not self.program.depth or self.step + ins.batch_of(instruction) in self.batches:
+        if not self.program.depth or self.step + instruction.batch in self.batches:
             self.trail.give(launch.stream, Launched(self.position, instruction, self.step))
             if self.times is not None:
                 self.times.append(self.lanes.moment(launch.stream))

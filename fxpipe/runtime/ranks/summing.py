@@ -8,17 +8,15 @@ the bytes of its gradients. It goes on computing meanwhile.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.value import part_of
 
 if TYPE_CHECKING:
-    from fxpipe.runtime.interpreter import Machine
-    from fxpipe.runtime.ranks.channels import RankChannels
+    pass
 
 T = TypeVar("T")
 
@@ -27,33 +25,6 @@ Pieces = list[Tensor | None]
 
 Layouts = list[tuple[tuple[int, ...], tuple[int, ...]] | None]
 """The shape and strides of each gradient of a stage; None where there is no gradient."""
-
-
-def between(machine: Machine) -> RankChannels:
-    """The channels of a machine whose program has several replicas: only ranks run it."""
-    return cast("RankChannels", machine.channels)
-
-
-def reduce_scatter(machine: Machine, instruction: ins.ReduceScatter) -> None:
-    """See ins.ReduceScatter."""
-    stage, batch = instruction.stage, instruction.batch
-    gradients = machine.store.gradients.pop((stage, batch), [])
-    between(machine).reduce_scatter(stage, machine.step + batch, gradients, -1)
-
-
-def take_sums(machine: Machine, instruction: ins.AllGather | ins.TakePart) -> None:
-    """See ins.AllGather and ins.TakePart."""
-    stage, batch, ranks = instruction.stage, instruction.batch, between(machine)
-    take = ranks.all_gather if isinstance(instruction, ins.AllGather) else ranks.take_part
-    count, number = machine.program.buckets.get(stage, 1), machine.step + batch
-    machine.store.gradients[stage, batch] = take(stage, number, count)
-
-
-def gather_weights(machine: Machine, instruction: ins.GatherWeights) -> None:
-    """See ins.GatherWeights."""
-    stage, batch = instruction.stage, machine.step + instruction.batch
-    parts = between(machine).gather_weights(stage, batch)
-    machine.weights.gather(stage, batch + 1, parts)
 
 
 class Part(NamedTuple):

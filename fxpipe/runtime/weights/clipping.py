@@ -11,48 +11,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from fxpipe.errors import CheckpointError
-from fxpipe.ir import instruction as ins
-from fxpipe.ir.value import norm_buffer
-from fxpipe.runtime.ranks.summing import between
 
 if TYPE_CHECKING:
-    from fxpipe.runtime.interpreter import Machine
-
-
-def share_norms(machine: Machine, instruction: ins.Norm) -> None:
-    """See ins.Norm."""
-    stage, batch = instruction.stage, instruction.batch
-    gradients = machine.store.gradients.get((stage, batch), [])
-    absolute = machine.step + batch
-    clipping = machine.jobs[absolute].clipping
-    if stage in machine.program.sharded:  # replicas exchange norms of gradients still scaled
-        shared = between(machine).all_norms(stage, absolute, norms_of(gradients))
-        norms = [None if norm is None else norm.clone() for norm in shared]
-        if clipping is not None:
-            clipping.unscale(absolute, norms)
-            clipping.unscale(absolute, gradients)
-    else:
-        if clipping is not None:
-            clipping.unscale(absolute, gradients)
-        norms = norms_of(gradients)
-    for reader in range(machine.program.stages):
-        machine.store.values[norm_buffer(stage, reader, batch)] = norms
-
-
-def clip(machine: Machine, instruction: ins.Clip) -> None:
-    """See ins.Clip."""
-    stage, batch, store = instruction.stage, instruction.batch, machine.store
-    names: list[str] = []
-    norms: list[Tensor | None] = []
-    for source in range(machine.program.stages):
-        names += [argument.target for argument in machine.stages[source].parameters]
-        norms += store.values[norm_buffer(source, stage, batch)]
-    absolute = machine.step + batch
-    clipping = machine.jobs[absolute].clipping
-    if clipping is not None:
-        if not machine.program.sharded:  # with sharding they are norms of parts, not of parameters
-            norms = clipping.in_order(names, norms)
-        clipping.clip(absolute, store.gradients.get((stage, batch), []), norms)
+    pass
 
 
 class Clipping:

@@ -210,7 +210,7 @@ def test_a_value_is_freed_in_the_window_that_reads_it_last(recipe: Callable[...,
     for own in windows.lists:
         last: dict[Buffer, int] = {}
         for position, instruction in enumerate(own):
-            for buffer in windows.reads(instruction):
+            for buffer in instruction.uses(windows):
                 last[buffer] = position
         for position, instruction in enumerate(own):
             if isinstance(instruction, ins.Free):
@@ -281,9 +281,9 @@ def test_each_buffer_is_freed_right_after_its_last_use() -> None:
         for position, instruction in enumerate(own):
             if isinstance(instruction, ins.Free):
                 before = [x for x in own[:position] if not isinstance(x, ins.Free)][-1]
-                uses = (*program.reads(before), *program.writes(before))
+                uses = (*before.uses(program), *before.makes(program))
                 assert instruction.buffer in uses
-                assert not any(instruction.buffer in program.reads(x) for x in own[position:])
+                assert not any(instruction.buffer in x.uses(program) for x in own[position:])
 
 
 @pytest.mark.parametrize("each", [communicate, free])

@@ -254,7 +254,7 @@ def test_windows_free_in_the_window_in_which_a_value_arrives() -> None:
         x
         for own in program.lists
         for x in own
-        if isinstance(x, ins.Free) and ins.batch_of(x) < 0 and x.buffer.kind == "grad"
+        if isinstance(x, ins.Free) and x.batch < 0 and x.buffer.kind == "grad"
     ]
     assert late
 

@@ -1,0 +1,166 @@
+"""What an instruction tells of itself: its text, buffers, rules, look, and how it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+
+from fxpipe.ir.task import TaskKind
+from fxpipe.ir.value import Buffer, BufferKind, own_buffer
+
+if TYPE_CHECKING:
+    from fxpipe.ir.program import Program
+    from fxpipe.runtime.interpreter import Machine
+
+Wrong = tuple[str, str]
+"""What is wrong, and what to do about it."""
+
+
+class Mark(NamedTuple):
+    """The look of an instruction that computes nothing.
+
+    Attributes:
+        label: a letter or two.
+        fill: a colour, by the name of its constant in ``fxpipe.draw.picture``.
+        border: the same for the outline.
+        width: the outline's width.
+        height: the box's height as a fraction of the row's.
+    """
+
+    label: str
+    fill: str = "paper"
+    border: str = "ink"
+    width: float = 0.6
+    height: float = 0.55
+
+
+class Instruction:
+    """Base of all instructions. A class of your own is made known by ``register("instruction",
+    opcode, cls)`` of ``fxpipe.extend``; it derives from ``Move``, ``Compute`` or ``OncePerStep``.
+
+    Attributes:
+        opcode: its word in texts of programs.
+        form: the template of its operands in a text, see ``fxpipe.text.form``, and an example.
+        flags: word behind the operands → the field that it sets.
+        task: the letter of the task that it runs; None for an instruction that computes nothing.
+        stands_for: the kind of task that stands for it where tasks are verified, if it runs none.
+        mark: its look, if it runs no task.
+        counted: its fields that count batches or versions from the present step.
+        stage: its stage; moves and meetings have none.
+    """
+
+    __slots__ = ()
+    opcode: ClassVar[str]
+    form: ClassVar[tuple[str, str]] = "", ""
+    flags: ClassVar[Mapping[str, str]] = {}
+    task: ClassVar[str | None] = None
+    stands_for: ClassVar[TaskKind | None] = None
+    mark: ClassVar[Mark] = Mark("?")
+    counted: ClassVar[tuple[str, ...]] = ()
+    stage: int
+
+    @property
+    def letter(self) -> str | None:
+        """The letter of its task; None for an instruction that computes nothing."""
+        return self.task
+
+    @property
+    def batch(self) -> int:
+        """The batch that it belongs to: 0 for this step's, −1 for the one before."""
+        return 0
+
+    def text_form(self) -> tuple[str, str]:
+        """The ``form`` that this instruction is printed in."""
+        return self.form
+
+    def uses(self, program: Program) -> tuple[Buffer, ...]:
+        """The buffers that it needs on its device."""
+        return ()
+
+    def makes(self, program: Program) -> tuple[Buffer, ...]:
+        """The buffers that it makes on its device."""
+        return ()
+
+    def ends(self, program: Program) -> tuple[Buffer, ...]:
+        """The buffers whose life on the device ends with it."""
+        return ()
+
+    def lasting(self) -> tuple[str, str]:
+        """Which of a stage's "weights", "gradients" and "buffers" it reads, and which it writes, as
+        words with blanks between them."""
+        return "", ""
+
+    def later(self, steps: int) -> Self:
+        """The instruction with its batch and version counted from ``steps`` steps earlier."""
+        moved = {name: steps + getattr(self, name) for name in self.counted}
+        return replace(self, **moved) if moved else self  # type: ignore[type-var]
+
+    def wrong(self, program: Program, device: int) -> Wrong | None:
+        """What is wrong with it by itself on a device, whatever comes before and after it."""
+        return None
+
+    def run(self, machine: Machine) -> None:
+        """Run it on a device."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Move(Instruction):
+    """Base of the instructions that move, make or drop one buffer."""
+
+    buffer: Buffer
+
+    @property
+    def batch(self) -> int:
+        return self.buffer.batch
+
+    def later(self, steps: int) -> Self:
+        return type(self)(self.buffer._replace(batch=steps + self.buffer.batch))
+
+    def route(self, device: int, made: int, used: int) -> str:
+        """What to do if this is no instruction for a value made on one device and used on another;
+        HOST is the caller. Empty if it is one."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute(Instruction):
+    """Base of the instructions that run a graph of a stage for one micro-batch.
+
+    Attributes:
+        version: the version of the weights. In step t, 0 is the version that t updates have made,
+            −1 the one before it; a version older than the first stands for the first.
+        batch: 0 for this step's batch, −1 for the one before.
+    """
+
+    counted = "version", "batch"
+    form = "s{stage}[{microbatch}{batch:batch}] v{version:signed}", "s0[0] v0"
+    stage: int
+    microbatch: int
+    version: int = 0
+    batch: int = 0
+
+    def own(self, kind: BufferKind) -> Buffer:
+        """A buffer that the stage keeps for itself."""
+        return own_buffer(kind, self.stage, self.microbatch, self.batch)
+
+    def lasting(self) -> tuple[str, str]:
+        return "weights", ""
+
+
+@dataclass(frozen=True, slots=True)
+class OncePerStep(Instruction):
+    """Base of the instructions that run for a stage once a step.
+
+    Attributes:
+        batch: 0 for this step's batch, −1 for the one before.
+    """
+
+    counted = ("batch",)
+    form = "s{stage}{batch:batch}", "s0"
+    stage: int
+    batch: int = 0
+
+    def lasting(self) -> tuple[str, str]:
+        return "weights", ""

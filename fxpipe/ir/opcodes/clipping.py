@@ -1,0 +1,80 @@
+"""Gradients are clipped by one norm over all stages, which each stage computes for itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fxpipe.ir.opcodes.base import Mark, OncePerStep
+from fxpipe.ir.task import TaskKind
+from fxpipe.ir.value import Buffer, norm_buffer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fxpipe.ir.program import Program
+    from fxpipe.runtime.interpreter import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Norm(OncePerStep):
+    """Send a stage's gradient norms to all stages. Roughly: norms = [g.norm() for g in …]."""
+
+    opcode = "norm"
+    stands_for = TaskKind("norm", "norm", per_microbatch=False)
+    mark = Mark("n", border="gradient")
+
+    def makes(self, program: Program) -> tuple[Buffer, ...]:
+        every = range(program.stages)
+        return tuple([norm_buffer(self.stage, other, self.batch) for other in every])
+
+    def lasting(self) -> tuple[str, str]:
+        return "gradients", ""
+
+    def run(self, machine: Machine) -> None:
+        from fxpipe.runtime.weights.clipping import norms_of
+
+        absolute = machine.step + self.batch
+        gradients = machine.store.gradients.get((self.stage, self.batch), [])
+        clipping = machine.jobs[absolute].clipping
+        if self.stage in machine.program.sharded:  # replicas exchange norms that are still scaled
+            shared = machine.replicas.all_norms(self.stage, absolute, norms_of(gradients))
+            norms = [None if norm is None else norm.clone() for norm in shared]
+            if clipping is not None:
+                clipping.unscale(absolute, norms)
+                clipping.unscale(absolute, gradients)
+        else:
+            if clipping is not None:
+                clipping.unscale(absolute, gradients)
+            norms = norms_of(gradients)
+        machine.store.values.update(dict.fromkeys(self.makes(machine.program), norms))
+
+
+@dataclass(frozen=True, slots=True)
+class Clip(OncePerStep):
+    """Scale a stage's gradients by the norm over all stages.
+
+    Roughly: gradients[stage] *= min(1, limit / norm(all norms)).
+    """
+
+    opcode = "clip"
+    task = "C"
+
+    def uses(self, program: Program) -> tuple[Buffer, ...]:
+        every = range(program.stages)
+        return tuple([norm_buffer(other, self.stage, self.batch) for other in every])
+
+    def lasting(self) -> tuple[str, str]:
+        return "", "gradients"
+
+    def run(self, machine: Machine) -> None:
+        store, absolute = machine.store, machine.step + self.batch
+        names = [x.target for stage in machine.stages for x in stage.parameters]
+        norms: list[Tensor | None] = []
+        for buffer in self.uses(machine.program):
+            norms += store.values[buffer]
+        clipping = machine.jobs[absolute].clipping
+        if clipping is not None:
+            if not machine.program.sharded:  # else they are norms of parts, not of parameters
+                norms = clipping.in_order(names, norms)
+            clipping.clip(absolute, store.gradients.get((self.stage, self.batch), []), norms)

@@ -1,0 +1,98 @@
+"""A stage's forward, and the same once more for its backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, ClassVar
+
+from fxpipe.ir.opcodes.base import Compute
+from fxpipe.ir.value import Buffer
+
+if TYPE_CHECKING:
+    from fxpipe.ir.program import Program
+    from fxpipe.runtime.interpreter import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Forward(Compute):
+    """Run a stage's forward graph. Roughly: outputs, saved = forward(weights[version], inputs).
+
+    Attributes:
+        keeps: whether it keeps what its backward needs.
+        again: whether it will be recomputed, for which it keeps the buffers that it reads.
+    """
+
+    opcode = "forward"
+    flags: ClassVar = {"keep": "keeps", "again": "again"}
+    task = "F"
+    keeps: bool = True
+    again: bool = False
+
+    def uses(self, program: Program) -> tuple[Buffer, ...]:
+        return (*program.weights_of(self), *program.operands_of(self).inputs)
+
+    def makes(self, program: Program) -> tuple[Buffer, ...]:
+        operands = program.operands_of(self)
+        saved = (operands.saved,) if self.keeps else ()
+        state = (self.own("state"),) if self.again else ()
+        return (*chain(*operands.outputs), *saved, *state)
+
+    def lasting(self) -> tuple[str, str]:
+        return "weights", "buffers"
+
+    def run(self, machine: Machine) -> None:
+        stage, i, batch = self.stage, self.microbatch, self.batch
+        store, (weights, before) = machine.store, machine.weights_of(self)
+        arguments = zip(machine.stages[stage].buffers, before, strict=True)
+        # what earlier micro-batches of this run wrote, else the model's
+        buffers = [store.state.get(argument.target, buffer) for argument, buffer in arguments]
+        if self.again:
+            store.values[self.own("state")] = list(buffers)
+        operands = machine.program.operands[stage, i, batch]
+        inputs = [store.values[buffer] for buffer in operands.inputs]
+        with machine.turn(stage):
+            result = machine.kernel(stage, i, batch).forward(weights, buffers, inputs)
+        for consumers, value in zip(operands.outputs, result.outputs, strict=True):
+            for buffer in consumers:
+                store.values[buffer] = value
+        for write, value in zip(machine.stages[stage].writes, result.writes, strict=True):
+            store.state[write.target] = value
+        if self.keeps:
+            store.keep(operands.saved, result.saved)
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute(Compute):
+    """Run a stage's forward graph once more, for what its backward needs.
+
+    Roughly: _, saved = forward(weights[version], inputs), with the buffers of the first time.
+    """
+
+    opcode = "recompute"
+    task = "R"
+
+    def uses(self, program: Program) -> tuple[Buffer, ...]:
+        weights, ends = program.weights_of(self), self.ends(program)
+        fetched = ends[0].kind == "fetched"
+        return (*weights, *ends, *(() if fetched else program.operands_of(self).inputs))
+
+    def makes(self, program: Program) -> tuple[Buffer, ...]:
+        return (self.own("saved"),)
+
+    def ends(self, program: Program) -> tuple[Buffer, ...]:
+        away = (self.stage, self.microbatch) in program.offloads  # with buffers and inputs
+        return (self.own("fetched" if away else "state"),)
+
+    def run(self, machine: Machine) -> None:
+        from fxpipe.kernels.recompute import recomputing
+
+        stage, i, batch = self.stage, self.microbatch, self.batch
+        values, operands = machine.store.values, machine.program.operands[stage, i, batch]
+        kept = values.pop(*self.ends(machine.program))
+        count = len(machine.stages[stage].buffers)
+        with recomputing(), machine.turn(stage):
+            weights, _ = machine.weights_of(self)
+            inputs = kept[count:] or [values[buffer] for buffer in operands.inputs]
+            result = machine.kernel(stage, i, batch).forward(weights, kept[:count], inputs)
+        machine.store.keep(operands.saved, result.saved)

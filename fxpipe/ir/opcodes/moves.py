@@ -1,0 +1,146 @@
+"""Values that go from device to device, from the caller and to it, and their end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fxpipe.ir.opcodes.base import Mark, Move
+from fxpipe.ir.value import HOST, Buffer
+
+if TYPE_CHECKING:
+    from fxpipe.ir.program import Program
+    from fxpipe.runtime.interpreter import Machine
+
+
+class _Reading(Move):
+    __slots__ = ()
+
+    def uses(self, program: Program) -> tuple[Buffer, ...]:
+        return (self.buffer,)
+
+
+class _Writing(Move):
+    __slots__ = ()
+
+    def makes(self, program: Program) -> tuple[Buffer, ...]:
+        return (self.buffer,)
+
+
+@dataclass(frozen=True, slots=True)
+class Load(_Writing):
+    """Take a value from the caller. Roughly: buffers[b] = host.give(b)."""
+
+    opcode = "load"
+    mark = Mark("L", "input", "faint")
+
+    def route(self, device: int, made: int, used: int) -> str:
+        right = made == HOST and used == device
+        return "" if right else "load what the caller gives, on the device that uses it"
+
+    def run(self, machine: Machine) -> None:
+        host = machine.jobs[machine.step + self.buffer.batch].host
+        machine.store.values[self.buffer] = host.give(self.buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class Output(_Reading):
+    """Hand a value to the caller. Roughly: host.take(b, buffers[b])."""
+
+    opcode = "output"
+    mark = Mark("O", "input", "faint")
+
+    def route(self, device: int, made: int, used: int) -> str:
+        right = used == HOST and made == device
+        return "" if right else "hand over what goes to the caller, on the device that makes it"
+
+    def run(self, machine: Machine) -> None:
+        buffer = self.buffer
+        host, value = machine.jobs[machine.step + buffer.batch].host, machine.store.values[buffer]
+        host.take(buffer, value)
+        if host.wants(buffer):
+            machine.channels.publish(machine.named(buffer), value)
+
+
+class _Sending(_Reading):
+    __slots__ = ()
+
+    def route(self, device: int, made: int, used: int) -> str:
+        right = made == device != used and used != HOST
+        if right and (self.buffer.kind == "skip") == isinstance(self, Stash):
+            return ""
+        return (
+            "send what another device uses, on the device that makes it; what skips stages is "
+            "stashed, all else is sent"
+        )
+
+    def run(self, machine: Machine) -> None:
+        value = machine.store.values[self.buffer]
+        _, target = machine.program.ends_of(self.buffer)
+        machine.channels.put(target, machine.named(self.buffer), value)
+
+
+@dataclass(frozen=True, slots=True)
+class Send(_Sending):
+    """Send a value to the next stage, or a gradient back. Roughly: peer.put(b, buffers[b])."""
+
+    opcode = "send"
+    mark = Mark("S")
+
+
+@dataclass(frozen=True, slots=True)
+class Stash(_Sending):
+    """Send a value past the next stage, straight to the stage that uses it."""
+
+    opcode = "stash"
+    mark = Mark("s", border="skip", width=0.8)
+
+
+class _Receiving(_Writing):
+    __slots__ = ()
+
+    def route(self, device: int, made: int, used: int) -> str:
+        right = used == device != made and made != HOST
+        if right and (self.buffer.kind == "skip") == isinstance(self, Pop):
+            return ""
+        return (
+            "receive what another device makes, on the device that uses it; what was stashed is "
+            "popped, all else is received"
+        )
+
+    def run(self, machine: Machine) -> None:
+        value = machine.channels.get(machine.device, machine.named(self.buffer))
+        machine.store.values[self.buffer] = value
+
+
+@dataclass(frozen=True, slots=True)
+class Receive(_Receiving):
+    """Wait for a value that another device sends. Roughly: buffers[b] = self.get(b)."""
+
+    opcode = "recv"
+    mark = Mark("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Pop(_Receiving):
+    """Wait for a value that was stashed for this stage."""
+
+    opcode = "pop"
+    mark = Mark("p", border="skip", width=0.8)
+
+
+@dataclass(frozen=True, slots=True)
+class Free(Move):
+    """Drop a buffer. Roughly: del buffers[b]."""
+
+    opcode = "free"
+    mark = Mark("x", "other", "paper", height=0.4)
+
+    def ends(self, program: Program) -> tuple[Buffer, ...]:
+        return (self.buffer,)
+
+    def route(self, device: int, made: int, used: int) -> str:
+        return "" if device in (made, used) else "free it on a device that holds it"
+
+    def run(self, machine: Machine) -> None:
+        machine.store.drop(self.buffer)

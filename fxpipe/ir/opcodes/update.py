@@ -1,0 +1,66 @@
+"""The update of a stage's weights, and the places where all devices meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fxpipe.ir.opcodes.base import Instruction, Mark
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.interpreter import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Update(Instruction):
+    """Step a stage's optimizer. Roughly: weights[writes] = optimizer(weights[reads], gradients).
+
+    Where optimizers are sharded, each replica updates a part and sends it to the others.
+
+    Attributes:
+        reads: the newest version, counted as in Compute.
+        writes: the next version.
+        batch: the batch whose gradients it uses: 0 for this step's, −1 for the one before.
+    """
+
+    opcode = "update"
+    form = "s{stage}{batch:batch} v{reads:signed} -> v{writes:signed}", "s0 v0 -> v1"
+    task = "U"
+    counted = "reads", "writes", "batch"
+    stage: int
+    reads: int = 0
+    writes: int = 1
+    batch: int = 0
+
+    def lasting(self) -> tuple[str, str]:
+        return "", "weights gradients"
+
+    def run(self, machine: Machine) -> None:
+        stage, step = self.stage, machine.step
+        gradients = machine.store.gradients.pop((stage, self.batch), [])
+        parts = machine.weights.update(stage, step + self.reads, gradients)
+        if stage in machine.program.sharded:
+            machine.replicas.give_weights(stage, step + self.batch, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier(Instruction):
+    """Wait until every device is here, so that no weight changes before all gradients exist."""
+
+    opcode = "barrier"
+    mark = Mark("|", "faint", "paper", height=1.0)
+
+    def run(self, machine: Machine) -> None:
+        machine.weights.arrive()
+        machine.channels.meet()
+
+
+@dataclass(frozen=True, slots=True)
+class Pause(Instruction):
+    """Give control back to the caller, who resumes the program with more to load."""
+
+    opcode = "pause"
+    mark = Mark("||", "parameter", "paper", height=1.0)
+
+    def run(self, machine: Machine) -> None:
+        """Do nothing: the loop returns to the caller."""
