@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 from docutils import nodes
@@ -13,6 +14,9 @@ from sphinx.writers.html5 import HTML5Translator
 
 # Sphinx reads nothing outside of its folder
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from generated import MARK, passes_table  # noqa: E402
+
 shutil.copytree(HERE.parent / "notebooks", HERE / "notebooks", dirs_exist_ok=True)
 
 project = "fxpipe"
@@ -62,6 +66,13 @@ def relative_paths(app: Sphinx, page: nodes.document) -> None:
             block.replace_self(nodes.literal_block(text, text, **block.attributes))
 
 
+def made_of_code(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put the table of passes where a page has its mark."""
+    if MARK in source[0]:
+        source[0] = source[0].replace(MARK, passes_table())
+
+
 def setup(app: Sphinx) -> None:
     app.connect("doctree-read", relative_paths)
+    app.connect("source-read", made_of_code)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
