@@ -22,6 +22,7 @@ from benchmarks.models.pairs import Cell, First, Twice
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.unet import UNet
 from benchmarks.report import Grid, Report
+from fxpipe.extensions.exact_cut.solve import solve
 from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.functionalise import functionalise
@@ -29,7 +30,6 @@ from fxpipe.passes.partition.assignment import Assignment, compute_nodes
 from fxpipe.passes.partition.atoms import Atoms, Footprint, atoms_of
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import measure
-from fxpipe.passes.partition.solver.solve import solve
 from fxpipe.passes.partition.work import Machine, Transfer, Work
 from fxpipe.passes.tracing.trace import accepts, trace
 

@@ -19,7 +19,7 @@ from statistics import median
 
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Report, timed
-from fxpipe.passes.partition.solver.solve import SLACK, solve
+from fxpipe.extensions.exact_cut.solve import SLACK, solve
 from fxpipe.passes.partition.work import Machine, Transfer, Work
 
 ATOMS = 10_000

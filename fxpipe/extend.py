@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fxpipe.ir.program import Program
     from fxpipe.ir.schedule import Schedule
     from fxpipe.kernels.kernel import Kernel
+    from fxpipe.passes.partition.work import Partitioner
     from fxpipe.passes.runner import Pass
 
 Door = Literal["public", "extension", "instruction", "schedule", "view", "command", "option"]
@@ -78,6 +79,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Simulation.html": f"{_HERE}.page.page:simulation_page",
     },
     "option": {
+        "partitioner": f"{_HERE}.exact_cut.partitioner:ExactCut",
         "load": f"{_HERE}.checkpoint_folder.folder:read",
         "save": f"{_HERE}.checkpoint_folder.folder:write",
         "saved": f"{_HERE}.checkpoint_folder.folder:exists",
@@ -242,4 +244,8 @@ class Extension:
 
     def kernels(self) -> Kernels | None:
         """What puts kernels of its own around those of a pipe, or None. Called once for a pipe."""
+        return None
+
+    def partitioner(self) -> Partitioner | None:
+        """What divides a model's operations among the stages, or None."""
         return None

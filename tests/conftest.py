@@ -40,10 +40,10 @@ GOLDEN = TESTS / "golden"
 QUICK = (
     "draw",
     "extensions/comparison",
+    "extensions/exact_cut",
     "extensions/formulas",
     "extensions/page",
     "ir",
-    "partition/solver",
     "schedules",
     "simulator",
     "text",

@@ -195,13 +195,13 @@ PASSES = {
         "fxpipe/passes/partition/work.py",
         "compute[k] / machine.speeds[k]",
         "compute[k]",
-        "tests/partition/solver tests/partition/test_partition.py",
+        "tests/extensions/exact_cut tests/partition/test_partition.py",
     ),
     "a value that two stages receive counts once": Fault(
         "fxpipe/passes/partition/work.py",
         "        for target in targets - {source}:\n",
         "        for target in sorted(targets - {source})[:1]:\n",
-        "tests/partition/solver tests/partition/test_partition.py",
+        "tests/extensions/exact_cut tests/partition/test_partition.py",
     ),
     "a bucket takes its gradients in the order of the parameters": Fault(
         "fxpipe/passes/differentiate/part_gradients.py",

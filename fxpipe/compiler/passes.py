@@ -147,13 +147,16 @@ PARTITION = (
     Pass(footprint_of, "traced, plan, costs, state, copies", "footprint", when="limited"),
     Pass(
         balance,
-        "traced, stages, costs, machine, footprint, together, nearest",
+        "traced, stages, costs, machine, footprint, together, nearest, partitioner",
         "assignment",
         when="not named",
     ),
     Pass(cut_at, "traced, stages, at, model, together", "assignment", when="named"),
     Pass(
-        judge, "traced, assignment, costs, machine, footprint, nearest", "assignment", when="judged"
+        judge,
+        "traced, assignment, costs, machine, footprint, nearest, partitioner",
+        "assignment",
+        when="judged",
     ),
 )
 """Costs → the stage of every node of the first graph. A cut by names is judged if costs exist."""

@@ -98,6 +98,7 @@ class Placement:
             "named": partition.at is not None,
             "judged": partition.at is not None and not later,
             "nearest": nearest,
+            "partitioner": next(filter(None, (e.partitioner() for e in options.extensions)), None),
             "model": options.model,
         }
         if machine.limited:  # else memory does not matter, and no optimizer has to be made

@@ -31,9 +31,13 @@ from fxpipe.passes.partition.assignment import (
 )
 from fxpipe.passes.partition.atoms import Footprint, atoms_of
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.solver.bound import lower_bound
-from fxpipe.passes.partition.solver.solve import least_limits, solve
-from fxpipe.passes.partition.work import Division, Machine, weigh
+from fxpipe.passes.partition.work import (
+    Division,
+    Machine,
+    Partitioner,
+    default_partitioner,
+    weigh,
+)
 from fxpipe.passes.tracing.leaf_nests import REST
 
 
@@ -46,6 +50,7 @@ def balance(
     footprint: Footprint | None = None,
     together: Sequence[str] = (),
     nearest: bool = False,
+    partitioner: Partitioner | None = None,
 ) -> Assignment:
     """Cut into stages: minimise the time of the slowest, then the bytes that are sent.
 
@@ -55,6 +60,7 @@ def balance(
         together: submodules that must not be cut.
         nearest: whether to return the cut that comes nearest to the memory limits, instead of
             raising, if no cut keeps them.
+        partitioner: what divides the work; by default that of the extension that has one.
 
     Raises:
         PartitionError: the graph cannot be cut into that many stages, or no cut keeps the limits.
@@ -66,13 +72,15 @@ def balance(
             f"the model can be cut into at most {len(atoms.nodes)} stages, not {stages}; "
             "give fewer devices"
         )
-    solution = solve(atoms.work, machine, atoms.layers)
+    partitioner = partitioner or default_partitioner()
+    solution = partitioner.divide(atoms.work, machine, atoms.layers)
     if solution is not None:
         division, bound = solution.division, solution.bound
     else:
-        division, bound = least_limits(atoms.work, machine), lower_bound(atoms.work, machine)
+        division = partitioner.nearest(atoms.work, machine)
+        bound = partitioner.bound(atoms.work, machine)
         if not nearest:
-            raise PartitionError(_over(division, machine))
+            raise PartitionError(_over(division, machine, partitioner.least))
     verdict = atoms.verdict(division, bound, together)
     return Assignment(stages, atoms.named(division.stage_of), verdict)
 
@@ -85,6 +93,7 @@ def judge(
     footprint: Footprint,
     *,
     nearest: bool = False,
+    partitioner: Partitioner | None = None,
 ) -> Assignment:
     """Add a verdict to an assignment that was made by names; its bound holds for any cut.
 
@@ -96,15 +105,16 @@ def judge(
     division = weigh(atoms.work, machine, stage_of)
     if not nearest and not division.fits(machine):
         raise PartitionError(_over(division, machine))
-    return replace(assignment, verdict=atoms.verdict(division, lower_bound(atoms.work, machine)))
+    bound = (partitioner or default_partitioner()).bound(atoms.work, machine)
+    return replace(assignment, verdict=atoms.verdict(division, bound))
 
 
-def _over(division: Division, machine: Machine) -> str:
+def _over(division: Division, machine: Machine, least: str = "at least ") -> str:
     """The message that no cut keeps the memory limits, for the division that comes nearest."""
     stage = max(range(machine.stages), key=lambda k: division.loads[k].memory / machine.limits[k])
     needs, limit = division.loads[stage].memory, machine.limits[stage]
     return (
-        f"stage {stage} on {machine.name_of(stage)} needs at least {bytes_text(needs)} and may "
+        f"stage {stage} on {machine.name_of(stage)} needs {least}{bytes_text(needs)} and may "
         f"take {bytes_text(limit)}: its parameters, their gradients, optimizer state and versions, "
         f"and what {machine.peaks[stage]} micro-batches in flight keep; "
         "raise memory_limits, or give more devices"

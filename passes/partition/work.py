@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
+
+from fxpipe.extend import find, there
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,83 @@ class Division:
         return not machine.limits or all(
             load.memory <= limit for load, limit in zip(self.loads, machine.limits, strict=True)
         )
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A division of the atoms, and the least seconds that any division's slowest stage may take."""
+
+    division: Division
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """How far the slowest stage is above the bound, relative to it; 0 if proven optimal."""
+        return max(self.division.slowest / self.bound - 1, 0.0) if self.bound else 0.0
+
+
+class Partitioner:
+    """Divides work among stages: cuts the program's order into runs whose compute times are as even
+    as possible. Extensions do better.
+
+    Attributes:
+        least: "at least " if no division needs less memory than ``nearest``, for messages.
+    """
+
+    least: str = ""
+
+    def divide(
+        self, work: Work, machine: Machine, layers: Sequence[Hashable] = ()
+    ) -> Solution | None:
+        """Divide the atoms, of which there are at least as many as stages; None if that keeps no
+        memory limits.
+
+        Args:
+            work: the atoms.
+            machine: the devices of the stages.
+            layers: atom → the layer that it belongs to.
+        """
+        division = self.nearest(work, machine)
+        return Solution(division, self.bound(work, machine)) if division.fits(machine) else None
+
+    def nearest(self, work: Work, machine: Machine) -> Division:
+        """The division that comes nearest to the memory limits, where ``divide`` finds none."""
+        ends = [0.0, *accumulate(work.seconds)]
+        low, high = 0.0, ends[-1] / min(machine.speeds)
+        found = _filled(ends, machine.speeds, math.inf)
+        for _ in range(60):
+            limit = (low + high) / 2
+            filled = _filled(ends, machine.speeds, limit)
+            low, high = (limit, high) if filled is None else (low, limit)
+            found = filled or found
+        assert found is not None
+        return weigh(work, machine, [bisect_right(found, atom) for atom in range(len(work))])
+
+    def bound(self, work: Work, machine: Machine) -> float:
+        """The seconds that the slowest stage of any division takes at least."""
+        heaviest = max(work.seconds, default=0.0) / max(machine.speeds)
+        return max(work.total / sum(machine.speeds), heaviest)
+
+
+def default_partitioner() -> Partitioner:
+    """The partitioner of the extension that has one, or the plain one."""
+    if not there("option", "partitioner"):
+        return Partitioner()
+    made: Partitioner = find("option", "partitioner")()
+    return made
+
+
+def _filled(ends: Sequence[float], speeds: Sequence[float], limit: float) -> list[int] | None:
+    """Fill one stage after another up to a limit in seconds, and leave an atom for each that
+    follows; returns where the stages end, but for the last, or None if atoms are left over."""
+    count, at, cuts = len(ends) - 1, 0, []
+    for stage, speed in enumerate(speeds):
+        full = bisect_right(ends, ends[at] + limit * speed) - 1
+        end = min(full, count - (len(speeds) - 1 - stage))
+        if end <= at:
+            return None
+        cuts.append(at := end)
+    return cuts[:-1] if at == count else None
 
 
 def weigh(work: Work, machine: Machine, stage_of: Sequence[int]) -> Division:

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_structure
 
 from fxpipe.errors import PartitionError
+from fxpipe.extensions.exact_cut.solve import SLACK
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.passes.graph.fit import localise_sizes
@@ -31,7 +32,6 @@ from fxpipe.passes.partition.atoms import Footprint, atoms_of
 from fxpipe.passes.partition.balance import balance, cut_at
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.solver.solve import SLACK
 from fxpipe.passes.partition.work import Machine, weigh
 from fxpipe.passes.tracing.symbolic import trace_symbolically
 from tests.helpers.fronted import front_end, in_stages

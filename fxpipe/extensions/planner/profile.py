@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from fxpipe.extensions.planner.candidates import Affine
-from fxpipe.passes.partition.solver.solve import Solution, solve
-from fxpipe.passes.partition.work import Machine, Work
+from fxpipe.passes.partition.work import Machine, Solution, Work, default_partitioner
 from fxpipe.simulator.costs import Overheads
 from fxpipe.simulator.sizes import Sizes
 
@@ -46,7 +45,7 @@ class Profile:
         atoms. ``speed`` is that of the devices."""
         if len(self.work) < stages:
             return None
-        solution = solve(self.work, Machine.equal(stages), self.layers)
+        solution = default_partitioner().divide(self.work, Machine.equal(stages), self.layers)
         return None if solution is None else Cut(self, solution, stages, speed)
 
 

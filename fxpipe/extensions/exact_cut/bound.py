@@ -27,8 +27,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from fxpipe.passes.partition.solver.orders import alone, latest_sources, trees
-from fxpipe.passes.partition.solver.runs import Runs
+from fxpipe.extensions.exact_cut.orders import alone, latest_sources, trees
+from fxpipe.extensions.exact_cut.runs import Runs
 from fxpipe.passes.partition.work import Machine, Transfer, Work
 
 _PLANES = 24

@@ -21,20 +21,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from fxpipe.passes.partition.solver.bound import chain_bound, lower_bound, memory_bound, sent_apart
-from fxpipe.passes.partition.solver.downsets import (
+from fxpipe.extensions.exact_cut.bound import chain_bound, lower_bound, memory_bound, sent_apart
+from fxpipe.extensions.exact_cut.downsets import (
     Search,
     TooManyError,
     contractions,
     downsets,
     pack,
 )
-from fxpipe.passes.partition.solver.lattice import Lattice
-from fxpipe.passes.partition.solver.orders import orders
-from fxpipe.passes.partition.solver.runs import Runs, equal_runs
-from fxpipe.passes.partition.work import Division, Machine, Work, weigh
+from fxpipe.extensions.exact_cut.lattice import Lattice
+from fxpipe.extensions.exact_cut.orders import orders
+from fxpipe.extensions.exact_cut.runs import Runs, equal_runs
+from fxpipe.passes.partition.work import Division, Machine, Solution, Work, weigh
 from fxpipe.torchtools.state import intra_op_threads
 
 SLACK = 0.01
@@ -59,19 +59,6 @@ _PACKED = 15_000
 """The most downsets of a contracted graph to pack."""
 _CONTRACTED = 2_000
 """The most atoms of a graph to contract."""
-
-
-@dataclass(frozen=True)
-class Solution:
-    """A division of the atoms, and the least seconds that any division's slowest stage may take."""
-
-    division: Division
-    bound: float
-
-    @property
-    def gap(self) -> float:
-        """How far the slowest stage is above the bound, relative to it; 0 if proven optimal."""
-        return max(self.division.slowest / self.bound - 1, 0.0) if self.bound else 0.0
 
 
 @intra_op_threads(1)  # the tables are small: starting threads would take longer

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fxpipe.passes.partition.solver.downsets import members, stages_between
-from fxpipe.passes.partition.solver.flows import amounts_of, rates_of
+from fxpipe.extensions.exact_cut.downsets import members, stages_between
+from fxpipe.extensions.exact_cut.flows import amounts_of, rates_of
 from fxpipe.passes.partition.work import Machine, Work
 
 _ROUNDING = 1 + 1e-9

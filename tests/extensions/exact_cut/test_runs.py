@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.passes.partition.solver.bound import chain_bound, lower_bound, sent_apart
-from fxpipe.passes.partition.solver.downsets import contractions, downsets, pack
-from fxpipe.passes.partition.solver.lattice import Lattice
-from fxpipe.passes.partition.solver.runs import Goal, Runs
-from fxpipe.passes.partition.solver.solve import SLACK, solve
+from fxpipe.extensions.exact_cut.bound import chain_bound, lower_bound, sent_apart
+from fxpipe.extensions.exact_cut.downsets import contractions, downsets, pack
+from fxpipe.extensions.exact_cut.lattice import Lattice
+from fxpipe.extensions.exact_cut.runs import Goal, Runs
+from fxpipe.extensions.exact_cut.solve import SLACK, solve
 from fxpipe.passes.partition.work import Machine, Transfer, Work, weigh
 from tests.helpers.works import MANY, chain, machines, works
 from tests.oracles.every_division import fits, legal, weighed

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.passes.partition.solver.downsets import Search, downsets
-from fxpipe.passes.partition.solver.lattice import Lattice
-from fxpipe.passes.partition.solver.solve import SLACK, least_limits, solve
+from fxpipe.extensions.exact_cut.downsets import Search, downsets
+from fxpipe.extensions.exact_cut.lattice import Lattice
+from fxpipe.extensions.exact_cut.solve import SLACK, least_limits, solve
 from fxpipe.passes.partition.work import Machine, Transfer, Work
 from tests.helpers.profiles import DEEP, deep
 from tests.helpers.works import MANY, chain, machines, works

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.passes.partition.solver.bound import chain_bound, lower_bound, memory_bound
-from fxpipe.passes.partition.solver.orders import (
+from fxpipe.extensions.exact_cut.bound import chain_bound, lower_bound, memory_bound
+from fxpipe.extensions.exact_cut.orders import (
     Block,
     alone,
     densest_first,

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fxpipe.passes.partition.solver.flows import Flows, Steps, arriving_bytes, rates_of
+from fxpipe.extensions.exact_cut.flows import Flows, Steps, arriving_bytes, rates_of
 from fxpipe.passes.partition.work import Machine, Transfer, Work
 
 Goal = Literal["seconds", "bytes"]
