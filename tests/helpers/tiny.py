@@ -174,9 +174,10 @@ class Metronome(threading.Thread):
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Fail if the block takes longer, and end it if it hangs, with the stacks of all threads.
+    """Fail if the block takes much longer, and end it if it hangs, with the stacks of all threads.
 
-    Time in which the machine let this process wait does not count.
+    Time in which the machine let this process wait does not count; waits shorter than a tick of the
+    metronome are not seen, so a block may take twice as long.
     """
     start = time.monotonic()
     metronome = Metronome()
@@ -200,4 +201,4 @@ def within(seconds: float) -> Iterator[None]:
     finally:
         timer.cancel()
     took = time.monotonic() - start - metronome.late
-    assert took < seconds, f"took {took:.2f} s, not less than {seconds} s"
+    assert took < 2 * seconds, f"took {took:.2f} s, not less than {2 * seconds} s"
