@@ -310,6 +310,8 @@ def _kind(value: Any) -> Any:
         return value.__code__, Identity(value.__globals__)
     if isinstance(value, nn.Module | MethodType | partial):
         return type(value)
+    if isinstance(value, ReferenceType) and isinstance(value(), Tensor):
+        return type(value)  # an LSTM refers to its parameters anew whenever one is set
     return Identity(value)
 
 

@@ -6,6 +6,7 @@ process after the same seed.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +80,9 @@ def trained(pipe: fxpipe.Pipeline) -> dict[str, Any]:
     pipe.eval()
     output = pipe(x)
     pipe.train()
-    return {"losses": losses, "output": output, "state": pipe.state_dict()}
+    state = copy.deepcopy(pipe.state_dict())
+    losses.append(float(pipe.step(x.repeat(2, 1), target=y.repeat(2))))  # larger micro-batches
+    return {"losses": losses, "output": output, "state": state}
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
