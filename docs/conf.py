@@ -34,7 +34,7 @@ extensions = [
 exclude_patterns = ["notebooks/README*", "pictures"]
 
 nb_execution_mode = "off"  # they are committed with their outputs, and the tests run them
-myst_heading_anchors = 2
+myst_heading_anchors = 3
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
 autodoc_default_options = {"members": True, "undoc-members": False, "member-order": "bysource"}

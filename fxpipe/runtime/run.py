@@ -393,8 +393,9 @@ class FlushedRun(Run[LiveWeights]):
     def _give_up(self) -> str:
         if self.stop():
             self._clear(values=True)
-        # before the barrier, no rank's update has begun
-        ranks = self._group.outcomes(self.weights.outcome()) if self.weights.arrived else []
+        # before the barrier, no update of this replica has begun
+        begun = self.weights.arrived or self._group.replicas > 1
+        ranks = self._group.outcomes(self.weights.outcome()) if begun else []
         whole, in_part = (
             sorted({stage for outcome in ranks for stage in outcome if outcome[stage] is ended})
             for ended in (True, False)

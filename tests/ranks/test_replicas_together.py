@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.ir import instruction as ins
+from fxpipe.runtime import interpreter
 from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
 from tests.ranks.test_replicas import OPTIMIZERS, Model, batch, looped, pipe_of
 
@@ -290,6 +293,26 @@ def failing(mesh: DeviceMesh) -> dict[str, Any]:
     return told
 
 
+def failing_early(mesh: DeviceMesh) -> str:
+    """What a rank is told of a failure in an update of the second replica, before the first device
+    of the first one has come to its barrier."""
+    replica, device = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+
+    def late(machine: Any, instruction: Any) -> None:
+        time.sleep(2)
+        meets(machine, instruction)
+
+    meets = interpreter.HANDLERS[ins.Barrier]
+    if (replica, device) == (0, 0):
+        interpreter.HANDLERS[ins.Barrier] = late
+    optimizer = breaking(lambda: (replica, device) == (1, 1))
+    with pipe_of(mesh, schedule="1f1b", optimizer=optimizer) as pipe:
+        x, y = batch(0, replica)
+        with pytest.raises(fxpipe.ExecutionError) as raised:
+            pipe.step(x, target=y)
+        return f"{raised.value} {raised.value.__notes__}"
+
+
 def beginning_apart(mesh: DeviceMesh) -> tuple[str, str]:
     """What a rank is told where replicas begin with other weights, and with another optimizer."""
     replica = mesh.get_local_rank("dp")
@@ -318,6 +341,11 @@ def test_replicas_begin_with_the_same_weights_and_settings_of_their_optimizers()
         assert "first.bias: " in weights
         assert "optimizer of stage 0: AdamW, lr 0.1" in settings
         assert "device 0 of replica 1" in settings
+
+
+def test_a_failure_in_an_update_ends_the_pipe_where_replicas_have_not_come_to_theirs() -> None:
+    for told in on_ranks(4, failing_early, replicas=2):
+        assert "stage 1 only in part" in told
 
 
 def test_after_a_failure_in_one_replica_all_go_on_from_a_checkpoint() -> None:
