@@ -87,7 +87,9 @@ int devices = 2;
 Mode mode = EAGER;
 bool forbid_waits = false, peers = true;
 std::mt19937_64 draw(0);
-std::vector<std::unique_ptr<Queue>> queues;
+// Never destroyed: what is still queued when the process ends holds tensors, whose memory could not
+// be given back by then.
+auto& queues = *new std::vector<std::unique_ptr<Queue>>;
 std::map<std::pair<int, int64_t>, int> numbers;  // device, id → index in queues
 std::map<std::pair<int, bool>, int64_t> handed;  // device, high priority → streams made
 Clock host;                                      // what the host has waited for
@@ -292,7 +294,7 @@ struct Graph {
 };
 using GraphPtr = std::shared_ptr<Graph>;
 
-GraphPtr capture;  // torch allows one at a time
+auto& capture = *new GraphPtr;  // torch allows one at a time; never destroyed, as the queues
 
 const std::string CAPTURING = "operation not permitted when stream is capturing";
 
