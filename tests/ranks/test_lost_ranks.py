@@ -7,7 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +212,10 @@ def killed_elsewhere(mesh: DeviceMesh, folder: str) -> None:
                 if here:
                     change(pipe)
         if change is committing:  # all were ready: the step counts here, and nothing comes after
-            with suppress(fxpipe.RankError):  # unless the last message of the killed rank was lost
+            try:
                 pipe.step(x, target=y)
+            except fxpipe.RankError as error:  # the last message of the killed rank was lost
+                assert error.rank == 1
         if change is in_flight:
             assert soon(lambda: 1 in pipe._group.inbox.gone)  # noqa: B023
             with told_of(1, 1):

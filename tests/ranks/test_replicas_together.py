@@ -313,6 +313,31 @@ def failing_early(mesh: DeviceMesh) -> str:
         return f"{raised.value} {raised.value.__notes__}"
 
 
+def exiting(mesh: DeviceMesh) -> tuple[str, str]:
+    """What a rank is told where the optimizer of another exits in the first step, and of a retry
+    from a checkpoint that was saved before."""
+    replica, leaves = mesh.get_local_rank("dp"), True
+
+    def leave(*_: Any) -> None:
+        if leaves and replica:
+            raise SystemExit(3)
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        own = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        own.register_step_pre_hook(leave)
+        return own
+
+    x, y = batch(0, replica)
+    with pipe_of(mesh, schedule="1f1b", optimizer=optimizer, shard_optimizer=True) as pipe:
+        pipe.prepare(x, target=y)
+        pipe.save(shared_folder() / "begin")
+        with pytest.raises(fxpipe.ExecutionError) as raised:
+            pipe.step(x, target=y)
+        pipe.load(shared_folder() / "begin")
+        leaves = False
+        return type(raised.value).__name__, repr(float(pipe.step(x, target=y)))
+
+
 def beginning_apart(mesh: DeviceMesh) -> tuple[str, str]:
     """What a rank is told where replicas begin with other weights, and with another optimizer."""
     replica = mesh.get_local_rank("dp")
@@ -346,6 +371,12 @@ def test_replicas_begin_with_the_same_weights_and_settings_of_their_optimizers()
 def test_a_failure_in_an_update_ends_the_pipe_where_replicas_have_not_come_to_theirs() -> None:
     for told in on_ranks(4, failing_early, replicas=2):
         assert "stage 1 only in part" in told
+
+
+def test_all_go_on_from_a_checkpoint_after_one_rank_has_left_its_first_step() -> None:
+    (first, loss), (second, other) = on_ranks(2, exiting, replicas=2)
+    assert (first, second) == ("RankError", "ExecutionError")
+    assert loss == other
 
 
 def test_after_a_failure_in_one_replica_all_go_on_from_a_checkpoint() -> None:
