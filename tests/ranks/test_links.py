@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 import weakref
@@ -73,18 +74,37 @@ def head(text: bytes, tensors: int = 0) -> bytes:
     return PREFIX.pack(len(text), tensors) + text
 
 
+def altered(old: bytes, new: bytes) -> bytes:
+    """A message of a tensor of two floats, whose head has something else at one place."""
+    prefixed, memory = pack(Message("value", (), torch.ones(2)))
+    assert bytes(prefixed).count(old) == 1 and len(old) == len(new)
+    return bytes(prefixed).replace(old, new) + bytes(memory)
+
+
+class Code:
+    """Pickled, it is a call."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("what arrives was executed",)
+
+
+def described(*values: object, tensors: int = 0) -> bytes:
+    return head(b"".join(pickle.dumps(value, 5) for value in values), tensors)
+
+
 DAMAGED = {
     "noise": b"\xff" * 256,
     "oversized": PREFIX.pack(MOST + 1, 0),
-    "no text": head(b"\xff\xfe{"),
-    "no list": head(b"{}"),
-    "deep": head(b"[" * 4000 + b"]" * 4000),
-    "huge": head(b'["value",[],null,[["float32",[1125899906842624],[1],0,true]]]', 1 << 52),
-    "negative": head(b'["value",[],null,[["float32",[2],[-1],0,false]]]', 8),
-    "early": head(b'["value",[],null,[["float32",[2],[1],-1,true]]]', 8),
-    "another size": head(b'["value",[],null,[["float32",[2],[1],0,true]]]', 12),
-    "no type": head(b'["value",[],null,[["module",[2],[1],0,true]]]', 8),
-    "no tensor": head(b'["value",[],{"tensor":3},[]]'),
+    "no pickle": head(b"\xff\xfe{"),
+    "no sizes": described(("value", (), 1), 3),
+    "no message": described([], 3),
+    "code": described([], ("value", (), Code())),
+    "code for sizes": described(Code(), ("value", (), 1)),
+    "huge": described([(0, 1 << 52)], ("value", (), 1), tensors=1 << 52),
+    "negative": described([(-8, 0)], ("value", (), 1), tensors=8),
+    "beyond its memory": altered(b"K\x02\x85", b"K\x03\x85"),
+    "no type": altered(b"float32", b"strided"),
+    "another size": described([(0, 8)], ("value", (), 1), tensors=12),
 }
 
 
