@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxpipe.draw.picture import Picture
+    from fxpipe.extensions.draw.picture import Picture
 
 
 class FxpipeError(Exception):
@@ -129,9 +129,10 @@ class VerificationError(FxpipeError):
 
     def draw(self) -> Picture:
         """Draw the plan, schedule or program with its faults in red."""
-        from fxpipe.draw import draw_faults
+        from fxpipe.extend import find
 
-        return draw_faults(self)
+        picture: Picture = find("view", "VerificationError.draw", "VerificationError.draw()")(self)
+        return picture
 
 
 class PassError(FxpipeError):

@@ -64,19 +64,20 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "search": f"{_HERE}.planner.auto:LateSchedule",
     },
     "view": {
-        "Plan.draw": "fxpipe.draw.plan:draw_plan",
-        "Program.draw": "fxpipe.draw.program:draw_program",
+        "Plan.draw": f"{_HERE}.draw.plan:draw_plan",
+        "Program.draw": f"{_HERE}.draw.program:draw_program",
         "Program.simulate": "fxpipe.simulator:simulate",
         "Recipe.formulas": f"{_HERE}.formulas:recipe_formulas",
         "Schedule.csv": f"{_HERE}.peers.forms:schedule_csv",
-        "Schedule.draw": "fxpipe.draw.schedule:draw_schedule",
+        "Schedule.draw": f"{_HERE}.draw.schedule:draw_schedule",
         "Schedule.formulas": f"{_HERE}.formulas:schedule_formulas",
         "Schedule.from_csv": f"{_HERE}.peers.actions:parse_csv",
         "Schedule.from_nodes": f"{_HERE}.peers.forms:parse_nodes",
-        "Schedule.grid": "fxpipe.draw.grid:schedule_grid",
+        "Schedule.grid": f"{_HERE}.draw.grid:schedule_grid",
         "Schedule.simulate": "fxpipe.simulator:simulate_schedule",
-        "Simulation.draw": "fxpipe.draw.schedule:draw_simulations",
+        "Simulation.draw": f"{_HERE}.draw.schedule:draw_simulations",
         "Simulation.html": f"{_HERE}.page.page:simulation_page",
+        "VerificationError.draw": f"{_HERE}.draw:draw_faults",
     },
     "option": {
         "partitioner": f"{_HERE}.exact_cut.partitioner:ExactCut",
@@ -157,13 +158,14 @@ def find(door: Door, name: str, what: str = "") -> Any:
     try:
         return getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
-        package = _package(target)
-        if f"{error.name}.".startswith(f"{package}.") or f"{package}.".startswith(f"{error.name}."):
-            raise InputError(
-                f"{what or name} needs the extension {package}, which is not there; install fxpipe "
-                "with it"
-            ) from error
-        raise
+        package, lost = _package(target), f"{error.name}."
+        if not (lost.startswith((f"{package}.", f"{_HERE}.")) or f"{package}.".startswith(lost)):
+            raise
+        missing = _package(lost[:-1]) if lost.startswith(f"{_HERE}.") else package
+        raise InputError(
+            f"{what or name} needs the extension {missing}, which is not there; install fxpipe "
+            "with it"
+        ) from error
 
 
 def _package(target: str) -> str:

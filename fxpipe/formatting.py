@@ -16,6 +16,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fxpipe.extend import there
+
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
@@ -59,13 +61,13 @@ _DRAWN = 4000
 
 
 def shown(value: Any, things: int) -> dict[str, str]:
-    """What a notebook shows of a value with a ``draw`` method, by MIME type.
+    """What a notebook shows of a value that can be drawn, by MIME type; without pictures, its text.
 
     Args:
         things: how many things its picture has; if there are too many, only text is shown.
     """
     bundle = {"text/plain": repr(value)}
-    if things <= _DRAWN:
+    if things <= _DRAWN and there("view", f"{type(value).__name__}.draw"):
         bundle["image/svg+xml"] = value.draw()._repr_svg_()
     return bundle
 

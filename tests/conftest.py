@@ -38,8 +38,8 @@ from tests.helpers.times import equal_times
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
 QUICK = (
-    "draw",
     "extensions/comparison",
+    "extensions/draw",
     "extensions/exact_cut",
     "extensions/formulas",
     "extensions/page",

@@ -34,7 +34,6 @@ LAYERS = {
     "schedules": ("fxpipe.schedules",),
     "passes": ("fxpipe.passes",),
     "memory": ("fxpipe.memory",),
-    "draw": ("fxpipe.draw",),
     "runtime": ("fxpipe.runtime",),
     "compiler": ("fxpipe.compiler",),
     "face": (
@@ -70,7 +69,6 @@ MAY_IMPORT = {
     "schedules": ("representations",),
     "passes": (*BASE, "text", "verify"),
     "memory": (*BASE, "simulator", "passes"),
-    "draw": (*BASE, "text", "verify", "simulator"),
     "runtime": (*BASE, "text", "verify"),
     "compiler": tuple(layer for layer in LAYERS if layer not in ("face", "extensions")),
     "face": tuple(layer for layer in LAYERS if layer != "extensions"),
@@ -80,7 +78,6 @@ MAY_IMPORT = {
 
 
 REACH_UP = {
-    "fxpipe.errors": {"draw"},
     "fxpipe.ir.opcodes.clipping": {"run"},
     "fxpipe.ir.opcodes.offload": {"run"},
     "fxpipe.ir.plan": {"__str__", "text", "verify"},

@@ -5,9 +5,10 @@
 The parent imports what a first step needs of other libraries, but nothing of fxpipe, and forks a
 child for each extension. In the child the modules of
 the extension, and all that is in them, cannot be imported. It then imports fxpipe, trains a step,
-lowers, verifies, simulates, draws and prints every schedule of the library; none of that may load
-an extension but the one that cuts models, which is there by default. Prints a JSON object: name →
-"" or the last lines of the error.
+lowers, verifies, simulates and prints every schedule of the library; none of that may load
+an extension but the one that cuts models, which is there by default. Then it asks for all names
+that the registry knows: each is found, or the error names a module that is gone. Prints a JSON
+object: name → "" or the last lines of the error.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import ModuleType
+from typing import get_args
 
 import rich.table  # noqa: F401
 import safetensors.torch  # noqa: F401
@@ -80,8 +82,21 @@ def use_the_rest() -> None:
         assert fxpipe.Schedule.parse(str(schedule)) == schedule
         chain_program(schedule).verify()
         assert schedule.simulate().makespan > 0
-        assert schedule.grid() and schedule.draw().source
     assert not extensions(), f"what the core does loads {extensions()}"
+
+
+def ask_for_all(gone: Sequence[str]) -> None:
+    """Ask for every name that the registry knows; an extension may need another that is gone."""
+    from fxpipe import extend
+    from fxpipe.errors import InputError
+
+    for door in get_args(extend.Door):
+        for name in extend.names(door):
+            try:
+                extend.find(door, name)
+            except InputError as error:
+                lost = str(error).partition(" needs the extension ")[2].partition(",")[0]
+                assert lost in gone, error
 
 
 def taken_away(modules: Sequence[str]) -> str:
@@ -94,6 +109,7 @@ def taken_away(modules: Sequence[str]) -> str:
             os.close(reading)
             sys.meta_path.insert(0, Gone(modules))
             use_the_rest()
+            ask_for_all(modules)
         except BaseException:
             told = "".join(traceback.format_exc().splitlines(keepends=True)[-8:])
         with os.fdopen(writing, "w") as out:

@@ -8,10 +8,10 @@ from numbers import Real
 
 import fxpipe.schedules as library
 from fxpipe.arguments import check_whole
-from fxpipe.draw.canvas import BoxStyle, Canvas
-from fxpipe.draw.chart import Chart, LegendEntry
-from fxpipe.draw.picture import FORWARD, OTHER, UPDATE, Picture
 from fxpipe.errors import FxpipeError, InputError
+from fxpipe.extensions.draw.canvas import BoxStyle, Canvas
+from fxpipe.extensions.draw.chart import Chart, LegendEntry
+from fxpipe.extensions.draw.picture import FORWARD, OTHER, UPDATE, Picture
 from fxpipe.formatting import bytes_text, plain_table, preformatted, table_text, time_text
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule

@@ -19,11 +19,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from fxpipe.draw.chart import row_height
-from fxpipe.draw.picture import FAINT, IDLE, INK, OTHER, SKIP, TASKS
-from fxpipe.draw.schedule import simulation_title
-from fxpipe.draw.styles import TaskStyles, simulation_boxes
 from fxpipe.errors import InputError
+from fxpipe.extensions.draw.chart import row_height
+from fxpipe.extensions.draw.picture import FAINT, IDLE, INK, OTHER, SKIP, TASKS
+from fxpipe.extensions.draw.schedule import simulation_title
+from fxpipe.extensions.draw.styles import TaskStyles, simulation_boxes
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer
 from fxpipe.simulator.analysis import stash_levels

@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.console import JustifyMethod
 
-from fxpipe.draw.canvas import BoxStyle, Canvas
-from fxpipe.draw.chart import Chart, LegendEntry
-from fxpipe.draw.picture import FORWARD, OTHER, UPDATE, Picture
 from fxpipe.errors import InputError
+from fxpipe.extensions.draw.canvas import BoxStyle, Canvas
+from fxpipe.extensions.draw.chart import Chart, LegendEntry
+from fxpipe.extensions.draw.picture import FORWARD, OTHER, UPDATE, Picture
 from fxpipe.extensions.planner.candidates import Modes, Predicted
 from fxpipe.extensions.planner.cluster import Cluster, Layout
 from fxpipe.extensions.planner.profile import Cut

@@ -22,7 +22,7 @@ class Mark(NamedTuple):
 
     Attributes:
         label: a letter or two.
-        fill: a colour, by the name of its constant in ``fxpipe.draw.picture``.
+        fill: a colour, by the name of its constant in ``fxpipe.extensions.draw.picture``.
         border: the same for the outline.
         width: the outline's width.
         height: the box's height as a fraction of the row's.

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.draw.program import rows_of, sketch_program
 from fxpipe.errors import InputError
+from fxpipe.extensions.draw.program import rows_of, sketch_program
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Event, Launch
 from fxpipe.ir.program import Program

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from fxpipe.draw.picture import BOLD_FONT, INK, PAPER, PLACED, Picture, blank, plain
+from fxpipe.extensions.draw.picture import BOLD_FONT, INK, PAPER, PLACED, Picture, blank, plain
 
 Point = tuple[float, float]
 Align = Literal["left", "centre", "right"]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import fx
 
-from fxpipe.draw.picture import FAULT, SKIP, Picture
-from fxpipe.draw.plan import draw_plan
 from fxpipe.errors import Fault, VerificationError
+from fxpipe.extensions.draw.picture import FAULT, SKIP, Picture
+from fxpipe.extensions.draw.plan import draw_plan
 from fxpipe.formatting import bytes_text, count_text, lines, runs, time_text
 from fxpipe.ir.plan import Argument, Plan, Stage, StageCosts, ValueSpec
 from fxpipe.ir.value import HOST, Edge

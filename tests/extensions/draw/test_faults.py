@@ -7,8 +7,8 @@ from html import unescape
 
 import pytest
 
-from fxpipe.draw.picture import FAULT
 from fxpipe.errors import InputError, VerificationError
+from fxpipe.extensions.draw.picture import FAULT
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule

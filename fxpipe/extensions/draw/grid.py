@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from fxpipe.draw.chart import TICKS, FaultMarks, nice_step
-from fxpipe.draw.timeline import Span, Timeline, timeline_of
 from fxpipe.errors import Fault, InputError
+from fxpipe.extensions.draw.chart import TICKS, FaultMarks, nice_step
+from fxpipe.extensions.draw.timeline import Span, Timeline, timeline_of
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 from fxpipe.simulator.costs import Costs

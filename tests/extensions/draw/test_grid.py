@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.draw.grid import schedule_grid
-from fxpipe.draw.timeline import timeline_of
 from fxpipe.errors import Fault, InputError
+from fxpipe.extensions.draw.grid import schedule_grid
+from fxpipe.extensions.draw.timeline import timeline_of
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, U
@@ -156,7 +156,7 @@ def test_a_grid_of_more_characters_than_anyone_reads_is_refused(costs: Costs) ->
 
 def test_the_usual_time_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Mock(wraps=median)
-    monkeypatch.setattr("fxpipe.draw.grid.median", calls)
+    monkeypatch.setattr("fxpipe.extensions.draw.grid.median", calls)
     one_f_one_b(2, 50).grid()
     assert calls.call_count == 1
 

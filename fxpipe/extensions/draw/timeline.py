@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
-from fxpipe.draw.chart import FaultMarks, faults_of, mark
 from fxpipe.errors import Fault, InputError
+from fxpipe.extensions.draw.chart import FaultMarks, faults_of, mark
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import Buffer

@@ -7,8 +7,9 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from fxpipe.draw.chart import faults_of, mark
-from fxpipe.draw.picture import (
+from fxpipe.errors import Fault
+from fxpipe.extensions.draw.chart import faults_of, mark
+from fxpipe.extensions.draw.picture import (
     FAINT,
     FAULT,
     FORWARD,
@@ -21,7 +22,6 @@ from fxpipe.draw.picture import (
     blank,
     markup,
 )
-from fxpipe.errors import Fault
 from fxpipe.formatting import bytes_text, count_text, lines, plural, runs, shape_text, time_text
 from fxpipe.ir.plan import Argument, Plan, Stage
 from fxpipe.ir.value import HOST, Edge

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fxpipe.draw.timeline import Timeline, sketch, timeline_of
 from fxpipe.errors import FxpipeError, InputError
+from fxpipe.extensions.draw.timeline import Timeline, sketch, timeline_of
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import A, B, F, Task, U

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
-from fxpipe.draw.canvas import ArrowStyle, BoxStyle, Canvas, Point, text_width
-from fxpipe.draw.chart import (
+from fxpipe.errors import Fault
+from fxpipe.extensions.draw.canvas import ArrowStyle, BoxStyle, Canvas, Point, text_width
+from fxpipe.extensions.draw.chart import (
     FAULTY,
     GAP,
     NEVER,
@@ -23,17 +24,16 @@ from fxpipe.draw.chart import (
     mark,
     row_height,
 )
-from fxpipe.draw.picture import FAINT, IDLE, Picture
-from fxpipe.draw.schedule import row_label
-from fxpipe.draw.styles import (
+from fxpipe.extensions.draw.picture import FAINT, IDLE, Picture
+from fxpipe.extensions.draw.schedule import row_label
+from fxpipe.extensions.draw.styles import (
     MARK_HEIGHT,
     InstructionStyle,
     arrow,
     arrow_entries,
     instruction_style,
 )
-from fxpipe.draw.timeline import Span, Timeline, sketch
-from fxpipe.errors import Fault
+from fxpipe.extensions.draw.timeline import Span, Timeline, sketch
 from fxpipe.formatting import plural
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpipe.draw.canvas import ArrowStyle, BoxStyle, Canvas, Point, text_width
-from fxpipe.draw.picture import FAINT, FAULT, IDLE, INK, PAPER
 from fxpipe.errors import Fault, VerificationError
+from fxpipe.extensions.draw.canvas import ArrowStyle, BoxStyle, Canvas, Point, text_width
+from fxpipe.extensions.draw.picture import FAINT, FAULT, IDLE, INK, PAPER
 from fxpipe.formatting import plural
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fxpipe.draw import picture
-from fxpipe.draw.canvas import ArrowStyle, BoxStyle
-from fxpipe.draw.chart import LegendEntry
-from fxpipe.draw.picture import (
+from fxpipe.extensions.draw import picture
+from fxpipe.extensions.draw.canvas import ArrowStyle, BoxStyle
+from fxpipe.extensions.draw.chart import LegendEntry
+from fxpipe.extensions.draw.picture import (
     FAINT,
     GRADIENT,
     IDLE,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fxpipe.draw.canvas import ArrowStyle, BoxStyle, Canvas
-from fxpipe.draw.picture import FORMATS, Picture, blank, lay_out
 from fxpipe.errors import InputError
+from fxpipe.extensions.draw.canvas import ArrowStyle, BoxStyle, Canvas
+from fxpipe.extensions.draw.picture import FORMATS, Picture, blank, lay_out
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule

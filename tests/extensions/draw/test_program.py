@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
-from fxpipe.draw.picture import BACKWARD, FAULT, FORWARD, GRADIENT, SKIP, UPDATE, Picture
-from fxpipe.draw.program import DETAILED, WITH_ARROWS, draw_program, rows_of, sketch_program
-from fxpipe.draw.styles import instruction_style
-from fxpipe.draw.timeline import Timeline
 from fxpipe.errors import Fault
+from fxpipe.extensions.draw.picture import BACKWARD, FAULT, FORWARD, GRADIENT, SKIP, UPDATE, Picture
+from fxpipe.extensions.draw.program import (
+    DETAILED,
+    WITH_ARROWS,
+    draw_program,
+    rows_of,
+    sketch_program,
+)
+from fxpipe.extensions.draw.styles import instruction_style
+from fxpipe.extensions.draw.timeline import Timeline
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket, Plan
 from fxpipe.ir.program import Program

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fxpipe.draw.picture import GRADIENT, Picture
-from fxpipe.draw.schedule import draw_simulations
 from fxpipe.errors import InputError
+from fxpipe.extensions.draw.picture import GRADIENT, Picture
+from fxpipe.extensions.draw.schedule import draw_simulations
 from fxpipe.ir.recipe import round_robin
 from fxpipe.schedules import gpipe, one_f_one_b, two_bw
 from fxpipe.simulator import Link, Simulation, simulate_schedule

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fxpipe.draw.picture import Picture
-from fxpipe.draw.plan import draw_plan
-from fxpipe.draw.program import draw_program
-from fxpipe.draw.schedule import draw_schedule
 from fxpipe.errors import InputError, VerificationError
+from fxpipe.extensions.draw.picture import Picture
+from fxpipe.extensions.draw.plan import draw_plan
+from fxpipe.extensions.draw.program import draw_program
+from fxpipe.extensions.draw.schedule import draw_schedule
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.draw.chart import nice_step
-from fxpipe.draw.picture import BACKWARD, FAULT, FORWARD, TASKS, UPDATE, Picture
-from fxpipe.draw.schedule import draw_schedule
-from fxpipe.draw.timeline import default_steps
 from fxpipe.errors import Fault, InputError, VerificationError
+from fxpipe.extensions.draw.chart import nice_step
+from fxpipe.extensions.draw.picture import BACKWARD, FAULT, FORWARD, TASKS, UPDATE, Picture
+from fxpipe.extensions.draw.schedule import draw_schedule
+from fxpipe.extensions.draw.timeline import default_steps
 from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, B, F, Task, U

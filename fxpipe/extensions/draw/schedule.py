@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxpipe.draw.canvas import BoxStyle, Canvas
-from fxpipe.draw.chart import (
+from fxpipe.errors import Fault, InputError
+from fxpipe.extensions.draw.canvas import BoxStyle, Canvas
+from fxpipe.extensions.draw.chart import (
     FAULTY,
     GAP,
     NEVER,
@@ -20,8 +21,8 @@ from fxpipe.draw.chart import (
     mark,
     row_height,
 )
-from fxpipe.draw.picture import INK, PAPER, Picture
-from fxpipe.draw.styles import (
+from fxpipe.extensions.draw.picture import INK, PAPER, Picture
+from fxpipe.extensions.draw.styles import (
     VERSIONS,
     TaskStyles,
     arrow,
@@ -29,8 +30,7 @@ from fxpipe.draw.styles import (
     boxes_of,
     simulation_boxes,
 )
-from fxpipe.draw.timeline import Span, Timeline, simulated, timeline_of
-from fxpipe.errors import Fault, InputError
+from fxpipe.extensions.draw.timeline import Span, Timeline, simulated, timeline_of
 from fxpipe.formatting import time_text
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
