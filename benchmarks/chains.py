@@ -137,8 +137,8 @@ def divided(work: Work, layers: Sequence[Any], stages: int) -> float:
 
 def measured(model: nn.Sequential, batch: Tensor) -> Atoms:
     """The atoms of a sequence, with the times of its operations."""
-    program = trace(model, (batch,), {}, len(batch))
-    traced = functionalise(program, accepts(program, (batch,), {}, len(batch)))
+    program = trace(model, (batch,), {}, [(0,)])
+    traced = functionalise(program, accepts(program, (batch,), {}))
     values = {name: batch for name in traced.inputs if name is not None}
     state = {
         **dict(model.named_parameters()),

@@ -193,7 +193,7 @@ def traced_for_step(model: nn.Module, batch: Batch) -> tuple[Traced, Mapping[str
         schedule = pipe._compiler.timetable.schedule(MICROBATCHES, "step")
         call = Call(micro.batch, leaves, size, "step", (False,) * len(leaves), schedule)
         plans.look()
-        traced = plans.front_end.trace(call, fixed=True)
+        traced = plans.front_end.trace(call)
         return traced, call.facts(traced, model)["values"]
 
 

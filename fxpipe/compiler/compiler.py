@@ -36,6 +36,7 @@ from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import returned_loss
 from fxpipe.passes.tracing.loss_terms import Divisor, loss_terms
+from fxpipe.passes.tracing.trace import shapes_of
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.signals import SignalsAtOperations
@@ -188,7 +189,8 @@ class Compiler:
         schedule = self.timetable.schedule(microbatches, purpose)
         first = Call(batch, micro.leaves[0], sizes[0], purpose, wants, schedule)
         # the graph of a whole batch serves a partial one, too, beside another for one size only
-        serves = len(set(sizes)) > 1 and self.plans.first_size(first) in sizes
+        shapes = [tuple(shapes_of(leaves)) for leaves in micro.leaves]
+        serves = len(set(sizes)) > 1 and self.plans.first_shapes(first) in shapes
         # a graph for one size has other names than one for several
         for fixed in reversed(self._fixed) if serves else self._fixed:
             calls = {

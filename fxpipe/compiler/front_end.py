@@ -33,15 +33,13 @@ from fxpipe.passes.tracing.leaf_calls import LeafCalls
 from fxpipe.passes.tracing.leaf_nests import REST
 from fxpipe.passes.tracing.rest import Calls, split
 from fxpipe.passes.tracing.symbolic import is_torchs
+from fxpipe.passes.tracing.trace import Dims, shapes_of
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
 from fxpipe.torchtools.following import Following
 from fxpipe.torchtools.functions import checkpoints_opened
 from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.state import assigned_in_place, intra_op_threads, put_back, untouched
-
-Dims = Sequence[tuple[int, ...]]
-"""Flat input → its dimensions that are the batch."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,11 @@ class Call:
     def uniform(self) -> bool:
         """Whether all micro-batches of the call have this size."""
         return self.batch.size % self.schedule.microbatches == 0
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
+        """For each flat input and target its shape in a micro-batch; None if it is no tensor."""
+        return tuple(shapes_of(self.leaves))
 
     @property
     def with_loss(self) -> bool:
@@ -164,9 +167,10 @@ class FrontEnd:
         self._written: set[str] = set()  # inputs that the model writes into
         self._told: set[str] = set()  # other warnings that were given
 
-    def trace(self, call: Call, *, fixed: bool) -> Traced:
-        """Trace the model, and for a step its loss, for micro-batches like this one. If ``fixed``,
-        the graph holds for their size only. Raises InputError or TraceError."""
+    def trace(self, call: Call, *, free: Dims = ()) -> Traced:
+        """Trace the model, and for a step its loss, for micro-batches like this one: for any sizes
+        of the ``free`` dimensions of inputs and targets, if it can be. Raises InputError or
+        TraceError."""
         options, loss, size = self.options, self.options.loss, call.size
         args, kwargs, targets = call.batch.unflatten(call.leaves)
         inputs = call.batch.inputs
@@ -199,8 +203,8 @@ class FrontEnd:
             with put_back(leaves) as written:
                 output = self._run(facts)
             self._tell_written(written)
-            traced = self._traced_model(args, kwargs, dims, size, fixed)
-            if not fixed and any(out.dims is None for out in traced.outputs):
+            traced = self._traced_model(args, kwargs, dims, free[:inputs])
+            if free and any(out.dims is None for out in traced.outputs):
                 known = output_dims(options.model, args, kwargs, dims, _flat_outputs(traced), size)
                 traced = traced if known is None else with_dims(traced, known)
             if call.with_loss and loss is not None:
@@ -211,11 +215,12 @@ class FrontEnd:
                     facts |= {"loss_module": module, "output": flat}
                 else:
                     dims = [*_output_dims(traced, size), *target_dims]
+                    free_too = [*_free_outputs(traced), *free[inputs:]] if free else ()
                     try:
-                        loss_graph = self._traced(module, (*flat, *targets), {}, dims, size, fixed)
+                        loss_graph = self._traced(module, (*flat, *targets), {}, dims, free_too)
                     except TraceError as error:
                         self._leaves.take_loss(error)
-                        return self.trace(call, fixed=fixed)
+                        return self.trace(call, free=free)
                     source.credit(loss_graph.graph, loss)
                     facts |= {"loss": loss_graph, "tensors": dict(module.named_buffers())}
             facts["traced"] = traced
@@ -237,7 +242,7 @@ class FrontEnd:
     def refuse_two_traces(self, call: Call, error: TraceError) -> None:
         """Trace twice after a graph was found to be wrong. Raises TraceError with the line in which
         the traces differ, if they do: then tracing is not deterministic."""
-        graphs = [self.trace(call, fixed=True) for _ in range(2)]
+        graphs = [self.trace(call) for _ in range(2)]
         line = differing_line(*(traced.graph for traced in graphs))
         if line:
             raise TraceError(
@@ -267,23 +272,21 @@ class FrontEnd:
             self._written.add(name)
 
     def _traced_model(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, size: int, fixed: bool
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, free: Dims
     ) -> Traced:
         """The model's graph. Submodules with lines that cannot be traced become leaf modules."""
         traced: Traced | None = None
         while traced is None:
             try:
-                traced = self._traced(self.options.model, args, kwargs, dims, size, fixed)
+                traced = self._traced(self.options.model, args, kwargs, dims, free)
             except TraceError as error:
                 refusal = self._leaves.grow(error)
                 if refusal is not None:
-                    traced = self._before(refusal, args, kwargs, size)
+                    traced = self._before(refusal, args, kwargs)
         self._leaves.tell()
         return traced
 
-    def _before(
-        self, refusal: TraceError, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
-    ) -> Traced:
+    def _before(self, refusal: TraceError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The model's graph up to a line of its own ``forward`` that cannot be traced.
 
         The rest of ``forward`` becomes one leaf module.
@@ -302,7 +305,7 @@ class FrontEnd:
             while True:
                 twin = split(model, calls, count, reached)
                 try:
-                    traced = self._traced(twin, args, kwargs, (), size, True)
+                    traced = self._traced(twin, args, kwargs, None, ())
                 except TraceError as error:
                     if self._leaves.grow(error) is not None:
                         return None, len(reached)
@@ -325,11 +328,10 @@ class FrontEnd:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         dims: Dims | None,
-        size: int,
-        fixed: bool,
+        free: Dims,
     ) -> Traced:
         """The graph of the model, of the model with its rest as a leaf module, or of the loss.
-        A graph with leaf modules holds for this batch size only."""
+        A graph with leaf modules holds for these sizes only."""
         calls = None
         has_rest = REST in model._modules
         not_loss = has_rest or model is self.options.model
@@ -338,14 +340,13 @@ class FrontEnd:
         if not_loss and not symbolic and (leaves or has_rest or self._leaves.loss):
             if has_rest:
                 leaves[REST] = model.get_submodule(REST)
-            calls, dims, fixed = LeafCalls(leaves, {*self._leaves.unasked, REST}), None, True
+            calls, free = LeafCalls(leaves, {*self._leaves.unasked, REST}), ()
         facts = {
             "model": model,
             "args": args,
             "kwargs": kwargs,
             "dims": dims,
-            "size": size,
-            "fixed": fixed,
+            "free": free,
             "calls": calls,
             "leaves": self._leaves.modules.values(),
             "symbolic": symbolic,
@@ -409,11 +410,20 @@ def _output_dims(traced: Traced, size: int) -> Dims:
 
     def dims(out: Any, value: Any) -> tuple[int, ...]:
         if isinstance(out, Value) and isinstance(value, Tensor):
-            guess = (0,) if value.dim() and value.shape[0] == size else ()
-            return guess if out.dims is None else out.dims
+            if out.dims is not None:
+                return out.dims  # and compare no symbol with a number, which would then be it
+            return (0,) if value.dim() and value.shape[0] == size else ()
         return ()
 
     return [dims(*pair) for pair in zip(traced.outputs, _flat_outputs(traced), strict=True)]
+
+
+def _free_outputs(traced: Traced) -> Dims:
+    """For each flat output the dimensions whose size may change."""
+    return [
+        tuple(dim for dim, size in enumerate(shape or ()) if isinstance(size, torch.SymInt))
+        for shape in shapes_of(_flat_outputs(traced))
+    ]
 
 
 def _flat_outputs(traced: Traced) -> list[Any]:

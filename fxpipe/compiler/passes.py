@@ -85,7 +85,7 @@ TRACE = (
     Pass(record_leaves, "model, calls, args, kwargs", "", when="calls"),
     Pass(
         export,
-        "model, args, kwargs, size, fixed, dims, calls",
+        "model, args, kwargs, free, calls",
         "program, accepts",
         when="not symbolic",
     ),
@@ -93,7 +93,7 @@ TRACE = (
     Pass(refuse_sparse_values, "model, program", "", when="not symbolic"),
     Pass(
         functionalise,
-        "program, accepts, model, discards",
+        "program, accepts, model, discards, dims",
         "functional traced",
         when="not symbolic",
     ),

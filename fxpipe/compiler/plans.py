@@ -23,6 +23,7 @@ from fxpipe.log import LOGGER, noted
 from fxpipe.passes.graph.check import CloseError
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
+from fxpipe.passes.tracing.trace import Shapes
 from fxpipe.torchtools.following import is_of_devices
 from fxpipe.torchtools.state import autocasts, intra_op_threads, under, untouched
 
@@ -40,8 +41,10 @@ class Graph:
 class Plans:
     """The plans of a model: one for each kind of call and size of micro-batch.
 
-    As long as all micro-batches of a kind of call have one size, its graph is traced for that size
-    only, which takes a half to a quarter of the time. Further sizes share one graph for any size.
+    As long as all micro-batches of a kind of call have the same shapes, its graph is traced for
+    these only, which takes a half to a quarter of the time. Other shapes share one graph, for any
+    size of the batch and of the dimensions that have changed. If the model does not hold for any,
+    each size of these dimensions has its own graph.
 
     Attributes:
         front_end: traces the model.
@@ -57,8 +60,10 @@ class Plans:
         self.proven = False
         self._doubted = False  # whether that warning was given
         self._placement = placement
-        # kind of call → the first size, which has a graph of its own; None if there is none
-        self._first: dict[Any, int | None] = {}
+        # kind of call → the first shapes, which have a graph of their own; None if they do not
+        self._first: dict[Any, Shapes | None] = {}
+        # kind of call → its dimensions whose sizes are no symbols in a graph that was to have them
+        self._rigid: dict[Any, frozenset[tuple[int, int]]] = {}
         self._dims: dict[Any, Sequence[tuple[int, ...]] | None] = {}
         self._plans: dict[Any, Plan] = {}
         self._placed_plans: dict[Any, tuple[Traced, Plan]] = {}
@@ -82,7 +87,8 @@ class Plans:
             for by_key in results:
                 for key in [key for key in by_key if key[0][0] not in kept]:
                     del by_key[key]
-            self._first = {k: size for k, size in self._first.items() if k[0] in kept}
+            self._first = {k: x for k, x in self._first.items() if k[0][0] in kept}
+            self._rigid = {k: x for k, x in self._rigid.items() if k[0] in kept}
             known = {id(graph.traced) for graph in self.graphs.values()}
             self._checked = {key for key in self._checked if key[0] in known}
 
@@ -170,8 +176,9 @@ class Plans:
         with self._gathered(replace(call.zeros(), fixed=False)) as here:
             traced = self._trace(here)
             for size in dict.fromkeys((*sizes, call.size)):
-                if traced.accepts(size) and (size in sizes or not results):
-                    facts = here.resized(size).as_trained(traced, self.options.model)
+                resized = here.resized(size)
+                if traced.accepts(resized.shapes) and (size in sizes or not results):
+                    facts = resized.as_trained(traced, self.options.model)
                     results[size] = {**self._placement.measure(facts), "state": facts["state"]}
         return results
 
@@ -194,7 +201,7 @@ class Plans:
         call = replace(graph.call.zeros(), fixed=False)
         with self._gathered(call) as here:
             traced = self._trace(here)
-            if not traced.accepts(size):
+            if not traced.accepts(here.resized(size).shapes):
                 traced = self._trace(here.resized(size))
             assignment = self._placement.follow(traced, graph.traced, graph.assignment)
             yield here.resized(size), traced, assignment
@@ -203,7 +210,7 @@ class Plans:
         """The call's graph, completed by the batch dimensions of its outputs."""
         if all(out.dims is not None for out in traced.outputs):
             return traced
-        key = self._graph_key(call), call.size
+        key = self._graph_key(call), call.shapes
         if key not in self._dims:
             with self._gathered(call) as here:
                 self._dims[key] = self.front_end.output_dims(traced, here)
@@ -318,9 +325,9 @@ class Plans:
 
     def _graph(self, call: Call) -> Graph:
         key = self._graph_key(call)
-        kept = self.graphs.get((key, call.size)) or next(
-            (g for k, g in self.graphs.items() if k[0] == key and g.traced.accepts(call.size)),
-            None,
+        shapes = call.shapes
+        kept = self.graphs.get((key, shapes)) or next(
+            (g for k, g in self.graphs.items() if k[0] == key and g.traced.accepts(shapes)), None
         )
         if kept is not None:
             return kept
@@ -331,8 +338,8 @@ class Plans:
         )
         if self._placement.unmeasured is traced:
             self._unmeasured = call.without_data()
-        graph = self.graphs[key, call.size] = self._relayed(call, traced, assignment)
-        self._first.setdefault(key[:-1], key[-1])
+        graph = self.graphs[key, shapes] = self._relayed(call, traced, assignment)
+        self._first.setdefault(self._class(call), key[-1])
         return graph
 
     def _relayed(self, call: Call, traced: Traced, assignment: Assignment) -> Graph:
@@ -352,29 +359,72 @@ class Plans:
 
     def _trace(self, call: Call) -> Traced:
         key = self._graph_key(call)
-        kept = (t for k, t in self._traced.items() if k[0] == key and t.accepts(call.size))
+        shapes = call.shapes
+        kept = (t for k, t in self._traced.items() if k[0] == key and t.accepts(shapes))
         traced = next(kept, None)
         if traced is None:
-            traced = self.front_end.trace(call, fixed=key[-1] is not None)
+            traced = self._new_trace(call) if key[-1] is None else self.front_end.trace(call)
             self.front_end.guards.settle()
-            self._traced[key, call.size] = traced
+            self._traced[key, shapes] = traced
         return traced
 
-    def first_size(self, call: Call) -> int | None:
-        """The size of the first graph for calls like this one, if that holds for one size only, and
-        there is no graph for all sizes yet."""
+    def _new_trace(self, call: Call) -> Traced:
+        """Trace for any size of the batch, and of the dimensions that have had other sizes."""
+        kind, shapes = self._kind(call), call.shapes
+        rigid = self._rigid.get(kind, frozenset())
+        changed: dict[tuple[int, int], int] = {}  # dimension → another size
+        for known in [shape for key, shape in self._traced if key[:-1] == kind]:
+            changed |= {
+                (leaf, dim): other
+                for leaf, (now, then) in enumerate(zip(shapes, known, strict=True))
+                for dim, (size, other) in enumerate(zip(now or (), then or (), strict=True))
+                if size != other and dim != call.batch.dims[leaf] and (leaf, dim) not in rigid
+            }
+        free = [
+            tuple(
+                dim
+                for dim, size in enumerate(shape or ())
+                if size > 1 and ((leaf, dim) in changed or dim == call.batch.dims[leaf])
+            )
+            for leaf, shape in enumerate(shapes)
+        ]
+        traced = self.front_end.trace(call, free=free)
+        others = [
+            shape and tuple(changed.get((leaf, dim), size) for dim, size in enumerate(shape))
+            for leaf, shape in enumerate(shapes)
+        ]
+        if not traced.accepts(others):
+            self._rigid[kind] = rigid | changed.keys()
+        return traced
+
+    def first_shapes(self, call: Call) -> Shapes | None:
+        """The shapes of the first graph for calls like this one, if that holds for these only, and
+        there is no graph for other shapes yet."""
         key = self._graph_key(call)[:-1]
         whole = any(known[:-1] == key and known[-1] is None for known, _ in self._traced)
-        return None if whole else self._first.get(key)
+        return None if whole else self._first.get(self._class(call))
 
     def _plan_key(self, call: Call) -> tuple[Any, ...]:
-        return self._graph_key(call), call.size, call.purpose, call.wants, call.parted
+        return self._graph_key(call), call.shapes, call.purpose, call.wants, call.parted
 
     def _graph_key(self, call: Call) -> tuple[Any, ...]:
-        """Everything that a trace depends on. The size comes last, or None if any size fits."""
-        kind = *self._state, call.batch.key, call.with_loss
+        """Everything that a trace depends on. The shapes come last, or None if others fit, too."""
         fixed = call.fixed
         if fixed is None:
+            kind, known, shapes = self._kind(call), self._class(call), call.shapes
             alone = call.uniform and self.options.tracer == "export"
-            fixed = alone and self._first.get(kind, call.size) == call.size
-        return *kind, call.size if fixed else None
+            fixed = alone and self._first.get(known, shapes) == shapes
+            if fixed and known not in self._first:
+                free = (t for k, t in self._traced.items() if k[0] == (*kind, None))
+                fixed = not any(traced.accepts(shapes) for traced in free)
+        return *self._kind(call), call.shapes if fixed else None
+
+    def _kind(self, call: Call) -> tuple[Any, ...]:
+        """Everything that a trace depends on but sizes."""
+        return *self._state, call.batch.like, call.with_loss
+
+    def _class(self, call: Call) -> tuple[Any, ...]:
+        """The kind of a call, with its sizes of which each needs a graph."""
+        kind, shapes = self._kind(call), call.shapes
+        rigid = sorted(self._rigid.get(kind, ()))
+        return kind, *((shapes[leaf] or ())[dim] for leaf, dim in rigid)

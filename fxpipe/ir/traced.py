@@ -77,7 +77,8 @@ class Traced:
         outputs: the flat outputs.
         out_spec: how the outputs nest.
         leaves: whether it calls leaf modules.
-        accepts: size of a micro-batch → whether the graph holds for it.
+        accepts: the shapes of the flat inputs → whether the graph holds for them; the shape of what
+            is no tensor is None.
         loss: the name of the loss value, if a loss is part of the graph.
         deferred: the calls of BatchNorm whose statistics are updated at the end of the step.
     """
@@ -91,7 +92,9 @@ class Traced:
     outputs: tuple[Value | Literal, ...]
     out_spec: TreeSpec = field(compare=False)
     leaves: bool = False
-    accepts: Callable[[int], bool] = field(default=lambda size: True, compare=False)
+    accepts: Callable[[Sequence[tuple[int, ...] | None]], bool] = field(
+        default=lambda shapes: True, compare=False
+    )
     loss: str | None = None
     deferred: tuple[DeferredNorm, ...] = ()
 

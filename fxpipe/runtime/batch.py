@@ -102,7 +102,12 @@ class Batch:
     @property
     def key(self) -> tuple[Any, ...]:
         """Everything that a trace depends on besides the batch size."""
-        return (self.spec, self.inputs, tuple(map(_leaf_key, self.leaves, self.dims)))
+        return *self.like, tuple(map(_sizes, self.leaves, self.dims))
+
+    @property
+    def like(self) -> tuple[Any, ...]:
+        """Everything that a trace depends on besides all sizes."""
+        return self.spec, self.inputs, tuple(map(_leaf_key, self.leaves, self.dims))
 
     def wants(self, purpose: str) -> tuple[bool, ...]:
         """For each leaf: whether a call for this purpose returns a gradient for it.
@@ -246,8 +251,16 @@ def ordinary(leaf: Any) -> Any:
 def _leaf_key(leaf: Any, dim: int | None) -> Any:
     if not isinstance(leaf, Tensor):
         return type(leaf), repr(leaf)
-    shape = leaf.shape if dim is None else (*leaf.shape[:dim], None, *leaf.shape[dim + 1 :])
-    return dim, leaf.dtype, leaf.device, leaf.layout, tuple(shape)
+    return dim, leaf.dtype, leaf.device, leaf.layout, leaf.dim()
+
+
+def _sizes(leaf: Any, dim: int | None) -> tuple[int, ...]:
+    """The sizes of a tensor, but for that of its batch."""
+    return tuple(size for d, size in enumerate(_shape(leaf)) if d != dim)
+
+
+def _shape(leaf: Any) -> Sequence[int]:
+    return leaf.shape if isinstance(leaf, Tensor) else ()
 
 
 def _named(nested: Sequence[Any], signature: inspect.Signature) -> list[tuple[str, str]]:

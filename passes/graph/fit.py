@@ -19,7 +19,7 @@ after:   stage 0: n = sym_size(x, 0), h = …        stage 1: n_1 = sym_size(h, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -144,7 +144,6 @@ class _Localiser:
         self.stages = stages
         self.stage = stage
         self.nodes = [n for n in compute_nodes(graph) if stages.get(n.name) == stage]
-        self.order = {node: place for place, node in enumerate(graph.nodes)}
         self.locals: dict[fx.Node, fx.Node | None] = {}
         self.sources = self._sources()
 
@@ -153,25 +152,25 @@ class _Localiser:
             for size in node.all_input_nodes:
                 if _is_size(size) and self.stages.get(size.name, self.stage) != self.stage:
                     local = self._local(size)
-                    if local is not None and self.order[local] < self.order[node]:
+                    if local is not None and local < node:
                         node.replace_input_with(size, local)
 
-    def _sources(self) -> Mapping[str, tuple[fx.Node, int]]:
-        """Size, as an expression → the first tensor received by the stage that has this size, and
-        its dimension."""
+    def _sources(self) -> Mapping[Hashable, tuple[fx.Node, int]]:
+        """Size, as ``_key`` → the first tensor received by the stage that has this size, and its
+        dimension."""
         arriving = {
             tensor
             for node in self.nodes
             for tensor in node.all_input_nodes
             if self.stages.get(tensor.name) != self.stage
         }
-        sources: dict[str, tuple[fx.Node, int]] = {}
-        for tensor in sorted(arriving, key=self.order.__getitem__):
+        sources: dict[Hashable, tuple[fx.Node, int]] = {}
+        for tensor in sorted(arriving):
             value = tensor.meta.get("val")
             if isinstance(value, Tensor):
                 for dimension, size in enumerate(value.shape):
                     if isinstance(size, torch.SymInt):
-                        sources.setdefault(str(size), (tensor, dimension))
+                        sources.setdefault(_key(size), (tensor, dimension))
         return sources
 
     def _local(self, size: fx.Node) -> fx.Node | None:
@@ -181,7 +180,7 @@ class _Localiser:
         return self.locals[size]
 
     def _computed(self, size: fx.Node) -> fx.Node | None:
-        source = self.sources.get(str(size.meta["val"]))
+        source = self.sources.get(_key(size.meta["val"]))
         if source is not None:
             tensor, dimension = source
             inputs = {tensor: tensor}
@@ -196,16 +195,21 @@ class _Localiser:
                 local = self.graph.node_copy(size, lambda node: inputs[node])
         local.meta.update(size.meta)
         self.stages[local.name] = self.stage
-        self.order[local] = max(self.order[node] for node in inputs.values())
         return local
 
     def _last(self, nodes: list[fx.Node]) -> fx.Node:
         """The last of some nodes. If all are placeholders, the graph's last placeholder, to insert
         no node between placeholders."""
-        last = max(nodes, key=self.order.__getitem__)
+        last = max(nodes)
         while last.op == "placeholder" and last.next.op == "placeholder":
             last = last.next
         return last
+
+
+def _key(size: torch.SymInt) -> Hashable:
+    """The same for equal sizes. The graphs of the model and of its loss number their symbols each
+    for itself."""
+    return id(size.node.shape_env), size.node.expr
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ after:   add = aten.add.Tensor(b_count, 1);  relu = aten.relu.default(bn);  retu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from fxpipe.passes.graph.exported import (
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
 from fxpipe.passes.tracing.explain import at_node, explained
+from fxpipe.passes.tracing.trace import Dims, Shapes, user_inputs
 from fxpipe.torchtools.state import Autocasts, autocasts
 
 aten = torch.ops.aten
@@ -51,18 +52,20 @@ _ASSERTIONS = frozenset(
 
 def functionalise(
     program: ExportedProgram,
-    accepts: Callable[[int], bool],
+    accepts: Callable[[Shapes], bool],
     model: nn.Module | None = None,
     discards: bool = False,
+    dims: Dims | None = None,
 ) -> Traced:
     """The exported program as one functional graph.
 
     Args:
         program: the exported program; it is changed.
-        accepts: whether the program holds for a batch size.
+        accepts: whether the program holds for shapes of its inputs.
         model: the traced model, for error messages.
         discards: whether to drop writes into inputs at the end of the graph, instead of refusing
             them.
+        dims: for each flat input the dimensions that are the batch; by default those of any size.
 
     Raises:
         TraceError: the model writes into one of its inputs, and ``discards`` is not set, or it
@@ -70,18 +73,24 @@ def functionalise(
             becomes a TraceError, too.
     """
     try:
-        return _functional(program, accepts, discards)
+        return _functional(program, accepts, discards, dims)
     except Exception as error:
         if model is None:
             raise
         raise explained(model, error, "export") from error
 
 
-def _functional(program: ExportedProgram, accepts: Callable[[int], bool], discards: bool) -> Traced:
+def _functional(
+    program: ExportedProgram,
+    accepts: Callable[[Shapes], bool],
+    discards: bool,
+    dims: Dims | None,
+) -> Traced:
     detach_without_grad(program.graph_module)
     detach_in_place(program.graph_module)
     mask_diagonals(program.graph_module)
     first_name = _first_names(program)
+    samples = _samples(program, dims)
     casts = autocasts()
     # run_decompositions makes an operation of each cast, which the stages can then share
     rewritten = None if casts and _shares_parameters(program) else rewrite(program)
@@ -89,7 +98,7 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool], discar
         program = functional(program)
     module, written = rewritten or (program.graph_module, [])
     parameters, buffers, constants, inputs = _arguments(program, module, first_name)
-    writes, outputs = _results(program, module, first_name, written, discards)
+    writes, outputs = _results(program, module, first_name, written, discards, samples)
     _let_copies_have_gradients(module)
     _let_strides_vary(module)
     part_recurrent(module)
@@ -157,8 +166,10 @@ def _results(
     first_name: Callable[[str], str],
     written: Sequence[str],
     discards: bool,
+    samples: Collection[Any],
 ) -> tuple[list[Write], list[Value | Literal]]:
-    """The writes of a graph to buffers, to those ``written`` first, and its outputs.
+    """The writes of a graph to buffers, to those ``written`` first, and its outputs. ``samples``
+    are the symbols of the batch size.
 
     Raises:
         TraceError: the graph writes something else, or returns something that no graph can hold.
@@ -168,7 +179,6 @@ def _results(
     returned: Any = module.graph.output_node().args[0]
     kept = [*returned[: len(written)]]
     values = {node.name: node.meta.get("val") for node in module.graph.nodes}
-    dynamic = any(isinstance(size, torch.SymInt) for v in values.values() for size in _shape(v))
     for out, node in zip(
         program.graph_signature.output_specs, returned[len(written) :], strict=True
     ):
@@ -177,7 +187,7 @@ def _results(
                 writes.append(Write(first_name(str(out.target)), getattr(out.arg, "name", "")))
             case OutputKind.USER_OUTPUT:
                 name = node.name if isinstance(node, fx.Node) else ""
-                outputs.append(_output(out.arg, name, values.get(name), dynamic))
+                outputs.append(_output(out.arg, name, values.get(name), samples))
             case OutputKind.USER_INPUT_MUTATION if discards:
                 continue
             case OutputKind.USER_INPUT_MUTATION:
@@ -235,19 +245,31 @@ def _first_names(program: ExportedProgram) -> Callable[[str], str]:
     return lambda name: names.get(name, name)
 
 
-def _output(argument: Any, name: str, value: Any, dynamic: bool) -> Value | Literal:
+def _samples(program: ExportedProgram, dims: Dims | None) -> Collection[Any]:
+    """The symbols of the batch size among the sizes of a program's inputs; none if it is fixed."""
+    shapes = [_shape(node.meta.get("val")) for node in user_inputs(program)]
+    sizes = [
+        shape[dim]
+        for leaf, shape in enumerate(shapes)
+        for dim in (range(len(shape)) if dims is None else dims[leaf])
+    ]
+    return {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
+
+
+def _output(argument: Any, name: str, value: Any, samples: Collection[Any]) -> Value | Literal:
     """Describe one output, from its signature, and the name and value of its node.
 
-    In a ``dynamic`` graph the batch is a symbol, which shows the dimensions that are the batch.
+    If the batch size is a symbol, it shows the dimensions that are the batch.
     """
     if isinstance(argument, TensorArgument):
-        if not dynamic:
+        if not samples:
             return Value(name)
-        return Value(name, tuple(d for d, size in enumerate(_shape(value)) if _counts(size)))
+        sizes = enumerate(_shape(value))
+        return Value(name, tuple(dim for dim, size in sizes if _counts(size, samples)))
     if isinstance(argument, SymIntArgument):
-        return Value(name, (0,) if _counts(value) else None)
+        return Value(name, (0,) if _counts(value, samples) else None)
     if isinstance(argument, ConstantArgument):
-        counts = None if type(argument.value) is int and not dynamic else ()
+        counts = None if type(argument.value) is int and not samples else ()
         return Literal(argument.value, counts)
     raise TraceError(f"the model returns {argument!r}, which a graph cannot hold; return tensors")
 
@@ -256,9 +278,9 @@ def _shape(value: Any) -> Sequence[Any]:
     return value.shape if isinstance(value, torch.Tensor) else ()
 
 
-def _counts(size: Any) -> bool:
+def _counts(size: Any, samples: Collection[Any]) -> bool:
     """Whether a size is the number of samples itself, not a number computed from it."""
-    return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
+    return isinstance(size, torch.SymInt) and size.node.expr in samples
 
 
 def _let_copies_have_gradients(module: fx.GraphModule) -> None:

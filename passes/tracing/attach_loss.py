@@ -32,6 +32,7 @@ from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import together
+from fxpipe.torchtools.sizes import evaluated, sizes
 from fxpipe.torchtools.state import autocasts
 
 LEAF_LOSS = "fxpipe_loss"
@@ -127,10 +128,29 @@ def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) 
             buffers=(*traced.buffers, *buffers),
             constants=constants,
             inputs=(*traced.inputs, *added),
-            accepts=lambda size: traced.accepts(size) and loss.accepts(size),
+            accepts=_both_accept(traced, loss),
         ),
         value.name,
     )
+
+
+def _both_accept(
+    traced: Traced, loss: Traced
+) -> Callable[[Sequence[tuple[int, ...] | None]], bool]:
+    """A test of whether shapes of inputs and targets are for a model's graph, and the outputs that
+    it then computes for the loss."""
+    values = {node.name: node.meta.get("val") for node in traced.graph.nodes}
+    inputs = [sizes(values.get(name)) for name in traced.inputs]
+    outputs = [sizes(values[x.name]) if isinstance(x, Value) else None for x in traced.outputs]
+
+    def accepts(shapes: Sequence[tuple[int, ...] | None]) -> bool:
+        given = shapes[: len(inputs)]
+        if not traced.accepts(given):
+            return False
+        made = evaluated(outputs, inputs, given)
+        return made is not None and loss.accepts([*made, *shapes[len(inputs) :]])
+
+    return accepts
 
 
 def attach_leaf_loss(
@@ -181,6 +201,7 @@ def attach_leaf_loss(
             buffers=(*traced.buffers, *(Argument(name, name) for name in held)),
             constants={**traced.constants, **held},
             inputs=(*traced.inputs, *names),
+            accepts=lambda shapes: traced.accepts(shapes[: len(traced.inputs)]),
         ),
         value.name,
     )

@@ -15,9 +15,10 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
     from fxpipe.passes.tracing.leaf_calls import LeafCalls
 
 Dims = Sequence[tuple[int, ...]]
-"""Flat input → its dimensions that are the batch."""
+"""Flat input → some of its dimensions."""
+
+Shapes = Sequence[tuple[int, ...] | None]
+"""Flat input → its shape; None if it is no tensor."""
 
 _DATA: Any = torch.Tensor.data
 _TORCH_LOG = logging.getLogger("torch.fx.experimental.symbolic_shapes")
@@ -43,28 +47,23 @@ def trace(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    batch: int,
-    fixed: bool = False,
-    dims: Dims | None = None,
+    free: Dims = (),
 ) -> ExportedProgram:
-    """Export the model in its present mode, dynamic in the batch dimension where it can be.
+    """Export the model in its present mode, for any size of some dimensions where it can be.
 
     Args:
         model: any module; its training flags decide what is traced. Its state is not changed.
         args: positional inputs of one micro-batch.
         kwargs: keyword inputs of one micro-batch.
-        batch: the samples in the micro-batch. A graph for 1 sample holds for no other size, and
-            graphs for other sizes do not hold for 1 sample.
-        fixed: whether to trace for this size only.
-        dims: for each flat input, which of its dimensions are the batch; by default dimension 0 if
-            it has the size of the batch.
+        free: for each flat input the dimensions whose size may change; none if empty. A graph for
+            size 1 holds for no other size, and graphs for other sizes do not hold for size 1.
 
     Raises:
         TraceError: the model cannot be traced; names its source line and the cure.
     """
     shapes: list[dict[str, Any] | None] = [None]
-    if batch > 1 and not fixed:
-        shapes.insert(0, _dynamic(model, args, kwargs, batch, dims))
+    if any(free):
+        shapes.insert(0, _dynamic(model, args, kwargs, free))
     errors: list[Exception] = []
     for dynamic in shapes:
         for as_export in (False, True):
@@ -85,47 +84,47 @@ def export(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    size: int,
-    fixed: bool,
-    dims: Dims | None,
+    free: Dims,
     calls: LeafCalls | None,
-) -> tuple[ExportedProgram, Callable[[int], bool]]:
-    """The model's program of ATen operations, and a test of the batch sizes that it holds for.
+) -> tuple[ExportedProgram, Callable[[Shapes], bool]]:
+    """The model's program of ATen operations, and a test of the shapes that it holds for.
 
     Arguments and errors are those of ``trace``. Each of the ``calls`` of leaf modules is traced as
     one operation; None if there are no leaf modules.
     """
     with nullcontext() if calls is None else calls.opaque(model):
-        program = trace(model, args, kwargs, size, fixed, dims)
-    return program, accepts(program, args, kwargs, size, dims)
+        program = trace(model, args, kwargs, free)
+    return program, accepts(program, args, kwargs)
 
 
 def accepts(
     program: ExportedProgram,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    batch: int,
-    dims: Dims | None = None,
-) -> Callable[[int], bool]:
-    """A test of whether a program, exported by ``trace`` with these arguments, holds for a size."""
-    dims = dims or _usual_dims(args, kwargs, batch)
-    placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-    symbolic = any(
-        isinstance(size, torch.SymInt)
-        for node in placeholders.values()
-        if isinstance(node.meta.get("val"), torch.Tensor)
-        for size in node.meta["val"].shape
-    )
-    if not symbolic:
-        return lambda size: size == batch
+) -> Callable[[Shapes], bool]:
+    """A test of whether a program, exported by ``trace`` with these arguments, holds for shapes."""
+    symbolic = shapes_of([node.meta.get("val") for node in user_inputs(program)])
+    traced = shapes_of(pytree.tree_leaves((args, dict(kwargs))))
+    free = [
+        (leaf, dim)
+        for leaf, shape in enumerate(symbolic)
+        for dim, size in enumerate(shape or ())
+        if isinstance(size, torch.SymInt)
+    ]
+    if not free:
+        return lambda shapes: [*shapes] == traced
     # the test is kept for long and must not keep the batch: it needs only the inputs' shapes
     given = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, dict(kwargs)))
     program.example_inputs = given
     leaves = pytree.tree_leaves(given)
+    strides = [
+        x.stride() if isinstance(x, torch.Tensor) and x.layout is torch.strided else ()
+        for x in pytree.tree_leaves((args, dict(kwargs)))
+    ]
     guards: list[nn.Module | None] = []
 
-    def holds(size: int) -> bool:
-        if size < 2:
+    def holds(shapes: Shapes) -> bool:
+        if any((shapes[leaf] or ())[dim] < 2 for leaf, dim in free):
             return False  # sizes of 1 broadcast: the dynamic graph assumes at least 2
         if not guards:
             with warnings.catch_warnings():
@@ -134,7 +133,7 @@ def accepts(
         if guards[0] is None:
             return True
         try:
-            guards[0](*(_resized(*pair, size) for pair in zip(leaves, dims, strict=True)))
+            guards[0](*map(_resized, leaves, strides, shapes))
         except Exception:
             return False
         return True
@@ -142,11 +141,33 @@ def accepts(
     return holds
 
 
-def _resized(leaf: Any, dims: tuple[int, ...], size: int) -> Any:
-    if not isinstance(leaf, torch.Tensor):
+def user_inputs(program: ExportedProgram) -> list[fx.Node]:
+    """The placeholders of a program's flat inputs, in order."""
+    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    specs = program.graph_signature.input_specs
+    return [placeholders[s.arg.name] for s in specs if s.kind is InputKind.USER_INPUT]
+
+
+def shapes_of(leaves: Sequence[Any]) -> Shapes:
+    """The shapes of flat inputs."""
+    return [tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves]
+
+
+def _resized(leaf: Any, strides: Sequence[int], shape: tuple[int, ...] | None) -> Any:
+    """A tensor without data of another shape, laid out like one with these strides: with as much
+    room after each dimension, such as after ``x[:, :-1]``."""
+    if shape is None:
         return leaf
-    shape = [size if dim in dims else old for dim, old in enumerate(leaf.shape)]
-    return torch.empty(shape, dtype=leaf.dtype, device="meta")
+    if not strides:
+        return torch.empty(shape, dtype=leaf.dtype, device="meta")
+    made, last = [0] * len(shape), -1
+    for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
+        if strides[dim] and last < 0:
+            made[dim], last = strides[dim], dim
+        elif strides[dim]:
+            room = max(strides[dim] // strides[last] - leaf.shape[last], 0)
+            made[dim], last = made[last] * (shape[last] + room), dim
+    return torch.empty_strided(shape, made, dtype=leaf.dtype, device="meta")
 
 
 def _no_view(x: torch.Tensor) -> torch.Tensor:
@@ -286,23 +307,11 @@ def _masks_unread() -> Iterator[None]:
         transformer._detect_is_causal_mask = detect
 
 
-def _usual_dims(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> Dims:
-    return [
-        (0,) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch else ()
-        for leaf in pytree.tree_leaves((args, dict(kwargs)))
-    ]
-
-
 def _dynamic(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    batch: int,
-    dims: Dims | None,
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], free: Dims
 ) -> dict[str, Any]:
     """Parameter of ``forward`` → its dynamic dimensions, in the exporter's form."""
-    dims = dims or _usual_dims(args, kwargs, batch)
-    flat = [dict.fromkeys(of_leaf, Dim.AUTO) or None for of_leaf in dims]
+    flat = [dict.fromkeys(of_leaf, Dim.AUTO) or None for of_leaf in free]
     spec = pytree.tree_structure((args, dict(kwargs)))
     like_args, like_kwargs = pytree.tree_unflatten(flat, spec)
     return dict(inspect.signature(model.forward).bind(*like_args, **like_kwargs).arguments)

@@ -27,9 +27,25 @@ from fxpipe.passes.tracing.trace import accepts, trace
 
 def front_end(model: nn.Module, *args: Any, **kwargs: Any) -> Traced:
     """The model's functional graph, seeded; the first tensor says the batch size."""
-    batch = _rows((args, kwargs))
-    program = trace(model, args, kwargs, batch)
-    return seed_randomness(functionalise(program, accepts(program, args, kwargs, batch)))
+    program = trace(model, args, kwargs, rows_of(_rows((args, kwargs)), args, kwargs))
+    return seed_randomness(functionalise(program, accepts(program, args, kwargs)))
+
+
+def rows_of(size: int, *inputs: Any) -> list[tuple[int, ...]]:
+    """For each flat input dimension 0, if it has this size."""
+    return [
+        (0,) if isinstance(leaf, Tensor) and leaf.shape[:1] == (size,) else ()
+        for leaf in pytree.tree_leaves(inputs)
+    ]
+
+
+def shapes_for(size: int, rows: int, *inputs: Any) -> list[tuple[int, ...] | None]:
+    """The shapes of flat inputs, with dimension 0 of another size where it has that of the rows."""
+    leaves, dims = pytree.tree_leaves(inputs), rows_of(rows, *inputs)
+    return [
+        None if not isinstance(leaf, Tensor) else (size, *leaf.shape[1:]) if dim else (*leaf.shape,)
+        for leaf, dim in zip(leaves, dims, strict=True)
+    ]
 
 
 def values_of(traced: Traced, *args: Any, seed: int = 0, **kwargs: Any) -> dict[str, Any]:
@@ -165,9 +181,11 @@ __all__ = [
     "differentiated",
     "front_end",
     "in_stages",
+    "rows_of",
     "run_graph",
     "run_plan",
     "seed_like",
+    "shapes_for",
     "values_of",
     "whole",
 ]

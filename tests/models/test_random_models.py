@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,10 +148,10 @@ class Remembering(FrontEnd):
         super().__init__(options)
         self.memory: dict[Any, Traced] = {}
 
-    def trace(self, call: Call, *, fixed: bool) -> Traced:
-        key = call.batch.key, call.size, call.with_loss, fixed
+    def trace(self, call: Call, *, free: Sequence[tuple[int, ...]] = ()) -> Traced:
+        key = call.batch.key, call.size, call.with_loss, bool(free)
         if key not in self.memory:
-            self.memory[key] = super().trace(call, fixed=fixed)
+            self.memory[key] = super().trace(call, free=free)
         return self.memory[key]
 
 

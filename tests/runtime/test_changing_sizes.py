@@ -21,13 +21,13 @@ from tests.oracles import loop
 
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every trace of a model from now on: the size that it is for, or "any"."""
+    """Every trace of a model from now on: the batch size that it is for, or "any"."""
     found: list[str] = []
 
-    def counted(model: nn.Module, args: Any, kwargs: Any, size: int, fixed: bool, dims: Any) -> Any:
+    def counted(model: nn.Module, args: Any, kwargs: Any, free: Any) -> Any:
         if model._get_name() != "the loss":
-            found.append(str(size) if fixed else "any")
-        return trace(model, args, kwargs, size, fixed, dims)
+            found.append("any" if any(free) else str(len(args[0])))
+        return trace(model, args, kwargs, free)
 
     monkeypatch.setattr("fxpipe.passes.tracing.trace.trace", counted)
     return found
@@ -137,6 +137,96 @@ def test_a_model_that_is_not_dynamic_is_traced_once_a_size(traces: list[str]) ->
             assert torch.equal(made, loop.train(alone, 2, x, loss=mse_loss, target=y).loss)
             loop.assert_same(loop.gradients(model), loop.gradients(alone))
     assert traces == ["4", "any", "any"]
+
+
+class Decoder(nn.Module):
+    """Causal attention over positions, and an output that is one position shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.read = nn.Embedding(16, 8), nn.Linear(4, 8)
+        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        h = self.read(x) + self.place(torch.arange(length))
+        parts = (part.view(batch, length, 2, 4) for part in self.qkv(self.norm(h)).chunk(3, -1))
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = self.out(h + mixed.transpose(1, 2).reshape(batch, length, 8))
+        return y[:, :-1] / length
+
+
+class Encoder(nn.Module):
+    """PyTorch's own layers, with a mask made for the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.out = nn.Linear(4, 8), nn.Linear(8, 4)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.full((x.shape[1], x.shape[1]), -1e9, dtype=x.dtype).triu(1)
+        y: Tensor = self.out(self.layers(self.read(x), mask))
+        return y[:, :-1]
+
+
+class Unrolled(nn.Module):
+    """A loop over the length, of which each needs a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.first(x[:, 0])
+        for place in range(1, x.shape[1]):
+            state = torch.tanh(state + x[:, place])
+        y: Tensor = self.second(state)
+        return y[:, None].expand(-1, x.shape[1] - 1, -1)
+
+
+class Branching(nn.Module):
+    """Computes something else from some length on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).tanh())
+        return (y if x.shape[1] > 6 else y * 2)[:, :-1]
+
+
+@pytest.mark.traces
+@pytest.mark.parametrize(
+    ("model", "shapes", "expected"),
+    [
+        (Decoder, [(8, 5), (8, 7), (8, 5), (8, 12), (8, 3), (7, 9), (4, 8), (8, 16)], ["4", "any"]),
+        (Encoder, [(8, 5), (8, 7), (8, 12), (6, 3), (8, 5)], ["4", "any"]),
+        (Decoder, [(8, 5), (6, 5), (6, 7), (10, 9), (8, 5)], ["4", "any", "any"]),
+        (Unrolled, [(8, 5), (8, 7), (8, 9), (8, 7), (8, 4)], ["4", "any", "4", "4"]),
+        (Branching, [(8, 5), (8, 7), (8, 9), (8, 4)], ["4", "any", "4"]),
+        (Branching, [(8, 8), (8, 9), (8, 5), (8, 12), (8, 4)], ["4", "any", "any"]),
+    ],
+)
+def test_lengths_share_a_graph_if_one_holds_for_all(
+    traces: list[str], model: type[nn.Module], shapes: Sequence[tuple[int, int]], expected: Any
+) -> None:
+    torch.manual_seed(0)
+    made = model().double()
+    alone = copy.deepcopy(made)
+    with compiled(made) as pipe:
+        for count, length in shapes:
+            torch.manual_seed(count + length)
+            x = torch.randn(count, length, 4, dtype=torch.float64)
+            y = torch.randn(count, length - 1, 4, dtype=torch.float64)
+            loop.clear(made, alone)
+            loss = pipe.step(x, target=y)
+            assert torch.equal(loss, loop.train(alone, 2, x, loss=mse_loss, target=y).loss)
+            loop.assert_same(loop.gradients(made), loop.gradients(alone))
+    assert traces == expected
 
 
 class Random(nn.Module):

@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 def rewritten(model: nn.Module, x: Tensor) -> tuple[fx.GraphModule, list[str], list[Tensor]] | None:
     """The graph, what it writes, and its arguments."""
-    program = trace(model, (x,), {}, len(x))
+    program = trace(model, (x,), {}, [(0,)])
     found = rewrite(program)
     if found is None:
         return None

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import fxpipe
 from fxpipe.errors import TraceError
 from fxpipe.passes.tracing.trace import accepts, trace
-from tests.helpers.fronted import front_end, run_graph
+from tests.helpers.fronted import front_end, rows_of, run_graph, shapes_for
 from tests.oracles import loop
 
 
@@ -33,13 +33,13 @@ class Computes(nn.Module):
 def accepted(model: nn.Module, batch: int, *rest: Any) -> set[int]:
     """Which sizes from 1 to 16 the trace made with one size holds for."""
     args = (torch.randn(batch, 4), *rest)
-    holds = accepts(trace(model, args, {}, batch), args, {}, batch)
-    return {size for size in range(1, 17) if holds(size)}
+    holds = accepts(trace(model, args, {}, rows_of(batch, args)), args, {})
+    return {size for size in range(1, 17) if holds(shapes_for(size, batch, args))}
 
 
 def test_the_exported_state_is_the_models_own() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    program = trace(model, (torch.randn(3, 4),), {}, 3)
+    program = trace(model, (torch.randn(3, 4),), {}, [(0,)])
     assert {id(p) for p in program.parameters()} == {id(p) for p in model.parameters()}
     assert {id(b) for b in program.buffers()} == {id(b) for b in model.buffers()}
 
@@ -52,7 +52,7 @@ def test_one_graph_holds_for_all_sizes_but_one() -> None:
 def test_a_dynamic_graph_computes_the_model_for_other_sizes(size: int) -> None:
     model = Computes(lambda y: y.reshape(y.shape[0] * 2, 2).softmax(0) * y.shape[0])
     traced = front_end(model, torch.randn(4, 4))
-    assert traced.accepts(size)
+    assert traced.accepts([(size, 4)])
     x = torch.randn(size, 4)
     assert torch.equal(run_graph(model, traced, x)[0], model(x))
 
@@ -63,9 +63,8 @@ def test_a_graph_of_one_sample_is_for_one_sample() -> None:
 
 def test_a_graph_traced_as_fixed_is_for_its_size_alone() -> None:
     args = (torch.randn(4, 4),)
-    program = trace(Computes(torch.relu), args, {}, 4, fixed=True)
-    holds = accepts(program, args, {}, 4)
-    assert [size for size in range(1, 17) if holds(size)] == [4]
+    holds = accepts(trace(Computes(torch.relu), args, {}), args, {})
+    assert [size for size in range(1, 17) if holds([(size, 4)])] == [4]
 
 
 def _multiple_of_four(y: Tensor) -> Tensor:
@@ -112,8 +111,8 @@ def test_whatever_size_is_accepted_computes_the_model(
 ) -> None:
     model = Computes(function)
     traced = front_end(model, torch.randn(batch, 4))
-    assert traced.accepts(batch)
-    for size in filter(traced.accepts, range(1, 17)):
+    assert traced.accepts([(batch, 4)])
+    for size in (size for size in range(1, 17) if traced.accepts([(size, 4)])):
         x = torch.randn(size, 4)
         assert torch.equal(run_graph(model, traced, x)[0], model(x))
 
@@ -133,9 +132,9 @@ def test_sizes_are_tried_on_every_input_in_whatever_order_it_was_given() -> None
     for fixed in (False, True):
         args, kwargs = (torch.randn(4, 4), 2.0), {"b": torch.randn(4, 4), "a": torch.randn(7)}
         for given in (kwargs, dict(reversed(kwargs.items()))):
-            program = trace(TwoInputs(fixed), args, given, 4)
-            holds = accepts(program, args, given, 4)
-            sizes = {size for size in range(1, 9) if holds(size)}
+            program = trace(TwoInputs(fixed), args, given, rows_of(4, args, given))
+            holds = accepts(program, args, given)
+            sizes = {size for size in range(1, 9) if holds(shapes_for(size, 4, args, given))}
             assert sizes == ({4} if fixed else set(range(2, 9)))
 
 
@@ -254,7 +253,7 @@ def test_an_attention_mask_is_applied_as_it_is_and_not_compared(decoder: bool) -
     torch.manual_seed(0)
     model = Masked()
     x, causal = torch.randn(3, 5, 8), nn.Transformer.generate_square_subsequent_mask(5)
-    graph = trace(model, (x, causal), {}, 3, fixed=True).module()
+    graph = trace(model, (x, causal), {}).module()
     for mask in (causal, -2 * torch.eye(5), causal.clamp(min=-1)):
         torch.testing.assert_close(graph(x, mask), model(x, mask))
 
