@@ -86,9 +86,11 @@ def use_the_rest() -> None:
 
 
 def ask_for_all(gone: Sequence[str]) -> None:
-    """Ask for every name that the registry knows; an extension may need another that is gone."""
+    """Ask for every name that the registry knows; an extension may need another that is gone.
+    A notebook shows a picture if there are pictures."""
     from fxpipe import extend
     from fxpipe.errors import InputError
+    from fxpipe.schedules import gpipe
 
     for door in get_args(extend.Door):
         for name in extend.names(door):
@@ -97,6 +99,8 @@ def ask_for_all(gone: Sequence[str]) -> None:
             except InputError as error:
                 lost = str(error).partition(" needs the extension ")[2].partition(",")[0]
                 assert lost in gone, error
+    pictures = "fxpipe.extensions.draw" not in gone
+    assert ("image/svg+xml" in gpipe(2, 2)._repr_mimebundle_()) == pictures
 
 
 def taken_away(modules: Sequence[str]) -> str:
