@@ -23,6 +23,7 @@ from fxpipe.errors import (
     VerificationError,
 )
 from fxpipe.extend import find, names
+from fxpipe.ir.listed import list_schedule
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, one_each, round_robin, schedule, vee
@@ -91,6 +92,7 @@ __all__ = [
     "compile",
     "define_task",
     "is_recomputing",
+    "list_schedule",
     "one_each",
     "plan_training",
     "round_robin",

@@ -230,6 +230,8 @@ class Recipe:
         """Run the author's function; an error in it is raised as an InputError that names it."""
         try:
             yield from self.tasks(device, devices, microbatches, **keywords)
+        except InputError:
+            raise
         except Exception as error:
             raise InputError(
                 f"schedule {self.name!r} fails for device {device} of {devices} and "

@@ -1,0 +1,212 @@
+"""List scheduling: a schedule from a placement, an order of urgency and limits of memory.
+
+All devices are followed through time. Whenever a device is idle, it starts the most urgent of the
+tasks whose inputs are there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush
+from numbers import Real
+from typing import Any
+
+from fxpipe.errors import InputError
+from fxpipe.ir.recipe import RECIPES, Placement, Recipe, one_each
+from fxpipe.ir.task import KINDS, Task, U
+
+Urgency = Callable[[Task, int], Any]
+"""The function that an author writes: ``(task, devices)`` → what sorts the task among others; the
+least is the most urgent. The task has its stage and its micro-batch."""
+
+Limit = int | Callable[[int, int], int] | None
+"""How many micro-batches a device keeps at most: a number, or a function of the device and the
+number of devices, or None for any number."""
+
+
+def list_schedule(
+    name: str,
+    kinds: str,
+    *,
+    placement: Placement = one_each,
+    limit: Limit = None,
+    costs: Mapping[Any, float] | None = None,
+    latency: float = 0,
+) -> Callable[[Urgency], Recipe]:
+    """Decorator: register a schedule that is made by list scheduling as the recipe ``name``.
+
+    Whenever a device is idle, it starts the task that sorts first of those that can start. A
+    forward can start if it and all forwards of its device that sort before it fit under the limit:
+    a forward overtakes others only where they keep their room. Each row ends with the updates of
+    its stages.
+
+    Args:
+        name: the name that ``fxpipe.compile(schedule=...)`` takes.
+        kinds: the letters of the tasks that a micro-batch has on each stage, such as "FB", "FIW" or
+            "FRB", perhaps with a task of your own.
+        placement: number of devices → the device of each stage.
+        limit: how many micro-batches a device keeps at most, each counted on every stage from its
+            forward to the end of its backward or weight gradient.
+        costs: kind, or kind and stage → the time to reckon with; by default the default times.
+        latency: the time of a transfer between two devices.
+
+    Raises:
+        InputError: ``kinds`` has no forward, or a letter that is no kind of task of a micro-batch;
+            or a time is negative. When a schedule is made: a stage has copies, or the devices wait
+            for one another, for the limit is too small for this order.
+    """
+    for kind in kinds:
+        if kind not in KINDS or not KINDS[kind].per_microbatch:
+            raise InputError(
+                f"schedule {name!r}: {kind!r} is no task of a micro-batch; give letters such as "
+                "'FB' or 'FIW'"
+            )
+    if "F" not in kinds:
+        raise InputError(f"schedule {name!r}: its kinds are {kinds!r}; give a forward, F, too")
+    for what, time in (*(costs or {}).items(), ("latency", latency)):
+        if not isinstance(time, Real) or not 0 <= time < float("inf"):
+            raise InputError(
+                f"schedule {name!r}: the time of {what!r} is {time!r}; give one of at least 0"
+            )
+
+    def register(urgency: Urgency) -> Recipe:
+        listing = _Listing(name, kinds, urgency, limit, tuple((costs or {}).items()), latency)
+
+        def tasks(
+            device: int,
+            devices: int,
+            microbatches: int,
+            *,
+            stages: tuple[int, ...],
+            placement: tuple[int, ...],
+        ) -> Iterator[Task]:
+            if any(placement[stage] != device for stage in stages):
+                raise InputError(f"schedule {name!r}: list scheduling takes no copies of stages")
+            yield from _rows(listing, devices, microbatches, placement)[device]
+            if kinds != "F":
+                yield from map(U, stages)
+
+        tasks.__doc__ = urgency.__doc__
+        RECIPES[name] = recipe = Recipe(name, tasks, placement=placement)
+        return recipe
+
+    return register
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """The arguments of ``list_schedule`` that decide about the order."""
+
+    name: str
+    kinds: str
+    urgency: Urgency
+    limit: Limit
+    costs: tuple[tuple[Any, float], ...]
+    latency: float
+
+
+@lru_cache(maxsize=1)  # a recipe asks for one device after the other
+def _rows(
+    listing: _Listing, devices: int, microbatches: int, placement: tuple[int, ...]
+) -> list[list[Task]]:
+    """Device → its tasks in the order in which they start, without updates."""
+    kinds, limit = listing.kinds, listing.limit
+    costs = {**{kind: KINDS[kind].cost for kind in kinds}, **dict(listing.costs)}
+    frees = "W" if "W" in kinds else "B"
+    waits, then = _dependencies(kinds, microbatches, len(placement))
+    home = {task: placement[task.stage or 0] for task in waits}
+    entries = {
+        task: (listing.urgency(task, devices), task.stage, task.microbatch, task.kind, task)
+        for task in waits
+    }
+    room: list[float] = [
+        float("inf") if limit is None else limit(d, devices) if callable(limit) else limit
+        for d in range(devices)
+    ]
+    coming: list[list[Any]] = [[] for _ in room]  # the forwards that have not started, in order
+    for task, entry in entries.items():
+        if task.kind == "F":
+            coming[home[task]].append(entry)
+    for row in coming:
+        row.sort()
+    # those that have their inputs: forwards, and other tasks, which need no room
+    ready: list[tuple[list[Any], list[Any]]] = [([], []) for _ in room]
+    rows: list[list[Task]] = [[] for _ in room]
+    idle = [True] * devices
+    events: list[tuple[float, int, bool, Any]] = []  # time, number, whether a task ends, task
+    number = 0
+    for task, needs in waits.items():
+        if not needs:
+            heappush(ready[home[task]][task.kind != "F"], entries[task])
+    now: float = 0
+    while True:
+        while events and events[0][0] == now:
+            _, _, ends, task = heappop(events)
+            device = home[task]
+            if ends:
+                idle[device] = True
+                room[device] += task.kind == frees
+                for follower in then[task]:
+                    far = home[follower] != device
+                    arrival = now + listing.latency if far else now
+                    heappush(events, (arrival, number := number + 1, False, follower))
+                continue
+            waits[task] -= 1
+            if not waits[task]:
+                heappush(ready[device][task.kind != "F"], entries[task])
+        for device, (forwards, others) in enumerate(ready):
+            if not idle[device]:
+                continue
+            before = bisect_left(coming[device], forwards[0]) if forwards else 0
+            fits = bool(forwards) and before < room[device]
+            if not fits and not others:
+                continue
+            first = fits and (not others or forwards[0] < others[0])
+            task = heappop(forwards if first else others)[-1]
+            if first:
+                del coming[device][before]
+                room[device] -= 1
+            rows[device].append(task)
+            idle[device] = False
+            own = task.kind, task.stage
+            time = costs[own if own in costs else task.kind]
+            heappush(events, (now + time, number := number + 1, True, task))
+        if not events:
+            break
+        now = events[0][0]
+    if sum(map(len, rows)) < len(waits):
+        raise InputError(
+            f"schedule {listing.name!r}: the devices wait for one another with the forwards that "
+            "their limits allow; raise limit=, or let those that are needed first sort first"
+        )
+    return rows
+
+
+def _dependencies(
+    kinds: str, microbatches: int, stages: int
+) -> tuple[dict[Task, int], dict[Task, list[Task]]]:
+    """Each task → how many others it waits for, and each task → those that wait for it."""
+    waits = {
+        Task(kind, i, stage): 0
+        for kind in kinds
+        for stage in range(stages)
+        for i in range(microbatches)
+    }
+    then: dict[Task, list[Task]] = {task: [] for task in waits}
+    for task in waits:
+        kind, stage = KINDS[task.kind], task.stage
+        assert stage is not None
+        for letters, there in (
+            (kind.follows, stage),
+            (kind.previous, stage - 1),
+            (kind.next, stage + 1),
+        ):
+            for letter in letters:
+                need = Task(letter, task.microbatch, there)
+                if need in then:
+                    waits[task] += 1
+                    then[need].append(task)
+    return waits, then

@@ -1,0 +1,157 @@
+"""List scheduling: known schedules come of their rules, and no device idles without need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fxpipe
+from fxpipe.errors import InputError
+from fxpipe.ir.recipe import RECIPES, Placement, Recipe, one_each, round_robin, vee
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, Task
+from fxpipe.schedules import gpipe, inference, one_f_one_b
+from tests.oracles.small_simulator import Ran, device_stash, simulate, times
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxpipe.ir.listed.RECIPES", dict(RECIPES))
+
+
+def listed(kinds: str, urgent: str = "BIFW", **options: Any) -> Recipe:
+    """Kinds in this order, then the later stages first, then the micro-batches in turn."""
+
+    @fxpipe.list_schedule("mine", kinds, **options)
+    def recipe(task: Task, devices: int) -> Any:
+        assert task.stage is not None
+        return urgent.index(task.kind), -task.stage, task.microbatch
+
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kinds", "urgent", "limit"),
+    [
+        (one_f_one_b, "FB", "BF", lambda device, devices: devices - device),
+        (gpipe, "FB", "FB", None),
+        (inference, "F", "F", 1),
+    ],
+)
+def test_the_rules_of_a_schedule_give_its_order(
+    recipe: Recipe, kinds: str, urgent: str, limit: Any
+) -> None:
+    limit = None if kinds == "F" else limit
+    own = listed(kinds, urgent, limit=limit)
+    for p in range(1, 6):
+        for m in range(1, 10):
+            assert own(p, m).verify().rows == recipe(p, m).rows
+
+
+placements: st.SearchStrategy[Placement] = st.sampled_from(
+    [one_each, vee, round_robin(2), lambda devices: vee(devices) * 2]
+)
+
+
+@given(
+    st.sampled_from(["FB", "FIW"]),
+    st.permutations("BIFW").map("".join),
+    placements,
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.tuples(*[st.integers(1, 3)] * 3),
+)
+def test_a_device_is_idle_only_where_none_of_its_tasks_could_start(
+    kinds: str, urgent: str, placement: Placement, p: int, m: int, takes: tuple[int, int, int]
+) -> None:
+    costs = times(*takes)
+    schedule = listed(kinds, urgent, placement=placement, costs=costs)(p, m).verify()
+    timeline = simulate(schedule, costs)
+    ends = {ran.task: ran.end for own in timeline for ran in own}
+    for own in timeline:
+        for ran in own:
+            if ran.task.kind == "U":  # at the end of its row
+                continue
+            for start, end in gaps(own):
+                ready = max((ends[need] for need in needs(ran.task, schedule)), default=0)
+                # what runs after a gap was not there at its start
+                assert not (ran.start >= end and ready <= start)
+
+
+def needs(task: Task, schedule: Schedule) -> list[Task]:
+    """The tasks whose results it takes, of those that there are."""
+    kind, stage = KINDS[task.kind], task.stage
+    assert stage is not None
+    near = ((kind.follows, stage), (kind.previous, stage - 1), (kind.next, stage + 1))
+    every = {t for row in schedule.rows for t in row}
+    made = [Task(letter, task.microbatch, at) for letters, at in near for letter in letters]
+    return [need for need in made if need in every]
+
+
+def gaps(own: list[Ran]) -> list[tuple[int, int]]:
+    """The times at which a device is idle before a task."""
+    edges = [0, *(ran.end for ran in own)]
+    starts = [ran.start for ran in own]
+    return [(end, start) for end, start in zip(edges, starts, strict=False) if start > end]
+
+
+@given(
+    st.sampled_from(["FB", "FIW"]),
+    st.sampled_from(["BIFW", "FBIW", "WBIF"]),
+    st.integers(1, 5),
+    st.integers(1, 8),
+    st.integers(1, 9),
+)
+def test_no_device_keeps_more_than_its_limit(
+    kinds: str, urgent: str, p: int, m: int, limit: int
+) -> None:
+    schedule = listed(kinds, urgent, limit=limit)(p, m).verify()
+    assert max(device_stash(schedule, device) for device in range(p)) <= limit
+
+
+def test_a_transfer_takes_the_latency_that_is_reckoned_with() -> None:
+    """With slow transfers the first device has time for all its forwards before a gradient."""
+    near = listed("FB", latency=0, costs={"B": 1})(2, 4)
+    far = listed("FB", latency=2, costs={"B": 1})(2, 4)
+    assert str(near).splitlines()[2] == "0: F0 F1 F2 B0 F3 B1 B2 B3 U"
+    assert str(far).splitlines()[2] == "0: F0 F1 F2 F3 B0 B1 B2 B3 U"
+
+
+def test_a_recompute_comes_right_before_its_backward_if_it_sorts_last() -> None:
+    schedule = listed("FRB", "BFR", limit=2)(1, 3)
+    assert str(schedule.verify()).splitlines()[2] == "0: F0 F1 R0 B0 F2 R1 B1 R2 B2 U"
+
+
+def test_costs_of_a_stage_go_before_those_of_its_kind() -> None:
+    slow = listed("FB", costs={"F": 1, ("F", 1): 9, "B": 1})(2, 4)
+    assert str(slow).splitlines()[2] == "0: F0 F1 F2 F3 B0 B1 B2 B3 U"
+
+
+def test_a_limit_that_lets_no_micro_batch_through_is_refused() -> None:
+    with pytest.raises(InputError, match=r"'mine': the devices wait for one another.*raise limit="):
+        listed("FB", placement=vee, limit=1)(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options", "said"),
+    [
+        ("BIW", {}, "give a forward, F, too"),
+        ("FBU", {}, "'U' is no task of a micro-batch"),
+        ("FX", {}, "'X' is no task of a micro-batch"),
+        ("FB", {"costs": {"F": -1}}, "the time of 'F' is -1"),
+        ("FB", {"latency": float("nan")}, "the time of 'latency' is nan"),
+    ],
+)
+def test_rules_that_make_no_schedule_are_refused(
+    kinds: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        listed(kinds, **options)
+
+
+def test_copies_are_refused() -> None:
+    with pytest.raises(InputError, match="no copies"):
+        listed("FB", placement=lambda devices: ((0, 1), (1, 0)))(2, 2)
