@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 
-from fxpipe.ir.recipe import round_robin, schedule
+from fxpipe.ir.recipe import Recipe, round_robin, schedule
 from fxpipe.ir.task import B, F, Task, U
 
 
@@ -49,7 +49,7 @@ def interleaved_one_f_one_b(
         0: F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1  . b2  . b3 B2 B3 U
         1:  . F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3  . U
 
-    ``interleaved_one_f_one_b.placed(round_robin(4))`` has v = 4.
+    ``interleaved_one_f_one_b.placed(round_robin(4))`` has v = 4; ``grouped(6)`` has turns of 6.
 
     Bubble: (p − 1)/(v m + p − 1), for m ≥ p. Stash: min((v − 1) r + 2p − 1, v m) micro-batches of
     one stage on device 0, the fullest, for every p and m. r is the length of the longest round:
@@ -57,6 +57,37 @@ def interleaved_one_f_one_b(
     """
     rounds = max(microbatches // devices, 1)
     starts = [microbatches * turn // rounds for turn in range(rounds + 1)]
+    yield from _in_turns(device, devices, starts, stages)
+
+
+def grouped(size: int, chunks: int = 2) -> Recipe:
+    """Interleaved 1F1B with a group size: each stage runs for ``size`` micro-batches at a time.
+
+    Megatron-LM's ``microbatch_group_size_per_vp_stage``; the last group may be smaller. A larger
+    group gives transfers more time and keeps more: min((v − 1) g + 2p − 1, v m) micro-batches of
+    one stage on device 0, for p ≤ g ≤ m.
+
+    When a schedule is made, a size below p is an InputError, unless it is at least m.
+    """
+
+    def tasks(
+        device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
+    ) -> Iterator[Task]:
+        if size < min(devices, microbatches):
+            raise ValueError(
+                f"groups have {size} of {microbatches} micro-batches, and there are {devices} "
+                "devices; give a size of at least their number"
+            )
+        starts = [*range(0, microbatches, size), microbatches]
+        yield from _in_turns(device, devices, starts, stages)
+
+    return Recipe(f"interleaved-1f1b-by-{size}", tasks, placement=round_robin(chunks))
+
+
+def _in_turns(
+    device: int, devices: int, starts: list[int], stages: tuple[int, ...]
+) -> Iterator[Task]:
+    """Yield interleaved 1F1B, each stage in turn for the micro-batches from start to start."""
     turns = [range(start, end) for start, end in pairwise(starts)]
     forwards = [F(i, stage) for turn in turns for stage in stages for i in turn]
     backwards = [B(i, stage) for turn in turns for stage in reversed(stages) for i in turn]

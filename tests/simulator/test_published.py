@@ -6,16 +6,20 @@ The files in tests/published name their sources.
 from __future__ import annotations
 
 import csv
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fxpipe.errors import InputError
 from fxpipe.ir.recipe import find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.schedules import interleaved_one_f_one_b, one_f_one_b, zb_h1, zb_h2
+from fxpipe.schedules.one_f_one_b import grouped
 from fxpipe.simulator import Link, Simulation
 from tests.helpers.profiles import DEEP
+from tests.oracles.small_simulator import device_stash
 
 FOLDER = Path(__file__).parents[1] / "published"
 
@@ -75,6 +79,30 @@ def test_the_library_has_the_published_order(name: str) -> None:
     own = recipe(published.devices, published.microbatches)
     assert own.placement == published.placement
     assert order(own) == order(published)
+
+
+@pytest.mark.parametrize("name", [name for name in TABLES if "megatron-interleaved-v2" in name])
+def test_megatrons_order_comes_of_its_group_size(name: str) -> None:
+    published = Schedule.parse(TABLES[name])
+    size = int(name.split("-g")[1].split("-")[0])
+    own = grouped(size)(published.devices, published.microbatches)
+    assert own.placement == published.placement
+    assert order(own) == order(published)
+
+
+def test_groups_of_any_size_are_valid_and_keep_as_much_as_told() -> None:
+    for v, p, m in product((2, 3), range(1, 5), range(4, 12)):
+        for size in range(p, m + 1):
+            schedule = grouped(size, v)(p, m).verify()
+            assert device_stash(schedule, 0) == min((v - 1) * size + 2 * p - 1, v * m)
+
+
+def test_a_group_smaller_than_the_pipe_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"groups have 2 of 8 micro-batches.*at least their number"
+    ):
+        grouped(2)(4, 8)
+    assert order(grouped(2)(4, 2).verify()) == order(interleaved_one_f_one_b(4, 2))
 
 
 @pytest.mark.parametrize("name", [name for name in TABLES if name.startswith((*AS_GOOD,))])
