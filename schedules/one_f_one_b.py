@@ -63,22 +63,24 @@ def interleaved_one_f_one_b(
 def grouped(size: int, chunks: int = 2) -> Recipe:
     """Interleaved 1F1B with a group size: each stage runs for ``size`` micro-batches at a time.
 
-    Megatron-LM's ``microbatch_group_size_per_vp_stage``; the last group may be smaller. A larger
+    Megatron-LM's ``microbatch_group_size_per_vp_stage``; the last group has what is left. A larger
     group gives transfers more time and keeps more: min((v − 1) g + 2p − 1, v m) micro-batches of
     one stage on device 0, for p ≤ g ≤ m.
 
-    When a schedule is made, a size below p is an InputError, unless it is at least m.
+    As in Megatron-LM, no group may have fewer than p micro-batches, or the devices would wait for
+    one another; a single group may. Else making the schedule raises an InputError.
     """
 
     def tasks(
         device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
     ) -> Iterator[Task]:
-        if size < min(devices, microbatches):
-            raise ValueError(
-                f"groups have {size} of {microbatches} micro-batches, and there are {devices} "
-                "devices; give a size of at least their number"
-            )
         starts = [*range(0, microbatches, size), microbatches]
+        last = starts[-1] - starts[-2]
+        if len(starts) > 2 and min(size, last) < devices:
+            raise ValueError(
+                f"groups of {size} leave one of {min(size, last)} of {microbatches} micro-batches, "
+                f"and there are {devices} devices; choose a size that leaves at least their number"
+            )
         yield from _in_turns(device, devices, starts, stages)
 
     return Recipe(f"interleaved-1f1b-by-{size}", tasks, placement=round_robin(chunks))
