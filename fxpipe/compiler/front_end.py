@@ -33,7 +33,7 @@ from fxpipe.passes.tracing.leaf_calls import LeafCalls
 from fxpipe.passes.tracing.leaf_nests import REST
 from fxpipe.passes.tracing.rest import Calls, split
 from fxpipe.passes.tracing.symbolic import is_torchs
-from fxpipe.passes.tracing.trace import Dims, shapes_of
+from fxpipe.passes.tracing.trace import Dims, is_free, shapes_of
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
 from fxpipe.torchtools.following import Following
@@ -421,7 +421,7 @@ def _output_dims(traced: Traced, size: int) -> Dims:
 def _free_outputs(traced: Traced) -> Dims:
     """For each flat output the dimensions whose size may change."""
     return [
-        tuple(dim for dim, size in enumerate(shape or ()) if isinstance(size, torch.SymInt))
+        tuple(dim for dim, size in enumerate(shape or ()) if is_free(size))
         for shape in shapes_of(_flat_outputs(traced))
     ]
 

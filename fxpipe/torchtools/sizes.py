@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
 
 Sizes = tuple[Any, ...] | None
@@ -24,6 +23,8 @@ def evaluated(
 ) -> list[tuple[int, ...] | None] | None:
     """The ``wanted`` shapes where ``inputs`` have these ``shapes``; None if they are not whole
     numbers, or depend on sizes that the inputs do not have."""
+    import sympy  # which takes long, and only a graph for several sizes needs
+
     known: dict[Any, Any] = {}
     for symbolic, shape in zip(inputs, shapes, strict=True):
         for size, number in zip(symbolic or (), shape or (), strict=False):

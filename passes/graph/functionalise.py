@@ -36,7 +36,7 @@ from fxpipe.passes.graph.exported import (
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
 from fxpipe.passes.tracing.explain import at_node, explained
-from fxpipe.passes.tracing.trace import Dims, Shapes, user_inputs
+from fxpipe.passes.tracing.trace import Dims, Shapes, is_free, user_inputs
 from fxpipe.torchtools.state import Autocasts, autocasts
 
 aten = torch.ops.aten
@@ -253,7 +253,7 @@ def _samples(program: ExportedProgram, dims: Dims | None) -> Collection[Any]:
         for leaf, shape in enumerate(shapes)
         for dim in (range(len(shape)) if dims is None else dims[leaf])
     ]
-    return {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
+    return {size.node.expr for size in sizes if is_free(size)}
 
 
 def _output(argument: Any, name: str, value: Any, samples: Collection[Any]) -> Value | Literal:

@@ -109,7 +109,7 @@ def accepts(
         (leaf, dim)
         for leaf, shape in enumerate(symbolic)
         for dim, size in enumerate(shape or ())
-        if isinstance(size, torch.SymInt)
+        if is_free(size)
     ]
     if not free:
         return lambda shapes: [*shapes] == traced
@@ -146,6 +146,11 @@ def user_inputs(program: ExportedProgram) -> list[fx.Node]:
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     specs = program.graph_signature.input_specs
     return [placeholders[s.arg.name] for s in specs if s.kind is InputKind.USER_INPUT]
+
+
+def is_free(size: Any) -> bool:
+    """Whether a size is an expression of symbols, which the export did not make a number."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 def shapes_of(leaves: Sequence[Any]) -> Shapes:

@@ -410,3 +410,24 @@ def test_a_checkpoint_goes_on_with_another_first_size(
         pipe.restore(tmp_path / "run")
         assert [step(pipe, size) for size in (sizes[1], sizes[0])] == expected
     loop.assert_same(nets[1].state_dict(), nets[0].state_dict())
+
+
+class Last(nn.Module):
+    """The logits of each sample at a position of its own, for which the export fixes the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(9, 4), nn.Linear(4, 9)
+
+    def forward(self, words: Tensor, at: Tensor) -> Tensor:
+        logits: Tensor = self.linear(self.embedding(words).relu())
+        return logits.take_along_dim(at[:, None, None], 1).squeeze(1)
+
+
+@pytest.mark.traces
+def test_an_output_is_joined_where_a_graph_for_other_lengths_fixes_the_batch() -> None:
+    model = Last().double().eval()
+    with fxpipe.compile(model, 2, microbatches=2) as pipe, torch.no_grad():
+        for length in (6, 1, 4, 1):
+            words, at = torch.randint(9, (8, length)), torch.full((8,), length - 1)
+            torch.testing.assert_close(pipe(words, at), model(words, at))
