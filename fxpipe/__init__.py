@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.comparison.comparison import Comparison, compare
     from fxpipe.extensions.cuda_graphs.extension import CudaGraphs
     from fxpipe.extensions.deferred_batchnorm.extension import DeferredBatchNorm
+    from fxpipe.extensions.generation.generator import Generator
     from fxpipe.extensions.inductor.extension import Inductor
     from fxpipe.extensions.planner.choices import Choice, TrainingPlan
     from fxpipe.extensions.planner.cluster import Cluster
@@ -64,6 +65,7 @@ __all__ = [
     "F",
     "Fault",
     "FxpipeError",
+    "Generator",
     "I",
     "Inductor",
     "InputError",

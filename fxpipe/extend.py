@@ -53,6 +53,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Comparison": f"{_HERE}.comparison.comparison:Comparison",
         "CudaGraphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
         "DeferredBatchNorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
+        "Generator": f"{_HERE}.generation.generator:Generator",
         "Inductor": f"{_HERE}.inductor.extension:Inductor",
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
         "compare": f"{_HERE}.comparison.comparison:compare",

@@ -1,0 +1,1 @@
+"""Pipelined generation with the causal language models of transformers."""
