@@ -17,6 +17,7 @@ from fxpipe.compiler.fingerprint import fingerprint
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.overheads import StepTimes
 from fxpipe.compiler.predict import split_target
+from fxpipe.compiler.residence import release
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.rehearsal import Rehearsals
@@ -176,17 +177,20 @@ class Calls:
 
     def _check_data(self, compiled: Compiled) -> None:
         """Raise InputError if a stage of this process reads or writes a tensor without data, and
-        RankError if a tensor of the stage has other values in another replica."""
+        RankError if a tensor of the stage has other values in another replica. The memory of other
+        ranks' parameters is given back before."""
         self.shown = self.shown or compiled
-        if self._options.hollow and compiled is not self._filled:
+        if compiled is not self._filled:
+            release(self._options, compiled)
             stages = filter(self._options.owns, range(len(compiled.plan.stages)))
             names = frozenset[str]().union(*map(compiled.names, stages))
             for name, tensor in compiled.traced.state_of(self._options.model).items():
                 if name in names and tensor.is_meta:
                     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
                     raise InputError(
-                        f"{kind} {name!r} has no data, as the model was built on the meta device; "
-                        "give the values first: pipe.load(folder), pipe.load_state_dict(...), or "
+                        f"{kind} {name!r} has no data, as the model was built on the meta device, "
+                        "or an earlier pipe over ranks left it to another rank; give the values "
+                        "first: pipe.load(folder), pipe.load_state_dict(...), or "
                         "pipe.reset_parameters(); tensors that are in no state dict, or that no "
                         'step reads, can be made with data (device="cpu") where the model is built'
                     )

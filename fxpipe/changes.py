@@ -87,30 +87,21 @@ class Changes:
     def hear(self, ranks: Sequence[Changed]) -> None:
         """Take what all ranks have told. If weights were written in one replica and not in another,
         ``check`` will compare them. Warns of a weight that was written only on ranks that do not
-        train it, unless the rank that trains it has the same values, as after
-        ``model.load_state_dict(pipe.state_dict(full=True))``."""
+        train it."""
         group = self._options.group
         devices = len(group.pipeline)
         if any(told.writes != ranks[rank % devices].writes for rank, told in enumerate(ranks)):
             self._same_weights = False
-        replicas = [ranks[first : first + devices] for first in range(0, len(ranks), devices)]
-        alone = {name for replica in replicas for name in _alone(replica)}
-        if not alone:
-            return
-        state = dict(self._options.model.named_parameters())
-        kept = {name: (name in self._own, digest(state[name])) for name in sorted(alone)}
-        digests = group.exchange("weights that were written", kept)
-        for name in _alone(replicas[group.replica]):
-            owner = next(rank for rank in group.pipeline if digests[rank][name][0])
-            for rank in group.pipeline:
-                differs = digests[rank][name][1] != digests[owner][name][1]
-                if name in ranks[rank].strays and differs:
-                    LOGGER.warning(
-                        "%s has written the parameter %r, which %s trains and has not written, so "
-                        "that it has no effect; write or load weights on every rank",
-                        *(group.members.names[rank], name, group.members.names[owner]),
-                    )
-                    return
+        replica = [ranks[rank] for rank in group.pipeline]
+        written = {name for told in replica for name in told.own}
+        for rank, told in zip(group.pipeline, replica, strict=True):
+            for name in sorted({*told.strays} - written):
+                LOGGER.warning(
+                    "%s has written the parameter %r, which another rank trains and has not "
+                    "written, so that it has no effect; write or load weights on every rank",
+                    *(group.members.names[rank], name),
+                )
+                return
 
     def check(self, compiled: Compiled) -> None:
         """Compare the replicas' weights and buffers at the first call, and later the weights when
@@ -156,9 +147,3 @@ class Changes:
 
     def _agree(self, lines: Sequence[str]) -> None:
         self._options.group.agree("what replicas train", "", twins="\n".join(lines))
-
-
-def _alone(replica: Sequence[Changed]) -> list[str]:
-    """The parameters of a replica that were written, but not by the rank that trains them."""
-    written = {name for rank in replica for name in rank.own}
-    return sorted({name for rank in replica for name in rank.strays} - written)

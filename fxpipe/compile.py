@@ -28,7 +28,7 @@ from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Choice, Dispatch
 from fxpipe.runtime.devices.lanes import home
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, OptimizerLike
-from fxpipe.torchtools.meta import bytes_without_data
+from fxpipe.torchtools.meta import bytes_if_hollow
 
 _compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
 
@@ -74,7 +74,9 @@ def compile(
     Args:
         model: any module. Its parameters are used in place, never copied. A model on the meta
             device gets its values later, by ``load``, ``load_state_dict`` or ``reset_parameters``;
-            over ranks, each rank allocates the tensors of its own stages only.
+            over ranks, each rank allocates the tensors of its own stages only. If the model has
+            data, a rank with a CPU device gives back the memory of the other ranks' parameters when
+            it first runs; they are then on the meta device. See docs/ranks.md.
         devices: where the stages run, one on each device or as many as the schedule places there:
 
             - a list of names or torch.devices. A device may be listed several times; each entry
@@ -266,7 +268,7 @@ def compile(
             group=group,
             replicas=group.replicas,
             decides=recipe.name if late else "",
-            hollow=bytes_without_data(model, torch_devices[0]),
+            hollow=bytes_if_hollow(model, torch_devices[0]),
         )
         for extension in given:
             extension.check(options)

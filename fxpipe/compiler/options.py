@@ -48,8 +48,8 @@ class Options:
         threads: intra-op threads of a device.
         places: device → its torch.device, for devices with streams; empty for CPU devices.
         group: the ranks that run the devices' lists, one each; a group of one runs all.
-        hollow: the bytes of the parameters and buffers that were on the meta device when the model
-            was given.
+        hollow: the bytes of the model's parameters and buffers if some of them were on the meta
+            device when it was given, or, over ranks on CPUs, from the first run on; else 0.
         replicas: how many pipelines train the model side by side.
         decides: "search" or "auto" if the first step chooses the schedule, else ""; ``recipe`` then
             only says where the stages are.
@@ -122,10 +122,12 @@ class Options:
     @property
     def whole(self) -> bool:
         """Whether this process may hold the whole model while it is compiled."""
-        if not self.places or not self.ranks:
-            return self.hollow <= WHOLE
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        return sum(map(size_in_bytes, tensors)) <= WHOLE
+        return (self.size if self.places and self.ranks else self.hollow) <= WHOLE
+
+    @property
+    def size(self) -> int:
+        """The bytes of the model's parameters and buffers."""
+        return sum(map(size_in_bytes, (*self.model.parameters(), *self.model.buffers())))
 
     @property
     def apart(self) -> bool:

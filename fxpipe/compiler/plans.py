@@ -293,7 +293,7 @@ class Plans:
         left_out = f"the compiled {call.purpose} is not compared with the model, "
         cure = "; compile a smaller one of its kind to check it"
         if not options.whole and options.hollow:
-            noted(f"{left_out}which has {bytes_text(options.hollow)} on the meta device{cure}")
+            noted(f"{left_out}which has {bytes_text(options.hollow)}, not all with data{cure}")
         elif not options.whole:
             noted(f"{left_out}which no rank's device holds as a whole{cure}")
         with untouched(model), intra_op_threads(options.threads):

@@ -15,8 +15,9 @@ from fxpipe.errors import InputError
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 
-def bytes_without_data(model: nn.Module, place: torch.device) -> int:
-    """Return the bytes that a model's parameters and buffers on the meta device will take.
+def bytes_if_hollow(model: nn.Module, place: torch.device) -> int:
+    """Return the bytes that all parameters and buffers of a model will take if some of them are on
+    the meta device, else 0.
 
     Args:
         model: the model.
@@ -25,8 +26,8 @@ def bytes_without_data(model: nn.Module, place: torch.device) -> int:
     Raises:
         InputError: a tensor is on the meta device for which the pipe cannot allocate memory.
     """
-    named = (*model.named_parameters(), *model.named_buffers())
-    without_data = {name: tensor for name, tensor in named if tensor.is_meta}
+    named = dict((*model.named_parameters(), *model.named_buffers()))
+    without_data = [name for name, tensor in named.items() if tensor.is_meta]
     for name in without_data if place.type != "cpu" else ():
         raise InputError(
             f"{name!r} is on the meta device, which only pipes over CPU devices take so far; give "
@@ -41,7 +42,7 @@ def bytes_without_data(model: nn.Module, place: torch.device) -> int:
                     "buffer, so nothing can give it values; make it on a real device "
                     '(device="cpu"), or register_buffer it'
                 )
-    return sum(map(size_in_bytes, without_data.values()))
+    return sum(map(size_in_bytes, named.values())) if without_data else 0
 
 
 class Scratch:
@@ -186,8 +187,10 @@ def allocated(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def become(tensor: Tensor, other: Tensor) -> None:
-    """Make a tensor hold the data of another; it keeps its class and attributes."""
-    with torch.no_grad():
-        new = torch.Tensor._make_subclass(type(tensor), other.detach(), tensor.requires_grad)
-    vars(new).update(vars(tensor))
-    torch.utils.swap_tensors(tensor, new)
+    """Make a tensor hold the data of another; it stays the same object, with its attributes.
+
+    ``torch.utils.swap_tensors`` does the same, but refuses tensors with weak references, which
+    PyTorch's tracers leave. A graph of autograd that has the tensor keeps the old data.
+    """
+    new = other.detach().requires_grad_(tensor.requires_grad)
+    torch._C._swap_tensor_impl(tensor, new)

@@ -20,7 +20,7 @@ from fxpipe import (
 )
 from fxpipe.errors import near
 from fxpipe.schedules import one_f_one_b
-from fxpipe.torchtools.meta import bytes_without_data
+from fxpipe.torchtools.meta import bytes_if_hollow
 from tests.helpers.refusals import SGD, X, Y, compiled, refused, stepped
 from tests.helpers.tiny import Snapshot, Tiny
 from tests.oracles import loop
@@ -123,7 +123,7 @@ def test_a_model_on_another_device_is_refused() -> None:
     with torch.device("meta"):
         model = Tiny()
     part = "'first.0.weight' is on the meta device, which only pipes over CPU devices take so far"
-    refused(InputError, lambda: bytes_without_data(model, torch.device("cuda:0")), part)
+    refused(InputError, lambda: bytes_if_hollow(model, torch.device("cuda:0")), part)
 
 
 @pytest.mark.parametrize("name", ["first.0.weight", "scale"])

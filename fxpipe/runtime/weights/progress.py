@@ -170,7 +170,7 @@ class Progress:
         so that the next batch must read no older version. False if there are no older versions."""
         if self.versions is not None:
             return bool(self.versions.written)
-        return self._history is not None and self._marks() != self._restored
+        return self._history is not None and not self._marks().items() <= self._restored.items()
 
     def versions_of(self, plan: Plan, schedule: Schedule, *, changed: bool) -> VersionedWeights:
         """The versions for a schedule whose batches overlap. ``changed`` tells whether parameters
@@ -337,7 +337,9 @@ class Progress:
         return History(self.batches, self.batches)
 
     def _marks(self) -> dict[str, tuple[int, int]]:
-        return {name: (p.data_ptr(), p._version) for p, name in self._names().items()}
+        """Name → address and version of each parameter that has data here."""
+        named = self._names().items()
+        return {name: (p.data_ptr(), p._version) for p, name in named if not p.is_meta}
 
     def _names(self) -> dict[nn.Parameter, str]:
         return {parameter: name for name, parameter in self._model.named_parameters()}

@@ -1,0 +1,143 @@
+"""Over ranks, a model that was given with data trains as in one process, and each rank gives back
+the memory of the parameters of other ranks' stages when it first runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.compiler import options
+from tests.helpers.ranks import DeviceMesh, on_ranks
+from tests.ranks.test_meta import assert_same, batch, compiled, trained, with_data
+
+
+def train(mesh: DeviceMesh, whole: int) -> dict[str, Any]:
+    options.WHOLE = whole
+    model = with_data()
+    before = {name: (id(p), p.shape, p.requires_grad) for name, p in model.named_parameters()}
+    with compiled(mesh, model) as pipe:
+        assert not any(tensor.is_meta for tensor in model.parameters())  # compiled, but not run
+        made = trained(pipe)
+        made["full"] = pipe.state_dict(full=True)
+    after = {name: (id(p), p.shape, p.requires_grad) for name, p in model.named_parameters()}
+    assert after == before
+    made["with data"] = {name for name, p in model.named_parameters() if not p.is_meta}
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    model.load_state_dict(made["full"], assign=True)
+    model.eval()
+    made["by hand"] = model(batch()[0])
+    return made
+
+
+@pytest.mark.parametrize("whole", [0, options.WHOLE])
+def test_each_parameter_keeps_its_data_on_the_rank_that_trains_it_alone(whole: int) -> None:
+    model = with_data()
+    with compiled(2, model) as pipe:
+        expected = trained(pipe)
+        final = pipe.state_dict()
+    model.eval()
+    ranks = on_ranks(2, train, whole)
+    names = [name for found in ranks for name in found["with data"]]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    for found in ranks:
+        assert_same(found, expected)
+        assert found["full"].keys() == final.keys()
+        assert all(torch.equal(value, final[name]) for name, value in found["full"].items())
+        torch.testing.assert_close(found["by hand"], model(batch()[0]))
+
+
+class Branches(nn.Module):
+    """A second head, which only training reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.other = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.body(x))
+        out: Tensor = self.head(x)
+        return out + self.other(x) if self.training else out
+
+
+def evaluate_first(devices: DeviceMesh | int) -> tuple[list[Tensor], list[set[str]]]:
+    """Outputs and losses; which parameters have no data after the first call and at the end."""
+    torch.manual_seed(0)
+    model = Branches()
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    values, without = [], []
+    with fxpipe.compile(
+        model,
+        devices,
+        microbatches=2,
+        loss=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        partition=["head"],
+    ) as pipe:
+        pipe.eval()
+        with torch.no_grad():
+            values.append(pipe(x))
+        without.append({name for name, p in model.named_parameters() if p.is_meta})
+        pipe.train()
+        values += [pipe.step(x, target=y).clone() for _ in range(2)]
+        pipe.eval()
+        with torch.no_grad():
+            values.append(pipe(x))
+        without.append({name for name, p in model.named_parameters() if p.is_meta})
+    return values, without
+
+
+def test_a_parameter_keeps_its_data_until_a_stage_of_another_rank_reads_it() -> None:
+    expected, nothing = evaluate_first(2)
+    assert nothing == [set(), set()]
+    (first, on_first), (second, on_second) = on_ranks(2, evaluate_first)
+    for found in (first, second):
+        assert all(map(torch.equal, found, expected))
+    head, other, body = ({f"{n}.weight", f"{n}.bias"} for n in ("head", "other", "body"))
+    assert on_first == [head, head | other]
+    assert on_second == [body, body]
+
+
+def again(mesh: DeviceMesh) -> tuple[list[float], str]:
+    """The losses of two pipes over a model, one after the other, and what a third pipe says, which
+    is cut elsewhere."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    x, y = torch.ones(8, 4), torch.ones(8, 2)
+    losses: list[float] = []
+    for cut in ("2", "2", "1"):
+        with fxpipe.compile(
+            model,
+            mesh,
+            microbatches=2,
+            loss=F.mse_loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            partition=[cut],
+        ) as pipe:
+            try:
+                losses += [float(pipe.step(x, target=y)) for _ in range(2)]
+            except (fxpipe.InputError, fxpipe.RankError) as error:
+                return losses, str(error)
+    return losses, ""
+
+
+def test_a_model_that_a_pipe_has_left_in_parts_is_compiled_again_with_the_same_cut() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.ones(8, 4), torch.ones(8, 2)
+    expected = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses, told in on_ranks(2, again):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert "parameter '1.weight' has no data" in told
+        assert "an earlier pipe over ranks left it to another rank" in told
