@@ -74,6 +74,8 @@ def grouped(size: int, chunks: int = 2) -> Recipe:
     def tasks(
         device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
     ) -> Iterator[Task]:
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"size is {size!r}; give a whole number of at least 1")
         starts = [*range(0, microbatches, size), microbatches]
         last = starts[-1] - starts[-2]
         if len(starts) > 2 and min(size, last) < devices:

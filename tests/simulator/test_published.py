@@ -169,3 +169,9 @@ def test_a_step_of_eight_gpus_is_predicted_within_two_percent(row: dict[str, str
         costs |= {(kind, stage): int(time) for stage, time in enumerate(row[kind].split())}
     found = one_f_one_b(int(row["p"]), int(row["m"])).simulate(costs)
     assert found.makespan / 1000 == pytest.approx(float(row["iteration_ms"]), rel=0.02)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5])
+def test_a_size_that_counts_no_microbatches_is_named(size: Any) -> None:
+    with pytest.raises(InputError, match=f"size is {size}; give a whole number"):
+        grouped(size)(2, 4)

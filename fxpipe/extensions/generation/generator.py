@@ -57,7 +57,8 @@ class Generator:
             length: the most tokens of a sequence, with its prompt. Caches have this size from the
                 start: 2 × layers × rows × (length + 1) × heads of keys × head size.
             chunk: how many tokens of a prompt are read in one step.
-            microbatches: the micro-batches of a step; by default one for each device.
+            microbatches: as for ``fxpipe.compile``, but at most ``rows``. Many small ones are slow
+                where operations are short; one for each device is a good first choice.
             choose: logits (sequences × vocabulary) → the next token of each sequence; over ranks it
                 must choose alike on all of them.
             options: further arguments of ``fxpipe.compile``, such as ``partition``.

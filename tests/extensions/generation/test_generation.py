@@ -11,6 +11,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe import InputError
+from tests.helpers.ranks import DeviceMesh, on_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,6 +76,19 @@ def test_prompts_of_all_lengths_give_the_tokens_of_the_model_alone(
     generator.close()
     for results in again:
         assert [tokens.tolist() for tokens in results] == expected
+
+
+def over(mesh: DeviceMesh) -> list[list[int]]:
+    generator = fxpipe.Generator(exact(llama), mesh, rows=2, length=LENGTH, chunk=4)
+    made = [tokens.tolist() for tokens in generator.generate(PROMPTS, MOST)]
+    generator.close()
+    return made
+
+
+def test_every_rank_gets_the_tokens() -> None:
+    model = exact(llama)
+    expected = [own_tokens(model, prompt) for prompt in PROMPTS]
+    assert on_ranks(2, over) == [expected, expected]
 
 
 def test_a_free_row_takes_the_next_prompt_while_others_go_on() -> None:
