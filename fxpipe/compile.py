@@ -62,7 +62,6 @@ def compile(
     leaf_modules: Sequence[str | type[nn.Module] | nn.Module] = (),
     dispatch: Dispatch | Literal["auto"] = "auto",
     extensions: Sequence[Extension | str] = (),
-    verbose: bool = False,
     **removed: Never,
 ) -> Pipeline:
     """Cut a model into stages, one or more for each device, and return a pipeline that trains it.
@@ -70,6 +69,10 @@ def compile(
     The Python state that the model's code reads (attributes, globals, hooks, functions) may change
     between steps: the model is then traced again. docs/tracing.md lists the changes that are
     noticed.
+
+    The logger "fxpipe" has every pass with its time as a debug record, and info records: one for
+    the whole compilation, and one after three seconds that the compilation still runs, and in which
+    pass.
 
     Args:
         model: any module. Its parameters are used in place, never copied. A model on the meta
@@ -196,10 +199,6 @@ def compile(
             that wait for another device need "device".
         extensions: parts of fxpipe, or of your own, that few pipes need; see docs/extensions.md.
             Such as ``[fxpipe.CudaGraphs()]``, or its name, ``["cuda_graphs"]``.
-        verbose: print every pass and its time on standard error, with a line that shows what is
-            running. The logger "fxpipe" has the passes as debug records, and info records: one for
-            the whole compilation, and one after three seconds that the compilation still runs, and
-            in which pass.
         removed: arguments of earlier versions, all of which are refused. See docs/removed.md.
 
     Returns:
@@ -221,11 +220,7 @@ def compile(
         arguments.check_known("tracer", tracer, get_args(Tracer))
         given = arguments.read_extensions(extensions)
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
-        arguments.check_flags(
-            shard_optimizer=shard_optimizer,
-            predict=predict,
-            verbose=verbose,
-        )
+        arguments.check_flags(shard_optimizer=shard_optimizer, predict=predict)
         cuts = read_partition(partition, memory_limits)
         cuts.check(model, len(places))
         late = None  # chooses the schedule at the first step
@@ -263,7 +258,6 @@ def compile(
             dispatch=arguments.read_dispatch(dispatch, torch_devices[0]),
             threads=group.members.threads or max(1, torch.get_num_threads() // len(places)),
             places=() if torch_devices[0].type == "cpu" else torch_devices,
-            verbose=verbose,
             extensions=given,
             group=group,
             replicas=group.replicas,

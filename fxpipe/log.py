@@ -1,4 +1,4 @@
-"""Report the passes of a compilation as they run: to the logger ``fxpipe`` and on standard error.
+"""Report the passes of a compilation as they run, to the logger ``fxpipe``.
 
 A compilation that takes long says so once at level INFO, and on a terminal shows which pass it is
 in until it ends. Each pass is a debug record. The record has the pass's name and seconds in its
@@ -14,94 +14,40 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.live import Live
-from rich.status import Status
 from rich.text import Text
 
 LOGGER = logging.getLogger("fxpipe")
-
-WIDTH = 28
-"""The width of the column of pass names, in characters."""
-
 
 PATIENCE = 3.0
 """Seconds after which a compilation says that it takes long."""
 
 
-class Listener:
-    """Is notified of the passes of one compilation, and prints them if there is a console.
+@dataclass(eq=False)
+class _Compilation:
+    """What is compiled, the pass that began last, and how many passes have ended."""
 
-    Args:
-        what: what is compiled, for messages.
-        console: where passes are printed; None prints nothing.
-    """
-
-    def __init__(self, what: str = "", console: Console | None = None) -> None:
-        self.now = ""  # the pass that began last
-        self._passes = 0
-        self._what = what
-        self._console = console
-        self._status: Status | None = None
-
-    def begins(self, name: str) -> None:
-        """A pass begins; passes may be nested."""
-        self.now = name
-        if self._console is None:
-            return
-        line = f"compiling {self._what}: {name}"
-        if self._status is None:
-            self._console.print(f"compiling {self._what}", highlight=False, markup=False)
-            self._status = self._console.status(line)
-            self._status.start()
-        self._status.update(line)
-
-    def ends(self, name: str, seconds: float) -> None:
-        """A pass is done; not called for a pass that raised."""
-        self._passes += 1
-        self.notes(f"{name:<{WIDTH}} {1e3 * seconds:9.1f} ms")
-
-    def notes(self, text: str) -> None:
-        """Print a line, such as that something cannot be done as the user asked."""
-        if self._console is not None:
-            self._console.print(f"  {text}", highlight=False, markup=False)
-
-    def close(self, seconds: float, *, done: bool) -> None:
-        """Remove the status line, and report the total time if the compilation is ``done`` and
-        some pass has run; most calls run none, as everything is compiled already."""
-        if self._status is not None:
-            self._status.stop()
-        if done and self._passes:
-            LOGGER.info("compiled %s in %.3f s", self._what, seconds)
-            self.ends("in all", seconds)
+    what: str
+    now: str = ""
+    passes: int = 0
 
 
-_listener: ContextVar[Listener | None] = ContextVar("fxpipe_listener", default=None)
-
-
-@contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Notify the listener of every pass that this thread runs inside the block."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
+_running: ContextVar[_Compilation | None] = ContextVar("fxpipe_compilation", default=None)
 
 
 class _Waiting:
     """Says that a compilation takes long, once it does, from a thread of its own.
 
     Args:
-        listener: knows the pass.
-        what: what is compiled.
+        compilation: knows the pass.
         line: whether to show a line with the pass and the seconds, if standard error is a terminal.
     """
 
-    def __init__(self, listener: Listener, what: str, *, line: bool) -> None:
-        self._listener = listener
-        self._what = what
+    def __init__(self, compilation: _Compilation, *, line: bool) -> None:
+        self._compilation = compilation
         self._start = time.perf_counter()
         self._live: Live | None = None
         self._line = line
@@ -139,51 +85,42 @@ class _Waiting:
 
     def _text(self) -> str:
         seconds = time.perf_counter() - self._start
-        return f"compiling {self._what}, for {seconds:.0f} s: {self._listener.now}"
+        return f"compiling {self._compilation.what}, for {seconds:.0f} s: {self._compilation.now}"
 
 
 @contextmanager
-def reported(what: str, verbose: bool, *, line: bool = True) -> Iterator[None]:
-    """Report the passes inside the block to the logger, and if ``verbose`` on standard error.
+def reported(what: str, *, line: bool = True) -> Iterator[None]:
+    """Report the passes inside the block to the logger.
 
-    If the block takes long, the logger is told; without ``verbose`` a terminal then shows a
-    ``line`` with the pass that runs, until the block ends. Nested blocks say nothing of this.
+    If the block takes long, the logger is told, and a terminal then shows a ``line`` with the pass
+    that runs, until the block ends. Nested blocks say nothing of this. The total time is told if
+    some pass has run; most calls run none, as everything is compiled already.
     """
-    listener = Listener(what, Console(stderr=True) if verbose else None)
-    waiting = None
-    if _listener.get() is None:
-        waiting = _Waiting(listener, what, line=line and not verbose)
+    compilation = _Compilation(what)
+    waiting = _Waiting(compilation, line=line) if _running.get() is None else None
     start = time.perf_counter()
-    done = False
+    token = _running.set(compilation)
     try:
-        with listening(listener):
-            yield
-        done = True
+        yield
     finally:
+        _running.reset(token)
         if waiting is not None:
             waiting.end()
-        listener.close(time.perf_counter() - start, done=done)
+    if compilation.passes:
+        LOGGER.info("compiled %s in %.3f s", what, time.perf_counter() - start)
 
 
 @contextmanager
 def telling(name: str) -> Iterator[None]:
-    """Report the block as a pass of that name."""
-    listener = _listener.get()
-    if listener is not None:
-        listener.begins(name)
+    """Report the block as a pass of that name, unless it raises."""
+    compilation = _running.get()
+    if compilation is not None:
+        compilation.now = name
     start = time.perf_counter()
     yield
     seconds = time.perf_counter() - start
     LOGGER.debug(
         "%s took %.6f s", name, seconds, extra={"fxpipe_pass": name, "fxpipe_seconds": seconds}
     )
-    if listener is not None:
-        listener.ends(name, seconds)
-
-
-def noted(text: str) -> None:
-    """Report something that cannot be done as the user asked."""
-    LOGGER.info("%s", text)
-    listener = _listener.get()
-    if listener is not None:
-        listener.notes(text)
+    if compilation is not None:
+        compilation.passes += 1

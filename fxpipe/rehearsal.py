@@ -30,7 +30,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 from fxpipe.ir.value import HOST
-from fxpipe.log import noted
+from fxpipe.log import LOGGER
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.host import BatchHost, Job
 from fxpipe.runtime.run import FlushedRun
@@ -148,7 +148,7 @@ class Rehearsals:
                 program, machine = compiled.whole(), overheads()
                 found = learned(program, runs, machine, serial=serial, steps=steps, apart=apart)
             except Exception as error:  # what has run counts all the same
-                noted(f"no times are learned of this run: {told(error)}")
+                LOGGER.info("no times are learned of this run: %s", told(error))
                 return None
             costs = [[letter, stage, time] for (letter, stage), time in found.costs.items()]
             return [costs, astuple(found.overheads), found.off]
@@ -179,7 +179,7 @@ class Rehearsals:
             with engine.quiet():
                 return _Steps(self._compiler, engine, compiled, call).rehearsal()
         except Exception as error:
-            noted(f"the program is not rehearsed: {told(error)}")
+            LOGGER.info("the program is not rehearsed: %s", told(error))
             return None
 
 

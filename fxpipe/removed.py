@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from fxpipe.errors import InputError
 
 REMOVED = {
+    "verbose": 'write logging.basicConfig() and logging.getLogger("fxpipe").setLevel("DEBUG"), '
+    "which print every pass and its time",
     "stage_compiler": 'write extensions=[fxpipe.Inductor()], or for "auto" '
     "fxpipe.Inductor(only_faster=True)",
     "deferred_batchnorm": "write extensions=[fxpipe.DeferredBatchNorm()]",

@@ -154,7 +154,7 @@ class Compiler:
     def _compiling(self, what: str) -> Iterator[None]:
         with (
             SignalsAtOperations(),
-            reported(what, self.options.verbose, line=self.options.group.rank == 0),
+            reported(what, line=self.options.group.rank == 0),
             without_collection(),
             sources_forgotten(),
             without_saved_tensor_hooks(),

@@ -75,7 +75,6 @@ class Options:
     dispatch: Dispatch | None = None
     threads: int = 1
     places: tuple[torch.device, ...] = ()
-    verbose: bool = False
     extensions: tuple[Extension, ...] = ()
     group: RankGroup = field(default_factory=RankGroup)
     hollow: int = 0
@@ -169,7 +168,7 @@ class Options:
     @property
     def text(self) -> str:
         """The options as text that has to be the same on all ranks, one on each line."""
-        apart = ("model", "optimizer", "scaler", "dispatch", "threads", "verbose", "group")
+        apart = ("model", "optimizer", "scaler", "dispatch", "threads", "group")
         model = self.model
         lines = [f"model: {type(model).__qualname__}"]
         for name, parameter in model.named_parameters():

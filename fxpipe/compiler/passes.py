@@ -3,8 +3,8 @@
 Each ``Pass`` has a function, the facts that it requires, the facts that it provides, and ``when``,
 the fact that says whether it runs at all. Words before a fact say what has been done to it: a pass
 that requires a ``differentiated plan`` comes after one that provides it. ``fxpipe.passes.runner``
-runs the lists, verifies each traced graph, plan, schedule and program that a pass makes, and takes
-the times that ``verbose=True`` prints. Results are kept: a call like an earlier one runs no pass.
+runs the lists, verifies each traced graph, plan, schedule and program that a pass makes, and tells
+the logger their times. Results are kept: a call like an earlier one runs no pass.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import StageCosts
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
-from fxpipe.log import noted
+from fxpipe.log import LOGGER
 from fxpipe.passes.partition.assignment import Assignment, Verdict, compute_nodes, owners
 from fxpipe.passes.partition.atoms import Footprint
 from fxpipe.passes.partition.distinct import reducible
@@ -272,7 +272,7 @@ def _trying_gradients(facts: Mapping[str, Any], run: Callable[[Mapping[str, Any]
     except Exception as error:
         if facts["wanted"] == facts["needed"]:
             raise
-        noted(f"stages are measured without gradients: {told(error)}")
+        LOGGER.info("stages are measured without gradients: %s", told(error))
     return run({**facts, "wanted": facts["needed"]})
 
 

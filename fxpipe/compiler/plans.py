@@ -19,7 +19,7 @@ from fxpipe.errors import TraceError, told
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.traced import Traced, with_dims
-from fxpipe.log import LOGGER, noted
+from fxpipe.log import LOGGER
 from fxpipe.passes.graph.check import CloseError
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
@@ -161,7 +161,7 @@ class Plans:
                     self._placement.measure_later(call.as_trained(traced, self.options.model))
                     return
                 except Exception as error:
-                    noted(f"the stages are not measured: {told(error)}")
+                    LOGGER.info("the stages are not measured: %s", told(error))
 
     def measured(self, call: Call, sizes: Sequence[int]) -> dict[int, Mapping[str, Any]]:
         """Measure the whole model for several sizes of micro-batches.
@@ -293,16 +293,21 @@ class Plans:
         left_out = f"the compiled {call.purpose} is not compared with the model, "
         cure = "; compile a smaller one of its kind to check it"
         if not options.whole and options.hollow:
-            noted(f"{left_out}which has {bytes_text(options.hollow)}, not all with data{cure}")
+            LOGGER.info(
+                "%s", f"{left_out}which has {bytes_text(options.hollow)}, not all with data{cure}"
+            )
         elif not options.whole:
-            noted(f"{left_out}which no rank's device holds as a whole{cure}")
+            LOGGER.info("%swhich no rank's device holds as a whole%s", left_out, cure)
         with untouched(model), intra_op_threads(options.threads):
             try:
                 with under(()):  # in graphs, casts are operations
                     run_all(passes.of(self.options, "check"), facts)
             except Exception as error:
                 if options.spread and is_of_devices(error):
-                    noted(f"{left_out}which does not run on several devices: {told(error)}{cure}")
+                    LOGGER.info(
+                        "%s",
+                        f"{left_out}which does not run on several devices: {told(error)}{cure}",
+                    )
                     self._checked.add(key)
                     return
                 if not isinstance(error, TraceError):

@@ -104,7 +104,7 @@ def test_a_terminal_shows_the_pass_that_runs_and_in_the_end_nothing(
 ) -> None:
     monkeypatch.setattr(log, "PATIENCE", 0.0)
     with on_a_terminal() as terminal:
-        with reported("Net for a step", verbose=False):
+        with reported("Net for a step"):
             with telling("export"):
                 terminal.waits_for("Net for a step")
                 terminal.waits_for("export")
@@ -119,7 +119,7 @@ def test_a_terminal_shows_the_pass_that_runs_and_in_the_end_nothing(
 def test_an_error_removes_the_line_too(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "PATIENCE", 0.0)
     with on_a_terminal() as terminal:
-        with pytest.raises(ValueError), reported("Net", verbose=False), telling("export"):
+        with pytest.raises(ValueError), reported("Net"), telling("export"):
             terminal.waits_for("export")
             raise ValueError
         assert terminal.screen() == []
@@ -128,7 +128,7 @@ def test_an_error_removes_the_line_too(told: list[str], monkeypatch: pytest.Monk
 
 def test_nothing_is_shown_where_compiling_is_quick(told: list[str]) -> None:
     with on_a_terminal() as terminal:
-        with reported("Net", verbose=False), telling("export"):
+        with reported("Net"), telling("export"):
             pass
         assert terminal.shown == ""
     (done,) = told
@@ -140,7 +140,7 @@ def test_elsewhere_than_on_a_terminal_only_the_logger_is_told(
 ) -> None:
     monkeypatch.setattr(log, "PATIENCE", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")  # for which rich takes any file for a terminal
-    with reported("Net", verbose=False), telling("export"):
+    with reported("Net"), telling("export"):
         waits_for(told, "still compiling Net")
     assert capsys.readouterr() == ("", "")
 
@@ -148,30 +148,17 @@ def test_elsewhere_than_on_a_terminal_only_the_logger_is_told(
 def test_other_ranks_show_no_line(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "PATIENCE", 0.0)
     with on_a_terminal() as terminal:
-        with reported("Net", verbose=False, line=False), telling("export"):
+        with reported("Net", line=False), telling("export"):
             waits_for(told, "still compiling Net")
         assert terminal.shown == ""
-
-
-def test_verbose_prints_its_passes_and_no_second_line(
-    told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log, "PATIENCE", 0.0)
-    with on_a_terminal() as terminal:
-        with reported("Net", verbose=True), telling("export"):
-            waits_for(told, "still compiling Net")
-        assert "for 0 s" not in terminal.shown
-        lines = terminal.screen()
-    assert lines[0] == "compiling Net"
-    assert [line.split()[0] for line in lines[1:]] == ["export", "in"]
 
 
 def test_a_compilation_inside_of_another_says_nothing_of_its_own(
     told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log, "PATIENCE", 0.0)
-    with reported("outer", verbose=False), telling("search"):
+    with reported("outer"), telling("search"):
         waits_for(told, "still compiling outer")
-        with reported("inner", verbose=False), telling("export"):
+        with reported("inner"), telling("export"):
             time.sleep(0.05)
     assert [each.split()[0] for each in told] == ["still", "compiled", "compiled"]

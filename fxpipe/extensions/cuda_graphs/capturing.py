@@ -20,7 +20,7 @@ from fxpipe.ir.unroll import unroll
 from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.log import noted
+from fxpipe.log import LOGGER
 from fxpipe.torchtools import source
 
 _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -68,7 +68,7 @@ class Capturing:
                 text = f"stage {stage.index} runs uncaptured: {reason}"
                 if text not in self._told:
                     self._told.add(text)
-                    noted(text)
+                    LOGGER.info("%s", text)
                 kernels.append(kernel)
                 continue
             captured = self._captured_kernels.get(id(kernel))

@@ -22,7 +22,7 @@ class CudaGraphs(Extension):
     operations) and for one more set of parameter gradients; ``simulate`` does not count it. Graphs
     read parameters at their addresses: if these change (an assigned state dict), the stage is
     captured again. Stages that draw random numbers, have leaf modules, or compute sizes from data
-    run without graphs; the logger "fxpipe" has an info record for each, which ``verbose`` prints.
+    run without graphs; the logger "fxpipe" has an info record for each.
     If batches overlap, call ``pipe.flush()`` before ``torch.cuda.synchronize()`` as long as stages
     are being captured: nothing may wait for a device during a capture.
     """

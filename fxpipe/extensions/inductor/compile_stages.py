@@ -34,7 +34,7 @@ from fxpipe.extensions.inductor.library import Compiled, TensorLayout, Wiring
 from fxpipe.extensions.inductor.lower_graph import CannotCompile, graph_text, lowered
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import PEAK, GraphKernel
-from fxpipe.log import noted
+from fxpipe.log import LOGGER
 from fxpipe.passes.differentiate.extract import results
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.liveness import liveness
@@ -157,7 +157,7 @@ class Job:
         if not reason and only_faster and after > PAYS * before:
             reason = f"compiled it takes {after / before:.2f} times as long"
         if reason:
-            noted(f"{self.what} runs as it is: {reason}")
+            LOGGER.info("%s runs as it is: %s", self.what, reason)
             return self.module
         library = libraries.load(self.key, record.suffix, self.device)
         module = lazy_module(self.module, self.module.graph, type(self.module).__name__)
@@ -169,7 +169,7 @@ class Job:
 def _jobs(stage: Stage, threads: int) -> Iterator[Job]:
     kernel = stage.kernel
     if not isinstance(kernel, GraphKernel):
-        noted(f"stage {stage.index} runs as it is: autograd drives its backward")
+        LOGGER.info("stage %s runs as it is: autograd drives its backward", stage.index)
         return
     parts = {
         "forward": kernel.forward_graph,
@@ -220,7 +220,7 @@ def _make(jobs: Sequence[Job], libraries: Libraries, options: dict[str, Any]) ->
         answers = compile_all([task for _, task in tasks])
         for count, (number, answer) in enumerate(answers, 1):
             job = tasks[number][0]
-            noted(f"compiled {job.what}, {count} of {len(tasks)}")
+            LOGGER.info("compiled %s, %d of %d", job.what, count, len(tasks))
             if not answer.reason:
                 suffix = libraries.keep(job.key, job.package(scratch), job.device)
                 compiled.append((job, suffix, answer.peak))

@@ -18,7 +18,7 @@ from fxpipe.extensions.planner.candidates import EXACT, Predicted
 from fxpipe.extensions.planner.stages import FAMILIES, Stages
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.recipe import Placement, find_recipe, one_each
-from fxpipe.log import noted
+from fxpipe.log import LOGGER
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
 
@@ -162,7 +162,7 @@ class AutoCompiler(Compiler):
                 )
             )
         self._size = size
-        noted(f'schedule="{options.decides}" takes {best}')
+        LOGGER.info('schedule="%s" takes %s', options.decides, best)
         return choice.microbatches
 
     def _better(
