@@ -64,7 +64,7 @@ class Calls:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, return_output: bool
     ) -> Any:
         """Train on a batch; returns its loss, or loss and output."""
-        ranks, begin = self._options.ranks, perf_counter()
+        ranks = self._options.ranks
         called = self._group.calling("step") if ranks else nullcontext()
         with SignalsAtOperations() as signals, called:
             meter = self._engine.meter
@@ -85,9 +85,7 @@ class Calls:
             micro = self._compiler.weighed(compiled, micro)
             if not isinstance(micro.weights, torch.Tensor) and not all(micro.weights):
                 compiled = compiled.weighted(micro.weights)
-            watching = self.rehearsals.watching(compiled, begin) if ranks else nullcontext()
-            with watching:
-                result = self._engine.step(compiled, micro, with_output=return_output)
+            result = self._engine.step(compiled, micro, with_output=return_output)
             if self._group.size > 1:
                 self.changes.stepped(compiled)
             self.shown = compiled
@@ -236,7 +234,6 @@ class Calls:
             micro = micro.batch.in_parts(count, micro.replica)
         known = self._compiler.known(micro, kind)
         compiles = known is None
-        timed = [self.rehearsals.timed(known)]
         if self._group.size > 1:
             flushes = known is not None and not self._engine.joins(known)
             common, replica_text = fingerprint(
@@ -250,14 +247,12 @@ class Calls:
                 common,
                 own="\n".join([replica_text, *chosen]),
                 twins=settings,
-                value=(compiles, flushes, *timed, *written),
+                value=(compiles, flushes, *written),
             )
             compiles = any(compiles for compiles, *_ in ranks)  # another replica may have to
-            timed = [timed for _, _, timed, *_ in ranks]
-            self.changes.hear([Changed((), "", *written) for _, _, _, *written in ranks])
+            self.changes.hear([Changed((), "", *written) for _, _, *written in ranks])
             if self._group.replicas > 1 and any(flushes for _, flushes, *_ in ranks):
                 self._engine.flush()
-        self.rehearsals.agreed = all(timed)
         if known is not None and not compiles:
             return known, micro
         with self._compiling():

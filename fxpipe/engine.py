@@ -153,30 +153,18 @@ class Engine:
         device → start and end of each instruction, in nanoseconds of the first rank's clock."""
         self.flush()
         times: list[list[int]] = []
-        with self.timed_here([[] for _ in self._options.devices]) as local:
+        self._times = [[] for _ in self._options.devices]
+        try:
             yield times
             self.flush()
-        times += self.gathered(local)
-
-    @contextmanager
-    def timed_here(self, marks: list[list[Any]]) -> Iterator[list[list[int]]]:
-        """``timed`` for this process alone, by its own clock; ``marks`` gets the times as its
-        devices mark them."""
-        local: list[list[int]] = []
-        self._times = marks
-        try:
-            yield local
+            marks = self._times
         finally:
             self._times = []
-        local += (self._backend.nanoseconds(device, of) for device, of in enumerate(marks))
+        local = [self._backend.nanoseconds(device, of) for device, of in enumerate(marks)]
+        times += self._gathered(local)
 
-    @property
-    def timing(self) -> bool:
-        """Whether times are being taken."""
-        return bool(self._times)
-
-    def gathered(self, local: Sequence[Sequence[int]]) -> list[list[int]]:
-        """What ``timed_here`` took on all ranks of this replica, by the first rank's clock."""
+    def _gathered(self, local: Sequence[Sequence[int]]) -> list[list[int]]:
+        """What all ranks of this replica have timed, by the first rank's clock."""
         group = self._options.group
         ranks = [*zip(clocks(group), group.exchange("times", local), strict=True)]
         ranks = [ranks[rank] for rank in group.pipeline]

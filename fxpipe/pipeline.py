@@ -395,9 +395,8 @@ class Pipeline(nn.Module):
         numbers, whose results are dropped and which update copies of the weights. ``profile``
         replaces these times by those of real steps. Over several ranks, on devices with streams or
         with leaf modules, no step is rehearsed, and the times are those of each stage alone,
-        measured when it was compiled. Over several ranks of CPU devices, if batches do not overlap,
-        the second to fifth real step are timed instead, and count from the sixth on. ``step_time``
-        is the predicted time of a step, and ``range`` how sure that is.
+        measured when it was compiled. ``step_time`` is the predicted time of a step, and ``range``
+        how sure that is.
 
         ``memory`` has the peak of each device in bytes, as the table shows it, and its parts: what
         is always allocated, by storage, and what the nodes of the running graph hold. It counts

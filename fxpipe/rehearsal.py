@@ -6,9 +6,8 @@ results and updates copies of the weights, so it does not change the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, replace
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -48,90 +47,32 @@ _SAMPLED = 1 << 22
 scaled up."""
 
 
-@dataclass
-class _Known:
-    """What is known of a program.
-
-    Attributes:
-        program: the program, which stays alive so that no other one has its id.
-        rehearsal: its rehearsal, if there is one.
-        begun: how many of its first steps over several ranks have begun.
-        runs: the times of these on this rank, without the first.
-        failures: how many calls had failed when the first of them began.
-    """
-
-    program: Program
-    rehearsal: Rehearsal | None = None
-    begun: int = 0
-    runs: list[StepTimes] = field(default_factory=list)
-    failures: int = 0
-
-
 class Rehearsals:
     """The rehearsals of a pipe's programs, each made when somebody asks for it. Over several ranks,
-    where no rank can rehearse alone, the first real steps are timed instead."""
+    where no rank can rehearse alone, only ``learn`` makes one."""
 
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
         self._options = options
         self._compiler = compiler
         self._engine = engine
-        self.agreed = False  # whether the programs of all ranks in this step have been timed
-        # first stage's kernel, which identifies the plan → id of a program → what is known of it
-        self._programs: WeakKeyDictionary[Any, dict[int, _Known]] = WeakKeyDictionary()
+        # first stage's kernel, which identifies the plan → id of a program → the program, which
+        # stays alive so that no other one has its id, and its rehearsal
+        self._known: WeakKeyDictionary[Any, dict[int, tuple[Program, Rehearsal]]]
+        self._known = WeakKeyDictionary()
 
-    def _known(self, compiled: Compiled) -> _Known:
-        programs = self._programs.setdefault(compiled.plan.stages[0].kernel, {})
-        known = programs.setdefault(id(compiled.program), _Known(compiled.program))
-        if known.failures != self._options.group.failures:  # ranks failed at different places
-            known.runs, known.begun, known.failures = [], 0, self._options.group.failures
-        return known
+    def _of_plan(self, compiled: Compiled) -> dict[int, tuple[Program, Rehearsal]]:
+        return self._known.setdefault(compiled.plan.stages[0].kernel, {})
 
     def of(self, compiled: Compiled) -> Rehearsal | None:
         """The rehearsal of a call's program; None if there is none and it cannot be made now."""
-        known = self._known(compiled)
-        if known.rehearsal is None:
+        known = self._of_plan(compiled)
+        if id(compiled.program) not in known:
             call = self._compiler.plans.graph_of(compiled.traced).call
-            known.rehearsal = self.rehearse(compiled, call)
-        return known.rehearsal
-
-    @contextmanager
-    def watching(self, compiled: Compiled, begin: float) -> Iterator[None]:
-        """Run a step over several ranks, which began at a time of ``perf_counter``. The first steps
-        of a program are timed; a step in which all ranks have timed theirs begins with telling the
-        other ranks the times."""
-        known = self._known(compiled)
-        if self.agreed:
-            self._learn_first(compiled, known)
-        done = known.rehearsal is not None or known.begun > _LEAST
-        if done or not self._can_time(compiled):
-            yield
-            return
-        known.begun += 1
-        meter = self._engine.meter  # of this rank alone, which may take the times, too
-        marks = [[] for _ in self._options.devices] if meter is None else meter.times
-        with self._engine.timed_here(marks) as times:
-            yield
-        if known.begun > 1:  # the first one warms up
-            known.runs.append(StepTimes(perf_counter() - begin, times))
-
-    def timed(self, compiled: Compiled | None) -> bool:
-        """Whether this rank has timed the first steps of a program, and has not told them."""
-        if not self._options.ranks or compiled is None or not self._can_time(compiled):
-            return False
-        known = self._known(compiled)
-        return known.rehearsal is None and known.begun > _LEAST
-
-    def _can_time(self, compiled: Compiled) -> bool:
-        overlaps = compiled.purpose != "step" or compiled.schedule.overlaps
-        return not (self._options.places or overlaps or self._engine.timing)
-
-    def _learn_first(self, compiled: Compiled, known: _Known) -> None:
-        """Learn from the first steps, or time others if not all succeeded."""
-        runs, known.runs, known.begun = known.runs, [], 0
-        counts = self._options.group.exchange("the first steps", len(runs))
-        if min(counts) == max(counts) > 1:
-            gathered = self._engine.gathered
-            self.learn(compiled, [StepTimes(run.seconds, gathered(run.times)) for run in runs])
+            rehearsal = self.rehearse(compiled, call)
+            if rehearsal is None:
+                return None
+            known[id(compiled.program)] = compiled.program, rehearsal
+        return known[id(compiled.program)][1]
 
     def learn(self, compiled: Compiled, runs: Sequence[StepTimes], steps: int = 1) -> None:
         """Replace the rehearsal of a program by the times of real runs of so many steps, unless
@@ -139,7 +80,7 @@ class Rehearsals:
         """
         if self._options.places:
             return
-        group, known = self._options.group, self._known(compiled)
+        group, known = self._options.group, self._of_plan(compiled)
         apart = group.size > 1
         serial = not apart and compiled.threads == 1
 
@@ -157,8 +98,9 @@ class Rehearsals:
             return
         costs, machine, off = shared
         times = {(letter, stage): time for letter, stage, time in costs}
-        before = known.rehearsal.off if known.rehearsal else 0.0
-        known.rehearsal = Rehearsal(times, Overheads(*machine), serial, max(off, before))
+        before = known[id(compiled.program)][1].off if id(compiled.program) in known else 0.0
+        found = Rehearsal(times, Overheads(*machine), serial, max(off, before))
+        known[id(compiled.program)] = compiled.program, found
 
     def rehearse(self, compiled: Compiled, call: Call) -> Rehearsal | None:
         """Run some steps of a call's program. Returns None if this process does not run all devices

@@ -102,25 +102,23 @@ class Alternating:
         return found
 
 
-def alternating(mesh: DeviceMesh) -> tuple[list[float], bool]:
-    """The losses, and whether predictions have changed with the times of the first steps."""
+def alternating(mesh: DeviceMesh) -> list[float]:
+    """The losses."""
     beside, replica = Alternating(), mesh.get_local_rank("dp")
     options: dict[str, Any] = {"microbatches": 2, "loss": F.mse_loss}
     options["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     with fxpipe.compile(beside.model, mesh, **options) as pipe:
-        losses, predicted = [], []
-        for step in range(14):
+        losses = []
+        for step in range(6):
             x = beside.batch(step, replica)
             losses.append(float(pipe.step(x, target=x)))
-            predicted.append(pipe.simulate().step_time)
-        return losses, predicted[-2:] != predicted[:2]
+        return losses
 
 
 def test_replicas_of_which_one_alternates_between_shapes_go_on() -> None:
-    expected = Alternating().losses(14)
-    for losses, learned in on_ranks(2, alternating, replicas=2, timeout=20):
+    expected = Alternating().losses(6)
+    for losses in on_ranks(2, alternating, replicas=2, timeout=20):
         torch.testing.assert_close(losses, expected)
-        assert learned
 
 
 class Longer(nn.Module):
