@@ -168,16 +168,24 @@ def divided(
 ) -> list[Divided]:
     """Compute the values that the terms of each micro-batch's loss are divided by.
 
+    Of targets on a device, all are counted there first, so that the host waits for it once.
+
     Args:
         terms: micro-batch → the divisor of each term.
         buffer: name → buffer or constant.
         alone: whether there is no other replica; then nothing is counted if no target is ignored.
     """
-    return [
+    values = [
         None
         if divisors[0] is None or (alone and _counts_all(divisors[0], micro.batch))
         else _values(divisors, micro.leaves, buffer)
         for divisors in zip(*terms, strict=True)
+    ]
+    there = [x.double() for term in values for x in term or () if isinstance(x, Tensor)]
+    read = iter(torch.stack([x.to(there[0].device) for x in there]).tolist() if there else ())
+    return [
+        None if term is None else [next(read) if isinstance(x, Tensor) else x for x in term]
+        for term in values
     ]
 
 
@@ -189,13 +197,14 @@ def on_device(terms: Sequence[Sequence[Divisor | None]], micro: MicroBatches) ->
         return None
     counts: list[Tensor] = []
     for divisors, leaves in zip(terms, micro.leaves, strict=True):
-        if len(divisors) != 1 or divisors[0] is None or divisors[0].counts is None:
+        if len(divisors) != 1 or divisors[0] is None:
             return None
-        arguments = [leaves[i] for i in divisors[0].leaves]
-        devices = {x.device for x in arguments if isinstance(x, Tensor)}
-        if divisors[0].buffers or len(devices) != 1 or next(iter(devices)).type == "cpu":
+        divisor, arguments = divisors[0], [leaves[i] for i in divisors[0].leaves]
+        if not divisor.counts or divisor.buffers or _place(arguments).type == "cpu":
             return None
-        counts.append(divisors[0].counts(*arguments))
+        if not isinstance(count := _value(divisor, arguments), Tensor):
+            return None
+        counts.append(count)
     stacked = torch.stack(counts).double()
     return stacked / stacked.sum()
 
@@ -240,20 +249,35 @@ def _values(
     divisors: Sequence[Divisor | None],
     parts: Sequence[Sequence[Any]],
     buffer: Callable[[str], Tensor],
-) -> Divided:
-    """The value that a term is divided by in each micro-batch. None if computing it fails: the run
-    will then fail with its own error."""
-    values: list[float] = []
+) -> list[float | Tensor] | None:
+    """The value that a term is divided by in each micro-batch, on a device where it is counted
+    there. None if computing it fails: the run will then fail with its own error."""
+    values: list[float | Tensor] = []
     try:
         for divisor, leaves in zip(divisors, parts, strict=True):
             assert divisor is not None
             if divisor.made is None:
                 return []
             arguments = [*(leaves[i] for i in divisor.leaves), *map(buffer, divisor.buffers)]
-            values.append(float(divisor.made(*arguments)))
+            values.append(_value(divisor, arguments))
     except Exception:
         return None
     return values
+
+
+def _value(divisor: Divisor, arguments: Sequence[Any]) -> float | Tensor:
+    """The value of a divisor; a scalar on a device, for which the host does not wait, if all that
+    it depends on is there."""
+    assert divisor.made is not None
+    place = _place(arguments)
+    value = divisor.made(*arguments, device=place)
+    return value.view(()) if isinstance(value, Tensor) and place.type != "cpu" else float(value)
+
+
+def _place(arguments: Sequence[Any]) -> torch.device:
+    """The device of all tensors, or else the CPU."""
+    devices = {x.device for x in arguments if isinstance(x, Tensor)}
+    return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
 
 def _ratios(values: Divided, shares: Sequence[float]) -> Sequence[float]:
@@ -269,9 +293,9 @@ def _ratios(values: Divided, shares: Sequence[float]) -> Sequence[float]:
 
 def _counts_all(divisor: Divisor, batch: Batch) -> bool:
     """Whether no target of the batch is ignored; faster than counting for each micro-batch."""
-    if divisor.ignored is None:
+    if divisor.ignored is None or not (target := batch.leaves[divisor.leaves[0]]).is_cpu:
         return False
-    return not bool((batch.leaves[divisor.leaves[0]] == divisor.ignored).any())
+    return not bool((target == divisor.ignored).any())
 
 
 def _near(ratios: Sequence[float], others: Sequence[float]) -> bool:

@@ -51,22 +51,23 @@ class Divisor:
             Else empty.
         leaves: the flat inputs that the divisor depends on.
         buffers: the names of the buffers that it depends on.
-        made: computes the divisor from these; None if it is not known before the run.
+        made: computes the divisor from these on the ``device``, by default the CPU, as a number or
+            a scalar; None if it is not known before the run.
         ignored: the value of entries that do not count, if the divisor is the number of all other
             entries of its only leaf.
         sums: whether the term is a sum, which is not divided at all.
-        counts: computes the divisor as a tensor on the device of its leaves, if it is the number of
-            targets that are not ignored. No gradient of such a mean is NaN, even where it is 0.
+        counts: whether it is the number of targets that are not ignored. No gradient of such a mean
+            is NaN, even where it is 0.
     """
 
     line: str
     told: str = ""
     leaves: tuple[int, ...] = ()
     buffers: tuple[str, ...] = ()
-    made: Callable[..., float] | None = None
+    made: Callable[..., float | Tensor] | None = None
     ignored: int | None = None
     sums: bool = False
-    counts: Callable[..., Tensor] | None = None
+    counts: bool = False
 
 
 def loss_terms(traced: Traced, split: Collection[int]) -> tuple[Divisor | None, ...]:
@@ -184,9 +185,9 @@ class _Reader:
             count = partial(count, weight=weight)
         divisor = self._divisor(line, read, count, told)
         if weight is not None:
-            return replace(divisor, counts=None)
+            return divisor
         counts_input = target.op == "placeholder" and target in self.varies
-        return replace(divisor, ignored=ignored) if counts_input else divisor
+        return replace(divisor, counts=True, ignored=ignored if counts_input else None)
 
     def _mask(self, selection: fx.Node) -> fx.Node | None:
         """The mask of ``losses[mask]``, if it is such a selection."""
@@ -213,7 +214,7 @@ class _Reader:
             told = f"({{}} {symbol} {operands[1]}).sum()"
         if mask not in self.known:
             return Divisor(line, told=told)
-        return replace(self._divisor(line, [mask], Tensor.sum, told), counts=None)
+        return self._divisor(line, [mask], Tensor.sum, told)
 
     def _quotient(self, node: fx.Node, operation: str) -> Divisor | None:
         """The divisor of a quotient, or of a product with a known value; None of other nodes."""
@@ -224,8 +225,8 @@ class _Reader:
         power = -1 if operation == "mul" else 1
         if len(known) != 1:
             return None
-        divisor = self._divisor(source.of_node(node), known, lambda value: float(value) ** power)
-        return replace(divisor, counts=None)
+        line = source.of_node(node)
+        return self._divisor(line, known, lambda x: x if power == 1 else 1 / float(x))
 
     def _within(self, node: fx.Node) -> list[Divisor]:
         """The divisors of the means that a term depends on in some other way."""
@@ -257,14 +258,9 @@ class _Reader:
                 moved = (v.to(device) if isinstance(v, Tensor) else v for v in given)
                 return made(*values_on(device)(*moved))
 
-        def count(*given: Any) -> Tensor:
-            device = next(v.device for v in given if isinstance(v, Tensor))
-            value = run(*given, device=device)
-            return value if isinstance(value, Tensor) else torch.full((), value, device=device)
-
         leaves = tuple(self.leaves[node.name] for node in inputs if node.name in self.leaves)
         buffers = tuple(self.buffers[node.name] for node in inputs if node.name in self.buffers)
-        return Divisor(line, told, leaves, buffers, lambda *given: float(run(*given)), counts=count)
+        return Divisor(line, told, leaves, buffers, run)
 
     def _pure(self, node: fx.Node) -> bool:
         """Whether a node may be computed again: it draws no random numbers and writes nothing."""

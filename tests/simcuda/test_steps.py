@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 import fxpipe
+from fxpipe.compiler.objective import divided, on_device
 from fxpipe.torchtools.accelerator import current, default_stream, plain
 from tests.simcuda.process import on_devices, simulated
 from tests.simcuda.training import Setting, compare, sgd
@@ -41,6 +43,8 @@ class Tokens(nn.Module):
             y = pad(y, (0, 1), value=-100)[:, 1:]
         if self.loss == "weighted":
             return cross_entropy(made, y.flatten(), self.weight)
+        if self.loss == "two terms":
+            return cross_entropy(made, y.flatten()) + cross_entropy(made.tanh(), y.flatten())
         return cross_entropy(made, y.flatten())
 
 
@@ -94,6 +98,34 @@ def test_targets_on_a_device_that_are_ignored_are_counted_there(loss: str, sched
     equal, waits = on_devices(ignored_targets, loss, schedule)
     assert equal
     assert not waits
+
+
+def test_targets_of_several_terms_are_counted_in_one_wait() -> None:
+    equal, waits = on_devices(ignored_targets, "two terms", "1f1b")
+    assert equal
+    assert sum(waits.values()) == 1
+
+
+def for_replicas() -> tuple[Any, Any, int]:
+    """How many targets of each micro-batch count, as replicas tell each other, and the waits."""
+    from tests.simcuda import cuda
+
+    cuda.configure(cuda.Mode.LAZY)
+    x, y = tokens(2)
+    with fxpipe.compile(Tokens("plain"), PLACES, microbatches=4, optimizer=sgd) as pipe:
+        with patch("fxpipe.compiler.compiler.on_device", wraps=on_device) as asked:
+            pipe.step(x, y.to("cuda:0"))
+        terms, micro = asked.call_args.args
+        cuda.take()
+        counts = divided(terms, micro, lambda name: torch.empty(0), alone=False)
+        waits = sum(cuda.take().waits.values())
+    return counts, [(part != -100).sum().item() for part in y.split(2)], waits
+
+
+def test_targets_are_counted_for_replicas_in_one_wait() -> None:
+    (counts,), expected, waits = on_devices(for_replicas)
+    assert list(counts) == expected
+    assert waits == 1
 
 
 def class_weights() -> Any:
