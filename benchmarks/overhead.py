@@ -29,7 +29,7 @@ from examples import plain
 from examples.unet import UNet
 from fxpipe.compiler.overheads import hand_over
 from fxpipe.ir.instruction import Receive, Send
-from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.choice import Dispatches
 
 LAYERS = 4
 WIDTH = 8
@@ -44,7 +44,7 @@ def tiny() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
-def pipelined(devices: int, dispatch: Dispatch, x: Tensor, y: Tensor, rounds: int) -> float:
+def pipelined(devices: int, dispatch: Dispatches, x: Tensor, y: Tensor, rounds: int) -> float:
     """Median seconds of a step over so many devices."""
     with fxpipe.compile(
         tiny(),
@@ -52,7 +52,7 @@ def pipelined(devices: int, dispatch: Dispatch, x: Tensor, y: Tensor, rounds: in
         microbatches=MICROBATCHES,
         loss=mse_loss,
         optimizer=torch.optim.SGD,
-        dispatch=dispatch,
+        extensions=[fxpipe.Dispatch(dispatch)],
     ) as pipe:
         seconds = [timed(lambda: pipe.step(x, target=y))[1] for _ in range(WARM_UP + rounds)]
     return median(seconds[WARM_UP:])
@@ -138,7 +138,7 @@ def main() -> int:
     torch.set_num_threads(2)  # one for each device
     x, y = torch.rand(MICROBATCHES * WIDTH, WIDTH), torch.rand(MICROBATCHES * WIDTH, WIDTH)
     single, one = alone(x, y, rounds), pipelined(1, "device", x, y, rounds)
-    each, all_ = (pipelined(2, dispatch, x, y, rounds) for dispatch in get_args(Dispatch))
+    each, all_ = (pipelined(2, dispatch, x, y, rounds) for dispatch in get_args(Dispatches))
     ours, theirs = processes(rounds)
     hidden, waited = messages(rounds)
     first = {who: median(first_step(who) for _ in range(COMPILED)) for who in (THREADS, RANKS)}

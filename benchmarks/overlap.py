@@ -66,7 +66,7 @@ def virtual(devices: int, schedule: str) -> fxpipe.Pipeline:
         loss=mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         partition=[str(index) for index in range(1, devices)],
-        dispatch="device",  # a thread each: their tasks sleep
+        extensions=[fxpipe.Dispatch("device")],  # a thread each: their tasks sleep
         example=((torch.rand(devices, 4),), {"target": torch.rand(devices, 4)}),
     )
     for stage in pipe.plan.stages:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.comparison.comparison import Comparison, compare
     from fxpipe.extensions.cuda_graphs.extension import CudaGraphs
     from fxpipe.extensions.deferred_batchnorm.extension import DeferredBatchNorm
+    from fxpipe.extensions.dispatch.extension import Dispatch
     from fxpipe.extensions.generation.generator import Generator
     from fxpipe.extensions.inductor.extension import Inductor
     from fxpipe.extensions.planner.choices import Choice, TrainingPlan
@@ -60,6 +61,7 @@ __all__ = [
     "DeferredBatchNorm",
     "DeviceError",
     "DeviceMemoryError",
+    "Dispatch",
     "EndedError",
     "ExecutionError",
     "F",

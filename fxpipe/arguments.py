@@ -22,18 +22,8 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import Recompute, RecomputeLike
 from fxpipe.python_file import is_python, of_python
 from fxpipe.runtime.batch import BatchDims
-from fxpipe.runtime.choice import Dispatch
 
 ScheduleLike = str | PathLike[str] | Schedule | Recipe | Callable[..., Any]
-
-
-def read_dispatch(dispatch: Any, place: torch.device) -> Dispatch | None:
-    """Return the dispatch; None to take the faster one. Raises InputError if there is no such
-    dispatch."""
-    if dispatch == "auto":
-        return None if place.type == "cpu" else "device"
-    check_known("dispatch", dispatch, get_args(Dispatch), "auto")
-    return cast(Dispatch, dispatch)
 
 
 def read_schedule(

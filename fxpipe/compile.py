@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, Never, get_args
+from typing import Any, Never, get_args
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.pipeline import Pipeline
 from fxpipe.removed import refuse_removed
 from fxpipe.runtime.batch import BatchDims
-from fxpipe.runtime.choice import Choice, Dispatch
+from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.lanes import home
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, OptimizerLike
 from fxpipe.torchtools.meta import bytes_if_hollow
@@ -60,7 +60,6 @@ def compile(
     partition: str | Sequence[str] | Partition = "auto",
     tracer: Tracer = "export",
     leaf_modules: Sequence[str | type[nn.Module] | nn.Module] = (),
-    dispatch: Dispatch | Literal["auto"] = "auto",
     extensions: Sequence[Extension | str] = (),
     **removed: Never,
 ) -> Pipeline:
@@ -184,19 +183,6 @@ def compile(
             these in one thread only. The sizes of what a leaf module returns must not depend on
             values, because the graph has the sizes of the first micro-batch; this is checked for
             leaf modules that were made automatically.
-        dispatch: which threads run the devices' instruction lists, or launch them on CUDA devices:
-
-            - "device": a thread for each device.
-            - "thread": one thread for all devices, in an order in which it never has to wait.
-            - "auto": "device"; on CPU devices "thread" if there is one processor, or if operations
-              are short: the largest tensor that an operation reads or makes has fewer than 16,384
-              elements, on average over the operations of a micro-batch.
-
-            Results are the same to the bit, and so is the number of intra-op threads. Python runs
-            one thread at a time, so several threads hand over the interpreter lock at every
-            operation, and one thread is faster if operations are shorter than that; ``profile``
-            then shows the devices one after another. Tasks of your own, optimizers and leaf modules
-            that wait for another device need "device".
         extensions: parts of fxpipe, or of your own, that few pipes need; see docs/extensions.md.
             Such as ``[fxpipe.CudaGraphs()]``, or its name, ``["cuda_graphs"]``.
         removed: arguments of earlier versions, all of which are refused. See docs/removed.md.
@@ -255,7 +241,7 @@ def compile(
             partition=cuts,
             tracer=tracer,
             leaf_modules=arguments.read_leaf_modules(leaf_modules, model),
-            dispatch=arguments.read_dispatch(dispatch, torch_devices[0]),
+            dispatch=None if torch_devices[0].type == "cpu" else "device",
             threads=group.members.threads or max(1, torch.get_num_threads() // len(places)),
             places=() if torch_devices[0].type == "cpu" else torch_devices,
             extensions=given,
@@ -264,6 +250,8 @@ def compile(
             decides=recipe.name if late else "",
             hollow=bytes_if_hollow(model, torch_devices[0]),
         )
+        for extension in given:
+            options = extension.options(options)
         for extension in given:
             extension.check(options)
         inputs = None if example is None else arguments.read_example(example)

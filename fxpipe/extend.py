@@ -53,6 +53,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Comparison": f"{_HERE}.comparison.comparison:Comparison",
         "CudaGraphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
         "DeferredBatchNorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
+        "Dispatch": f"{_HERE}.dispatch.extension:Dispatch",
         "Generator": f"{_HERE}.generation.generator:Generator",
         "Inductor": f"{_HERE}.inductor.extension:Inductor",
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
@@ -236,6 +237,14 @@ class Extension:
     """
 
     holds_saved: bool = False
+
+    def options(self, options: Options) -> Options:
+        """The options of a pipe, with those that this sets. Called before any ``check``.
+
+        Raises:
+            InputError: it cannot work with these options.
+        """
+        return options
 
     def check(self, options: Options) -> None:
         """Raise InputError if this cannot work with these options."""

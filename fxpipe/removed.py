@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from fxpipe.errors import InputError
 
 REMOVED = {
+    "dispatch": 'write extensions=[fxpipe.Dispatch("device")], or "thread"; "auto" is what is done '
+    "without",
     "verbose": 'write logging.basicConfig() and logging.getLogger("fxpipe").setLevel("DEBUG"), '
     "which print every pass and its time",
     "stage_compiler": 'write extensions=[fxpipe.Inductor()], or for "auto" '

@@ -213,8 +213,9 @@ def test_stages_are_launched_as_is_asked(
         gpu = Beside(False, torch.device("cpu"), tmp_path, 0.0, 1)
         stages.measure(workload("gpt2", DRY), 1, gpu, own)
     dry, real = found
-    assert dry["dispatch"] == real["dispatch"] == own.dispatch
-    assert not dry["extensions"] and real["extensions"] == ["cuda_graphs"] * own.cuda_graphs
+    threads = [fxpipe.Dispatch(own.dispatch)]
+    graphs = [fxpipe.CudaGraphs()] * own.cuda_graphs
+    assert dry["extensions"] == threads and real["extensions"] == [*threads, *graphs]
 
 
 def test_memory_is_measured_over_four_steps_that_all_run(monkeypatch: pytest.MonkeyPatch) -> None:

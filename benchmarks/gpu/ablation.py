@@ -186,12 +186,14 @@ def measure(
             whole,
             groups.devices,
             schedule=own.schedule,
-            dispatch=own.dispatch,
             microbatches=parts,
             loss=work.loss,
             optimizer=SGD,
             recompute=own.recompute,
-            extensions=["cuda_graphs"] if variant.graphs and not setting.dry_run else [],
+            extensions=[
+                fxpipe.Dispatch(own.dispatch),
+                *([fxpipe.CudaGraphs()] if variant.graphs and not setting.dry_run else []),
+            ],
             partition=[prefix + name for name in cuts],
         ) as pipe,
     ):

@@ -123,7 +123,7 @@ def compile_(
         work.model().to(setting.device),
         devices,
         schedule=schedule,
-        dispatch=own.dispatch,
+        extensions=[fxpipe.Dispatch(own.dispatch)],
         microbatches=parts,
         loss=work.loss,
         optimizer=SGD,

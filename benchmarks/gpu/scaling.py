@@ -117,7 +117,7 @@ def rate(
         work.model().to(setting.device),
         devices,
         schedule=own.schedule,
-        dispatch=own.dispatch,
+        extensions=[fxpipe.Dispatch(own.dispatch)],
         microbatches=microbatches,
         loss=work.loss,
         optimizer=SGD,

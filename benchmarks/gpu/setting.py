@@ -16,13 +16,13 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.report import RESULTS
-from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.choice import Dispatches
 
 WARM_UP = 3
 LEAST = 3
 """Rounds that are run even where the time is up."""
 
-HOW: dict[Dispatch, str] = {"device": "a thread a device", "thread": "one thread"}
+HOW: dict[Dispatches, str] = {"device": "a thread a device", "thread": "one thread"}
 """Who launches, in words."""
 
 
@@ -54,9 +54,9 @@ class Setting:
         return [self.device] * count
 
     @property
-    def dispatches(self) -> tuple[Dispatch, ...]:
+    def dispatches(self) -> tuple[Dispatches, ...]:
         """Who can launch: on CPU devices the thread of each."""
-        return ("device",) if self.dry_run else get_args(Dispatch)
+        return ("device",) if self.dry_run else get_args(Dispatches)
 
     def synchronize(self) -> None:
         """Wait until the device has done all that it was given."""
@@ -151,5 +151,5 @@ def read(
 def add_dispatch(parser: argparse.ArgumentParser) -> None:
     """Let a script choose who launches."""
     parser.add_argument(
-        "--dispatch", choices=get_args(Dispatch), default="device", help="who launches kernels"
+        "--dispatch", choices=get_args(Dispatches), default="device", help="who launches kernels"
     )

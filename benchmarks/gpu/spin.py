@@ -23,7 +23,7 @@ import fxpipe
 from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.setting import HOW, Setting, arguments, read
 from benchmarks.report import Figure, Grid
-from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.choice import Dispatches
 
 STAGES_A_DEVICE = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1}
 """The schedules to run."""
@@ -100,7 +100,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dispatch",
         nargs="+",
-        choices=get_args(Dispatch),
+        choices=get_args(Dispatches),
         help="who launches kernels; by default both",
     )
     setting, own = read(parser, given)
@@ -119,7 +119,7 @@ def main(given: Sequence[str] | None = None) -> int:
     rows.figures.append(Figure("length of one kernel, measured", 1e6 * length, "µs"))
     cells: list[tuple[str, ...]] = []
     rows.grids.append(Grid(("schedule", "launched by", "simulated", "measured"), cells))
-    dispatches: Sequence[Dispatch] = own.dispatch or setting.dispatches
+    dispatches: Sequence[Dispatches] = own.dispatch or setting.dispatches
     for schedule, dispatch in product(own.schedules or STAGES_A_DEVICE, dispatches):
         counts = devices, microbatches, own.microseconds
         what = f"{schedule}, {HOW[dispatch]}"
@@ -158,7 +158,7 @@ def _on_device(launch: Any) -> float:
 
 def run(
     schedule: str,
-    dispatch: Dispatch,
+    dispatch: Dispatches,
     devices: int,
     microbatches: int,
     microseconds: int,
@@ -173,7 +173,7 @@ def run(
         model.to(setting.device),
         setting.devices(devices),
         schedule=schedule,
-        dispatch=dispatch,
+        extensions=[fxpipe.Dispatch(dispatch)],
         microbatches=microbatches,
         loss=total,
         partition=[str(stage) for stage in range(1, stages)],

@@ -125,8 +125,10 @@ def measure(work: Workload, count: int, setting: Setting, own: Any) -> Row:
         loss=work.loss,
         optimizer=SGD,
         recompute=own.recompute,
-        dispatch=own.dispatch,
-        extensions=["cuda_graphs"] if own.cuda_graphs and not setting.dry_run else [],
+        extensions=[
+            fxpipe.Dispatch(own.dispatch),
+            *([fxpipe.CudaGraphs()] if own.cuda_graphs and not setting.dry_run else []),
+        ],
         partition=begins(layers(model), lengths),
     ) as pipe:
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.peers.case import DEVICES, Case
 from benchmarks.peers.contender import Contender
@@ -70,15 +70,16 @@ def _pipe(
     schedule: str,
     *,
     late: bool = False,
-    dispatch: str = "auto",
+    threads: Literal["device", "thread"] | None = None,
     recompute: str = "never",
 ) -> Entry:
     def load() -> Make:
+        import fxpipe
         from benchmarks.peers.pipe import Pipe
 
         options: dict[str, Any] = {
             "schedule": schedule,
-            "dispatch": dispatch,
+            "extensions": [] if threads is None else [fxpipe.Dispatch(threads)],
             "recompute": recompute,
         }
         return lambda case, rank, meeting: Pipe(case, **options)
@@ -106,7 +107,7 @@ CONTENDERS = {
     GPIPE: _gpipe(),
     PIPELINING: Entry(_pipelining, apart=True, threads=1),
     OURS: _pipe("1f1b"),
-    THREADS: _pipe("1f1b", dispatch="device"),
+    THREADS: _pipe("1f1b", threads="device"),
     RANKS: Entry(_ranks, apart=True, threads=1),
     "fxpipe, zb-h1": _pipe("zb-h1"),
     "fxpipe, 2bw": _pipe("2bw", late=True),

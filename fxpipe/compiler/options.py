@@ -19,7 +19,7 @@ from fxpipe.ir.recipe import Recipe
 from fxpipe.passes.partition.options import Partition
 from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.runtime.batch import BatchDims
-from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.devices.lanes import Place
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
@@ -72,7 +72,7 @@ class Options:
     partition: Partition = field(default_factory=Partition)
     tracer: Tracer = "export"
     leaf_modules: Mapping[str, nn.Module] = field(default_factory=dict)
-    dispatch: Dispatch | None = None
+    dispatch: Dispatches | None = None
     threads: int = 1
     places: tuple[torch.device, ...] = ()
     extensions: tuple[Extension, ...] = ()

@@ -293,9 +293,8 @@ class Plans:
         left_out = f"the compiled {call.purpose} is not compared with the model, "
         cure = "; compile a smaller one of its kind to check it"
         if not options.whole and options.hollow:
-            LOGGER.info(
-                "%s", f"{left_out}which has {bytes_text(options.hollow)}, not all with data{cure}"
-            )
+            size = bytes_text(options.hollow)
+            LOGGER.info("%swhich has %s, not all with data%s", left_out, size, cure)
         elif not options.whole:
             LOGGER.info("%swhich no rank's device holds as a whole%s", left_out, cure)
         with untouched(model), intra_op_threads(options.threads):
@@ -304,10 +303,8 @@ class Plans:
                     run_all(passes.of(self.options, "check"), facts)
             except Exception as error:
                 if options.spread and is_of_devices(error):
-                    LOGGER.info(
-                        "%s",
-                        f"{left_out}which does not run on several devices: {told(error)}{cure}",
-                    )
+                    why = f"which does not run on several devices: {told(error)}"
+                    LOGGER.info("%s%s%s", left_out, why, cure)
                     self._checked.add(key)
                     return
                 if not isinstance(error, TraceError):

@@ -16,7 +16,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.kernels.graph import peak_of
 from fxpipe.torchtools.state import processors
 
-Dispatch = Literal["device", "thread"]
+Dispatches = Literal["device", "thread"]
 """Which threads run or launch the devices' lists: one for each device, or one for all."""
 
 SMALL = 2**14
@@ -31,8 +31,8 @@ class Choice:
         most: the greatest number of threads that any plan may need.
     """
 
-    def __init__(self, devices: int, dispatch: Dispatch | None) -> None:
-        """Choose later for each plan, unless the user gave ``dispatch`` for all plans."""
+    def __init__(self, devices: int, dispatch: Dispatches | None) -> None:
+        """Choose later for each plan, unless ``dispatch`` is given for all plans."""
         self.most = 1 if dispatch == "thread" else devices
         self._fixed = dispatch is not None or devices == 1
 

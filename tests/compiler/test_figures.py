@@ -150,7 +150,7 @@ def test_a_rehearsed_step_does_as_much_as_a_real_one(dispatch: Any) -> None:
     before = threading.getprofile(), sys.getprofile()
     threading.setprofile(count)  # of the workers, which start with the pipe
     try:
-        with compiled("1f1b", dispatch=dispatch) as pipe:
+        with compiled("1f1b", extensions=[fxpipe.Dispatch(dispatch)]) as pipe:
             for _ in range(2):
                 pipe.step(x, target=y)
             engine, made = pipe._engine, pipe._calls.compiled()

@@ -46,7 +46,7 @@ def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]
 
 def pipe(**options: object) -> fxpipe.Pipeline:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    options = {"loss": mse_loss, "dispatch": "device", **options}  # who runs the lists is not told
+    options = {"loss": mse_loss, **options}  # who runs the lists is not told
     return fxpipe.compile(model, ["cpu"] * 2, microbatches=2, **options)  # type: ignore[arg-type]
 
 

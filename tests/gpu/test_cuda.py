@@ -17,7 +17,7 @@ from torch.cuda import green_contexts
 
 import fxpipe
 from fxpipe import DeviceMemoryError, InputError
-from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.devices.lanes import Lanes
 from tests.gpu.real import SIMULATED, needs_gpu
 from tests.oracles import loop
@@ -60,7 +60,7 @@ def streams(count: int) -> list[Any]:
 @pytest.mark.parametrize("make", [places, streams])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b"])
 def test_gradients_are_the_loops(
-    schedule: str, make: Callable[[int], list[Any]], dispatch: Dispatch
+    schedule: str, make: Callable[[int], list[Any]], dispatch: Dispatches
 ) -> None:
     torch.manual_seed(0)
     model = Model()
@@ -70,7 +70,7 @@ def test_gradients_are_the_loops(
         model,
         make(2),
         schedule=schedule,
-        dispatch=dispatch,
+        extensions=[fxpipe.Dispatch(dispatch)],
         microbatches=4,
         loss=nn.functional.cross_entropy,
     ) as pipe:
@@ -138,7 +138,7 @@ def test_a_value_that_arrives_is_a_copy_made_beside_the_computations() -> None:
 
 
 @pytest.mark.parametrize("dispatch", ["device", "thread"])
-def test_batches_that_overlap_train_as_the_delayed_loop(dispatch: Dispatch) -> None:
+def test_batches_that_overlap_train_as_the_delayed_loop(dispatch: Dispatches) -> None:
     torch.manual_seed(0)
     model = Model()
     alone = copy.deepcopy(model).cuda()
@@ -150,7 +150,7 @@ def test_batches_that_overlap_train_as_the_delayed_loop(dispatch: Dispatch) -> N
         model,
         streams(2),
         schedule="2bw",
-        dispatch=dispatch,
+        extensions=[fxpipe.Dispatch(dispatch)],
         microbatches=4,
         loss=loss,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
@@ -301,7 +301,7 @@ def test_a_kernel_that_fails_is_among_the_suspects(blocking: bool) -> None:
 
 
 @pytest.mark.parametrize("dispatch", ["device", "thread"])
-def test_recomputations_make_the_same_on_a_device(dispatch: Dispatch) -> None:
+def test_recomputations_make_the_same_on_a_device(dispatch: Dispatches) -> None:
     losses = []
     for recompute in ("never", "always"):
         torch.manual_seed(0)
@@ -311,7 +311,7 @@ def test_recomputations_make_the_same_on_a_device(dispatch: Dispatch) -> None:
             model,
             streams(2),
             microbatches=4,
-            dispatch=dispatch,
+            extensions=[fxpipe.Dispatch(dispatch)],
             loss=nn.functional.cross_entropy,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             recompute=recompute,

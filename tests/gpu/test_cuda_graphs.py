@@ -12,7 +12,7 @@ from torch.cuda import green_contexts
 
 import fxpipe
 from fxpipe import CaptureError, ExecutionError
-from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.choice import Dispatches
 from tests.helpers.captured_pipes import kernels
 from tests.oracles import loop
 
@@ -77,7 +77,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     ],
 )
 def test_training_equals_that_without_graphs(
-    schedule: str, recompute: str, dispatch: Dispatch
+    schedule: str, recompute: str, dispatch: Dispatches
 ) -> None:
     torch.manual_seed(0)
     model = Model()
@@ -85,11 +85,11 @@ def test_training_equals_that_without_graphs(
     options: dict[str, Any] = {
         "schedule": schedule,
         "recompute": recompute,
-        "dispatch": dispatch,
     }
+    graphs, threads = [fxpipe.CudaGraphs()], [fxpipe.Dispatch(dispatch)]
     with (
-        compiled(model, streams(2), **options) as pipe,
-        compiled(plain, streams(2), extensions=(), **options) as other,
+        compiled(model, streams(2), extensions=[*graphs, *threads], **options) as pipe,
+        compiled(plain, streams(2), extensions=threads, **options) as other,
     ):
         for each in (pipe, other):
             x, y = batch(0)
@@ -124,9 +124,10 @@ def test_gradients_are_those_without_graphs() -> None:
 
 
 @pytest.mark.parametrize("dispatch", ["device", "thread"])
-def test_a_step_of_replays_waits_for_nothing(dispatch: Dispatch) -> None:
+def test_a_step_of_replays_waits_for_nothing(dispatch: Dispatches) -> None:
     x, y = (value.cuda() for value in batch(0))
-    with compiled(Model(), streams(2), optimizer=None, dispatch=dispatch) as pipe:
+    extensions = [fxpipe.CudaGraphs(), fxpipe.Dispatch(dispatch)]
+    with compiled(Model(), streams(2), optimizer=None, extensions=extensions) as pipe:
         pipe.step(x, target=y)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

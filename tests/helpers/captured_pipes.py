@@ -29,7 +29,8 @@ def on_streams(model: nn.Module, devices: int, **options: Any) -> fxpipe.Pipelin
 
 def capturing(model: nn.Module, devices: int = 2, **options: Any) -> fxpipe.Pipeline:
     """A pipe whose stages are captured."""
-    return on_streams(model, devices, extensions=[fxpipe.CudaGraphs()], **options)
+    extensions = [fxpipe.CudaGraphs(), *options.pop("extensions", ())]
+    return on_streams(model, devices, extensions=extensions, **options)
 
 
 def captures(pipe: fxpipe.Pipeline) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
-from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.devices.lanes import room
 from fxpipe.runtime.devices.launching import LaunchingChannels, StreamBackend
 from fxpipe.runtime.failure import DeviceMemory
@@ -138,11 +138,14 @@ class Backend(StreamBackend):
 
 
 def launched(
-    model: nn.Module, devices: int, dispatch: Dispatch = "device", **options: Any
+    model: nn.Module, devices: int, dispatch: Dispatches = "device", **options: Any
 ) -> tuple[fxpipe.Pipeline, Backend]:
     """A pipe over such devices, with four micro-batches and a loss for classes."""
     options = {"loss": nn.functional.cross_entropy, "microbatches": 4, **options}
-    pipe = fxpipe.compile(model, ["cpu"] * devices, dispatch=dispatch, **options)
+    extensions = options.pop("extensions", ())
+    pipe = fxpipe.compile(
+        model, ["cpu"] * devices, extensions=[fxpipe.Dispatch(dispatch), *extensions], **options
+    )
     return pipe, use(pipe, Backend(devices))
 
 

@@ -6,6 +6,7 @@ Each graph takes seconds to compile, so one model has all that tests look for.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -90,7 +91,9 @@ COMPILERS: dict[str | None, list[Any]] = {
 }
 
 
-def made(compiler: str | None, schedule: str = "1f1b", **options: Any) -> fxpipe.Pipeline:
+def made(
+    compiler: str | None, schedule: str = "1f1b", extensions: Sequence[Any] = (), **options: Any
+) -> fxpipe.Pipeline:
     torch.manual_seed(0)
     optimizer = partial(SGD, lr=0.1, momentum=0.5)
     return fxpipe.compile(
@@ -101,7 +104,7 @@ def made(compiler: str | None, schedule: str = "1f1b", **options: Any) -> fxpipe
         partition=["last"],
         loss=mse_loss,
         optimizer=optimizer,
-        extensions=COMPILERS[compiler],
+        extensions=[*COMPILERS[compiler], *extensions],
         **options,
     )
 

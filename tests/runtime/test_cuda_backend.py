@@ -14,7 +14,7 @@ import fxpipe
 from fxpipe import DeviceError, DeviceMemoryError, InputError
 from fxpipe.devices import read_devices
 from fxpipe.passes.partition.measure import Stopwatch
-from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.devices.lanes import ALONE, Lanes, home
 from fxpipe.runtime.devices.launching import StreamBackend
 from fxpipe.text.program import print_instruction
@@ -29,11 +29,11 @@ both = pytest.mark.parametrize("dispatch", ["device", "thread"])
 
 
 def on_cuda(
-    model: nn.Module, dispatch: Dispatch = "device", **options: Any
+    model: nn.Module, dispatch: Dispatches = "device", **options: Any
 ) -> tuple[fxpipe.Pipeline, list[Stream]]:
     """A pipe over two streams of the stand-in, and these."""
     options = {"loss": nn.functional.cross_entropy, "microbatches": 4, **options}
-    pipe = fxpipe.compile(model, ["cpu"] * 2, dispatch=dispatch, **options)
+    pipe = fxpipe.compile(model, ["cpu"] * 2, extensions=[fxpipe.Dispatch(dispatch)], **options)
     streams = [Stream(), Stream()]
     use(pipe, StreamBackend([Lanes(stream) for stream in streams]))  # type: ignore[arg-type]
     return pipe, streams
@@ -42,7 +42,7 @@ def on_cuda(
 @both
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_step_on_given_streams_trains_as_on_cpu_devices(
-    cuda: Cuda, dispatch: Dispatch, schedule: str
+    cuda: Cuda, dispatch: Dispatches, schedule: str
 ) -> None:
     torch.manual_seed(0)
     model = Tiny()
@@ -136,7 +136,7 @@ def test_a_batch_of_one_repeated_row_and_a_dense_one_after_it_train_as_the_loop(
 
 
 @both
-def test_a_profile_takes_its_times_on_the_streams(cuda: Cuda, dispatch: Dispatch) -> None:
+def test_a_profile_takes_its_times_on_the_streams(cuda: Cuda, dispatch: Dispatches) -> None:
     x, y = batch(8)
     pipe, _ = on_cuda(Tiny(), dispatch)
     with pipe, within(60):
@@ -167,7 +167,7 @@ def test_without_memory_what_the_gpu_holds_is_told(cuda: Cuda) -> None:
 
 @both
 def test_what_cuda_reports_late_names_the_suspects(
-    cuda: Cuda, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+    cuda: Cuda, dispatch: Dispatches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y = batch(8)
     pipe, _ = on_cuda(Tiny(), dispatch)
@@ -305,16 +305,3 @@ def test_devices_that_are_not_there_are_refused(
         read_devices(3)
     with pytest.raises(InputError, match="name devices of one kind"):
         read_devices(["cuda:0", "cpu"])
-
-
-@pytest.mark.parametrize(
-    ("dispatch", "part"),
-    [
-        ("treads", "there is no dispatch 'treads': did you mean 'thread'?"),
-        (None, "there is no dispatch None: the known ones are 'auto', 'device', 'thread'"),
-    ],
-)
-def test_an_unknown_dispatch_is_refused(dispatch: Any, part: str) -> None:
-    with pytest.raises(InputError) as raised:
-        fxpipe.compile(Tiny(), ["cpu"] * 2, dispatch=dispatch)
-    assert part in str(raised.value)

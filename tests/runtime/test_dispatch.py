@@ -4,6 +4,7 @@ results to the bit."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.runner import run
 from fxpipe.passes.schedule import add_clip
 from fxpipe.runtime import choice
+from fxpipe.runtime.choice import Dispatches
 from tests.helpers.overlapping import OPTIMIZERS, compiled
 from tests.helpers.plans import chain
 from tests.helpers.profiles import DEEP
@@ -184,11 +186,13 @@ def test_whoever_runs_the_lists_results_are_the_same_to_the_bit(
     options: dict[str, Any], sizes: list[int]
 ) -> None:
     found: list[tuple[list[Tensor], Snapshot] | str] = []
-    for dispatch in ("device", "thread"):
+    ways: Sequence[Dispatches] = ("device", "thread")
+    for dispatch in ways:
+        given = {**options, "extensions": [*options["extensions"], fxpipe.Dispatch(dispatch)]}
         threads: set[str] = set()
         model = model_of(Seen(threads)) if options["leaf_modules"] else model_of()
         try:
-            with compiled(model, loss=cross_entropy, dispatch=dispatch, **options) as pipe:
+            with compiled(model, loss=cross_entropy, **given) as pipe:
                 made = [pipe.step(x.double(), target=y) for x, y in map(batch, sizes)]
                 x, y = batch(4)
                 cross_entropy(pipe(x.double()), y).backward()

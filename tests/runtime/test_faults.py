@@ -16,6 +16,7 @@ import fxpipe
 from fxpipe import EndedError, ExecutionError
 from fxpipe.ir.instruction import Barrier, Instruction, Pause, Update
 from fxpipe.runtime import interpreter
+from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.text.program import print_instruction
 from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, within
@@ -84,14 +85,14 @@ def refuses_all_but_a_checkpoint(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor, fo
     ("dispatch", "optimizer"), [("device", None), ("device", adam), ("thread", adam)]
 )
 def test_a_fault_at_any_instruction_has_not_happened(
-    dispatch: str,
+    dispatch: Dispatches,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None,
     schedule: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     x, y = batch()
-    with pipe_of(3, schedule, optimizer=optimizer, dispatch=dispatch) as pipe:
+    with pipe_of(3, schedule, optimizer=optimizer, extensions=[fxpipe.Dispatch(dispatch)]) as pipe:
         for parameter in pipe.parameters():
             parameter.grad = torch.full_like(parameter, 0.5)
         pipe.step(x, target=y)  # the optimizers have state
@@ -132,12 +133,12 @@ def test_a_fault_at_any_instruction_has_not_happened(
 
 @pytest.mark.parametrize("dispatch", ["device", "thread"])
 def test_a_fault_at_any_instruction_of_a_call_or_its_backward_has_not_happened(
-    dispatch: str,
+    dispatch: Dispatches,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, _ = batch()
     x.requires_grad_()
-    with pipe_of(3, dispatch=dispatch) as pipe:
+    with pipe_of(3, extensions=[fxpipe.Dispatch(dispatch)]) as pipe:
         pipe(x).sum().backward()
         before = Snapshot.of(pipe)
         pipe(x)

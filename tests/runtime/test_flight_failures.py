@@ -17,6 +17,7 @@ import torch
 import fxpipe
 from fxpipe.ir import instruction as ins
 from fxpipe.runtime import interpreter
+from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.interpreter import Machine
 from tests.helpers.overlapping import ADAMW, MostVersions, compiled, make
 from tests.oracles.delayed_loop import MSE, DelayedLoop, RuledLoop
@@ -94,7 +95,7 @@ def steps_of(pipe: fxpipe.Pipeline) -> dict[int, int]:
 )
 @pytest.mark.parametrize("kind", [ins.Forward, ins.Backward, ins.Update])
 def test_a_failure_ends_the_pipe_which_tells_how_far_each_stage_is_and_takes_a_checkpoint(
-    kind: type[ins.Instruction], schedule: str, device: int, dispatch: str, tmp_path: Path
+    kind: type[ins.Instruction], schedule: str, device: int, dispatch: Dispatches, tmp_path: Path
 ) -> None:
     microbatches = 1 if schedule == "pipedream" else 3
     model, data = make("unet" if schedule == "2bw" and device == 1 else "mlp", 9, 3)
@@ -109,7 +110,8 @@ def test_a_failure_ends_the_pipe_which_tells_how_far_each_stage_is_and_takes_a_c
         expected = DelayedLoop.beside(model, ADAMW, 3)
     else:
         expected = RuledLoop(alone, ADAMW(alone.parameters()), MSE, microbatches, late)
-    options: dict[str, Any] = {"schedule": schedule, "tracer": "symbolic", "dispatch": dispatch}
+    options: dict[str, Any] = {"schedule": schedule, "tracer": "symbolic"}
+    options["extensions"] = [fxpipe.Dispatch(dispatch)]
     with compiled(model, 3, microbatches, ADAMW, **options) as pipe:
         for x, y in data[:3]:
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
@@ -140,7 +142,7 @@ def test_a_failure_ends_the_pipe_which_tells_how_far_each_stage_is_and_takes_a_c
 @dispatches
 @pytest.mark.parametrize(("microbatches", "delay"), [(3, 1), (2, 2), (1, 3)])
 def test_no_stage_has_more_versions_than_its_batches_read_even_if_the_first_stage_is_slow(
-    microbatches: int, delay: int, dispatch: str, monkeypatch: pytest.MonkeyPatch
+    microbatches: int, delay: int, dispatch: Dispatches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """d · m ≥ p − 1 and no more: the last stage could update twice before the first does once."""
     most = MostVersions(monkeypatch)
@@ -153,7 +155,9 @@ def test_no_stage_has_more_versions_than_its_batches_read_even_if_the_first_stag
         HANDLERS[ins.Update](machine, instruction)
 
     options: dict[str, Any] = {"schedule": "1f1b-async", "tracer": "symbolic"}
-    with compiled(model, 4, microbatches, ADAMW, dispatch=dispatch, **options) as pipe:
+    with compiled(
+        model, 4, microbatches, ADAMW, extensions=[fxpipe.Dispatch(dispatch)], **options
+    ) as pipe:
         interpreter.HANDLERS = {**HANDLERS, ins.Update: slow}
         for x, y in data:
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
@@ -232,7 +236,7 @@ def test_a_loss_that_fails_tells_how_far_each_stage_is() -> None:
 @dispatches
 @pytest.mark.parametrize("kind", [ins.Forward, ins.Update])
 def test_ctrl_c_leaves_the_batch_in_flight_and_training_can_go_on(
-    kind: type[ins.Instruction], dispatch: str
+    kind: type[ins.Instruction], dispatch: Dispatches
 ) -> None:
     model, data = make("mlp", 8, 4)
     expected = DelayedLoop.beside(model, ADAMW, 3)
@@ -245,7 +249,7 @@ def test_ctrl_c_leaves_the_batch_in_flight_and_training_can_go_on(
             pressed.append(4)  # once: the next micro-batch's could strike after the test
             _thread.interrupt_main()
 
-    with compiled(model, 3, 3, ADAMW, dispatch=dispatch) as pipe:
+    with compiled(model, 3, 3, ADAMW, extensions=[fxpipe.Dispatch(dispatch)]) as pipe:
         for x, y in data[:4]:
             pipe.step(x, target=y)
         interpreter.HANDLERS = {**HANDLERS, kind: interrupting}

@@ -52,7 +52,7 @@ WAYS: dict[str, Callable[[], None]] = {
 
 @pytest.fixture(scope="module", params=["device", "thread"])
 def pipe(request: pytest.FixtureRequest) -> Iterator[fxpipe.Pipeline]:
-    with pipe_of(2, optimizer=adam, dispatch=request.param) as pipe:
+    with pipe_of(2, optimizer=adam, extensions=[fxpipe.Dispatch(request.param)]) as pipe:
         x, y = batch()
         pipe.step(x, target=y)
         yield pipe

@@ -14,7 +14,7 @@ import fxpipe
 from fxpipe.errors import DeviceError, DeviceMemoryError
 from fxpipe.ir.instruction import Backward
 from fxpipe.ir.program import Program
-from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import BatchHost
 from fxpipe.text.program import print_instruction
@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("dispatch", ["device", "thread"])
 @both
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 def test_a_step_that_is_launched_gives_the_loops_gradients(
-    schedule: str, dispatch: Dispatch
+    schedule: str, dispatch: Dispatches
 ) -> None:
     torch.manual_seed(0)
     model = Tiny()
@@ -54,7 +54,7 @@ def test_a_step_that_is_launched_gives_the_loops_gradients(
 
 
 @both
-def test_batches_that_overlap_wait_for_events_of_the_step_before(dispatch: Dispatch) -> None:
+def test_batches_that_overlap_wait_for_events_of_the_step_before(dispatch: Dispatches) -> None:
     torch.manual_seed(0)
     model, plain = Tiny(), Tiny()
     plain.load_state_dict(model.state_dict())
@@ -76,7 +76,7 @@ def test_batches_that_overlap_wait_for_events_of_the_step_before(dispatch: Dispa
 
 
 @both
-def test_a_call_and_its_backward_are_launched_in_two_parts(dispatch: Dispatch) -> None:
+def test_a_call_and_its_backward_are_launched_in_two_parts(dispatch: Dispatches) -> None:
     torch.manual_seed(0)
     model = Tiny()
     alone = copy.deepcopy(model)
@@ -92,7 +92,7 @@ def test_a_call_and_its_backward_are_launched_in_two_parts(dispatch: Dispatch) -
 
 
 @both
-def test_gradients_are_clipped_across_devices(dispatch: Dispatch) -> None:
+def test_gradients_are_clipped_across_devices(dispatch: Dispatches) -> None:
     """Norms meet at every stage: nothing may wait for what is launched later."""
     torch.manual_seed(0)
     model, plain = Tiny(), Tiny()
@@ -115,7 +115,7 @@ def test_gradients_are_clipped_across_devices(dispatch: Dispatch) -> None:
 
 @both
 def test_a_device_without_memory_stops_the_others_and_says_what_was_predicted(
-    dispatch: Dispatch,
+    dispatch: Dispatches,
 ) -> None:
     torch.manual_seed(0)
     pipe, backend = launched(Tiny(), 3, dispatch)
@@ -158,7 +158,7 @@ def test_devices_that_share_memory_are_predicted_together(monkeypatch: pytest.Mo
 @both
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_the_caller_uses_what_devices_make_only_after_them(
-    schedule: str, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+    schedule: str, dispatch: Dispatches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss comes right after the caller's stream waits for all."""
     log: list[str] = []
@@ -189,7 +189,7 @@ def test_the_caller_uses_what_devices_make_only_after_them(
 
 
 @both
-def test_statistics_of_a_batch_are_computed_where_its_forwards_are(dispatch: Dispatch) -> None:
+def test_statistics_of_a_batch_are_computed_where_its_forwards_are(dispatch: Dispatches) -> None:
     pipe, backend = launched(
         Tiny(),
         2,
@@ -206,7 +206,7 @@ def test_statistics_of_a_batch_are_computed_where_its_forwards_are(dispatch: Dis
 
 @both
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_what_fails_late_is_among_the_suspects(schedule: str, dispatch: Dispatch) -> None:
+def test_what_fails_late_is_among_the_suspects(schedule: str, dispatch: Dispatches) -> None:
     torch.manual_seed(0)
     options = {} if schedule == "1f1b" else {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
     pipe, backend = launched(Tiny(), 2, dispatch, schedule=schedule, **options)

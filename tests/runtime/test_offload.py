@@ -29,6 +29,8 @@ from tests.helpers.tiny import Snapshot, Tiny, batch
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop
 
+ONE_THREAD = [fxpipe.Dispatch("thread")]
+
 SOME = """
 schedule some stages=2 microbatches=4 delay=0
 place 0 | 1
@@ -56,10 +58,10 @@ def stored(pipe: fxpipe.Pipeline) -> int:
         ("gpipe", 3, {"recompute": "always"}),
         ("1f1b", 4, {"recompute": "except_last"}),
         ("zb-h1", 4, {"recompute": "always"}),
-        ("looped-bfs", 2, {"recompute": {1: "always", 2: "except_last"}, "dispatch": "thread"}),
+        ("looped-bfs", 2, {"recompute": {1: "always", 2: "except_last"}, "extensions": ONE_THREAD}),
         ("1f1b", 4, {}),
         ("zb-h1", 3, {}),
-        ("interleaved-1f1b", 2, {"dispatch": "thread"}),
+        ("interleaved-1f1b", 2, {"extensions": ONE_THREAD}),
         (Schedule.parse(SOME), 2, {"offload": "never"}),
     ],
     ids=str,

@@ -85,7 +85,7 @@ def test_a_step_like_an_earlier_one_goes_straight_through(dispatch: Any) -> None
             partition=["2"],
             loss=nn.functional.mse_loss,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            dispatch=dispatch,
+            extensions=[fxpipe.Dispatch(dispatch)],
         ) as pipe,
     ):
         pipe.step(x, target=y)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import fxpipe
 from fxpipe import InputError, PartitionError, VerificationError
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.passes.schedule import add_offload, add_recompute
@@ -25,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offload": {"offload": "always"},
     "clip": {"clip_norm": 0.1},
     "deferred": {"extensions": ["deferred_batchnorm"]},
-    "thread": {"dispatch": "thread"},
+    "thread": {"extensions": [fxpipe.Dispatch("thread")]},
 }
 EXTRAS = ("scaler", "resume", "evaluation", "side", "late")
 INPUTS = ("cpu", "pinned", "device")
@@ -58,7 +59,9 @@ def draw(seed: int, runs: int = 3) -> Drawn:
     where = chance.choice(("devices", "devices", "half", "streams"))
     options: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches}
     for name in own:
-        options |= OPTIONS[name]
+        more = OPTIONS[name]
+        extensions = [*options.get("extensions", ()), *more.get("extensions", ())]
+        options |= {**more, "extensions": extensions}
     setting = Setting(
         model,
         options,

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
     ],
 )
 def test_training_equals_that_without_graphs_and_later_steps_capture_nothing(
-    schedule: str, devices: int, recompute: str, dispatch: str
+    schedule: str, devices: int, recompute: str, dispatch: Any
 ) -> None:
     torch.manual_seed(0)
     _, counts = train(
@@ -48,7 +48,7 @@ def test_training_equals_that_without_graphs_and_later_steps_capture_nothing(
         schedule=schedule,
         recompute=recompute,
         optimizer=sgd,
-        dispatch=dispatch,
+        extensions=[fxpipe.Dispatch(dispatch)],
     )
     assert counts[0] == counts[-1]
 
@@ -70,11 +70,17 @@ def test_whole_and_parted_backwards_of_one_stage_are_captured_each() -> None:
     ],
 )
 def test_each_version_of_the_weights_has_captures_of_its_own(
-    dispatch: str, options: dict[str, Any]
+    dispatch: Any, options: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
     pipe, counts = train(
-        Tiny(), 9, schedule="2bw", optimizer=adam, dispatch=dispatch, devices=3, **options
+        Tiny(),
+        9,
+        schedule="2bw",
+        optimizer=adam,
+        extensions=[fxpipe.Dispatch(dispatch)],
+        devices=3,
+        **options,
     )
     assert counts[5] == counts[-1]
     for kernel in kernels(pipe):

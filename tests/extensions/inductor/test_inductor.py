@@ -38,7 +38,11 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.deep
 @pytest.mark.parametrize(
     ("schedule", "options"),
-    [("1f1b", {}), ("gpipe", {"recompute": "always", "dispatch": "thread"}), ("zb-h1", {})],
+    [
+        ("1f1b", {}),
+        ("gpipe", {"recompute": "always", "extensions": [fxpipe.Dispatch("thread")]}),
+        ("zb-h1", {}),
+    ],
 )
 def test_a_step_equals_a_loop_over_its_libraries_and_the_model_to_rounding(
     folder: Path, schedule: str, options: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -72,7 +73,9 @@ class Images(nn.Module):
         return y
 
 
-def images_pipe(compiler: Any, schedule: Any = "1f1b", **options: Any) -> fxpipe.Pipeline:
+def images_pipe(
+    compiler: Any, schedule: Any = "1f1b", extensions: Sequence[Any] = (), **options: Any
+) -> fxpipe.Pipeline:
     torch.manual_seed(0)
     return fxpipe.compile(
         Images(),
@@ -81,7 +84,7 @@ def images_pipe(compiler: Any, schedule: Any = "1f1b", **options: Any) -> fxpipe
         microbatches=MICROBATCHES,
         partition=["up"],
         loss=mse_loss,
-        extensions=COMPILERS[compiler],
+        extensions=[*COMPILERS[compiler], *extensions],
         **options,
     )
 
@@ -137,7 +140,7 @@ def test_a_step_copies_the_weights_of_convolutions_once(
     monkeypatch.setattr(interpreter.Machine, "store_away", lambda machine, memories: Held(memories))
     x, y = images()
     schedule = fxpipe.Schedule.parse(KEPT_ELSEWHERE)
-    with images_pipe("inductor", schedule, dispatch="device") as pipe:
+    with images_pipe("inductor", schedule, extensions=[fxpipe.Dispatch("device")]) as pipe:
         pipe.prepare(x, target=y)
         for factor in (1.0, 2.0):
             pipe.get_parameter("last.weight").data.mul_(factor)  # as old optimizers write

@@ -1,0 +1,1 @@
+"""Which threads run the devices' instruction lists, in place of the rule by sizes."""

@@ -1,0 +1,33 @@
+"""One thread or a thread for each device runs the lists, as is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fxpipe
+from fxpipe.errors import InputError
+from fxpipe.runtime.choice import Dispatches
+from tests.helpers.tiny import adam, batch, pipe_of
+
+
+@pytest.mark.parametrize(("by", "count"), [("device", 2), ("thread", 1)])
+def test_the_threads_are_as_asked_however_small_the_tensors(by: Dispatches, count: int) -> None:
+    x, y = batch()
+    with pipe_of(2, optimizer=adam, extensions=[fxpipe.Dispatch(by)]) as pipe:
+        pipe.step(x, target=y)
+        assert len(pipe._engine._workers) == count
+
+
+@pytest.mark.parametrize(
+    ("by", "part"),
+    [
+        ("treads", "there is no dispatch 'treads': did you mean 'thread'?"),
+        (None, "there is no dispatch None: the known ones are 'device', 'thread'"),
+    ],
+)
+def test_an_unknown_dispatch_is_refused(by: Any, part: str) -> None:
+    with pytest.raises(InputError) as raised:
+        fxpipe.Dispatch(by)
+    assert part in str(raised.value)
