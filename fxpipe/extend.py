@@ -83,6 +83,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     },
     "option": {
         "partitioner": f"{_HERE}.exact_cut.partitioner:ExactCut",
+        "guard": f"{_HERE}.python_state.variants:Variants",
         "load": f"{_HERE}.checkpoint_folder.folder:read",
         "save": f"{_HERE}.checkpoint_folder.folder:write",
         "saved": f"{_HERE}.checkpoint_folder.folder:exists",

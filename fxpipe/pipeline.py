@@ -17,7 +17,6 @@ from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.owned import Owned, joined, load_part, owned, used_tensors
 from fxpipe.compiler.predict import given_links, predict, predict_memory
-from fxpipe.compiler.state_snapshot import HOOKS
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.extend import find
@@ -40,6 +39,7 @@ from fxpipe.simulator.costs import Costs, Links
 from fxpipe.simulator.report import peak_texts
 from fxpipe.stage_table import stage_table
 from fxpipe.torchtools.meta import allocated
+from fxpipe.torchtools.state import HOOKS
 
 
 class Pipeline(nn.Module):

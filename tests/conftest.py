@@ -54,6 +54,7 @@ REMEMBERING = (
     "extensions/checkpoint_folder",
     "extensions/inductor",
     "extensions/planner",
+    "extensions/python_state",
     "models/test_exactness.py",
     "models/test_split_training.py",
     "partition",

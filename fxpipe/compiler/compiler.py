@@ -73,7 +73,7 @@ class Compiler:
         self.timetable = Timetable(options)
         self._placement = Placement(options, self.timetable)
         self.plans = Plans(options, self._placement)
-        self._guards = self.plans.front_end.guards
+        self._guard = self.plans.front_end.guard
         # each with its plans, and the number of the ranks' call in which it was compiled
         self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]], int]] = {}
         self._since: int | None = None  # that number for the call that ``known`` saw last
@@ -260,9 +260,9 @@ class Compiler:
     def _key(self, micro: MicroBatches, kind: Kind) -> tuple[Any, ...]:
         """Everything that the result of compiling a call depends on; the number of the variant
         comes first."""
-        state = self._guards.state()
+        state = self._guard.state()
         if state[0] != self._state[0]:
-            kept = self._guards.kept
+            kept = self._guard.kept
             self._known = {key: entry for key, entry in self._known.items() if key[0][0] in kept}
         self._state = state
         batch, wants = micro.batch, micro.batch.wants(kind.purpose)

@@ -78,7 +78,7 @@ class ModelState(NamedTuple):
 
 
 def state_text(model: nn.Module, state: tuple[Any, ...]) -> list[str]:
-    """The state that ``Guards.state`` returned as lines of text, without the values that the
+    """The state that ``Guard.state`` returned as lines of text, without the values that the
     model's code reads."""
     _, flags, trained, _, cast, dtype = state
     mode = f"{'training' if model.training else 'evaluation'} mode"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.compiler import passes
-from fxpipe.compiler.guards import Guards
+from fxpipe.compiler.guard import guard_of
 from fxpipe.compiler.leaves import Leaves
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.preflight import output_dims, own_loss, refuse_hidden, refuse_kept_values
@@ -157,13 +157,13 @@ class FrontEnd:
     """Traces a model with its loss into one graph. The model's state is not changed.
 
     Attributes:
-        guards: watch the Python state that the traces depend on.
+        guard: watches what the traces depend on besides the call.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self._leaves = Leaves(options)
-        self.guards = Guards(options, self._leaves.modules)
+        self.guard = guard_of(options, self._leaves.modules)
         self._written: set[str] = set()  # inputs that the model writes into
         self._told: set[str] = set()  # other warnings that were given
 
@@ -177,13 +177,12 @@ class FrontEnd:
         dims, target_dims = call.dims[:inputs], call.dims[inputs:]
         facts = {
             **vars(options),
-            "guards": self.guards,
+            "guard": self.guard,
             "args": args,
             "kwargs": kwargs,
             "targets": targets,
             "inputs": dict(zip(call.batch.names, call.leaves, strict=True)),
             "size": size,
-            "called": self._leaves.modules,
             "is_leaf": self._is_leaf,
             "told": self._told,
             "keeps_all": call.purpose != "infer" and "R" not in call.schedule.kinds,

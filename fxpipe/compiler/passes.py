@@ -74,9 +74,9 @@ ADMIT = (
 """Refuse buffers without shapes, sparse tensors, and hooks that no graph could hold."""
 
 TRY = (
-    Pass(run_model, "model, guards, called, args, kwargs", "output"),
-    Pass(tell_checkpoints, "model, guards, is_leaf, told", "", when="keeps_all"),
-    Pass(run_loss, "model, guards, objective, output, targets, size", "", when="given_loss"),
+    Pass(run_model, "model, guard, args, kwargs", "output"),
+    Pass(tell_checkpoints, "model, guard, is_leaf, told", "", when="keeps_all"),
+    Pass(run_loss, "model, guard, objective, output, targets, size", "", when="given_loss"),
     Pass(try_own_loss, "output", "", when="returned_loss"),
 )
 """Run the model and its loss as they are on a micro-batch, before they are traced."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,7 +69,7 @@ class Plans:
         self._placed_plans: dict[Any, tuple[Traced, Plan]] = {}
         self._checked: set[tuple[int, bool, bool]] = set()
         self._traced: dict[Any, Traced] = {}
-        self._variants: set[int] = set()
+        self._variants: Collection[int] = set()
         self._state: tuple[Any, ...] = ()
         self._unmeasured: Call | None = None  # the call of the placement's unmeasured graph
 
@@ -78,10 +78,10 @@ class Plans:
 
         The graphs of variants that are no longer kept are forgotten.
         """
-        guards = self.front_end.guards
-        self._state = guards.state()
+        guard = self.front_end.guard
+        self._state = guard.state()
         if self._state[0] not in self._variants:
-            kept = self._variants = guards.kept
+            kept = self._variants = guard.kept
             results: tuple[dict[Any, Any], ...]
             results = self.graphs, self._plans, self._placed_plans, self._traced, self._dims
             for by_key in results:
@@ -323,7 +323,7 @@ class Plans:
                     self.front_end.refuse_hidden(call, outputs.pop() if outputs else run()[0])
         self._checked.add(key)
         self.proven = True
-        self.front_end.guards.settle()  # attributes that this run has set make no new variant
+        self.front_end.guard.settle()  # attributes that this run has set make no new variant
 
     def _graph(self, call: Call) -> Graph:
         key = self._graph_key(call)
@@ -366,7 +366,7 @@ class Plans:
         traced = next(kept, None)
         if traced is None:
             traced = self._new_trace(call) if key[-1] is None else self.front_end.trace(call)
-            self.front_end.guards.settle()
+            self.front_end.guard.settle()
             self._traced[key, shapes] = traced
         return traced
 

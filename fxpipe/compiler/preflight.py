@@ -19,10 +19,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from fxpipe.compiler.guards import Guards
+from fxpipe.compiler.guard import Guard
 from fxpipe.compiler.objective import Objective
-from fxpipe.compiler.pythonic import refuse_changes
-from fxpipe.compiler.state_snapshot import hooked
 from fxpipe.errors import InputError, TraceError, told, way_out
 from fxpipe.formatting import plural
 from fxpipe.ir.plan import Plan
@@ -31,7 +29,7 @@ from fxpipe.log import LOGGER
 from fxpipe.torchtools import source
 from fxpipe.torchtools.moments import DeferredNorm
 from fxpipe.torchtools.pytrees import detached, taken_apart
-from fxpipe.torchtools.state import same_sizes, tried
+from fxpipe.torchtools.state import hooked, same_sizes, tried
 
 
 def refuse_copied(schedule: Schedule, plan: Plan, deferred: Sequence[DeferredNorm]) -> None:
@@ -64,24 +62,22 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def run_model(
     model: nn.Module,
-    guards: Guards,
-    called: Mapping[str, nn.Module],
+    guard: Guard,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Run the model under its guards, and check that it changes nothing that a graph cannot hold.
+    """Run the model under its guard.
 
     Raises:
         InputError: the model itself raises; names its line.
-        TraceError: it changes an attribute or a random generator, see ``refuse_changes``.
+        TraceError: the guard refuses what it does.
     """
     with same_sizes(model):
-        run = guards.reading()(lambda: _called(model, args, kwargs))
-        return refuse_changes(model, called, run)
+        return guard.checked(lambda: _called(model, args, kwargs))
 
 
 def tell_checkpoints(
-    model: nn.Module, guards: Guards, is_leaf: Callable[[str, nn.Module], bool], told: set[str]
+    model: nn.Module, guard: Guard, is_leaf: Callable[[str, nn.Module], bool], told: set[str]
 ) -> None:
     """Warn once if a model that has run uses ``torch.utils.checkpoint``, which graphs leave out.
 
@@ -94,7 +90,7 @@ def tell_checkpoints(
         for name, module in model.named_modules()
         if not any(f"{name}.".startswith(leaf) for leaf in leaves)
     )
-    if "checkpoints" not in told and (asks or guards.ran(inspect.unwrap(checkpoint).__code__)):
+    if "checkpoints" not in told and (asks or guard.ran(inspect.unwrap(checkpoint).__code__)):
         told.add("checkpoints")
         LOGGER.warning(
             "%s uses torch.utils.checkpoint (gradient checkpointing), which graphs leave out: "
@@ -222,7 +218,7 @@ def _growing(once: Any, twice: Any, size: int) -> tuple[int, ...]:
 
 def run_loss(
     model: nn.Module,
-    guards: Guards,
+    guard: Guard,
     objective: Objective,
     output: Any,
     targets: Sequence[Any],
@@ -246,7 +242,7 @@ def run_loss(
         for leaf in leaves
     ]
     try:
-        with torch.enable_grad(), guards.reading():
+        with torch.enable_grad(), guard.reading():
             # no autograd leaves, as the loss could not write to these in place
             results = [x * 1 if _requires_grad(x) else x for x in inputs]
             value = loss(pytree.tree_unflatten(results, spec), *targets)

@@ -19,6 +19,9 @@ from fxpipe.signals import SignalsAtOperations
 from fxpipe.torchtools.accelerator import kind_here, random_kept, reaches
 from fxpipe.torchtools.source import lacks_memory
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The attributes in which a module keeps its hooks."""
+
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
@@ -323,3 +326,8 @@ def _set(dtypes: dict[str, torch.dtype], on: dict[str, torch.dtype]) -> None:
     for kind, dtype in dtypes.items():
         torch.set_autocast_enabled(kind, kind in on)
         torch.set_autocast_dtype(kind, dtype)
+
+
+def hooked(parameter: Tensor) -> bool:
+    """Whether a parameter has hooks on its gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -1,4 +1,4 @@
-"""Guards: watch the Python state that traces have read; if it changes, the model is traced anew.
+"""Watch the Python state that traces have read; if it changes, the model is traced anew.
 
 A graph holds numbers, flags and submodules as they were when the model was traced: ``self.scale``,
 the ``p`` of a dropout, a weight of the loss in a closure. Each combination of their values is a
@@ -14,9 +14,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +23,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fxpipe.compiler.guard import Guard, Present
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.state_snapshot import OUTSIDE, CodeReads, StateSnapshot, top
+from fxpipe.extensions.python_state.changes import refuse_changes
+from fxpipe.extensions.python_state.snapshot import OUTSIDE, CodeReads, StateSnapshot, top
 from fxpipe.log import LOGGER
 from fxpipe.random.leaf_draws import Draws
 from fxpipe.signals import put_back
+
+T = TypeVar("T")
 
 VARIANTS = 8
 """The number of variants that are kept, each with its graphs."""
@@ -51,17 +54,11 @@ class _Variant:
     values: dict[str, Any]
 
 
-class Guards:
-    """The variants of a model and its loss.
-
-    Attributes:
-        kept: the numbers of the variants whose graphs are kept.
-    """
+class Variants(Guard):
+    """The variants of a model and its loss."""
 
     def __init__(self, options: Options, leaves: Mapping[str, nn.Module]) -> None:
-        """Watch nothing yet. Traces never look into ``leaves``, a mapping that may grow later."""
-        self._options = options
-        self._leaves = leaves
+        super().__init__(options, leaves)
         self._reads = CodeReads()
         self._variants: list[_Variant] = []
         self._count = 0
@@ -70,13 +67,12 @@ class Guards:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Note what the code that this thread runs inside reads."""
         reads = self._reads = self._reads.copied()
         # code that ran → whether it computes attribute names; by id, as hashing code is slow
         known: dict[int, tuple[CodeType, bool]] = {}
         # the garbage collector calls these at any point
         collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
-        leaves = {id(module) for module in self._leaves.values()}
+        leaves = {id(module) for module in self.leaves.values()}
         called: Any = nn.Module.__call__
         leaf: FrameType | None = None  # a leaf module reads its attributes anew in every step
         kernel: FrameType | None = None  # an operation, whose kernel runs anew in every step, too
@@ -114,23 +110,18 @@ class Guards:
             put_back(before)
             self._seen = None
 
+    def checked(self, run: Callable[[], T]) -> T:
+        """Run the model. Raises TraceError like ``refuse_changes``."""
+        result: T = refuse_changes(self.options.model, self.leaves, self.reading()(run))
+        return result
+
     def ran(self, code: CodeType) -> bool:
-        """Whether this code ran inside ``reading``, outside of leaf modules."""
         return code in self._reads.codes
 
-    def state(self) -> tuple[Any, ...]:
-        """Everything that traces depend on besides the call; the variant's number comes first."""
+    def present(self) -> Present:
         variant, seen = self.variant(), self._seen
         assert seen is not None
-        flags = tuple(map(attrgetter("training"), seen.modules))
-        trained = tuple([parameter.requires_grad for parameter in seen.parameters])
-        # ``.data`` may change these; strides and the number of entries together tell the shape
-        strides = tuple(map(Tensor.stride, seen.dense))
-        counts = tuple(map(Tensor.numel, seen.dense))
-        dtypes = tuple([parameter.dtype for parameter in seen.dense])
-        device = self._options.places[0].type if self._options.places else "cpu"
-        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return variant, flags, trained, (strides, counts, dtypes), cast, torch.get_default_dtype()
+        return Present(variant, seen.modules, seen.parameters, seen.dense)
 
     def variant(self) -> int:
         """The number of the model's present variant, which is a new one if its state is new."""
@@ -150,7 +141,6 @@ class Guards:
         return variant.number
 
     def settle(self) -> None:
-        """Let the current variant have the present state, as the first run may set attributes."""
         assert self._current is not None
         same_reads = self._current.reads is self._reads
         if same_reads and self._seen is not None and self._seen.holds():
@@ -160,14 +150,14 @@ class Guards:
             LOGGER.warning(
                 "%s changes %s itself while it runs; in its graphs that stays as it was when they "
                 "were traced, so keep it in a buffer (register_buffer) that is written in place",
-                type(self._options.model).__name__,
+                type(self.options.model).__name__,
                 _changed(self._current.values, snapshot.values),
             )
         self._current.reads, self._current.values = self._reads, snapshot.values
         self._seen = snapshot
 
     def _snapshot(self, reads: CodeReads) -> StateSnapshot:
-        return StateSnapshot(reads, self._options, self._leaves)
+        return StateSnapshot(reads, self.options, self.leaves)
 
     def _new(self) -> tuple[_Variant, StateSnapshot]:
         if self._current is not None:
@@ -176,7 +166,7 @@ class Guards:
             report(
                 "%s is traced anew, as %s has changed; a number that changes often belongs into a "
                 "buffer that is written in place",
-                type(self._options.model).__name__,
+                type(self.options.model).__name__,
                 _changed(old, new),
             )
         snapshot = self._snapshot(self._reads)

@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 
 import fxpipe
-from fxpipe.compiler.guards import VARIANTS
+from fxpipe.extensions.python_state.variants import VARIANTS
 from tests.oracles import loop
 
 SLOPE = 1.0

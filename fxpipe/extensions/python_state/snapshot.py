@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torchs
 from torch.nn.parameter import is_lazy
 
+from fxpipe.compiler.guard import parameters_of
 from fxpipe.compiler.options import Options
 from fxpipe.passes.tracing.symbolic import is_torchs
 from fxpipe.runtime.ranks.message import digest
+from fxpipe.torchtools.state import HOOKS, hooked
 
 LONG = 1000
 """Collections with more entries are compared by identity only."""
@@ -32,8 +34,6 @@ MOST = 10_000
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, tuple, set, frozenset, deque)
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""The attributes in which a module keeps its hooks."""
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 _APART = frozenset(vars(nn.Module())) - {*HOOKS}
 """Attributes of every module that are visited separately, or not at all."""
@@ -87,9 +87,7 @@ class StateSnapshot:
         """Take the snapshot of the model and its loss, without entering leaf modules."""
         self.values: dict[str, Any] = {}
         self.modules = [*options.model.modules()]
-        self.parameters: list[Tensor] = [*options.model.parameters()]
-        kept = (each for each in self.parameters if not is_lazy(each))
-        self.dense = [each for each in kept if each.layout is torch.strided]
+        self.parameters, self.dense = parameters_of(options.model)
         # (a dictionary, its length or None if that does not matter, the items that matter)
         self._dicts: list[tuple[Mapping[Any, Any], int | None, list[tuple[Any, Any]]]] = []
         self._lists: list[tuple[Any, list[Any]]] = []  # (a collection, a copy of it as a list)
@@ -224,7 +222,7 @@ class StateSnapshot:
             every = type(module) in self._reads.makers
             but = {*_APART, *HOOKS}
             if leaves is None:
-                but.discard("training")  # ``Guards.state`` has the modes of the model's own modules
+                but.discard("training")  # ``Guard.state`` has the modes of the model's own modules
             elif self._symbolic and is_torchs(module):
                 but |= {name for name, value in vars(module).items() if _is_made(value)}
             self._attributes(where, vars(module), every, but)
@@ -279,11 +277,6 @@ class StateSnapshot:
         self._dicts.append((held, len(held), items))
         for name, value in items:
             self._at(f"{path}.{name}", value)
-
-
-def hooked(parameter: Tensor) -> bool:
-    """Whether a parameter has hooks on its gradient."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 @dataclass(frozen=True, eq=False)

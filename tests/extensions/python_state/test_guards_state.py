@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.options import Options
+from fxpipe.extensions.python_state.variants import Variants
 from fxpipe.schedules.gpipe import gpipe
 from fxpipe.torchtools.state import without_collection
 
@@ -31,8 +31,8 @@ _TREES = st.recursive(
 pytestmark = pytest.mark.traces
 
 
-def _guards(model: nn.Module) -> Guards:
-    return Guards(Options(model=model, devices=(), torch_devices=(), recipe=gpipe), {})
+def _guards(model: nn.Module) -> Variants:
+    return Variants(Options(model=model, devices=(), torch_devices=(), recipe=gpipe), {})
 
 
 def _read(tree: Any) -> str:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.compiler.front_end import FrontEnd
-from fxpipe.compiler.guards import VARIANTS
+from fxpipe.extensions.python_state.variants import VARIANTS
 from tests.oracles import loop
 
 LEAF_CALLS = {"all": [0]}
