@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.dispatch.extension import Dispatch
     from fxpipe.extensions.generation.generator import Generator
     from fxpipe.extensions.inductor.extension import Inductor
+    from fxpipe.extensions.loss_weight.extension import LossWeight
     from fxpipe.extensions.planner.choices import Choice, TrainingPlan
     from fxpipe.extensions.planner.cluster import Cluster
     from fxpipe.extensions.planner.plan_training import plan_training
@@ -71,6 +72,7 @@ __all__ = [
     "I",
     "Inductor",
     "InputError",
+    "LossWeight",
     "O",
     "P",
     "ParseError",

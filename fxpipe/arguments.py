@@ -118,9 +118,9 @@ def check_copies(recipe: Recipe, device: torch.device) -> None:
         )
 
 
-def read_objective(loss: Any, reduction: Any, loss_weight: Any) -> Objective:
+def read_objective(loss: Any, reduction: Any) -> Objective:
     """Return the objective of a step. Raises InputError if the loss is no function or has
-    parameters, the reduction is unknown, or the weight is no function or given with "sum"."""
+    parameters, or the reduction is unknown."""
     if loss is not None and not callable(loss):
         raise InputError(f"loss is {loss!r}; give a function loss(output, *targets)")
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
@@ -129,17 +129,7 @@ def read_objective(loss: Any, reduction: Any, loss_weight: Any) -> Objective:
             "model, return the loss from it, and leave out loss="
         )
     check_known("reduction", reduction, get_args(Reduction))
-    if loss_weight is not None and not callable(loss_weight):
-        raise InputError(
-            f"loss_weight is {loss_weight!r}; give a function from the targets to a number, such "
-            "as lambda y: (y != -100).sum()"
-        )
-    if loss_weight is not None and reduction == "sum":
-        raise InputError(
-            'reduction is "sum" and there is a loss_weight, which says how losses are averaged; '
-            "leave one of them out"
-        )
-    return Objective(loss, reduction, loss_weight)
+    return Objective(loss, reduction)
 
 
 def read_batch_dims(batch_dims: Any, model: nn.Module) -> BatchDims:

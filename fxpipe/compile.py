@@ -14,7 +14,7 @@ from torch import nn
 from fxpipe import arguments
 from fxpipe.arguments import ScheduleLike
 from fxpipe.compiler.compiler import Compiler
-from fxpipe.compiler.objective import Loss, Reduction, Weight
+from fxpipe.compiler.objective import Loss, Reduction
 from fxpipe.compiler.options import Options, Tracer
 from fxpipe.devices import Devices, read_group
 from fxpipe.engine import Engine
@@ -49,7 +49,6 @@ def compile(
     offload: RecomputeLike = "never",
     loss: Loss | None = None,
     reduction: Reduction = "mean",
-    loss_weight: Weight | None = None,
     optimizer: OptimizerLike | None = None,
     clip_norm: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -132,13 +131,9 @@ def compile(
             share of the samples, or "sum" if it is a sum over them. If a mean ``cross_entropy`` or
             ``nll_loss`` ignores targets or weights classes (also inside the loss that transformers
             compute from ``labels=``), each micro-batch counts by its share of the targets that
-            count. So the loss and the gradients are those of the whole batch.
-        loss_weight: for any other mean over something else than samples, such as
-            ``(losses * mask).sum() / mask.sum()``: ``loss_weight(*targets)`` → the micro-batch's
-            weight in that mean, here ``lambda target, mask: mask.sum()``. If the model returns the
-            loss, the function gets the model's inputs. It takes precedence over weights that are
-            read from the loss itself. Without it, there is one warning if the loss is not that of
-            the whole batch.
+            count. So the loss and the gradients are those of the whole batch. For
+            any other mean over something else than samples, give ``fxpipe.LossWeight``; without it,
+            there is one warning if the loss is not that of the whole batch.
         optimizer: a torch optimizer over the model's parameters; or a function from parameters to
             an optimizer, called once per stage; or a function whose argument is called
             ``named_parameters``, called once, with pairs of name and parameter of the whole model.
@@ -229,7 +224,7 @@ def compile(
             torch_devices=torch_devices,
             recipe=recipe,
             microbatches=microbatches,
-            objective=arguments.read_objective(loss, reduction, loss_weight),
+            objective=arguments.read_objective(loss, reduction),
             optimizer=given_optimizer,
             shard_optimizer=shard_optimizer,
             bucket_cap_mb=arguments.check_bucket_cap(bucket_cap_mb),

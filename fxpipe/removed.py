@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fxpipe.errors import InputError
 
 REMOVED = {
+    "loss_weight": "write extensions=[fxpipe.LossWeight(the same function)]",
     "dispatch": 'write extensions=[fxpipe.Dispatch("device")], or "thread"; "auto" is what is done '
     "without",
     "verbose": 'write logging.basicConfig() and logging.getLogger("fxpipe").setLevel("DEBUG"), '

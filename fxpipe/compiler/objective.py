@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import InputError, told
+from fxpipe.errors import InputError
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.tracing.loss_terms import Divisor
 from fxpipe.runtime.batch import Batch, MicroBatches
 
 Loss = Callable[..., Any]
-Weight = Callable[..., Any]
 Reduction = Literal["mean", "sum"]
 
 
@@ -25,62 +23,44 @@ Reduction = Literal["mean", "sum"]
 class Objective:
     """What a step minimises.
 
-    Micro-batch i has n_i samples, the loss l_i and the weight w_i. The loss of the batch is
-    Σ n_i l_i / Σ n_i for "mean", Σ l_i for "sum", and Σ w_i l_i / Σ w_i with a weight function.
-    The last formula also holds if the loss is a mean over targets that are not ignored; w_i is then
-    the number of these, see ``weighed``.
+    Micro-batch i has n_i samples and the loss l_i. The loss of the batch is Σ n_i l_i / Σ n_i for
+    "mean", and Σ l_i for "sum". If the loss is a mean over targets that are not ignored, n_i is the
+    number of these, see ``weighed``.
 
     Attributes:
         loss: ``loss(output, *targets)`` → a scalar, or one loss per sample; None if the model
             returns its loss.
         reduction: whether losses of samples are averaged or added up.
-        weight: ``weight(*targets)`` → the weight of a micro-batch, such as how many of its
-            targets are not masked. It gets the model's inputs if the model returns its loss.
     """
 
     loss: Loss | None = None
     reduction: Reduction = "mean"
-    weight: Weight | None = None
 
     def __call__(self, output: Any, *targets: Any) -> Any:
-        """Compute the loss of a micro-batch, a scalar.
-
-        One loss per sample is averaged or added up. With a weight function the sum is divided by
-        the micro-batch's weight, so that the loss of the batch is the sum over all samples divided
-        by the batch's weight.
-        """
+        """Compute the loss of a micro-batch, a scalar; see ``joined``."""
         assert self.loss is not None
         value = self.loss(output, *targets)
-        if not getattr(value, "ndim", 0):
-            return value
-        if self.weight is not None:
-            return value.sum() / self.weight(*targets)
-        return value.mean() if self.reduction == "mean" else value.sum()
+        return self.joined(value, *targets) if getattr(value, "ndim", 0) else value
+
+    def joined(self, losses: Any, *targets: Any) -> Any:
+        """Average one loss per sample, or add them up."""
+        return losses.mean() if self.reduction == "mean" else losses.sum()
 
     def counts(self, micro: MicroBatches) -> Sequence[float]:
-        """The samples of each micro-batch, or its weight if there is a weight function. Raises
-        InputError if a weight is not a number of at least 0."""
-        if self.weight is None:
-            return micro.sizes
-        return [self._weight(self.weight, micro.batch, leaves) for leaves in micro.leaves]
+        """What each micro-batch has of what the loss is a mean over: its samples."""
+        return micro.sizes
 
     def weights(self, counts: Sequence[float]) -> Sequence[float]:
-        """The factor of each micro-batch's loss, from the ``counts`` of all micro-batches. Raises
-        InputError if all counts are 0."""
+        """The factor of each micro-batch's loss, from the ``counts`` of all micro-batches."""
         if self.reduction == "sum":
             return [1.0] * len(counts)
         total = sum(counts)
-        if not total:
-            raise InputError(
-                "loss_weight is 0 for every micro-batch, so that the batch has no loss; leave "
-                "out batches of which nothing counts"
-            )
         return [count / total for count in counts]
 
-    @cached_property
+    @property
     def averages(self) -> bool:
         """Whether the losses of micro-batches are averaged by their samples."""
-        return self.weight is None and self.reduction == "mean"
+        return self.reduction == "mean"
 
     def advice(self, wrong: Divisor, batch: Batch) -> str:
         """The warning that the losses of micro-batches, which are divided by ``wrong``, do not
@@ -101,25 +81,8 @@ class Objective:
             "losses of micro-batches are averaged by their samples, which are not in proportion to "
             "these targets: the loss is not that of the whole batch, nor are its gradients. Give "
             "the weight of a micro-batch in that mean: fxpipe.compile(..., "
-            f"loss_weight=lambda {arguments}: {count})"
+            f"extensions=[fxpipe.LossWeight(lambda {arguments}: {count})])"
         )
-
-    def _weight(self, weight: Weight, batch: Batch, leaves: Sequence[Any]) -> float:
-        args, kwargs, targets = batch.unflatten(leaves)
-        try:
-            number = float(weight(*args, **kwargs) if self.loss is None else weight(*targets))
-        except Exception as error:
-            of = "inputs" if self.loss is None else "targets"
-            raise InputError(
-                f"loss_weight fails on a micro-batch ({told(error)}); give a "
-                f"function from the {of} to a number, such as lambda y: (y != -100).sum()"
-            ) from error
-        if not 0 <= number < math.inf:
-            raise InputError(
-                f"loss_weight is {number} for a micro-batch; let it return a number of at least "
-                "0, such as how many targets count"
-            )
-        return number
 
 
 Divided = Sequence[float] | None

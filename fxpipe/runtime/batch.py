@@ -192,7 +192,7 @@ class MicroBatches:
         batch: the whole batch.
         leaves: micro-batch → its leaves.
         weights: micro-batch → the weight of its loss in the loss of the batch: its share of the
-            samples, unless ``loss_weight`` or ignored targets change it. With several replicas, the
+            samples, unless ``LossWeight`` or ignored targets change it. With several replicas, the
             weight in the loss over the batches of all replicas. A tensor if it was computed on a
             device, whose values the host does not know.
         replica: the replica whose batch this is.

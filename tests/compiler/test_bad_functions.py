@@ -18,6 +18,7 @@ from fxpipe import (
     B,
     F,
     InputError,
+    LossWeight,
     Schedule,
     TraceError,
     VerificationError,
@@ -82,10 +83,14 @@ def empty(*args: object) -> Any:
     raise ValueError
 
 
-@pytest.mark.parametrize("name", ["loss", "optimizer", "loss_weight", "schedule"])
+@pytest.mark.parametrize("name", ["loss", "optimizer", "extensions", "schedule"])
 def test_errors_without_a_text_are_told_by_their_type(name: str) -> None:
     for function, part in ((mute, "Mute, whose text cannot be made"), (empty, "(ValueError)")):
-        given: Any = Recipe("mine", function) if name == "schedule" else function
+        given: Any = function
+        if name == "schedule":
+            given = Recipe("mine", function)
+        elif name == "extensions":
+            given = [LossWeight(function)]
         error = refused(InputError, functools.partial(stepped, **{name: given}), part)
         assert type(error.__cause__) is (Mute if function is mute else ValueError)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe import LossWeight
 from fxpipe.runtime.ranks.summing import RunningSum, cut
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
@@ -215,11 +216,15 @@ def masked(out: Tensor, target: Tensor) -> Tensor:
     return ((out - target).square() * (target > 0)).sum() / (target > 0).sum()
 
 
+def positive(target: Tensor) -> Tensor:
+    return (target > 0).sum()
+
+
 OBJECTIVES: Mapping[str, dict[str, Any]] = {
     "samples": {},
     "ignored": {"loss": F.cross_entropy, "data": classes, "weight": counted},
     "sum": {"loss": squares, "reduction": "sum", "weight": lambda y: 1.0},
-    "weighted": {"loss": masked, "loss_weight": lambda y: (y > 0).sum()},
+    "weighted": {"loss": masked, "extensions": [LossWeight(positive)], "weight": positive},
 }
 
 
@@ -251,7 +256,7 @@ def test_losses_count_in_the_batches_of_all_replicas_and_bytes_are_as_predicted(
     ranks = on_ranks(4, uneven, replicas=2)
     for name, wanted in OBJECTIVES.items():
         model = made()
-        weight = wanted.get("loss_weight", wanted.get("weight"))
+        weight = wanted.get("weight")
         total = wanted.get("reduction") == "sum"
         expected: Results = {}
         for step, sizes in enumerate(SIZES):

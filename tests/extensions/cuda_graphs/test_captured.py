@@ -155,7 +155,7 @@ def test_a_micro_batch_whose_loss_counts_for_nothing_gives_no_gradient(schedule:
         make=ignoring,
         schedule=schedule,
         optimizer=sgd,
-        loss_weight=lambda y: (y != -100).sum(),
+        extensions=[fxpipe.LossWeight(lambda y: (y != -100).sum())],
     )
 
 

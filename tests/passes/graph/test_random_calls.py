@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe import PartitionError
 from fxpipe.compiler.objective import Objective
+from fxpipe.extensions.loss_weight.extension import Weighted
 from tests.helpers.profiles import DEEP
 from tests.helpers.random_models import ROW, SCALAR, RandomModel, Recipe, recipes
 from tests.oracles import loop
@@ -172,7 +173,7 @@ def small_ids(first: Any, *args: Any, **kwargs: Any) -> Tensor:
 OBJECTIVES = {
     "mean": Objective(),
     "sum": Objective(reduction="sum"),
-    "weighted": Objective(weight=small_ids),
+    "weighted": Weighted(weight=small_ids),
 }
 
 

@@ -145,10 +145,10 @@ def test_what_is_not_told_from_a_loss_is_asked_for_once_with_the_line_to_paste(
         with pytest.warns(UserWarning, match="is not that of the whole batch") as warned:
             pipe.step(x, target=target)
         pipe.step(x, target=target)
-    line = re.search(r"loss_weight=(lambda .*)\)$", str(warned[0].message))
+    line = re.search(r"extensions=(\[.*\])\)$", str(warned[0].message))
     assert line is not None and loss.__name__ in str(warned[0].message)
     assert warned[0].filename == __file__
-    assert_whole(loss, x, target, 4, loss_weight=eval(line[1]), tracer=tracer)
+    assert_whole(loss, x, target, 4, extensions=eval(line[1]), tracer=tracer)
 
 
 @pytest.mark.parametrize("tracer", ["export", "symbolic"])
@@ -168,7 +168,7 @@ def test_a_mean_over_what_a_mask_selects_is_weighted_or_asked_for(tracer: Any) -
     assert_whole(by_target, x, y, 4, tracer=tracer)  # a warning would be an error
     with (
         fxpipe.compile(net(), ["cpu"], microbatches=4, loss=by_output, tracer=tracer) as pipe,
-        pytest.warns(UserWarning, match="is not that of the whole batch.*loss_weight=lambda"),
+        pytest.warns(UserWarning, match="is not that of the whole batch.*LossWeight\\(lambda"),
     ):
         pipe.step(x, target=y)
 
@@ -182,7 +182,7 @@ def test_terms_that_are_means_over_different_things_are_told() -> None:
     y[1] = IGNORED
     with (
         fxpipe.compile(model, ["cpu"] * 2, microbatches=3, loss=loss) as pipe,
-        pytest.warns(UserWarning, match=r"target != -100\).sum\(\)\)$"),
+        pytest.warns(UserWarning, match=r"target != -100\).sum\(\)\)\]\)$"),
     ):
         made = pipe.step(x, target=y)
     assert torch.equal(made, loop.train(alone, 3, x, loss=loss, target=y).loss)

@@ -3,59 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import fxpipe
-from fxpipe import InputError
-from tests.helpers.losses import IGNORED, assert_whole, counted, masked_mean, net, rows
+from fxpipe import InputError, LossWeight
+from tests.helpers.losses import IGNORED, assert_whole, counted, net, rows
 from tests.oracles import loop
-
-
-def each_ignoring(output: Tensor, target: Tensor) -> Tensor:
-    return cross_entropy(output, target, reduction="none")
-
-
-@pytest.mark.parametrize("loss", [cross_entropy, masked_mean, each_ignoring])
-def test_with_ignored_targets_the_loss_is_the_mean_over_the_others(
-    loss: Callable[..., Tensor],
-) -> None:
-    model, alone = net(), net()
-    with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, loss=loss, loss_weight=counted) as pipe:
-
-        @given(st.lists(st.booleans(), min_size=3, max_size=9).filter(any))
-        def equal(kept: list[bool]) -> None:
-            x, y = rows(len(kept))
-            y[~torch.tensor(kept)] = IGNORED
-            loop.clear(model, alone)
-            made = pipe.step(x, target=y)
-            expected = cross_entropy(alone(x), y)
-            expected.backward()
-            torch.testing.assert_close(made, expected.detach())
-            loop.assert_same(loop.gradients(model), loop.gradients(alone), 1e-12)
-
-        equal()
-
-
-def test_a_micro_batch_that_counts_for_nothing_leaves_no_trace_under_any_schedule() -> None:
-    x, y = rows(8)
-    y[2:6] = IGNORED
-    for schedule in ("gpipe", "1f1b"):
-        assert_whole(masked_mean, x, y, 4, loss_weight=counted, schedule=schedule)
-
-
-def test_class_weights_are_weights_of_the_mean() -> None:
-    weights = torch.tensor([1.0, 0.5, 2.0, 0.0, 3.0], dtype=torch.float64)
-    x, y = rows(9)
-    loss = nn.CrossEntropyLoss(weight=weights)
-    assert_whole(loss, x, y, 4, loss_weight=lambda target: weights[target].sum())
 
 
 @pytest.mark.parametrize("each", [False, True])
@@ -69,15 +27,6 @@ def test_losses_are_averaged_or_added_up(reduction: Any, each: bool, tracer: Any
         return cross_entropy(output, target, reduction=reduction)
 
     assert_whole(loss, *rows(7), 3, whole, reduction=reduction, tracer=tracer)
-
-
-def test_a_weight_function_is_given_every_target() -> None:
-    def loss(output: Tensor, target: Tensor, kept: Tensor) -> Tensor:
-        return (cross_entropy(output, target, reduction="none") * kept).sum() / kept.sum()
-
-    x, y = rows(7)
-    kept = torch.tensor([1.0, 0, 0, 0, 0.5, 2, 3], dtype=torch.float64)
-    assert_whole(loss, x, (y, kept), 4, loss_weight=lambda target, kept: kept.sum())
 
 
 class Own(nn.Module):
@@ -95,7 +44,7 @@ class Own(nn.Module):
 @pytest.mark.parametrize(
     "options",
     [
-        {"loss_weight": lambda x, labels: counted(labels)},
+        {"extensions": [LossWeight(lambda x, labels: counted(labels))]},
         {},
         {"tracer": "symbolic"},
         {"leaf_modules": [nn.Tanh]},
@@ -149,39 +98,7 @@ def test_a_sum_that_the_model_returns_is_added_up() -> None:
     loop.assert_same(loop.gradients(model), stepped)
 
 
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        ({"reduction": "men"}, "there is no reduction 'men': did you mean 'mean'"),
-        ({"loss_weight": 3}, "loss_weight is 3; give a function from the targets to a number"),
-        (
-            {"reduction": "sum", "loss_weight": counted},
-            'reduction is "sum" and there is a loss_weight',
-        ),
-    ],
-    ids=["reduction", "number", "both"],
-)
-def test_what_is_no_reduction_or_weight_is_refused(options: Any, part: str) -> None:
-    with pytest.raises(InputError) as raised:
-        fxpipe.compile(net(), ["cpu"], loss=mse_loss, **options)
-    assert part in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("weight", "part"),
-    [
-        (lambda y: -1.0, "loss_weight is -1.0 for a micro-batch"),
-        (lambda y: float("nan"), "loss_weight is nan for a micro-batch"),
-        (lambda y: y, "loss_weight fails on a micro-batch"),
-        (lambda a, b: 1, "give a function from the targets to a number"),
-        (lambda y: 0, "loss_weight is 0 for every micro-batch"),
-    ],
-    ids=["negative", "nan", "tensor", "signature", "zero"],
-)
-def test_a_weight_that_is_no_number_of_at_least_0_is_refused(weight: Any, part: str) -> None:
-    x, y = rows(4)
-    pipe = fxpipe.compile(net(), ["cpu"], microbatches=2, loss=cross_entropy, loss_weight=weight)
-    with pipe, pytest.raises(InputError) as raised:
-        pipe.step(x, target=y)
-    assert part in str(raised.value)
-    assert all(parameter.grad is None for parameter in pipe.parameters())
+def test_an_unknown_reduction_is_refused() -> None:
+    given: Any = "men"
+    with pytest.raises(InputError, match="there is no reduction 'men': did you mean 'mean'"):
+        fxpipe.compile(net(), ["cpu"], loss=mse_loss, reduction=given)
