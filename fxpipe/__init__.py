@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.dispatch.extension import Dispatch
     from fxpipe.extensions.generation.generator import Generator
     from fxpipe.extensions.inductor.extension import Inductor
+    from fxpipe.extensions.leaf_modules.extension import LeafModules
     from fxpipe.extensions.loss_weight.extension import LossWeight
     from fxpipe.extensions.planner.choices import Choice, TrainingPlan
     from fxpipe.extensions.planner.cluster import Cluster
@@ -72,6 +73,7 @@ __all__ = [
     "I",
     "Inductor",
     "InputError",
+    "LeafModules",
     "LossWeight",
     "O",
     "P",

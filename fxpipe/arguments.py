@@ -186,34 +186,6 @@ def read_extensions(extensions: Any) -> tuple[Extension, ...]:
     return tuple(read)
 
 
-def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Module]:
-    """Return a mapping: name in the model → leaf module. Raises InputError if an entry is no
-    submodule, or a class that no submodule has."""
-    if isinstance(leaf_modules, str | type | nn.Module) or not isinstance(leaf_modules, Sequence):
-        raise InputError(
-            f"leaf_modules is one {type(leaf_modules).__name__}; give a list of submodules, of "
-            "their names or of their classes"
-        )
-    known = {name: module for name, module in model.named_modules() if name}
-    leaves: dict[str, nn.Module] = {}
-    for wanted in leaf_modules:
-        if isinstance(wanted, str) and wanted not in known:
-            raise InputError(f"leaf_modules names no submodule {wanted!r}: {near(wanted, known)}")
-        names = [
-            name
-            for name, module in known.items()
-            if wanted in (name, module) or (isinstance(wanted, type) and isinstance(module, wanted))
-        ]
-        if not names:
-            word = getattr(wanted, "__name__", None) or f"a {type(wanted).__name__}"
-            raise InputError(
-                f"leaf_modules has {word}, which is no submodule, and no class of a submodule; "
-                "give submodules of the model (not itself), or their names or classes"
-            )
-        leaves |= {name: known[name] for name in names}
-    return leaves
-
-
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 

@@ -58,7 +58,6 @@ def compile(
     batch_dims: BatchDims | None = None,
     partition: str | Sequence[str] | Partition = "auto",
     tracer: Tracer = "export",
-    leaf_modules: Sequence[str | type[nn.Module] | nn.Module] = (),
     extensions: Sequence[Extension | str] = (),
     **removed: Never,
 ) -> Pipeline:
@@ -77,7 +76,14 @@ def compile(
             device gets its values later, by ``load``, ``load_state_dict`` or ``reset_parameters``;
             over ranks, each rank allocates the tensors of its own stages only. If the model has
             data, a rank with a CPU device gives back the memory of the other ranks' parameters when
-            it first runs; they are then on the meta device. See docs/ranks.md.
+            it first runs; they are then on the meta device. See docs/ranks.md. If a line cannot be
+            traced, such as a branch on the values of a tensor or ``torch.cond``, the smallest
+            submodule around it that works as a leaf module becomes one: it is called as it is, and
+            autograd runs the backward in every stage. So does a loss. The logger "fxpipe" then
+            warns of the line, the submodule and what it costs. The sizes of what it returns must
+            not depend on values; this is checked. Stages with ``torch.cond``, ``while_loop`` and
+            the like run one at a time, as PyTorch can trace these in one thread only. See
+            ``fxpipe.LeafModules`` to ask for leaf modules.
         devices: where the stages run, one on each device or as many as the schedule places there:
 
             - a list of names or torch.devices. A device may be listed several times; each entry
@@ -168,16 +174,6 @@ def compile(
             together.
         tracer: "export" (torch.export) or "symbolic" (torch.fx, which calls submodules of torch.nn
             as they are).
-        leaf_modules: submodules (names, classes or the modules themselves) that are not traced, but
-            called as they are in every step, with their hooks, control flow and autograd functions.
-            Autograd then runs the backward in every stage. If a line cannot be traced, such as a
-            branch on the values of a tensor or ``torch.cond``, the smallest submodule around it
-            that works as a leaf module becomes one automatically; so does a loss. The logger
-            "fxpipe" then warns of the line, the submodule and what it costs. Stages with
-            ``torch.cond``, ``while_loop`` and the like run one at a time, as PyTorch can trace
-            these in one thread only. The sizes of what a leaf module returns must not depend on
-            values, because the graph has the sizes of the first micro-batch; this is checked for
-            leaf modules that were made automatically.
         extensions: parts of fxpipe, or of your own, that few pipes need; see docs/extensions.md.
             Such as ``[fxpipe.CudaGraphs()]``, or its name, ``["cuda_graphs"]``.
         removed: arguments of earlier versions, all of which are refused. See docs/removed.md.
@@ -235,7 +231,6 @@ def compile(
             batch_dims=arguments.read_batch_dims(batch_dims, model),
             partition=cuts,
             tracer=tracer,
-            leaf_modules=arguments.read_leaf_modules(leaf_modules, model),
             dispatch=None if torch_devices[0].type == "cpu" else "device",
             threads=group.members.threads or max(1, torch.get_num_threads() // len(places)),
             places=() if torch_devices[0].type == "cpu" else torch_devices,

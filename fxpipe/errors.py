@@ -58,11 +58,11 @@ def way_out(submodule: str) -> str:
     if submodule:
         return (
             f"mark {submodule!r} as a leaf that is called as it is: compile(..., "
-            f"leaf_modules=[{submodule!r}])"
+            f"extensions=[fxpipe.LeafModules({submodule!r})])"
         )
     return (
         "move it into a submodule of its own and mark that as a leaf that is called as it is: "
-        "compile(..., leaf_modules=[its name])"
+        "compile(..., extensions=[fxpipe.LeafModules(its name)])"
     )
 
 

@@ -56,6 +56,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Dispatch": f"{_HERE}.dispatch.extension:Dispatch",
         "Generator": f"{_HERE}.generation.generator:Generator",
         "Inductor": f"{_HERE}.inductor.extension:Inductor",
+        "LeafModules": f"{_HERE}.leaf_modules.extension:LeafModules",
         "LossWeight": f"{_HERE}.loss_weight.extension:LossWeight",
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
         "compare": f"{_HERE}.comparison.comparison:compare",

@@ -16,6 +16,7 @@ REMOVED = {
     "fxpipe.Inductor(only_faster=True)",
     "deferred_batchnorm": "write extensions=[fxpipe.DeferredBatchNorm()]",
     "cuda_graphs": "write extensions=[fxpipe.CudaGraphs()]",
+    "leaf_modules": 'write extensions=[fxpipe.LeafModules("encoder", nn.LSTM)]',
     "fuse_accumulation": "leave it out; gradients are then added as in the plain loop, to the bit",
     "ordered_sums": "leave it out; gradients of replicas are added in the order of the replicas",
     "recompute_check": 'leave it out; to find what differs, train with recompute="never" too, '

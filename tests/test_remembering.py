@@ -160,5 +160,5 @@ def test_leaf_modules_are_those_of_the_model_itself(made: list[str], tracer: str
     for _ in range(2):
         model, own = Model(), Counting()
         model.drop = own  # type: ignore[assignment]
-        step(model, tracer=tracer, leaf_modules=["drop"])
+        step(model, tracer=tracer, extensions=[fxpipe.LeafModules("drop")])
         assert own.calls[-2:] == [4, 4]

@@ -124,7 +124,8 @@ class Leaves:
             few, listed = len(names) <= 3, ", ".join(map(repr, names))
             LOGGER.warning(
                 "%s cannot be traced at %s. %s therefore called as %s: no cut falls into %s, %s. "
-                "compile(..., leaf_modules=[%s]) does the same without this warning",
+                "compile(..., extensions=[fxpipe.LeafModules(%s)]) does the same without this "
+                "warning",
                 type(self._options.model).__name__,
                 where,
                 f"{listed if few else f'{len(names)} submodules, {names[0]!r} …,'} "

@@ -47,7 +47,8 @@ _ROUNDING = 8
 
 _CURES = {
     False: 'use tracer="symbolic", which calls modules as they are',
-    True: "have the submodule around it called as it is: compile(..., leaf_modules=[its name]), "
+    True: "have the submodule around it called as it is: compile(..., "
+    "extensions=[fxpipe.LeafModules(its name)]), "
     'or, where that is the model itself and tracer is "symbolic", use tracer="export"',
 }
 """Whether the graph has leaf modules → what to do about an operation that the tracer misses."""

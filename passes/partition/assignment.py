@@ -306,7 +306,8 @@ def place_like(traced: Traced, reference: Traced, assignment: Assignment) -> Ass
             raise PartitionError(
                 f"submodule {node.target!r} is called as it is, in one stage, but an earlier call "
                 "could trace it and cut the model inside of it; run a step first, as with "
-                f"compile(..., example=...), or give compile(..., leaf_modules=[{node.target!r}])"
+                f"compile(..., example=...), or give compile(..., "
+                f"extensions=[fxpipe.LeafModules({node.target!r})])"
             )
     return Assignment(assignment.stages, placed)
 

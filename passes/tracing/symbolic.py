@@ -381,7 +381,7 @@ class Example(fx.Interpreter):
             raise TraceError(
                 f"{n.name} at {source.of_node(n) or 'an unknown line'} is a quantised tensor, "
                 "which cannot be traced; make and use it inside of one leaf module: compile(..., "
-                "leaf_modules=[its name])"
+                "extensions=[fxpipe.LeafModules(its name)])"
             )
         tensor = isinstance(value, Tensor)
         n.meta["val"] = value.detach().to("meta") if tensor else detached(value)

@@ -143,7 +143,7 @@ class Branching(Tiny):
 
 def test_a_model_that_cannot_be_traced_names_its_line_and_the_cure() -> None:
     where = f"Branching cannot be traced at {__file__}:"
-    parts = ["in forward", "if h.sum() > 0:", "leaf_modules="]
+    parts = ["in forward", "if h.sum() > 0:", "fxpipe.LeafModules("]
     refused(TraceError, lambda: stepped(Branching(), tracer="symbolic"), where, *parts)
 
 
@@ -321,7 +321,7 @@ def test_a_call_that_has_no_gradient_names_its_line(tracer: str) -> None:
 def test_a_model_that_fails_only_where_gradients_are_wanted_names_its_line(tracer: str) -> None:
     def call() -> object:
         model = nn.Sequential(nn.Linear(4, 4), WritesSplits(), nn.Linear(2, 3))
-        return stepped(model, leaf_modules=[WritesSplits], tracer=tracer)
+        return stepped(model, extensions=[fxpipe.LeafModules(WritesSplits)], tracer=tracer)
 
     start = "the model fails on the first micro-batch with gradients enabled, at "
     refused(InputError, call, start, "first += second.tanh()", "(RuntimeError: Output 0 of", "line")
@@ -340,7 +340,7 @@ def test_no_line_is_blamed_where_memory_runs_out(error: Exception) -> None:
         (lambda: stepped(loss=lambda output: output.sum()), "too many positional", ""),
         (lambda: stepped(devices=64), "cut into at most", ""),
         (
-            lambda: stepped(nn.Sequential(Tiny(), Leaf()), leaf_modules=[Leaf]),
+            lambda: stepped(nn.Sequential(Tiny(), Leaf()), extensions=[fxpipe.LeafModules(Leaf)]),
             "the backward of '1' fails on the first micro-batch (ValueError: no way back)",
             'raise ValueError("no way back")',
         ),

@@ -69,7 +69,7 @@ def test_a_checkpoint_in_a_model_is_told_once_with_the_option_that_recomputes(
     "more",
     [
         {"recompute": "always"},
-        {"leaf_modules": ["1"]},
+        {"extensions": [fxpipe.LeafModules("1")]},
         {"schedule": "1f1b", "recompute": {0: "always"}},
     ],
     ids=str,

@@ -102,10 +102,14 @@ def test_nothing_else_of_the_library_calls_these_passes() -> None:
     assert others == {"fxpipe/compiler/passes.py"}, importing
 
 
-@pytest.mark.parametrize("options", [{}, {"leaf_modules": ["1"]}, {"tracer": "symbolic"}])
+@pytest.mark.parametrize(
+    ("options", "extensions"),
+    [({}, []), ({}, [fxpipe.LeafModules("1")]), ({"tracer": "symbolic"}, [])],
+)
 def test_a_pass_leaves_what_it_is_given_as_it_is(
-    options: Any, monkeypatch: pytest.MonkeyPatch
+    options: Any, extensions: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    extensions = [*extensions, "deferred_batchnorm"]
     call, seen = Pass.__call__, set[str]()
 
     def watched(each: Pass, facts: Mapping[str, Any]) -> Any:
@@ -120,7 +124,7 @@ def test_a_pass_leaves_what_it_is_given_as_it_is(
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)]
     x = torch.randn(8, 4)
     with fxpipe.compile(
-        nn.Sequential(*layers), 2, microbatches=2, extensions=["deferred_batchnorm"], **options
+        nn.Sequential(*layers), 2, microbatches=2, extensions=extensions, **options
     ) as pipe:
         pipe(x).sum().backward()
     with fxpipe.compile(
@@ -131,7 +135,7 @@ def test_a_pass_leaves_what_it_is_given_as_it_is(
         optimizer=torch.optim.SGD,
         clip_norm=1.0,
         recompute="always",
-        extensions=["deferred_batchnorm"],
+        extensions=extensions,
         **options,
     ) as pipe:
         pipe.step(x, target=x)

@@ -140,7 +140,7 @@ def test_a_leaf_knows_that_it_runs_again_and_draws_the_same_mask(tracer: Any) ->
             microbatches=2,
             recompute=recompute,
             tracer=tracer,
-            leaf_modules=[Told],
+            extensions=[fxpipe.LeafModules(Told)],
             loss=nn.functional.mse_loss,
         ) as pipe:
             pipe.prepare(x, target=y)

@@ -98,7 +98,9 @@ def test_state_that_every_run_changes_is_refused(
 def test_a_buffer_that_every_run_changes_is_refused_in_a_leaf_module_too() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Model(sums))
     with (
-        fxpipe.compile(model, 1, microbatches=2, loss=mse_loss, leaf_modules=["1"]) as pipe,
+        fxpipe.compile(
+            model, 1, microbatches=2, loss=mse_loss, extensions=[fxpipe.LeafModules("1")]
+        ) as pipe,
         pytest.raises(TraceError, match=r"every call changes Model\.seen"),
     ):
         pipe.step(torch.randn(4, 3), target=torch.randn(4, 3))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ def on_streams(model: nn.Module, devices: int, **options: Any) -> fxpipe.Pipelin
     return fxpipe.compile(model, [torch.cuda.Stream() for _ in range(devices)], **given)
 
 
-def capturing(model: nn.Module, devices: int = 2, **options: Any) -> fxpipe.Pipeline:
+def capturing(
+    model: nn.Module, devices: int = 2, extensions: Sequence[Any] = (), **options: Any
+) -> fxpipe.Pipeline:
     """A pipe whose stages are captured."""
-    extensions = [fxpipe.CudaGraphs(), *options.pop("extensions", ())]
-    return on_streams(model, devices, extensions=extensions, **options)
+    return on_streams(model, devices, extensions=[fxpipe.CudaGraphs(), *extensions], **options)
 
 
 def captures(pipe: fxpipe.Pipeline) -> int:

@@ -91,7 +91,7 @@ def branching() -> nn.Sequential:
     ("make", "options", "around"),
     [
         (layers, {"partition": ["2"]}, CAST),
-        (branching, {"partition": ["2"], "leaf_modules": [Branching]}, CAST),
+        (branching, {"partition": ["2"], "extensions": [fxpipe.LeafModules(Branching)]}, CAST),
         (Forked, {"partition": ["left"]}, CAST),
         (partial(Parted, inside=False), {"partition": ["last"]}, CAST),
         (partial(Parted, inside=True), {"partition": ["last"]}, CAST),

@@ -110,7 +110,7 @@ def test_leaf_modules_draw_the_same_on_any_stage() -> None:
             schedule=schedule,
             microbatches=3,
             loss=mse_loss,
-            leaf_modules=[Sampler],
+            extensions=[fxpipe.LeafModules(Sampler)],
         ) as pipe:
             torch.manual_seed(5)
             found.append(([pipe.step(x, target=y) for _ in range(2)], loop.gradients(model)))
@@ -137,7 +137,7 @@ def test_a_dropout_inside_of_a_leaf_module_may_begin_after_the_trace(tracer: Tra
             ["cpu"] * stages,
             microbatches=3,
             loss=mse_loss,
-            leaf_modules=["1"],
+            extensions=[fxpipe.LeafModules("1")],
             tracer=tracer,
             recompute=recompute,
         ) as pipe:

@@ -233,13 +233,13 @@ CASES: Mapping[str, Callable[[Devices], Results]] = {
     "deferred": recipes(skips, extensions=["deferred_batchnorm"]),
     "deferred, 2bw": recipes(skips, extensions=["deferred_batchnorm"], schedule="2bw"),
     "gradients": recipes(skips, optimizer=None),
-    "leaf": recipes(skips, leaf_modules=["second"]),
+    "leaf": recipes(skips, extensions=[fxpipe.LeafModules("second")]),
     "symbolic": recipes(skips, tracer="symbolic"),
     "chimera": recipes(
         skips, schedule="chimera", extensions=["deferred_batchnorm"], clip_norm=0.05
     ),
     "chimera, tied": recipes(tied, schedule="chimera"),
-    "chimera, leaf": recipes(tied, schedule="chimera", leaf_modules=["second"]),
+    "chimera, leaf": recipes(tied, schedule="chimera", extensions=[fxpipe.LeafModules("second")]),
     "chimera, gradients": recipes(tied, schedule="chimera", optimizer=None),
     "own task": own_task,
     "changing": changing,

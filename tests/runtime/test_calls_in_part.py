@@ -56,7 +56,7 @@ def test_what_only_unused_outputs_read_gets_no_gradient(
         microbatches=2,
         partition=["second"],
         tracer=tracer,
-        leaf_modules=leaves,
+        extensions=[fxpipe.LeafModules(*leaves)],
     ) as pipe:
         output = pipe(given)
         sum((output[name] ** 2).sum() for name in used).backward()

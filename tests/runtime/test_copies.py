@@ -241,12 +241,15 @@ def test_batchnorm_is_refused_unless_its_statistics_wait() -> None:
     assert any("running_mean" in name for name in states[0])
 
 
-@pytest.mark.parametrize("options", [{"tracer": "symbolic"}, {"leaf_modules": [nn.Linear]}])
-def test_leaf_modules_take_turns_on_their_devices(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("tracer", "leaves"), [("symbolic", []), ("export", [fxpipe.LeafModules(nn.Linear)])]
+)
+def test_leaf_modules_take_turns_on_their_devices(tracer: Any, leaves: list[Any]) -> None:
     model, data = make("mlp", 4, 18)
     alone = copied(model, find_recipe("chimera")(2, 6), ADAMW)
+    extensions = [fxpipe.Dispatch("device"), *leaves]
     with compiled(
-        model, 2, 6, ADAMW, schedule="chimera", extensions=[fxpipe.Dispatch("device")], **options
+        model, 2, 6, ADAMW, schedule="chimera", tracer=tracer, extensions=extensions
     ) as pipe:
         for x, y in data:
             assert torch.equal(pipe.step(x, target=y), alone.step(x, y))
@@ -270,8 +273,8 @@ class Alone(nn.Module):
 def test_no_leaf_module_is_called_by_two_devices_at_once() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), Alone()), nn.Linear(6, 6))
     x, y = torch.randn(16, 6), torch.randn(16, 6)
-    options: dict[str, Any] = {"leaf_modules": [Alone], "partition": ["1"]}
-    options["extensions"] = [fxpipe.Dispatch("device")]
+    extensions = [fxpipe.LeafModules(Alone), fxpipe.Dispatch("device")]
+    options: dict[str, Any] = {"extensions": extensions, "partition": ["1"]}
     with compiled(model, 2, 8, schedule="chimera", **options) as pipe:
         for _ in range(5):
             pipe.step(x, target=y)

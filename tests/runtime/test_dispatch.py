@@ -175,8 +175,10 @@ def settings_of(draw: st.DrawFn) -> dict[str, Any]:
         "optimizer": OPTIMIZERS[draw(st.sampled_from(["sgd", "adamw"]))],
         "recompute": draw(st.sampled_from(["never", "always", "except_last"])),
         "clip_norm": draw(st.sampled_from([None, 0.1])),
-        "extensions": draw(st.sampled_from([[], ["deferred_batchnorm"]])),
-        "leaf_modules": draw(st.sampled_from([(), ("2",)])),
+        "extensions": [
+            *draw(st.sampled_from([[], ["deferred_batchnorm"]])),
+            *draw(st.sampled_from([[], [fxpipe.LeafModules("2")]])),
+        ],
     }
 
 
@@ -186,11 +188,12 @@ def test_whoever_runs_the_lists_results_are_the_same_to_the_bit(
     options: dict[str, Any], sizes: list[int]
 ) -> None:
     found: list[tuple[list[Tensor], Snapshot] | str] = []
+    leaf = any(isinstance(each, fxpipe.LeafModules) for each in options["extensions"])
     ways: Sequence[Dispatches] = ("device", "thread")
     for dispatch in ways:
         given = {**options, "extensions": [*options["extensions"], fxpipe.Dispatch(dispatch)]}
         threads: set[str] = set()
-        model = model_of(Seen(threads)) if options["leaf_modules"] else model_of()
+        model = model_of(Seen(threads)) if leaf else model_of()
         try:
             with compiled(model, loss=cross_entropy, **given) as pipe:
                 made = [pipe.step(x.double(), target=y) for x, y in map(batch, sizes)]
@@ -219,7 +222,9 @@ def watched(**options: Any) -> tuple[fxpipe.Pipeline, set[str]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), Seen(threads), nn.Linear(6, 3), Seen(threads))
     options = {"microbatches": 2, "loss": cross_entropy, **options}
-    pipe = fxpipe.compile(model, ["cpu"] * 2, partition=["2"], leaf_modules=[Seen], **options)
+    pipe = fxpipe.compile(
+        model, ["cpu"] * 2, partition=["2"], extensions=[fxpipe.LeafModules(Seen)], **options
+    )
     return pipe, threads
 
 
@@ -250,6 +255,8 @@ def test_the_largest_tensor_of_each_operation_counts(samples: int, expected: flo
 
 def test_the_parameters_of_a_leaf_module_count() -> None:
     leaf = nn.Sequential(nn.Linear(4, 256), nn.Linear(256, 4))
-    with fxpipe.compile(nn.Sequential(leaf), 1, microbatches=1, leaf_modules=["0"]) as pipe:
+    with fxpipe.compile(
+        nn.Sequential(leaf), 1, microbatches=1, extensions=[fxpipe.LeafModules("0")]
+    ) as pipe:
         pipe(torch.ones(1, 4))
         assert choice.elements(pipe.plan) >= 4 * 256 / 2

@@ -77,7 +77,7 @@ def _used(samples: int, **options: Any) -> None:
     [
         (8, {}),
         (7, {"schedule": "2bw", "optimizer": lambda p: torch.optim.SGD(p, 0.1)}),
-        (8, {"schedule": "zb-h1", "leaf_modules": ["2"]}),
+        (8, {"schedule": "zb-h1", "extensions": [fxpipe.LeafModules("2")]}),
         (8, {"tracer": "symbolic"}),
     ],
 )

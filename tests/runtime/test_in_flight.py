@@ -144,7 +144,7 @@ def test_a_loss_of_a_batch_that_was_dropped_says_so() -> None:
     model, data = make("mlp", 2, 4)
     model = nn.Sequential(model, Gate())
     expected = DelayedLoop.beside(model, SGD, 4)
-    with compiled(model, 3, 4, leaf_modules=[Gate]) as pipe:
+    with compiled(model, 3, 4, extensions=[fxpipe.LeafModules(Gate)]) as pipe:
         assert torch.equal(pipe.step(data[0][0], target=data[0][1]), expected.step(*data[0]))
         pipe.flush()
         OPEN.clear()
@@ -192,7 +192,7 @@ def test_parameters_that_leaf_modules_show_in_flight_are_the_pipes_own() -> None
     model = nn.Sequential(*(Lingering(6, 6) for _ in range(4))).double()
     data = [(torch.randn(4, 6).double(), torch.randn(4, 6).double()) for _ in range(4)]
     expected = DelayedLoop.beside(model, SGD, 2)
-    options: dict[str, Any] = {"leaf_modules": [Lingering], "recompute": "always"}
+    options: dict[str, Any] = {"extensions": [fxpipe.LeafModules(Lingering)], "recompute": "always"}
     with compiled(model, 2, 2, SGD, partition=["2"], **options) as pipe:
         for x, y in data:
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))

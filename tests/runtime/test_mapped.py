@@ -22,7 +22,9 @@ WIDTH = 128
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
-@pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1"}, {"leaf_modules": ["1"]}])
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "zb-h1"}, {"extensions": [fxpipe.LeafModules("1")]}]
+)
 def test_nothing_copies_mapped_weights(tmp_path: Path, options: dict[str, Any], name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))

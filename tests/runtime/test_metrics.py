@@ -54,7 +54,9 @@ def test_metrics_are_of_the_last_step_also_after_a_compilation_and_of_none_that_
 
     model, [(x, y)] = make("mlp", 1, 4)
     model = nn.Sequential(model, Failing())
-    with compiled(model, 2, 3, SGD, schedule="1f1b", leaf_modules=[Failing]) as pipe:
+    with compiled(
+        model, 2, 3, SGD, schedule="1f1b", extensions=[fxpipe.LeafModules(Failing)]
+    ) as pipe:
         pipe.step(x, target=y)
         assert "loss" not in pipe.metrics
         pipe.step(x, target=y)

@@ -243,7 +243,7 @@ def test_what_autograd_alone_knows_is_refused_by_name() -> None:
     x = torch.randn(8, 4)
     options: dict[str, Any] = {
         "loss": nn.functional.mse_loss,
-        "leaf_modules": [Leaf],
+        "extensions": [fxpipe.LeafModules(Leaf)],
         "partition": ["1"],
     }
     with (
@@ -260,7 +260,11 @@ def test_inputs_of_leaf_modules_that_recompute_are_stored() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), Leaf(), Leaf()), torch.randn(8, 4)
     alone = copy.deepcopy(model)
     expected = loop.train(alone, 4, x, loss=nn.functional.mse_loss, target=x)
-    options: dict[str, Any] = {"recompute": "always", "offload": "always", "leaf_modules": [Leaf]}
+    options: dict[str, Any] = {
+        "recompute": "always",
+        "offload": "always",
+        "extensions": [fxpipe.LeafModules(Leaf)],
+    }
     options |= {"loss": nn.functional.mse_loss, "partition": ["2"], "schedule": "gpipe"}
     with fxpipe.compile(model, 2, microbatches=4, **options) as pipe:
         assert torch.equal(pipe.step(x, target=x), expected.loss)

@@ -197,7 +197,10 @@ def test_a_leaf_takes_a_sparse_input(leaves: list[str], tracer: Any) -> None:
     model, adj = Whole(), adjacency()
     alone = copy.deepcopy(model)
     x, y = torch.randn(8, NODES), torch.randn(8, NODES)
-    options: dict[str, Any] = {"batch_dims": {"adj": None}, "leaf_modules": leaves}
+    options: dict[str, Any] = {
+        "batch_dims": {"adj": None},
+        "extensions": [fxpipe.LeafModules(*leaves)],
+    }
     with fxpipe.compile(model, 2, microbatches=4, loss=mse_loss, tracer=tracer, **options) as pipe:
         pipe.step(x, adj, target=y)
         assert "1f1b" in str(pipe) and pipe.simulate().memory

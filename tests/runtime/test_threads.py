@@ -145,7 +145,7 @@ def test_pipes_run_side_by_side_once_they_are_compiled() -> None:
             2,
             microbatches=1,
             loss=MSE,
-            leaf_modules=[Meeting],
+            extensions=[fxpipe.LeafModules(Meeting)],
         )
         for _ in range(2)
     ]
@@ -240,7 +240,7 @@ def test_a_step_waits_until_another_threads_backward_has_added_its_gradients() -
         schedule="1f1b",
         microbatches=4,
         loss=CROSS_ENTROPY,
-        leaf_modules=[Lingering],
+        extensions=[fxpipe.LeafModules(Lingering)],
         partition=["1"],
     ) as pipe:
         pipe.step(other, target=target)
@@ -347,7 +347,9 @@ def test_an_interrupt_comes_while_one_waits_for_another_thread(tracing: bool) ->
     x = torch.randn(4, 4)
     model = nn.Sequential(nn.Linear(4, 4), Lingering(), nn.Linear(4, 4))
     other = fxpipe.compile(nn.Linear(4, 4), 1, loss=MSE)
-    with fxpipe.compile(model, 2, loss=MSE, leaf_modules=[Lingering], microbatches=2) as pipe:
+    with fxpipe.compile(
+        model, 2, loss=MSE, extensions=[fxpipe.LeafModules(Lingering)], microbatches=2
+    ) as pipe:
         first = pipe.step(x, target=x)
         armed.set()
         running = threading.Thread(target=lambda: pipe.step(x, target=x))

@@ -160,7 +160,7 @@ def test_an_exception_stops_every_stage_early_and_the_next_step_works() -> None:
         schedule="gpipe",
         microbatches=16,
         loss=mse_loss,
-        leaf_modules=[Fails],
+        extensions=[fxpipe.LeafModules(Fails)],
         partition=["2"],
     ) as pipe:
         pipe.step(x, target=x)

@@ -208,7 +208,9 @@ def test_devices_hold_what_was_predicted_and_no_more_while_compiling(
 
 
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
-@pytest.mark.parametrize("options", [{"leaf_modules": ["layers.1"]}, {"tracer": "symbolic"}])
+@pytest.mark.parametrize(
+    "options", [{"extensions": [fxpipe.LeafModules("layers.1")]}, {"tracer": "symbolic"}]
+)
 def test_compiling_stages_that_autograd_differentiates_takes_no_more_than_steps(
     options: Mapping[str, Any], optimizer: Optimizer
 ) -> None:

@@ -216,7 +216,7 @@ def train(
     if setting.has("scaler"):
         options["scaler"] = torch.amp.GradScaler("cuda" if look else "cpu", init_scale=1024.0)
     if setting.model == "leaf":
-        options["leaf_modules"] = ["second"]
+        options["extensions"] = [*options.get("extensions", ()), fxpipe.LeafModules("second")]
     side = setting.has("side") and look is not None
     pipe = fxpipe.compile(model, [*map(_place, devices)], loss=cross_entropy, **options)
     made: list[Trained] = []

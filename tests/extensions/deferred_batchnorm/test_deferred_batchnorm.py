@@ -33,7 +33,8 @@ def batch(samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def step(model: nn.Module, microbatches: int, x: Tensor, y: Tensor, **options: Any) -> None:
-    options = {"devices": ["cpu"] * 2, "extensions": ["deferred_batchnorm"], **options}
+    options = {"devices": ["cpu"] * 2, **options}
+    options["extensions"] = ["deferred_batchnorm", *options.get("extensions", ())]
     with fxpipe.compile(model, microbatches=microbatches, loss=mse_loss, **options) as pipe:
         pipe.step(x, target=y)
 
@@ -186,7 +187,7 @@ def test_a_call_that_trains_updates_once_and_evaluation_not_at_all() -> None:
 FRONT_ENDS: dict[str, dict[str, Any]] = {
     "export": {},
     "symbolic": {"tracer": "symbolic"},
-    "leaf modules": {"leaf_modules": [nn.Linear]},
+    "leaf modules": {"extensions": [fxpipe.LeafModules(nn.Linear)]},
 }
 
 
@@ -194,14 +195,8 @@ FRONT_ENDS: dict[str, dict[str, Any]] = {
 def test_a_cumulative_average_is_that_of_whole_batches(options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2)).double()
     alone = copy.deepcopy(model[0])
-    with fxpipe.compile(
-        model,
-        ["cpu"] * 2,
-        microbatches=3,
-        loss=mse_loss,
-        extensions=["deferred_batchnorm"],
-        **options,
-    ) as pipe:
+    options = {**options, "extensions": ["deferred_batchnorm", *options.get("extensions", ())]}
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, loss=mse_loss, **options) as pipe:
         for seed in range(3):
             x, y = batch(8, seed)
             pipe.step(x, target=y)
@@ -223,7 +218,7 @@ def test_statistics_beside_leaf_modules_are_those_of_the_whole_batch() -> None:
     model = Shared().double()
     alone = copy.deepcopy(model)
     x, y = batch(8)
-    step(model, 3, x, y, leaf_modules=[nn.Linear])
+    step(model, 3, x, y, extensions=[fxpipe.LeafModules(nn.Linear)])
     inner = [normalised(alone.norm, part).relu() for part in x.tensor_split(3)]
     update(alone.norm, x)
     update(alone.norm, torch.cat(inner).detach())

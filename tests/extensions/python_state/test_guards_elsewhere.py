@@ -198,7 +198,7 @@ def test_what_a_leaf_module_reads_and_changes_is_no_reason_to_trace(
             ["cpu"],
             microbatches=2,
             loss=F.mse_loss,
-            leaf_modules=["1"] if asked else [],
+            extensions=[fxpipe.LeafModules("1")] if asked else [],
         ) as pipe,
     ):
         for _ in range(3):
@@ -245,7 +245,7 @@ def test_a_leaf_module_that_is_replaced_counts(tracer: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
     x = torch.randn(8, 4)
-    options: dict[str, Any] = {"tracer": tracer, "leaf_modules": ["1"]}
+    options: dict[str, Any] = {"tracer": tracer, "extensions": [fxpipe.LeafModules("1")]}
     with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.mse_loss, **options) as pipe:
         pipe.step(x, target=x)
         model[1] = nn.Sequential(nn.Linear(4, 4), nn.Tanh())

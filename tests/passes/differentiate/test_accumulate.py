@@ -159,7 +159,7 @@ def strides(x: Tensor | None) -> list[int] | None:
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize(
-    "options", [{}, {"schedule": "zb-h1"}, {"leaf_modules": ["first"]}], ids=str
+    "options", [{}, {"schedule": "zb-h1"}, {"extensions": [fxpipe.LeafModules("first")]}], ids=str
 )
 def test_gradients_lie_as_the_loops_in_memory(options: Any, microbatches: int) -> None:
     """As norms are summed in that order."""

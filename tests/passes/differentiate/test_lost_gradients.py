@@ -183,7 +183,7 @@ def test_a_leaf_that_needs_gradients_in_forward_trains_and_is_refused_without_th
         microbatches=2,
         loss=F.cross_entropy,
         tracer=tracer,
-        leaf_modules=leaves,
+        extensions=[fxpipe.LeafModules(*leaves)],
     ) as pipe:
         pipe.step(x, target=target)
         loop.train(alone, 2, x, loss=F.cross_entropy, target=target)
@@ -222,5 +222,5 @@ def test_a_backward_hook_on_a_submodule_is_refused_unless_it_is_a_leaf(name: str
         fxpipe.TraceError, match=r"submodule '1' has a backward hook.*'1' as a leaf"
     ):
         step(model)
-    step(model, leaf_modules=["1"])
+    step(model, extensions=[fxpipe.LeafModules("1")])
     assert len(called) >= 2

@@ -362,9 +362,9 @@ def test_an_unseen_write_is_refused_with_a_cure_that_works() -> None:
     }
     with fxpipe.compile(model, 2, **options) as pipe, pytest.raises(TraceError) as raised:
         pipe.step(x, target=target)
-    assert "leaf_modules=[its name]" in str(raised.value)
+    assert "extensions=[fxpipe.LeafModules(its name)]" in str(raised.value)
     alone = copy.deepcopy(model)
-    with fxpipe.compile(model, 2, leaf_modules=["1"], **options) as pipe:
+    with fxpipe.compile(model, 2, extensions=[fxpipe.LeafModules("1")], **options) as pipe:
         loss = pipe.step(x, target=target)
     assert torch.equal(
         loss, loop.train(alone, 2, x, loss=nn.functional.mse_loss, target=target).loss

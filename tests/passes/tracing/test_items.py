@@ -67,7 +67,7 @@ def _slice_of_a_shape(cut: nn.Module, all: Any) -> Any:
 )
 def test_items_of_a_slice_cross_to_a_later_stage(read: Callable[[Any, Any], Any]) -> None:
     torch.manual_seed(0)
-    trained_alike(Splits(read), rows, ["cut"], zeros, leaf_modules=[Thirds])
+    trained_alike(Splits(read), rows, ["cut"], zeros, extensions=[fxpipe.LeafModules(Thirds)])
 
 
 class Named(Thirds):
@@ -92,7 +92,7 @@ class Reads(nn.Module):
 def test_items_of_a_tuple_in_a_dict_cross_to_a_later_stage() -> None:
     torch.manual_seed(0)
     model = Reads(lambda cut, all: cut(all["first"]) + all["rest"][1])
-    trained_alike(model, rows, ["cut"], zeros, leaf_modules=[Named])
+    trained_alike(model, rows, ["cut"], zeros, extensions=[fxpipe.LeafModules(Named)])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,11 @@ def test_outputs_may_hold_several_values_that_one_call_returns(read: Any) -> Non
     def loss(output: Any) -> Any:
         return output[0].square().mean()
 
-    options: Any = {"tracer": "symbolic", "partition": ["cut"], "leaf_modules": [Named]}
+    options: Any = {
+        "tracer": "symbolic",
+        "partition": ["cut"],
+        "extensions": [fxpipe.LeafModules(Named)],
+    }
     with fxpipe.compile(model, 2, microbatches=2, loss=loss, **options) as pipe:
         _, found = pipe.step(x, return_output=True)
     loop.train(alone, 2, x, loss=loss)
@@ -169,7 +173,11 @@ def test_a_leaf_is_given_an_object_of_its_class(made: Callable[..., Any], tracer
     torch.manual_seed(0)
     model, x = Gives(made), rows(4)
     alone = copy.deepcopy(model)
-    options: Any = {"tracer": tracer, "partition": ["last"], "leaf_modules": [Adds]}
+    options: Any = {
+        "tracer": tracer,
+        "partition": ["last"],
+        "extensions": [fxpipe.LeafModules(Adds)],
+    }
     with fxpipe.compile(model, 2, microbatches=2, loss=torch.sum, **options) as pipe:
         pipe.step(x)
     loop.train(alone, 2, x, loss=torch.sum)

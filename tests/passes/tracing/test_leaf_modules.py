@@ -85,7 +85,7 @@ def train_both(model: nn.Module, partition: Any, tracer: Any, leaves: Any) -> nn
         loss=mse_loss,
         partition=partition,
         tracer=tracer,
-        leaf_modules=leaves,
+        extensions=[fxpipe.LeafModules(*leaves)],
     ) as pipe:
         for rows in (8, 9):
             x, y = torch.randn(rows, 4), torch.randn(rows, 4)
@@ -202,13 +202,17 @@ def test_a_constant_of_the_code_that_nothing_needs_is_left_out() -> None:
 
     torch.manual_seed(0)
     model, x = Net(), torch.randn(4, 4)
-    with fxpipe.compile(model, 2, microbatches=2, leaf_modules=["leaf"]) as pipe:
+    with fxpipe.compile(model, 2, microbatches=2, extensions=[fxpipe.LeafModules("leaf")]) as pipe:
         assert torch.equal(pipe(x), torch.cat([model(part) for part in x.chunk(2)]))
 
 
 def test_a_stage_can_begin_at_a_leaf_that_draws() -> None:
     model, x = Around(Draws(4, 4)), torch.randn(8, 4)
-    options: dict[str, Any] = {"microbatches": 2, "loss": mse_loss, "leaf_modules": ["inner"]}
+    options: dict[str, Any] = {
+        "microbatches": 2,
+        "loss": mse_loss,
+        "extensions": [fxpipe.LeafModules("inner")],
+    }
     with fxpipe.compile(model, 2 * ["cpu"], partition=["inner"], **options) as pipe:
         pipe.step(x, target=x)
         read = {a.target for a in pipe.plan.stages[0].parameters}
@@ -222,7 +226,10 @@ def test_a_leaf_in_a_model_of_transformers() -> None:
     case = next(case for case in CASES if case.name == "GPT-2")
     model = case.model()
     alone = copy.deepcopy(model)
-    options: dict[str, Any] = {"leaf_modules": ["transformer.h.1.mlp"], "microbatches": 2}
+    options: dict[str, Any] = {
+        "extensions": [fxpipe.LeafModules("transformer.h.1.mlp")],
+        "microbatches": 2,
+    }
     # autograd adds up what a leaf's stage and the next one give to one value in its own order
     with fxpipe.compile(model, ["cpu"] * 2, partition=["transformer.h.1"], **options) as pipe:
         batch = case.batch(4)
@@ -241,7 +248,7 @@ def compiled(model: nn.Module, leaves: Any, tracer: Any = "export") -> None:
         ["cpu"],
         microbatches=1,
         loss=mse_loss,
-        leaf_modules=leaves,
+        extensions=[fxpipe.LeafModules(*leaves)],
         tracer=tracer,
         example=((x,), {"target": x}),
     ).close()
@@ -254,8 +261,7 @@ def compiled(model: nn.Module, leaves: Any, tracer: Any = "export") -> None:
         ([nn.LSTM], "LSTM, which is no submodule"),
         ([nn.Linear(4, 4)], "a Linear, which is no submodule"),
         ([""], "no submodule ''"),
-        ("inner", "give a list"),
-        (nn.Linear, "give a list"),
+        ([["inner"]], "a list, which is no submodule"),
     ],
 )
 def test_what_is_no_submodule_is_refused(leaves: Any, message: str) -> None:
@@ -319,7 +325,7 @@ def test_a_leaf_sees_gradients_enabled_where_there_will_be_a_backward(tracer: An
         microbatches=2,
         loss=mse_loss,
         tracer=tracer,
-        leaf_modules=["inner"],
+        extensions=[fxpipe.LeafModules("inner")],
     ) as pipe:
 
         def infer() -> None:

@@ -47,7 +47,7 @@ class Own(nn.Module):
         {"extensions": [LossWeight(lambda x, labels: counted(labels))]},
         {},
         {"tracer": "symbolic"},
-        {"leaf_modules": [nn.Tanh]},
+        {"extensions": [fxpipe.LeafModules(nn.Tanh)]},
     ],
 )
 def test_a_models_own_loss_is_weighed_by_its_inputs(options: dict[str, Any]) -> None:

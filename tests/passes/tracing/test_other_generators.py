@@ -67,7 +67,7 @@ def threads_take_turns_often() -> Iterator[None]:
         (3, {"schedule": "1f1b"}),
         (3, {"schedule": "1f1b", "recompute": "except_last"}),
         (3, {"tracer": "symbolic"}),
-        (3, {"leaf_modules": [Augments]}),
+        (3, {"extensions": [fxpipe.LeafModules(Augments)]}),
     ],
 )
 def test_draws_are_those_of_the_microbatch_and_the_leaf(stages: int, options: Any) -> None:
@@ -144,7 +144,7 @@ def test_a_warning_names_the_users_line_and_the_leaf(caplog: pytest.LogCaptureFi
         pipe.step(x, target=x)
     (message,) = [r.getMessage() for r in caplog.records if r.name == "fxpipe"]
     assert "# here (the trace would not be deterministic: it draws from Python's random)" in message
-    assert "leaf_modules=['inner.1']" in message
+    assert "fxpipe.LeafModules('inner.1')" in message
 
 
 class Noise(nn.Module):

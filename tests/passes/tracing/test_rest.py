@@ -263,7 +263,7 @@ def test_the_symbolic_tracer_refuses_it() -> None:
         fxpipe.compile(
             Net(branches), 2, microbatches=2, loss=F.mse_loss, tracer="symbolic"
         ) as pipe,
-        pytest.raises(TraceError, match=r"# here \(.*leaf_modules=\[its name\]"),
+        pytest.raises(TraceError, match=r"# here \(.*fxpipe\.LeafModules\(its name\)"),
     ):
         pipe.step(x, target=x)
 
@@ -292,7 +292,11 @@ def test_a_cut_in_the_rest_or_in_a_leaf_module_is_refused_with_its_reason() -> N
         model.middle = nn.Sequential(nn.Linear(4, 4))  # type: ignore[assignment]
         with (
             fxpipe.compile(
-                model, 2, loss=F.mse_loss, leaf_modules=["middle"], partition=partition
+                model,
+                2,
+                loss=F.mse_loss,
+                extensions=[fxpipe.LeafModules("middle")],
+                partition=partition,
             ) as pipe,
             pytest.raises(fxpipe.PartitionError, match=why),
         ):

@@ -147,7 +147,7 @@ def test_the_smallest_submodule_that_can_be_called_is_and_a_warning_says_so(
     assert message.startswith("Around cannot be traced at ")
     assert f"{__file__}:" in message
     assert "autograd drives backward in every stage" in message
-    assert f"leaf_modules=[{leaf!r}]" in message
+    assert f"fxpipe.LeafModules({leaf!r})" in message
 
 
 @pytest.mark.deep
@@ -204,14 +204,17 @@ def test_submodules_of_one_class_become_leaves_at_once(
     assert traces == ["Around"] * 3
     (message,) = messages
     assert "4 submodules, 'inner.0.1' …, are therefore called as they are" in message
-    assert "leaf_modules=[Does]" in message
+    assert "fxpipe.LeafModules(Does)" in message
 
 
 def test_what_is_marked_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     with told(caplog) as messages:
         train_both(
-            Around(Does(branches)), torch.randn(8, 4), torch.randn(8, 4), leaf_modules=["inner"]
+            Around(Does(branches)),
+            torch.randn(8, 4),
+            torch.randn(8, 4),
+            extensions=[fxpipe.LeafModules("inner")],
         )
     assert messages == []
 

@@ -144,12 +144,14 @@ def test_a_refusal_shows_the_line_the_construct_and_the_way_out(
     assert f"{__file__}:" in message
     assert "# here (" in message
     assert construct in message
-    assert "leaf_modules=[" in message
+    assert "fxpipe.LeafModules(" in message
 
 
 @tracers
 def test_two_traces_that_differ_are_told_with_the_line_where_they_part(tracer: str) -> None:
-    with pytest.raises(TraceError, match=r"tracing is not deterministic.*leaf_modules=") as caught:
+    with pytest.raises(
+        TraceError, match=r"tracing is not deterministic.*fxpipe.LeafModules"
+    ) as caught:
         compiled(Around(Inner(counts_outside)), tracer)
     assert f"cannot be traced at {__file__}:" in str(caught.value)
 
@@ -167,7 +169,7 @@ def test_the_way_out_leads_out(tracer: str, function: Any) -> None:
             pytest.skip("the check of the graph would see another result")
     if function in (counts, appends):
         inner.function = lambda self, y: (function(self, y), y)[1]
-    compiled(Around(inner), tracer, leaf_modules=["inner"])
+    compiled(Around(inner), tracer, extensions=[fxpipe.LeafModules("inner")])
 
 
 def test_a_refused_model_keeps_its_python_state() -> None:

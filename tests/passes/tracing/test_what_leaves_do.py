@@ -108,7 +108,7 @@ def test_a_leaf_that_an_earlier_call_was_cut_in_is_refused_by_name() -> None:
         with torch.no_grad():
             before = pipe(x)
         pipe.train()
-        with pytest.raises(PartitionError, match=r"'inner' is called as it is.*leaf_modules="):
+        with pytest.raises(PartitionError, match=r"'inner' is called as it is.*fxpipe.LeafModules"):
             pipe.step(x, target=x)
         pipe.eval()
         with torch.no_grad():
@@ -222,7 +222,11 @@ class Clamps(nn.Module):
 @pytest.mark.parametrize("tracer", ["export", "symbolic"])
 def test_a_model_with_leaves_may_be_called_in_inference_mode_first(tracer: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), Clamps())
-    options: Any = {"loss": F.mse_loss, "tracer": tracer, "leaf_modules": [Clamps]}
+    options: Any = {
+        "loss": F.mse_loss,
+        "tracer": tracer,
+        "extensions": [fxpipe.LeafModules(Clamps)],
+    }
     with fxpipe.compile(model, 1, microbatches=2, **options) as pipe, torch.inference_mode():
         x = torch.randn(4, 4)
         assert torch.equal(pipe(x), torch.cat([model(part) for part in x.chunk(2)]))
@@ -243,10 +247,15 @@ class Restores(nn.Module):
 def test_a_quantised_tensor_stays_inside_of_a_leaf(tracer: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Quantises(), Restores()))
     options: Any = {"loss": F.mse_loss, "tracer": tracer, "microbatches": 2}
-    apart = fxpipe.compile(model, 1, leaf_modules=[Quantises, Restores], **options)
+    apart = fxpipe.compile(
+        model, 1, extensions=[fxpipe.LeafModules(Quantises, Restores)], **options
+    )
     with apart, torch.no_grad(), pytest.raises(TraceError, match="quantised"):
         apart(torch.ones(4, 4))
-    with fxpipe.compile(model, 1, leaf_modules=["1"], **options) as pipe, torch.no_grad():
+    with (
+        fxpipe.compile(model, 1, extensions=[fxpipe.LeafModules("1")], **options) as pipe,
+        torch.no_grad(),
+    ):
         assert torch.equal(pipe(torch.ones(4, 4)), model(torch.ones(4, 4)))
 
 
@@ -279,7 +288,11 @@ class Adding(nn.Module):
 @pytest.mark.parametrize("tracer", ["export", "symbolic"])
 def test_what_a_leaf_sets_in_every_call_is_read_by_no_code_outside_of_it(tracer: Any) -> None:
     """What it adds to the loss is too little for the graph's values to tell."""
-    options: Any = {"microbatches": 2, "tracer": tracer, "leaf_modules": [Balanced]}
+    options: Any = {
+        "microbatches": 2,
+        "tracer": tracer,
+        "extensions": [fxpipe.LeafModules(Balanced)],
+    }
     with (
         fxpipe.compile(Adding(kept=False), 1, **options) as pipe,
         pytest.raises(TraceError, match=r"'first' sets its attribute 'terms' in every call"),

@@ -1,0 +1,1 @@
+"""Submodules that are called as they are because the user asks for it."""
