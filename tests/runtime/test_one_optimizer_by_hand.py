@@ -121,40 +121,6 @@ def test_the_state_of_a_parameter_that_no_stage_reads_is_kept() -> None:
             assert optimizer.state_dict()["state"][number]["step"] == 1
 
 
-class Scaled(torch.optim.SGD):
-    """Steps with gradients times an attribute of its own."""
-
-    factor = 1.0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.factor = 1.0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter -= group["lr"] * self.factor * parameter.grad
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_an_attribute_of_its_own_counts_from_the_next_batch_on(schedule: str) -> None:
-    model, data = make("mlp", 4, 4)
-
-    def plain(model: nn.Module) -> Scaled:
-        return Scaled(model.parameters(), lr=0.1)
-
-    expected = loop_of(model, plain, int(schedule == "2bw"))
-    optimizer = plain(model)
-    with compiled(model, 3, 3, optimizer, schedule=schedule, tracer="symbolic") as pipe:
-        for number, (x, y) in enumerate(data):
-            for each in (optimizer, expected.optimizer):
-                each.factor = 1.0 + number  # type: ignore[attr-defined]
-            pipe.step(x, target=y)
-            expected.step(x, y)
-    expected.assert_same(model)
-
-
 def test_what_no_stage_would_call_is_refused_in_the_step_after_it_came() -> None:
     model, data = make("mlp", 1, 4)
     x, y = data[0]

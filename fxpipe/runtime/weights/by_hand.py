@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 from fxpipe.errors import InputError
 from fxpipe.runtime.weights.live import Mark, differs, mark, settings, shown
 from fxpipe.runtime.weights.optimizer import hooks_of, refuse_hooks, step_of
-from fxpipe.runtime.weights.own_attributes import attributes
-from fxpipe.torchtools.optimizers import unshared_items
 
 State = dict[Tensor, Any]
 """Parameter → the state that an optimizer keeps for it."""
@@ -43,13 +41,8 @@ class ByHand:
         self._first = self._shown()
         self._hooks = hooks_of(optimizer)
         self._step = step_of(optimizer)
-        self.note()
-        self.note_groups()
-
-    def note(self) -> None:
-        """Note that state and attributes are like the stages' now."""
         self.note_state()
-        self._attributes = {name: mark(x) for name, x in attributes(self.optimizer).items()}
+        self.note_groups()
 
     def note_state(self) -> None:
         """Note that the state is the stages' now."""
@@ -95,15 +88,13 @@ class ByHand:
 
     @property
     def changed(self) -> bool:
-        """Whether the user changed the state or an attribute."""
+        """Whether the user changed the state."""
         state = self.optimizer.state
         same = state is self._state and len(state) == len(self._kept)
-        if not (same and all(map(is_, state.values(), self._kept.values()))):
-            return True
-        return bool(self._changed_attributes())
+        return not (same and all(map(is_, state.values(), self._kept.values())))
 
     def hand_to(self, part: Optimizer) -> None:
-        """Change a stage's optimizer in the same way; no step may use it meanwhile."""
+        """Change a stage's state in the same way; no step may use it meanwhile."""
         state = self.optimizer.state
         replaced = state is not self._state
         for parameter in (p for group in part.param_groups for p in group["params"]):
@@ -114,7 +105,6 @@ class ByHand:
                 part.state[parameter] = now
             elif before is not None or replaced:  # else the empty dict is from looking it up
                 part.state.pop(parameter, None)
-        vars(part).update(unshared_items(self._changed_attributes()))
 
     def refuse(self) -> None:
         """Raises InputError if the user added a hook to the step or replaced it, which no stage
@@ -128,14 +118,6 @@ class ByHand:
                     "stages' optimizers were made from it; put back those that it had, or close() "
                     "the pipe, change the group, and compile again with this optimizer"
                 )
-
-    def _changed_attributes(self) -> dict[str, Any]:
-        known = self._attributes
-        return {
-            name: value
-            for name, value in attributes(self.optimizer).items()
-            if name not in known or differs(known[name], value)
-        }
 
 
 def _line(group: int, key: str, value: Any) -> str:

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from fxpipe.errors import InputError, told
 from fxpipe.runtime.weights.live import settings
 from fxpipe.runtime.weights.optimizer_state import placed
-from fxpipe.runtime.weights.own_attributes import note_made
 from fxpipe.torchtools.optimizers import alone
 
 OptimizerLike = (
@@ -89,7 +88,6 @@ class GivenOptimizer:
                     state[target] = placed(kept, target, group)
         optimizer: Optimizer = alone(self.whole, groups)
         optimizer.state.update(state)
-        note_made(optimizer, self.whole)
         return optimizer
 
     def of_one(self, parameter: nn.Parameter) -> Any:
@@ -108,14 +106,12 @@ class GivenOptimizer:
                 f"called with, once a stage; let it use its argument, {_CURE}, or give the "
                 "optimizer itself: optimizer=torch.optim.AdamW(model.parameters())"
             )
-        note_made(optimizer)
         return optimizer
 
     def _checked(self, optimizer: Optimizer, what: str) -> Optimizer:
         """Return a whole-model optimizer. Raises InputError if it has hooks on its step, or
         parameters that the model has not."""
         refuse_hooks(optimizer, what)
-        note_made(optimizer)
         known = {id(parameter) for parameter in self._known.values()}
         for parameter in _parameters(optimizer):
             if id(parameter) not in known:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import CheckpointError, told
-from fxpipe.runtime.weights import own_attributes
 from fxpipe.runtime.weights.live import copied, settings, unshared
 from fxpipe.torchtools.accelerator import random_kept
 from fxpipe.torchtools.optimizers import alone
@@ -30,13 +29,11 @@ class GroupState:
         kind: the optimizer's class.
         index: the group's index among the optimizer's groups.
         settings: the group without its parameters.
-        attributes: the optimizer's attributes that a checkpoint needs, see ``own_attributes``.
     """
 
     kind: str
     index: int
     settings: Mapping[str, Any]
-    attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,7 @@ def take(optimizers: Optimizers, names: Names) -> OptimizerState:
             raise CheckpointError(
                 f"{kind} keeps state under {strange[0]!r}, which is no parameter of the model"
             )
-        taken = GroupState(kind, index, settings(group), own_attributes.changed(optimizer))
+        taken = GroupState(kind, index, settings(group))
         place = next((i for i, known in enumerate(groups) if _same(taken, known)), len(groups))
         groups[place:] = groups[place:] or [taken]
         for parameter in group["params"]:
@@ -169,17 +166,11 @@ def loading(saved: OptimizerState, optimizers: Optimizers, names: Names) -> Call
             f"the checkpoint holds the state of an optimizer for {missing!r}, and no optimizer of "
             "the pipe trains it; give compile() the optimizer that it was made with"
         )
-    put = [
-        own_attributes.setting(optimizer, _attributes(saved, optimizer, names))
-        for optimizer in filter(None, optimizers)
-    ]
 
     def load() -> None:
         for optimizer, group, values in groups:
             optimizer.state.clear()
             group.update(values)
-        for set_attributes in put:
-            set_attributes()
         # not before the old state is gone: a device may have no memory for both
         for optimizer, group, values in groups:
             for parameter in group["params"]:
@@ -323,27 +314,9 @@ def _settings(
     return dict(copied(first.settings))
 
 
-def _attributes(saved: OptimizerState, optimizer: Optimizer, names: Names) -> Mapping[str, Any]:
-    """The saved attributes for an optimizer: those of the saved optimizers that had its parameters.
-    Raises CheckpointError if they differ."""
-    held = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    kept = [saved.groups[saved.parameters[name].group].attributes for name in held]
-    for name, attributes in zip(held[1:], kept[1:], strict=True):
-        if (key := differing(kept[0], attributes)) is not None:
-            raise CheckpointError(
-                f"{held[0]!r} and {name!r} are on one stage here, and in the checkpoint their "
-                f"{type(optimizer).__name__}s had different attributes {key!r}; go on with the "
-                "stages that it was made with, or keep that in self.state[parameter]"
-            )
-    return kept[0] if kept else {}
-
-
 def _same(a: GroupState, b: GroupState) -> bool:
-    return (
-        (a.kind, a.index) == (b.kind, b.index)
-        and differing(a.settings, b.settings) is None
-        and differing(a.attributes, b.attributes) is None
-    )
+    same = (a.kind, a.index) == (b.kind, b.index)
+    return same and differing(a.settings, b.settings) is None
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:

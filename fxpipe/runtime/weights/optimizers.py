@@ -22,7 +22,6 @@ from fxpipe.runtime.weights.by_hand import ByHand
 from fxpipe.runtime.weights.live import Mark, differs, mark, settings, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_hooks
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, differing, loading, take
-from fxpipe.runtime.weights.own_attributes import values_of
 from fxpipe.runtime.weights.sharding import Shards, refuse_others
 
 
@@ -146,7 +145,7 @@ class Optimizers:
 
     def submit(self) -> None:
         """Copy to the stages what changed in the whole optimizer since they were last compared:
-        settings, state and attributes.
+        settings and state.
 
         Raises:
             InputError: it has other groups than the stages'.
@@ -157,7 +156,7 @@ class Optimizers:
             self._flush()
             for part in self._parts:
                 self._by_hand.hand_to(part)
-            self._by_hand.note()
+            self._by_hand.note_state()
         groups = self._by_hand.optimizer.param_groups
         for part, known in zip(self._parts, self._seen, strict=True):
             if len(known) != len(groups):
@@ -303,11 +302,11 @@ class Optimizers:
         self._parts = [*filter(None, parts)]
         self._seen = [[{} for _ in part.param_groups] for part in self._parts]
         if self._by_hand is not None:
-            self._by_hand.note()
+            self._by_hand.note_state()
             self._by_hand.note_groups()
 
     def _fetch(self) -> None:
-        """Copy the stages' state, attributes and changed settings to the whole optimizer."""
+        """Copy the stages' state and changed settings to the whole optimizer."""
         if self._by_hand is None or not self._parts:
             return
         whole = self._by_hand.optimizer
@@ -317,11 +316,10 @@ class Optimizers:
                     if key not in seen or differs(seen[key][1], value):
                         self._take(whole.param_groups[index], index, key, value)
                         self._by_hand.took(index, key)
-        vars(whole).update(values_of(self._parts[0]))
         if self._sharded:
             whole.state.clear()
         self.show()
-        self._by_hand.note()
+        self._by_hand.note_state()
 
     def _take(self, group: dict[str, Any], index: int, key: str, value: Any) -> None:
         """Copy a stage's setting to a group of the whole optimizer; other stages keep theirs."""

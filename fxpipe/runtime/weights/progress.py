@@ -18,7 +18,6 @@ from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import settings, shown
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
 from fxpipe.runtime.weights.optimizers import Optimizers
-from fxpipe.runtime.weights.own_attributes import is_torchs
 from fxpipe.runtime.weights.sharding import Shards
 from fxpipe.runtime.weights.stage_weights import History
 from fxpipe.runtime.weights.versions import VersionedWeights
@@ -139,7 +138,8 @@ class Progress:
             f"optimizer of stage {stage}: {type(optimizer).__qualname__}, "
             + ", ".join(f"{key} {shown(value)}" for key, value in settings(group).items())
             for stage, optimizer in enumerate(self.stages.made)
-            if optimizer is not None and (fixed or is_torchs(optimizer))
+            if optimizer is not None
+            and (fixed or type(optimizer).__module__.startswith("torch.optim."))
             for group in optimizer.param_groups
         ]
 
