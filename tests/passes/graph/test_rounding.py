@@ -6,12 +6,15 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn.functional import dropout, mse_loss
 from torch.nn.functional import scaled_dot_product_attention as attend
@@ -23,6 +26,7 @@ from fxpipe.kernels.serial import SerialResult, run_serially
 from fxpipe.passes.graph.check import CloseError, check
 from fxpipe.passes.graph.randomness import FixedDraws
 from tests.helpers.fronted import differentiated, front_end, in_stages, values_of
+from tests.helpers.profiles import DEEP, deep
 
 aten = torch.ops.aten
 SEED = torch.tensor(0)
@@ -270,3 +274,56 @@ def test_training_that_goes_on_from_a_checkpoint_is_not_refused_for_little(tmp_p
     with trained(nn.Linear(4, 4)) as pipe, off_by(LITTLE):
         pipe.load(tmp_path)
         assert torch.equal(pipe.step(x, **batch(4)), later)
+
+
+CHANGES: dict[str, Callable[[int, int], tuple[int, int]]] = {
+    "a partial batch": lambda rows, length: (rows - 1, length),
+    "a larger batch": lambda rows, length: (2 * rows, length),
+    "another length": lambda rows, length: (rows, length + 2),
+    "nothing": lambda rows, length: (rows, length),
+}
+
+
+@pytest.mark.parametrize("name", ["dropout", *deep("attention")])
+def test_what_the_first_step_passes_no_later_size_and_no_resume_refuses(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Where it differs by more than the check allows, but by no more than rounding may."""
+
+    @settings(max_examples=100 if DEEP else 3)
+    @given(
+        st.integers(0, 2**16),
+        st.sampled_from([torch.float32, torch.bfloat16]),
+        st.sampled_from(sorted(CHANGES)),
+        st.booleans(),
+    )
+    def trains(seed: int, dtype: torch.dtype, change: str, resumes: bool) -> None:
+        torch.manual_seed(seed)
+        model, rows, length = MODELS[name](), 4, 5
+        little = LITTLE if dtype is torch.float32 else 100 * LITTLE
+        folder = tmp_path_factory.mktemp("checkpoint")
+
+        def opened() -> fxpipe.Pipeline:
+            optimizer = partial(torch.optim.SGD, lr=0.1)
+            return fxpipe.compile(model, 2, microbatches=2, loss=mse_loss, optimizer=optimizer)
+
+        def step(pipe: fxpipe.Pipeline, rows: int, length: int) -> Tensor:
+            x, y = torch.randn(2, rows, length, 8)
+            with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+                loss: Tensor = pipe.step(x, target=y)
+            return loss
+
+        with opened() as pipe:
+            for _ in range(5):
+                step(pipe, rows, length)
+            if not resumes:
+                with off_by(little):
+                    assert step(pipe, *CHANGES[change](rows, length)).isfinite()
+                return
+            pipe.save(folder)
+        model = MODELS[name]()
+        with opened() as pipe, off_by(little):
+            pipe.load(folder)
+            assert step(pipe, *CHANGES[change](rows, length)).isfinite()
+
+    trains()
