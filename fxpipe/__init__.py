@@ -28,7 +28,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, one_each, round_robin, schedule, vee
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import A, B, C, F, I, O, P, R, Task, TaskContext, U, W, define_task
+from fxpipe.ir.task import A, B, C, F, I, O, P, Pair, R, Task, TaskContext, U, W, define_task
 from fxpipe.kernels.recompute import is_recomputing
 from fxpipe.passes.partition.options import Partition
 from fxpipe.pipeline import Pipeline
@@ -77,6 +77,7 @@ __all__ = [
     "LossWeight",
     "O",
     "P",
+    "Pair",
     "ParseError",
     "Partition",
     "PartitionError",

@@ -62,12 +62,14 @@ def end_with_flush(schedule: Schedule) -> Schedule:
     after::
 
         0: F0 F1 B0 B1 U
+
+    The tasks of a pair come apart.
     """
     rows = tuple(
         tuple(replace(task, batch=0) for task in sorted(row, key=lambda task: -task.batch))
         for row in schedule.rows
     )
-    return replace(schedule, rows=rows)
+    return replace(schedule, rows=rows, paired=frozenset())
 
 
 Recompute = Literal["never", "always", "except_last"]
@@ -76,7 +78,8 @@ RecomputeLike = Recompute | Sequence[Recompute] | Mapping[int, Recompute]
 
 
 def add_recompute(schedule: Schedule, recompute: RecomputeLike) -> Schedule:
-    """Schedule → Schedule: a recompute right before each backward of stages that recompute.
+    """Schedule → Schedule: a recompute right before each backward of stages that recompute, or
+    before its pair.
 
     Args:
         schedule: a schedule without recomputes; any other is returned unchanged.
@@ -86,7 +89,7 @@ def add_recompute(schedule: Schedule, recompute: RecomputeLike) -> Schedule:
     if "R" in schedule.kinds or not schedule.trains:
         return schedule
     modes = modes_of(recompute, schedule.stages)
-    rows = (tuple(_row(row, schedule.microbatches, modes)) for row in schedule.rows)
+    rows = (tuple(_row(schedule, device, modes)) for device in range(schedule.devices))
     return replace(schedule, rows=tuple(rows))
 
 
@@ -99,14 +102,15 @@ def modes_of(recompute: RecomputeLike, stages: int) -> tuple[Recompute, ...]:
     return tuple(recompute)
 
 
-def _row(row: tuple[Task, ...], microbatches: int, modes: Sequence[Recompute]) -> Iterator[Task]:
-    for task in row:
-        if task.kind in "BI" and task.stage is not None:
-            mode = modes[task.stage]
-            is_last = task.microbatch == microbatches - 1
-            if mode == "always" or (mode == "except_last" and not is_last):
-                yield replace(task, kind="R")
-        yield task
+def _row(schedule: Schedule, device: int, modes: Sequence[Recompute]) -> Iterator[Task]:
+    for unit in schedule.units(device):
+        for task in unit:
+            if task.kind in "BI" and task.stage is not None:
+                mode = modes[task.stage]
+                is_last = task.microbatch == schedule.microbatches - 1
+                if mode == "always" or (mode == "except_last" and not is_last):
+                    yield replace(task, kind="R")
+        yield from unit
 
 
 def add_reduce(schedule: Schedule, shards: bool = False) -> Schedule:
@@ -170,6 +174,7 @@ def _late(schedule: Schedule, row: tuple[Task, ...], shards: bool) -> tuple[Task
         moved = (*rest[:at], replace(update, batch=-1 - steps), *rest[at:])
         if shards:
             earlier, at = divmod(at - _between(moved, stage) // 2, len(rest))
+            at -= rest[at] in schedule.paired
             moved = (*rest[:at], replace(update, batch=-1 - steps - earlier), *rest[at:])
         if _between(moved, stage) > _between(tasks, stage):
             tasks = moved
@@ -235,7 +240,7 @@ def add_offload(schedule: Schedule, offload: RecomputeLike) -> Schedule:
         if mode != "never"
     }
     spans = _spans(schedule)
-    rows = (tuple(_offloading(row, schedule.depth, stored, spans)) for row in schedule.rows)
+    rows = (tuple(_offloading(schedule, d, stored, spans)) for d in range(schedule.devices))
     return replace(schedule, rows=tuple(rows))
 
 
@@ -270,8 +275,8 @@ def _spans(schedule: Schedule) -> dict[Task, tuple[float, float]]:
 
 
 def _offloading(
-    row: tuple[Task, ...],
-    depth: int,
+    schedule: Schedule,
+    device: int,
     stored: Collection[tuple[int | None, int | None]],
     spans: Mapping[Task, tuple[float, float]],
 ) -> Iterator[Task]:
@@ -280,6 +285,7 @@ def _offloading(
     It looks at several windows in a row, so that a forward and its backward are in one list. They
     lie in the middle of the steps that ``spans`` covers.
     """
+    row, depth = schedule.rows[device], schedule.depth
     tasks = [
         replace(task, batch=bool(depth) * (depth + 1) + window + task.batch)
         for window in range(2 * depth + 1)
@@ -308,8 +314,11 @@ def _offloading(
             batch = row[first].batch - window
             prefetches[position].insert(0, replace(task, kind="P", batch=batch))
             offloads.add(first)
-    for position, task in enumerate(row):
-        yield from prefetches[position]
-        yield task
-        if position in offloads:
-            yield replace(task, kind="O")
+    position = 0
+    for unit in schedule.units(device):
+        for at in range(position, position + len(unit)):
+            yield from prefetches[at]
+        yield from unit
+        if position in offloads:  # the forward of a pair comes first
+            yield replace(unit[0], kind="O")
+        position += len(unit)

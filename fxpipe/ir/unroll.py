@@ -77,7 +77,16 @@ def unroll_schedule(schedule: Schedule, steps: int) -> Schedule:
         )
         for row in schedule.rows
     )
-    return replace(schedule, rows=rows)
+    # a pair whose one half has no batch is not a pair there
+    paired = {
+        replace(second, batch=step + second.batch)
+        for device in range(schedule.devices if schedule.paired else 0)
+        for first, *rest in schedule.units(device)
+        for second in rest
+        for step in range(steps + schedule.depth)
+        if 0 <= step + first.batch < steps and 0 <= step + second.batch < steps
+    }
+    return replace(schedule, rows=rows, paired=frozenset(paired))
 
 
 def absolute(instruction: ins.Instruction, step: int) -> ins.Instruction:

@@ -30,6 +30,7 @@ from fxpipe.simulator.costs import (
     link_between,
     task_times,
 )
+from fxpipe.simulator.pairs import Pairs, Saved, backward, pairs_in, saved, together
 from fxpipe.simulator.simulation import Events, Simulation, Transfer
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.simulator.sums import Sum, awaited_by, begun_by
@@ -48,6 +49,7 @@ def simulate(
     sizes: Sizes | None = None,
     steps: int | None = None,
     beside: bool = True,
+    pairs: Pairs = MappingProxyType({}),
 ) -> Simulation:
     """Compute when each instruction of a program would run.
 
@@ -71,6 +73,7 @@ def simulate(
         steps: how many steps in a row, with a flush after the last; by default one, or, if batches
             overlap, enough to show what goes on between them.
         beside: whether a device computes while it stores and fetches what it offloads.
+        pairs: the tasks that run together; see ``together``.
 
     Raises:
         InputError: costs, links, sizes or steps are not valid, the program's communication is not
@@ -105,15 +108,29 @@ def simulate(
         "sizes": sizes,
         "beside": beside,
     }
+    unpaired = [key for key in costs or {} if "&" in str(key)] if not pairs else []
+    if unpaired:
+        raise InputError(
+            f"costs[{unpaired[0]!r}] is for pairs, and program {program.name!r} has none; leave it "
+            "out, or simulate a schedule with pairs, such as F1&B0"
+        )
     for device, (at, *_) in sorted(walked.stuck.items()):
         raise InputError(
             f"program {program.name!r} gets stuck: device {device} waits for ever at position "
             f"{at}, {print_instruction(flat.lists[device][at])}; Program.verify() tells why"
         )
-    events = run(flat, walked.turns, times, each=each, **settings)
-    same = partial(simulate, program, costs, **settings)
+    less = saved(pairs, times, each, costs)
+    events = run(flat, walked.turns, times, each=each, less=less, **settings)
+    same = partial(simulate, program, costs, pairs=pairs, **settings)
     return Simulation(
-        flat, program, count, events, sizes, serial, again=lambda more: same(steps=more)
+        flat,
+        program,
+        count,
+        events,
+        sizes,
+        serial,
+        again=lambda more: same(steps=more),
+        pairs=pairs,
     )
 
 
@@ -144,10 +161,12 @@ def simulate_schedule(
         raise InputError(f"replicas is {replicas!r}; give a whole number of at least 1")
     if sizes is not None and not isinstance(sizes, Sizes):
         raise InputError(f"sizes is {sizes!r}; give Sizes(...)")
-    buckets = {} if sizes is None else sizes.buckets
-    program = chain_program(schedule.verify(), replicas=replicas, shards=shards, buckets=buckets)
+    pairs = pairs_in(schedule.verify())
+    # the sums of a paired backward begin at its end
+    buckets = {} if sizes is None or pairs else sizes.buckets
+    program = chain_program(schedule, replicas=replicas, shards=shards, buckets=buckets)
     settings: dict[str, Any] = {"links": links, "overlap": overlap, "overhead": overhead}
-    return simulate(program, costs, sizes=sizes, steps=steps, **settings)
+    return simulate(program, costs, sizes=sizes, steps=steps, pairs=pairs, **settings)
 
 
 def default_steps(program: Program) -> int:
@@ -213,6 +232,8 @@ def chain_program(
     plan = chain(schedule.stages, buckets)
     lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas, shards=shards)
     program = communicate(lower(schedule))
+    if schedule.paired:
+        program = together(program, pairs_in(schedule))
     return free(program) if frees else program
 
 
@@ -229,6 +250,7 @@ def run(
     times: Times,
     *,
     each: Each = MappingProxyType({}),
+    less: Saved = MappingProxyType({}),
     links: Links | None = None,
     overlap: bool = True,
     overhead: float = 0,
@@ -238,7 +260,8 @@ def run(
 ) -> Events:
     """Compute the start and end of every instruction, in an order in which they can run.
 
-    ``turns`` has that order; all else is as for ``simulate``.
+    ``turns`` has that order, and ``less`` the time that pairs save; all else is as for
+    ``simulate``.
     """
     lists = program.lists
     events = Events(tuple([] for _ in lists), tuple([] for _ in lists))
@@ -247,6 +270,7 @@ def run(
     met: list[dict[type[ins.Instruction], int]] = [{ins.Barrier: 0, ins.Pause: 0} for _ in lists]
     meetings: dict[tuple[type[ins.Instruction], int], float] = {}
     lanes: dict[tuple[int, type[ins.Instruction]], float] = {}
+    last: dict[int, tuple[int, int]] = {}  # device → the forward that it has just run
     now: float = 0
 
     def end_of(awaited: Buffer | Sum) -> float:
@@ -275,6 +299,12 @@ def run(
                 time = times[letter, stage]
                 if each and (i := getattr(instruction, "microbatch", None)) is not None:
                     time = each.get((letter, stage, i), time)
+                if less:
+                    *forward, time_saved = less.get(backward(instruction), (-1, -1, 0))
+                    if last.pop(device, None) == tuple(forward):
+                        time -= time_saved
+                    if isinstance(instruction, ins.Forward):
+                        last[device] = stage, instruction.microbatch
                 parts = stage in program.buckets and letter in "BW"
                 now += time * share_of(instruction, program, sizes) if parts else time
                 sums = begun_by(instruction, program) if parts or letter in "AU" else None

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.errors import InputError
@@ -15,6 +16,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import Task
 from fxpipe.ir.value import Buffer
+from fxpipe.simulator.pairs import Pairs, joins
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.simulator.sums import Sum
 
@@ -109,6 +111,7 @@ class Simulation:
         off: the share by which nine of ten steps differ from the prediction at most; None if
             that is not known.
         again: number of steps → the same simulation for so many.
+        pairs: the tasks that run together.
     """
 
     program: Program
@@ -122,6 +125,7 @@ class Simulation:
     outside: float = 0
     off: float | None = None
     again: Callable[[int], Simulation] | None = field(default=None, repr=False, compare=False)
+    pairs: Pairs = field(default_factory=dict, repr=False)
 
     @property
     def devices(self) -> int:
@@ -131,6 +135,16 @@ class Simulation:
     def spans(self) -> tuple[Span, ...]:
         """The tasks, which are all instructions that compute, device by device, in order."""
         return tuple([span for span in self.instructions() if span.instruction.letter])
+
+    @cached_property
+    def joined(self) -> frozenset[tuple[int, int]]:
+        """Device and position of each task that runs together with the forward before it."""
+        return frozenset(
+            (then.device, then.position)
+            for first, then in pairwise(self.spans if self.pairs else ())
+            if first.device == then.device
+            if joins(first.instruction, then.instruction, self.pairs)
+        )
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:

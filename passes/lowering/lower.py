@@ -208,7 +208,7 @@ class _Instructions:
             if (then.kind, then.stage, then.batch) == ("A", task.stage, task.batch)
             if buckets[task.stage] > 1
         }
-        self._recomputed, self._fetched = schedule.pairs_of("R"), schedule.pairs_of("P")
+        self._recomputed, self._fetched = schedule.indices_of("R"), schedule.indices_of("P")
         self._updates = {
             task.stage: (-task.batch, position)
             for row in schedule.rows

@@ -22,7 +22,7 @@ def check_lowering(
             f"{len(plan.stages)}; cut the model into {schedule.stages} stages or make "
             f"the schedule for {len(plan.stages)}"
         )
-    offloads = {stage for stage, _ in schedule.pairs_of("O") - schedule.pairs_of("R")}
+    offloads = {stage for stage, _ in schedule.indices_of("O") - schedule.indices_of("R")}
     for stage in plan.stages:
         if stage.leaves and stage.index in offloads:
             raise InputError(

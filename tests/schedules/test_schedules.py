@@ -257,6 +257,6 @@ def test_a_generator_that_does_not_end_is_stopped() -> None:
 
 
 def test_what_is_no_task_is_refused_with_its_place() -> None:
-    recipe = Recipe("odd", lambda device, devices, microbatches: ["F0"])  # type: ignore[list-item]
+    recipe = Recipe("odd", lambda device, devices, microbatches: ["F0"])
     with pytest.raises(InputError, match="device 0, position 0: got 'F0'"):
         recipe(2, 2)

@@ -15,6 +15,7 @@ from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place, Wait, Waits, key_index, needs_of, walk
 from fxpipe.simulator.costs import Costs, each_of, times_of
+from fxpipe.simulator.pairs import pairs_in
 from fxpipe.simulator.simulate import chain_program, simulate
 from fxpipe.simulator.simulation import Simulation, task_of
 
@@ -47,6 +48,7 @@ class Timeline(Generic[T]):
         simulation: the simulation that the times come from, if any.
         beside: the device and the letter (O or P) of each of the last rows, which hold offloads
             and prefetches.
+        joined: device and position of each task that runs together with the forward before it.
     """
 
     devices: int
@@ -54,6 +56,7 @@ class Timeline(Generic[T]):
     unrun: tuple[Span[T], ...] = ()
     simulation: Simulation | None = None
     beside: tuple[tuple[int, str], ...] = ()
+    joined: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def steps(self) -> int:
@@ -90,7 +93,7 @@ def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline[Task]:
         task = Task(letter, i, stage, batch)
         spans.append(Span(row, t.position, t.start * unit, t.end * unit, task))
     rows = simulation.devices + len(beside)
-    return Timeline(rows, tuple(spans), (), simulation, tuple(beside))
+    return Timeline(rows, tuple(spans), (), simulation, tuple(beside), simulation.joined)
 
 
 def timeline_of(
@@ -116,7 +119,8 @@ def timeline_of(
     if wrong or marks.faults:
         return _refused(schedule, costs), marks
     steps = default_steps(schedule) if steps is None else steps
-    return simulated(simulate(chain_program(schedule), costs, steps=steps)), marks
+    program, pairs = chain_program(schedule), pairs_in(schedule)
+    return simulated(simulate(program, costs, steps=steps, pairs=pairs)), marks
 
 
 def default_steps(schedule: Schedule) -> int:

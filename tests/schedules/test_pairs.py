@@ -1,0 +1,240 @@
+"""Pairs: a forward and a backward that run together, from the language to the times of a step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import fxpipe
+from fxpipe import B, F, InputError, Pair, ParseError, Schedule, Task, U, W
+from fxpipe.ir.recipe import find_recipe, fixed
+from fxpipe.passes.schedule import add_offload, add_recompute, add_reduce, end_with_flush
+from fxpipe.schedules import one_f_one_b
+from tests.helpers.faults import faults_of
+from tests.oracles.small_simulator import HALVES, idle, makespan, run_of, simulate
+
+TABLES = (Path(__file__).parents[1] / "published" / "schedules.txt").read_text().split("\n\n")
+DUALPIPE = [table for table in TABLES if table.startswith("# DualPipe, ")]
+
+
+@fxpipe.schedule("pairs in 1f1b")
+def paired(device: int, devices: int, microbatches: int) -> Iterator[Task | Pair]:
+    """1F1B with one more forward ahead, whose forwards run together with backwards."""
+    ahead = min(devices - device + 1, microbatches)
+    yield from map(F, range(ahead))
+    for i in range(microbatches):
+        yield F(i + ahead) & B(i) if i + ahead < microbatches else B(i)
+    yield U()
+
+
+@st.composite
+def pairings(draw: st.DrawFn) -> Schedule:
+    """A schedule of the library, some of whose neighbours are made pairs."""
+    name = draw(st.sampled_from(["1f1b", "gpipe", "zb-h1", "dualpipe-v", "interleaved-1f1b"]))
+    schedule = find_recipe(name)(draw(st.integers(1, 3)), draw(st.integers(1, 5)))
+    neighbours = [
+        then
+        for row in schedule.rows
+        for first, then in pairwise(row)
+        if first.kind == "F" and then.kind in "BIW" and first.microbatch != then.microbatch
+    ]
+    chosen = draw(st.sets(st.sampled_from(neighbours))) if neighbours else set()
+    return replace(schedule, paired=frozenset(chosen))
+
+
+def runs(schedule: Schedule) -> bool:
+    try:
+        simulate(schedule, HALVES)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_a_generator_and_a_text_make_the_same_pairs() -> None:
+    text = """\
+schedule "pairs in 1f1b" stages=2 microbatches=4 delay=0
+place 0 | 1
+0: F0 F1 F2 F3&B0 B1 B2 B3 U
+1: F0 F1 F2&B0 F3&B1 B2 B3 U
+"""
+    schedule = paired(2, 4).verify()
+    assert str(schedule) == text
+    assert Schedule.parse(text) == schedule
+    assert fixed(schedule)(2, 4) == schedule
+    assert schedule != replace(schedule, paired=frozenset())
+
+
+@given(pairings())
+def test_pairs_are_read_back(schedule: Schedule) -> None:
+    assert Schedule.parse(str(schedule)) == schedule
+
+
+@given(pairings())
+def test_pairs_are_refused_exactly_where_devices_would_wait_for_one_another(
+    schedule: Schedule,
+) -> None:
+    try:
+        schedule.verify()
+    except fxpipe.VerificationError:
+        assert not runs(schedule)
+    else:
+        assert runs(schedule)
+
+
+def test_what_is_no_pair_is_named() -> None:
+    head = "schedule wrong stages=1 microbatches=3 delay=0\nplace 0\n"
+    faults = faults_of(Schedule.parse(head + "0: F0&B0 F1 B1&F2 B2 U"))
+    assert [(f.position, f.subject, f.what) for f in faults] == [
+        (1, "F0@0&B0@0", "they would start together, and the backward needs the forward"),
+        (4, "B1@0&F2@0", "a pair is a forward with a backward behind it"),
+    ]
+    first = Schedule("wrong", 1, (0,), ((F(0, 0), B(0, 0), U(0)),), paired=frozenset({F(0, 0)}))
+    assert "a pair is a forward" in str(faults_of(first)[0])
+    away = replace(first, paired=frozenset({W(0, 0)}))
+    assert "W0@0 is in paired and in no row" in str(faults_of(away)[0])
+    for row, column in ("F0&", 7), ("F0& B1", 7), ("F0&B1&F2", 9), ("F0&B1F2", 9):
+        with pytest.raises(ParseError, match=f"line 3, column {column}"):
+            Schedule.parse(head + f"0: {row}")
+
+
+@given(pairings(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_a_pair_starts_once_and_takes_its_own_time(
+    schedule: Schedule, f: int, i: int, w: int, data: st.DataObject
+) -> None:
+    takes = {"F": f, "B": i + w, "I": i, "W": w, "A": 0, "U": 0}
+    for kind in schedule.kinds & {*"BIW"}:
+        takes[f"F&{kind}"] = data.draw(st.integers(max(f, takes[kind]), f + takes[kind]))
+    if not schedule.paired:
+        takes = {kind: time for kind, time in takes.items() if "&" not in kind}
+    if not runs(schedule):
+        return
+    found, expected = schedule.simulate(takes), simulate(schedule, takes)
+    assert found.makespan == makespan(expected)
+    assert found.bubble_size == idle(expected)
+
+
+def test_a_pair_of_which_only_one_half_has_a_batch_is_none() -> None:
+    window = Schedule.parse("""
+schedule window stages=2 microbatches=2 delay=1
+place 0 | 1
+0: F0&B0' F1&B1' U'
+1: F0 F1&B0 B1 U
+""").verify()
+    takes = {"F": 2, "B": 4, "U": 0, "F&B": 5}
+    for steps in 1, 2, 4:
+        whole = run_of(window, steps)
+        halves = frozenset(
+            then
+            for tasks in whole.rows
+            for first, then in pairwise(tasks)
+            if (first.kind, then.kind) == ("F", "B")
+            if int(first.microbatch or 0) - int(then.microbatch or 0) == 2 - (then.stage or 0)
+        )
+        assert len(halves) == 2 * (steps - 1) + steps
+        expected = simulate(replace(whole, paired=halves), takes)
+        assert window.simulate(takes, steps=steps).makespan == makespan(expected)
+
+
+@pytest.mark.parametrize(
+    ("costs", "told"),
+    [
+        ({"F&B": 4}, "F3@0&B0@0, whose tasks take 1 and 2; give a time from 2 to 3"),
+        ({"F&B": 1}, "give a time from 2 to 3"),
+        ({"F&Q": 2}, "no kind of task 'F&Q'"),
+    ],
+)
+def test_a_time_that_no_pair_can_take_is_named(costs: dict[str, float], told: str) -> None:
+    with pytest.raises(InputError, match=re.escape(told)):
+        paired(2, 4).simulate(costs)
+
+
+def test_a_grid_and_a_picture_show_pairs() -> None:
+    schedule, costs = paired(2, 3), {"F": 1, "B": 2, "F&B": 2, "U": 0}
+    assert schedule.grid(costs=costs).splitlines()[1:] == [
+        "0: F0 F1 F2 .  .  B0--- B1--- B2---",
+        "1: .  F0 F1 F2&B0 B1--- B2--- .  .",
+    ]
+    alone = replace(schedule, paired=frozenset())
+    drawn, apart = (s.draw(costs={"U": 0}).source for s in (schedule, alone))
+    assert "a pair, which runs together" in drawn
+    assert "a pair" not in apart
+    # a box around the pair, one of the legend, and its text
+    assert drawn.count("pos=") == apart.count("pos=") + 3
+
+
+def test_times_of_pairs_are_refused_where_there_are_none() -> None:
+    with pytest.raises(InputError, match="has none; leave it out"):
+        one_f_one_b(2, 4).simulate({"F&B": 2})
+
+
+@given(pairings())
+def test_passes_leave_pairs_whole(schedule: Schedule) -> None:
+    if not runs(schedule):
+        return
+    for changed in (
+        add_recompute(schedule, "always"),
+        add_offload(schedule, "always"),
+        add_offload(add_recompute(schedule, "always"), "except_last"),
+        add_reduce(schedule),
+    ):
+        assert changed.verify().paired == schedule.paired
+    assert not end_with_flush(schedule).paired
+
+
+def published(table: str) -> Schedule:
+    """A published schedule with the pairs that stand in its comments."""
+    text = table
+    for device, pairs in re.findall(r"# overlapped pairs of (\d+): (.*)", table):
+        row = re.search(rf"^{device}: .*$", text, re.MULTILINE)
+        assert row is not None
+        joined = row[0]
+        for pair in pairs.split():
+            assert pair.replace("+", " ") + " " in joined
+            joined = joined.replace(pair.replace("+", " ") + " ", pair.replace("+", "&") + " ")
+        text = text.replace(row[0], joined)
+    return Schedule.parse(text)
+
+
+@pytest.mark.parametrize("table", DUALPIPE, ids=lambda table: published(table).name)
+@pytest.mark.parametrize(("f", "w"), [(1, 1), (2, 1), (3, 2)])
+def test_dualpipes_published_idle_time_comes_out(table: str, f: int, w: int) -> None:
+    """It is exact where a pair takes as long as its tasks, and else no less."""
+    schedule = published(table).verify()
+    b = f + w
+    for both in range(b, f + b + 1):
+        takes = {"F": f, "B": b, "I": f, "W": w, "F&B": both, "A": 0, "U": 0}
+        idles = schedule.simulate(takes).bubble_size
+        formula = (schedule.devices // 2 - 1) * (both + b - 3 * w)
+        assert idles == formula if both == f + b else idles <= formula
+
+
+@pytest.mark.models
+def test_a_step_with_pairs_leaves_the_weights_of_one_without() -> None:
+    torch.set_num_threads(1)
+    weights = []
+    for schedule in paired(2, 4), replace(paired(2, 4), paired=frozenset()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        x, y = torch.randn(8, 4), torch.randn(8, 4)
+        with fxpipe.compile(
+            model,
+            2,
+            schedule=schedule,
+            microbatches=4,
+            loss=nn.functional.mse_loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        ) as pipe:
+            losses = [float(pipe.step(x, target=y)) for _ in range(3)]
+        weights.append((losses, [p.detach().clone() for p in model.parameters()]))
+    (one, first), (other, second) = weights
+    assert one == other
+    assert all(map(torch.equal, first, second))
