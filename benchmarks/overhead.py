@@ -27,7 +27,7 @@ from benchmarks.peers.pipe import RankPipe
 from benchmarks.report import Figure, Report, timed
 from examples import plain
 from examples.unet import UNet
-from fxpipe.compiler.overheads import hand_over
+from fxpipe.extensions.simulator.overheads import hand_over
 from fxpipe.ir.instruction import Receive, Send
 from fxpipe.runtime.choice import Dispatches
 

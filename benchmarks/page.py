@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Report
 from fxpipe.errors import InputError
+from fxpipe.extensions.simulator import simulate_schedule
 from fxpipe.ir.recipe import find_recipe
-from fxpipe.simulator import simulate_schedule
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (

@@ -223,10 +223,11 @@ def run(configuration: Configuration, steps: int) -> Trial:
         for _ in range(WARM_UP):
             pipe.step(x, target=y)
         found = pipe.simulate()
+        low, high = found.range
         seconds = median(timed(lambda: pipe.step(x, target=y))[1] for _ in range(steps))
         pipe.profile(x, target=y, steps=2)
         corrected = pipe.simulate().step_time
-    return Trial(found.step_time, *found.range, seconds, corrected)
+    return Trial(found.step_time, low, high, seconds, corrected)
 
 
 def count(configuration: Configuration) -> float:
@@ -244,7 +245,8 @@ def count(configuration: Configuration) -> float:
                         device.clear()
                 pipe.step(x, target=y)
         pairs = zip(pipe.simulate().memory, devices, strict=True)
-        return max((memory.peak / device.peak for memory, device in pairs), key=_off)
+        ratios: list[float] = [memory.peak / device.peak for memory, device in pairs]
+        return max(ratios, key=_off)
 
 
 def _off(ratio: float) -> float:

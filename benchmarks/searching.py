@@ -26,8 +26,8 @@ from fxpipe.extensions.search import exact
 from fxpipe.extensions.search.listing import list_schedule
 from fxpipe.extensions.search.local import greedy_policies
 from fxpipe.extensions.search.search import Found
+from fxpipe.extensions.simulator import Link
 from fxpipe.ir.recipe import Placement
-from fxpipe.simulator import Link
 
 SEED = 20261122
 COUNT = 100

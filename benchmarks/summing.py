@@ -33,9 +33,9 @@ import fxpipe
 from benchmarks.machine import describe
 from benchmarks.overlap import TASK, lengthen
 from benchmarks.report import Figure, Grid, Report
+from fxpipe.extensions.simulator import Link, Simulation
+from fxpipe.extensions.simulator.sums import Sum
 from fxpipe.ir import instruction as ins
-from fxpipe.simulator import Link, Simulation
-from fxpipe.simulator.sums import Sum
 
 LAYERS, WIDTH = 8, 256
 """Of the model whose gradients are summed: 2 MiB of them."""

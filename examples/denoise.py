@@ -33,7 +33,7 @@ import fxpipe
 from examples import photographs, plain
 from examples.photographs import Noisy
 from examples.unet import UNet
-from fxpipe.simulator import Simulation
+from fxpipe.extensions.simulator import Simulation
 
 DEVICES = 2
 MICROBATCHES = 8

@@ -9,26 +9,21 @@ from typing import Any
 
 import torch
 
-from fxpipe.arguments import check_whole
 from fxpipe.changes import Changed, Changes
 from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.fingerprint import fingerprint
+from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.overheads import StepTimes
-from fxpipe.compiler.predict import split_target
 from fxpipe.compiler.residence import release
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.rehearsal import Rehearsals
+from fxpipe.extend import find
 from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
 from fxpipe.runtime.devices.backend import is_worker
 from fxpipe.signals import SignalsAtOperations
-from fxpipe.simulator import Simulation
-from fxpipe.simulator.measured import measured_run
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.pytrees import together
-from fxpipe.torchtools.state import without_collection
 
 
 class Calls:
@@ -38,7 +33,6 @@ class Calls:
     Attributes:
         shown: the last training step; before the first one, the call that was compiled first.
         changes: compares what was changed on the ranks.
-        rehearsals: predict and learn the times of steps.
     """
 
     def __init__(
@@ -51,7 +45,6 @@ class Calls:
         """``hooks`` are those of the pipe itself, by the name of their attribute."""
         self.shown: Compiled | None = None
         self.changes = Changes(options, engine.progress)
-        self.rehearsals = Rehearsals(options, compiler, engine)
         self._options, self._compiler, self._engine = options, compiler, engine
         self._group = options.group
         self._hooks = hooks
@@ -126,25 +119,6 @@ class Calls:
                     if has_loss:
                         raise
             self.shown, _ = self._ready(micro, Kind("call"))
-
-    def profile(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, steps: int
-    ) -> Simulation:
-        """Train on a batch and return the measured times."""
-        with self._group.calling("profile"):
-            check_whole("steps", steps, 1)
-            if target is None and self._options.loss is not None:
-                args, target = split_target(self._options.model, args, kwargs)
-            with without_collection():
-                start = perf_counter()
-                with self._engine.timed() as times:
-                    for _ in range(steps):
-                        self.step(args, kwargs, target, return_output=False)
-                seconds = perf_counter() - start
-            compiled = self.compiled()
-            measured = measured_run(compiled.whole(), steps, times, self._engine.held(compiled))
-            self.rehearsals.learn(compiled, [StepTimes(seconds, times)], steps)
-        return measured
 
     def compiled(self) -> Compiled:
         """The call that is shown. Raises InputError if nothing is compiled yet."""
@@ -228,7 +202,7 @@ class Calls:
         if kind.purpose == "step" and self._compiler.decides(micro):
             with self._compiling():
                 count = self._compiler.decide(
-                    micro, updates=self._engine.updates, rehearse=self.rehearsals.rehearse
+                    micro, updates=self._engine.updates, rehearse=self._rehearse
                 )
             self._microbatches = count
             micro = micro.batch.in_parts(count, micro.replica)
@@ -260,6 +234,12 @@ class Calls:
             compiled = self._compiler.compile(micro, kind)
         allocator.give_back()
         return compiled, micro
+
+    def _rehearse(self, compiled: Compiled, call: Call) -> Any:
+        """See ``compiler.Rehearse``."""
+        return find("option", "rehearse", "a rehearsal")(
+            self._compiler, self._engine, compiled, call
+        )
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.predict import held_sizes, predicted_peaks
 from fxpipe.differentiable import differentiable_call, outputs_of
 from fxpipe.errors import RESTORE, EndedError, InputError
+from fxpipe.extend import find, there
 from fxpipe.ir.traced import Traced
 from fxpipe.locks import PipeLock, locked
 from fxpipe.metrics import Meter, clocks, measured
@@ -30,7 +30,6 @@ from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.progress import Progress
-from fxpipe.simulator.sizes import Sizes
 from fxpipe.torchtools import allocator
 
 R = TypeVar("R", bound=Run[Any])
@@ -171,15 +170,20 @@ class Engine:
         return [[t - ahead for ahead, ls in ranks for t in ls[d]] for d in range(len(local))]
 
     @locked
-    def held(self, compiled: Compiled) -> Sizes:
-        """The bytes of what the stages and their optimizers hold, on all ranks."""
-        return self._sizes(compiled, self.progress.optimizers_of(compiled.plan), stepping=True)
+    def peaks(self, compiled: Compiled) -> Sequence[int] | None:
+        """Device → the most bytes that it is predicted to hold in a step, on all ranks; None
+        without the simulator."""
+        if not there("option", "peaks"):
+            return None
+        return self._peaks(compiled, self.progress.optimizers_of(compiled.plan), stepping=True)
 
-    def _sizes(
+    def _peaks(
         self, compiled: Compiled, optimizers: Sequence[Optimizer | None], stepping: bool
-    ) -> Sizes:
+    ) -> Sequence[int]:
         state = self.progress.state_of(compiled.traced)
-        return held_sizes(compiled, self._options, state, optimizers, stepping=stepping)
+        peaks = find("option", "peaks", "a prediction of memory")
+        found: Sequence[int] = peaks(compiled, self._options, state, optimizers, stepping=stepping)
+        return found
 
     def joins(self, compiled: Compiled) -> bool:
         """Whether a batch of this program can join the batches in flight."""
@@ -370,11 +374,7 @@ class Engine:
             first=first,
             times=self._times or self._metered(compiled),
             ended=self.progress.end,
-            expected=lambda: predicted_peaks(
-                compiled.plan,
-                compiled.whole(),
-                self._sizes(compiled, optimizers, stepping=compiled.purpose == "step"),
-            ),
+            expected=lambda: self._peaks(compiled, optimizers, compiled.purpose == "step"),
         )
 
     def _metered(self, compiled: Compiled) -> Sequence[list[Any]]:

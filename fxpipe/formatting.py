@@ -16,7 +16,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fxpipe.extend import there
+from fxpipe.errors import InputError
+from fxpipe.extend import find
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
@@ -67,8 +68,12 @@ def shown(value: Any, things: int) -> dict[str, str]:
         things: how many things its picture has; if there are too many, only text is shown.
     """
     bundle = {"text/plain": repr(value)}
-    if things <= _DRAWN and there("view", f"{type(value).__name__}.draw"):
-        bundle["image/svg+xml"] = value.draw()._repr_svg_()
+    if things <= _DRAWN:
+        try:
+            draw = find("view", f"{type(value).__name__}.draw")
+        except InputError:  # the extension is not there
+            return bundle
+        bundle["image/svg+xml"] = draw(value)._repr_svg_()
     return bundle
 
 

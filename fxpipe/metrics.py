@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter, perf_counter_ns
@@ -10,7 +10,6 @@ from typing import Any
 
 from fxpipe.ir.program import Program
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.simulator.simulation import idle_share
 
 _ROUNDS = 8
 """How many rounds of messages are exchanged to compare clocks."""
@@ -36,7 +35,7 @@ class Meter:
     loss: Any = None
     program: Program | None = None
     compiled: object = None
-    peaks: list[int] | None = None
+    peaks: Sequence[int] | None = None
     _start: float = field(default=0.0, repr=False)
 
     def begin(self) -> None:
@@ -75,6 +74,15 @@ def measured(program: Program, times: Mapping[int, Sequence[int]]) -> dict[str, 
                     through = max(through, end)
     bubble = idle_share(len(times), spans, through)
     return {"bubble": bubble, "stage_seconds": dict(sorted(seconds.items()))}
+
+
+def idle_share(devices: int, times: Iterable[tuple[float, float]], through: float) -> float:
+    """The share of the devices' time until ``through`` in which none of the tasks, given as (start,
+    end), runs."""
+    if not through:
+        return 0.0
+    busy = sum(max(min(end, through) - start, 0) for start, end in times)
+    return 1 - busy / (devices * through)
 
 
 def clocks(group: RankGroup) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -16,10 +16,9 @@ from fxpipe.calls import Calls
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.owned import Owned, joined, load_part, owned, used_tensors
-from fxpipe.compiler.predict import given_links, predict, predict_memory
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.extend import find
+from fxpipe.extend import View, find
 from fxpipe.formatting import preformatted
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
@@ -34,9 +33,6 @@ from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.runtime.weights.initial import Initialise, initialise
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.signature import SignedLikeTheModel
-from fxpipe.simulator import Simulation
-from fxpipe.simulator.costs import Costs, Links
-from fxpipe.simulator.report import peak_texts
 from fxpipe.stage_table import stage_table
 from fxpipe.torchtools.meta import allocated
 from fxpipe.torchtools.state import HOOKS
@@ -175,29 +171,9 @@ class Pipeline(nn.Module):
         """
         self._calls.prepare(args, kwargs, target)
 
-    @locked
-    def profile(self, *args: Any, target: Any = None, steps: int = 1, **kwargs: Any) -> Simulation:
-        """Train on a batch as ``step`` does, and return the measured times of all instructions.
-
-        ``simulate`` predicts with these times from then on, unless devices have streams. Python's
-        cyclic garbage is collected only after the steps, as a collection may take longer than one.
-
-        Args:
-            *args: the model's positional inputs; the target may be the last of them.
-            target: what the loss compares the output with.
-            steps: how many steps to run and measure.
-            **kwargs: the model's keyword inputs.
-
-        Returns:
-            The same as ``simulate`` returns, with measured times in seconds; over replicas, with
-            those of this replica. ``costs`` are the times of the stages while all of them run, and
-            can be given to ``simulate``. ``memory`` is predicted, as in ``simulate``, from the
-            measured times.
-
-        Raises:
-            InputError: as in ``step``, or ``steps`` is below 1.
-        """
-        return self._calls.profile(args, kwargs, target, steps)
+    profile = View()
+    """``pipe.profile(x, target=y, steps=1)`` trains as ``step`` does, and returns the measured
+    times: ``fxpipe.extensions.simulator.pipe.profile_pipe``."""
 
     # modes and closing
 
@@ -295,8 +271,7 @@ class Pipeline(nn.Module):
             meter = self._engine.meter = Meter([[] for _ in self.devices])
         shown = self._calls.shown
         if shown is not None and shown is not meter.compiled:
-            peaks = [memory.peak for memory in self._memory().memory]
-            meter.compiled, meter.peaks = shown, peaks
+            meter.compiled, meter.peaks = shown, self._engine.peaks(shown)
         measured = self._engine.measured(meter)
         figures = {
             "batches": self.batches,
@@ -372,66 +347,16 @@ class Pipeline(nn.Module):
         ended = bool(self._engine.progress.ended)  # then nothing is known of its memory
         verdict = self._compiler.verdict
         places = self._group.members.places or [*map(str, self.devices)]
-        memory: Sequence[str] = ["–"] * len(places)
-        if shown is not None and not ended:
-            memory = peak_texts(self._memory())
+        peaks = None if shown is None or ended else self._engine.peaks(shown)
         replicas = self._options.replicas
-        return stage_table(self._model, shown, places, verdict, memory, replicas)
+        return stage_table(self._model, shown, places, verdict, peaks, replicas)
 
     def _repr_html_(self) -> str:
         return preformatted(repr(self))
 
-    def simulate(
-        self,
-        costs: Costs | None = None,
-        *,
-        links: Links | None = None,
-        overlap: bool = True,
-        steps: int | None = None,
-    ) -> Simulation:
-        """Predict the time and the memory of a training step.
-
-        The first call measures the costs, in seconds, in rehearsed steps: real steps of random
-        numbers, whose results are dropped and which update copies of the weights. ``profile``
-        replaces these times by those of real steps. Over several ranks, on devices with streams or
-        with leaf modules, no step is rehearsed, and the times are those of each stage alone,
-        measured when it was compiled. ``step_time`` is the predicted time of a step, and ``range``
-        how sure that is.
-
-        ``memory`` has the peak of each device in bytes, as the table shows it, and its parts: what
-        is always allocated, by storage, and what the nodes of the running graph hold. It counts
-        neither the scratch memory of operations nor what stages with leaf modules save. Gradients
-        that ``.grad`` holds now are counted in addition to the step's own. Every rank predicts the
-        same for all devices, without asking the other ranks: it takes gradients to be where it has
-        some itself, and calls ``optimizer`` for the stages of other ranks, too, for their memory.
-
-        Args:
-            costs: the costs to predict with, instead of the measured ones.
-            links: the links between devices; by default those of a ``Partition``, or a hand-over to
-                another thread.
-            overlap: whether a device computes while it sends; see ``fxpipe.simulator.simulate``.
-            steps: how many steps are simulated in a row; see there.
-
-        Raises:
-            InputError: nothing is compiled or measured yet, or an argument does not fit.
-        """
-        compiled = self._calls.measured()
-        rehearsal = None if costs else self._calls.rehearsals.of(compiled)
-        return predict(
-            compiled.plan,
-            compiled.whole(),
-            self._engine.held(compiled),
-            costs,
-            rehearsal=rehearsal,
-            links=links or (None if costs else given_links(self._options)),
-            overlap=overlap,
-            steps=steps,
-        )
-
-    def _memory(self) -> Simulation:
-        """A simulation whose memory is to be shown; its times are not."""
-        compiled = self._calls.compiled()
-        return predict_memory(compiled.plan, compiled.whole(), self._engine.held(compiled))
+    simulate = View()
+    """``pipe.simulate()`` predicts the time and the memory of a step:
+    ``fxpipe.extensions.simulator.pipe.simulate_pipe``."""
 
     # saving and loading
 

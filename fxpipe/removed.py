@@ -27,6 +27,7 @@ REMOVED = {
 GONE = {
     "fxpipe.prefetch": "iterate the loader, with pin_memory=True; a step copies its micro-batches "
     "beside the computations",
+    "fxpipe.simulator": "write from fxpipe.extensions.simulator import Link, Sizes, Simulation",
     "pipe.sizes": "to know whether a size fits, pipe.prepare with it, and look at pipe.simulate()",
 }
 """Attribute → the same."""

@@ -19,7 +19,7 @@ from fxpipe.formatting import (
     wrapped,
 )
 from fxpipe.ir.plan import Plan, Stage
-from fxpipe.kernels.graph import peak_of
+from fxpipe.kernels.graph import GraphKernel, peak_of
 from fxpipe.passes.partition.assignment import Verdict
 
 _MODULES = 12
@@ -37,13 +37,13 @@ def stage_table(
     compiled: Compiled | None,
     places: Sequence[str],
     verdict: Verdict | None,
-    memory: Sequence[str],
+    peaks: Sequence[int] | None,
     replicas: int,
 ) -> str:
     """Return the table of the stages, their modules, and a line on their balance.
 
-    ``places`` and ``memory`` are the location and the predicted memory peak of each device. What
-    the columns mean is told by the first table of a process.
+    ``places`` are the locations of the devices, ``peaks`` the bytes that they are predicted to hold
+    at most, if that is known. What the columns mean is told by the first table of a process.
     """
     title = f"fxpipe.Pipeline of {type(model).__name__} over {len(places)} devices"
     title += f" in {replicas} replicas" * (replicas > 1)
@@ -73,7 +73,7 @@ def stage_table(
             f"> {share}" if load > heavy else share,
             bytes_text(into),
             bytes_text(sum(plan.bytes_of(edge) or 0 for edge in skips)),
-            memory[schedule.placement[at]],
+            _memory(compiled, schedule.placement[at], peaks),
         )
         on = " and ".join(f"{device} ({places[device]})" for device in schedule.devices_of(at))
         modules.append(wrapped(f"{at} on device {on}: {_modules(stage, prefix)}", "   "))
@@ -119,6 +119,15 @@ def _modules(stage: Stage, prefix: str) -> str:
     more = len(names) - _MODULES
     shown = ", ".join(names[:_MODULES]) + (f" and {more} more" if more > 0 else "")
     return shown or "none as a whole"
+
+
+def _memory(compiled: Compiled, device: int, peaks: Sequence[int] | None) -> str:
+    """The most that a device is predicted to hold; what leaf modules save is not known."""
+    if peaks is None:
+        return "–"
+    stages = [compiled.plan.stages[stage] for stage in compiled.schedule.held_by(device)]
+    known = all(isinstance(stage.kernel, GraphKernel) for stage in stages)
+    return f"{'' if known else 'at least '}{bytes_text(peaks[device])}"
 
 
 def _milliseconds(stage: Stage, which: str) -> str:

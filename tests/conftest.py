@@ -43,9 +43,9 @@ QUICK = (
     "extensions/exact_cut",
     "extensions/formulas",
     "extensions/page",
+    "extensions/simulator",
     "ir",
     "schedules",
-    "simulator",
     "text",
     "verify",
 )
@@ -55,6 +55,7 @@ REMEMBERING = (
     "extensions/inductor",
     "extensions/planner",
     "extensions/python_state",
+    "extensions/simulator",
     "models/test_exactness.py",
     "models/test_split_training.py",
     "partition",

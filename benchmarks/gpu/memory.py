@@ -22,7 +22,7 @@ from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.setting import Setting, arguments, read
 from benchmarks.gpu.workloads import NAMES, Workload, workload
 from benchmarks.report import Figure, Grid
-from fxpipe.simulator import Simulation
+from fxpipe.extensions.simulator import Simulation
 
 SCHEDULES = ("gpipe", "1f1b", "2bw")
 MODES = ("never", "except_last", "always")

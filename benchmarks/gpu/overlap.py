@@ -27,11 +27,11 @@ from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, read
 from benchmarks.gpu.workloads import NAMES, Workload, workload
 from benchmarks.report import Figure, Grid
+from fxpipe.extensions.simulator import Simulation
+from fxpipe.extensions.simulator.measured import measured_run
 from fxpipe.ir.instruction import Arrival
 from fxpipe.ir.program import Program
 from fxpipe.ir.unroll import unroll
-from fxpipe.simulator import Simulation
-from fxpipe.simulator.measured import measured_run
 
 WARM_UP = 3
 STEPS = 3

@@ -19,11 +19,11 @@ from fxpipe.compiler.objective import Copies, divided, known_buffers, on_device,
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Graph, Plans
-from fxpipe.compiler.predict import predicted_peaks, remedies, step_sizes
 from fxpipe.compiler.preflight import refuse_copied
 from fxpipe.compiler.residence import settle
 from fxpipe.compiler.timetable import Purpose, Timetable
 from fxpipe.errors import InputError, PartitionError
+from fxpipe.extend import find
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
@@ -40,16 +40,15 @@ from fxpipe.passes.tracing.trace import shapes_of
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.signals import SignalsAtOperations
-from fxpipe.simulator.costs import Rehearsal
 from fxpipe.torchtools.source import users_level
 from fxpipe.torchtools.state import (
     without_collection,
     without_saved_tensor_hooks,
 )
 
-Rehearse = Callable[[Compiled, Call], Rehearsal | None]
+Rehearse = Callable[[Compiled, Call], Any]
 """Rehearses the program of a compiled call, with a batch like that of the second call, and returns
-the times; see ``Rehearsals``."""
+the times, or None if it cannot; the simulator does."""
 
 
 class Compiler:
@@ -329,8 +328,8 @@ class Compiler:
 
     def _peaks(self, compiled: Compiled, updates: bool) -> list[float]:
         """Device → the most bytes that it is predicted to hold in a step."""
-        sizes = step_sizes(compiled, self.options, updates)
-        return [*map(float, predicted_peaks(compiled.plan, compiled.whole(), sizes))]
+        peaks = find("option", "step_peaks", "memory_limits=")
+        return [*map(float, peaks(compiled, self.options, updates))]
 
     def _remedies(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> str:
         """The options with which a step of this many samples would keep the memory limits."""
@@ -343,7 +342,8 @@ class Compiler:
             changed = self.resized(replace(compiled, schedule=schedule), graph, part, updates)
             return all(map(operator.le, self._peaks(changed, updates), self._placement.limits))
 
-        return remedies(self.timetable, now, samples, fits)
+        found: str = find("option", "remedies")(self.timetable, now, samples, fits)
+        return found
 
     def _program(
         self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool

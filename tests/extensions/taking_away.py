@@ -5,10 +5,10 @@
 The parent imports what a first step needs of other libraries, but nothing of fxpipe, and forks a
 child for each extension. In the child the modules of
 the extension, and all that is in them, cannot be imported. It then imports fxpipe, trains a step,
-lowers, verifies, simulates and prints every schedule of the library; none of that may load
+lowers, verifies and prints every schedule of the library; none of that may load
 an extension but those that are there by default. Then it asks for all names
-that the registry knows: each is found, or the error names a module that is gone. Prints a JSON
-object: name → "" or the last lines of the error.
+that the registry knows: each is found, or the error names a module that is gone. A pipe prints, and
+predicts if the simulator is there. Prints a JSON object: name → "" or the last lines of the error.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import get_args
+from typing import Any, get_args
 
 import rich.table  # noqa: F401
 import safetensors.torch  # noqa: F401
@@ -48,6 +48,9 @@ DEFAULT = ("fxpipe.extensions.exact_cut", "fxpipe.extensions.python_state")
 """The extensions that ``compile`` uses if they are there."""
 
 
+SIMULATOR = "fxpipe.extensions.simulator"
+
+
 def extensions() -> list[str]:
     """The modules of other extensions that are loaded."""
     return [
@@ -61,7 +64,7 @@ def use_the_rest() -> None:
     """Use what must work without any extension, and loads none."""
     import fxpipe
     from fxpipe.ir.recipe import RECIPES
-    from fxpipe.simulator.simulate import chain_program
+    from fxpipe.passes.lowering.chain import chain_program
 
     assert not extensions(), f"import fxpipe loads {extensions()}"
     assert not {*DEFAULT} & {*sys.modules}
@@ -76,12 +79,11 @@ def use_the_rest() -> None:
         torch.testing.assert_close(pipe.step(x, target=y), loss.detach())
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
-        assert pipe.simulate().step_time > 0 and str(pipe.plan) and str(pipe.program)
+        assert str(pipe.plan) and str(pipe.program)
     for recipe in RECIPES.values():
         schedule = recipe(2, 4).verify()
         assert fxpipe.Schedule.parse(str(schedule)) == schedule
         chain_program(schedule).verify()
-        assert schedule.simulate().makespan > 0
     assert not extensions(), f"what the core does loads {extensions()}"
 
 
@@ -99,8 +101,40 @@ def ask_for_all(gone: Sequence[str]) -> None:
             except InputError as error:
                 lost = str(error).partition(" needs the extension ")[2].partition(",")[0]
                 assert lost in gone, error
-    pictures = "fxpipe.extensions.draw" not in gone
+    pictures = not {"fxpipe.extensions.draw", SIMULATOR} & {*gone}
     assert ("image/svg+xml" in gpipe(2, 2)._repr_mimebundle_()) == pictures
+
+
+def predict(gone: Sequence[str]) -> None:
+    """Ask a pipe for what the simulator tells."""
+    import fxpipe
+
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.ones(4, 3)
+    given: dict[str, Any] = {"microbatches": 2, "loss": mse_loss}
+    with fxpipe.compile(model, ["cpu"] * 2, partition=["1"], **given) as pipe:
+        pipe.step(x, target=torch.ones(4, 2))
+        assert "not measured yet" in str(pipe)
+        if SIMULATOR not in gone:
+            assert pipe.simulate().step_time > 0 and "not measured yet" not in str(pipe)
+            assert "peak_memory/0" in pipe.metrics
+            return
+        assert "peak_memory/0" not in pipe.metrics
+        refused(lambda: pipe.simulate())
+    limits = fxpipe.Partition(at=["1"], memory_limits=10**9)
+    with fxpipe.compile(model, ["cpu"] * 2, partition=limits, **given) as pipe:
+        refused(lambda: pipe.step(x, target=torch.ones(4, 2)))
+
+
+def refused(call: Callable[[], object]) -> None:
+    """Call what needs the simulator, and expect to be told so."""
+    from fxpipe.errors import InputError
+
+    try:
+        call()
+    except InputError as error:
+        assert f"needs the extension {SIMULATOR}" in str(error), error
+    else:
+        raise AssertionError("it does without the simulator")
 
 
 def taken_away(modules: Sequence[str]) -> str:
@@ -114,6 +148,7 @@ def taken_away(modules: Sequence[str]) -> str:
             sys.meta_path.insert(0, Gone(modules))
             use_the_rest()
             ask_for_all(modules)
+            predict(modules)
         except BaseException:
             told = "".join(traceback.format_exc().splitlines(keepends=True)[-8:])
         with os.fdopen(writing, "w") as out:

@@ -22,7 +22,7 @@ from fxpipe.extensions.search.certificate import Certificate
 from fxpipe.extensions.search.listing import list_schedule
 from fxpipe.extensions.search.local import random_policy, search_of
 from fxpipe.extensions.search.problem import Order, Problem
-from fxpipe.simulator.costs import Key
+from fxpipe.extensions.simulator.costs import Key
 
 needs_ortools = pytest.mark.skipif(
     not exact.available(), reason="ortools is not installed: pip install fxpipe[search]"

@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from examples.unet import UNet
+from fxpipe.extensions.simulator.costs import measured_costs
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.log import telling
 from fxpipe.passes import runner
@@ -23,7 +24,6 @@ from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.passes.partition.measure import NodeCost, Stopwatch, measure, measure_leaves
 from fxpipe.passes.tracing.symbolic import trace_symbolically
-from fxpipe.simulator.costs import measured_costs
 from fxpipe.torchtools.pytrees import bytes_of
 from fxpipe.torchtools.state import untouched
 from tests.helpers.fronted import (

@@ -13,7 +13,6 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe.compiler.placement import Placement
-from fxpipe.compiler.predict import predicted_peaks
 from fxpipe.errors import InputError
 
 
@@ -154,6 +153,6 @@ def test_memory_is_predicted_before_times_are_known() -> None:
     with pipe_of(Middle()) as pipe:
         pipe.prepare(x, target=y)
         shown = pipe._calls.shown
-        peaks = predicted_peaks(shown.plan, shown.program, pipe._engine.held(shown))
+        peaks = pipe._engine.peaks(shown)
         assert not shown.plan.stages[0].costs
         assert peaks == [memory.peak for memory in pipe.simulate().memory]

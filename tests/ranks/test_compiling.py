@@ -17,8 +17,8 @@ import fxpipe
 from examples import larger
 from fxpipe.compiler import placement
 from fxpipe.extensions.planner import stages
+from fxpipe.extensions.simulator.costs import Times
 from fxpipe.ir.plan import Plan
-from fxpipe.simulator.costs import Times
 from fxpipe.torchtools import allocator
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.works import measured_alike

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.extensions.simulator import simulate
 from fxpipe.ir import instruction as ins
-from fxpipe.simulator import simulate
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 HOUR = 3600 * 10**9

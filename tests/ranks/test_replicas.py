@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe import LossWeight
+from fxpipe.extensions.simulator.pipe import held as held_of
 from fxpipe.runtime.ranks.summing import RunningSum, cut
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
@@ -245,7 +246,7 @@ def uneven(mesh: DeviceMesh) -> dict[str, Results]:
                     found[key] = parameter.grad.clone()
             found["sent"] = torch.tensor(pipe._group.summed)
             assert pipe.program.replicas == 2
-            held = pipe._engine.held(pipe._calls.compiled())
+            held = held_of(pipe, pipe._calls.compiled())
             stage = pipe._group.device
             found["predicted"] = torch.tensor(held.summing(stage, replica, 2) * len(SIZES))
         every[name] = found

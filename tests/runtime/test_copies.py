@@ -16,13 +16,13 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.arguments import check_copies
 from fxpipe.errors import ExecutionError, InputError
+from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import add_reduce
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine, Store
-from fxpipe.simulator.sizes import Sizes
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD, compiled, make
 from tests.helpers.profiles import DEEP
 from tests.helpers.tiny import batch, pipe_of

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.extensions.search.search import search_schedule
+from fxpipe.extensions.simulator.costs import Key
 from fxpipe.ir.recipe import find_recipe
-from fxpipe.simulator.costs import Key
 from tests.helpers.overlapping import (
     ADAMW,
     LOSSES,

@@ -164,7 +164,7 @@ def test_memory_counts_the_indices_and_values_of_a_sparse_buffer() -> None:
         with fxpipe.compile(model, 1, microbatches=4, loss=mse_loss) as pipe:
             pipe.prepare(x, target=y)
             assert "Graphs" in str(pipe)
-            return pipe.simulate().memory[0].peak
+            return int(pipe.simulate().memory[0].peak)
 
     assert peak(30) - peak(10) == 3 * 20 * (2 * 8 + 4)
 

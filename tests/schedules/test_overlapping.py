@@ -11,6 +11,7 @@ from math import ceil
 import pytest
 
 from fxpipe.errors import VerificationError
+from fxpipe.extensions.simulator import Sizes
 from fxpipe.ir.instruction import Backward, Forward
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
@@ -24,7 +25,6 @@ from fxpipe.schedules import (
     pipedream_vertical,
     two_bw,
 )
-from fxpipe.simulator import Sizes
 from tests.oracles.small_simulator import (
     AS_LONG,
     busy,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.simulator import simulate
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
@@ -18,7 +19,6 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import gpipe, inference, one_f_one_b
-from fxpipe.simulator import simulate
 from fxpipe.text.program import print_instruction
 from fxpipe.verify.program import verify_program
 from tests.helpers.faults import faults_of

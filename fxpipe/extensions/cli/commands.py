@@ -20,7 +20,6 @@ from fxpipe.formatting import plain_table, table_text
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.simulator import simulate_schedule
 
 DONE, FAULTY, WRONG = 0, 1, 2
 """Exit statuses: no faults; faults were found; the command could not be carried out."""
@@ -204,7 +203,7 @@ def show_schedule(given: Namespace) -> bool:
     simulation = None
     written = {given.trace, given.html} != {None}
     if sound and (written or (shown and not given.text)):
-        simulation = simulate_schedule(schedule, costs, steps=given.steps)
+        simulation = schedule.simulate(costs, steps=given.steps)
         if given.trace is not None:
             simulation.trace(given.trace)
             _wrote(given.trace)

@@ -12,14 +12,14 @@ from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extensions.draw.canvas import BoxStyle, Canvas
 from fxpipe.extensions.draw.chart import Chart, LegendEntry
 from fxpipe.extensions.draw.picture import FORWARD, OTHER, UPDATE, Picture
+from fxpipe.extensions.simulator import Simulation, simulate_schedule
+from fxpipe.extensions.simulator.costs import Costs, check_keys, measured_costs, times_of
+from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.formatting import bytes_text, plain_table, preformatted, table_text, time_text
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
 from fxpipe.pipeline import Pipeline
-from fxpipe.simulator import Simulation, simulate_schedule
-from fxpipe.simulator.costs import Costs, check_keys, measured_costs, times_of
-from fxpipe.simulator.sizes import Sizes
 
 _BARS = 480.0
 _LONGEST = 2.0

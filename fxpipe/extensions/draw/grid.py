@@ -8,9 +8,9 @@ from statistics import median
 from fxpipe.errors import Fault, InputError
 from fxpipe.extensions.draw.chart import TICKS, FaultMarks, nice_step
 from fxpipe.extensions.draw.timeline import Span, Timeline, timeline_of
+from fxpipe.extensions.simulator.costs import Costs
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
-from fxpipe.simulator.costs import Costs
 
 _SHORT = 0.25
 """Tasks that take less than this share of the median do not widen the grid."""
@@ -40,8 +40,9 @@ def schedule_grid(
         1: .  F0 B0--- F1 B1--- .  .  U
 
     ``F1&B0--`` is a pair. A task at fault has a ``!``, one that never runs has a ``?``, and the
-    faults are listed below. Where several steps are shown, ``F0b1`` belongs to the second batch. Offloads and prefetches
-    that run beside a device's tasks have rows of their own below, ``0O`` and ``0P``.
+    faults are listed below. Where several steps are shown, ``F0b1`` belongs to the second batch.
+    Offloads and prefetches that run beside a device's tasks have rows of their own below, ``0O``
+    and ``0P``.
 
     Args:
         schedule: the schedule to show.

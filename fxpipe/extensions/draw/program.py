@@ -34,13 +34,13 @@ from fxpipe.extensions.draw.styles import (
     instruction_style,
 )
 from fxpipe.extensions.draw.timeline import Span, Timeline, sketch
+from fxpipe.extensions.simulator.simulate import share_of
 from fxpipe.formatting import plural
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place, Wait, usual_cost, waits_of
-from fxpipe.simulator.simulate import share_of
 from fxpipe.text.program import print_instruction
 
 DETAILED = 600

@@ -32,14 +32,14 @@ from fxpipe.extensions.draw.styles import (
     simulation_boxes,
 )
 from fxpipe.extensions.draw.timeline import Span, Timeline, simulated, timeline_of
+from fxpipe.extensions.simulator.costs import Costs
+from fxpipe.extensions.simulator.simulation import Simulation, Transfer
+from fxpipe.extensions.simulator.sums import Sum
 from fxpipe.formatting import time_text
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.walk import Place
-from fxpipe.simulator.costs import Costs
-from fxpipe.simulator.simulation import Simulation, Transfer
-from fxpipe.simulator.sums import Sum
 
 WITH_ARROWS = 1000
 """The most transfers of a picture that shows them as arrows."""

@@ -25,12 +25,12 @@ from fxpipe.extensions.draw.picture import (
     TASKS,
     tint,
 )
+from fxpipe.extensions.simulator.simulation import Simulation, task_of, version_of
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import BufferKind
-from fxpipe.simulator.simulation import Simulation, task_of, version_of
 
 BORDERS = ((PAPER, 0.6, ""), (INK, 0.8, "dashed"), (INK, 1.0, ""))
 """Colour, width and style of the outline; batches use them in rotation."""

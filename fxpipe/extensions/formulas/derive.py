@@ -43,7 +43,7 @@ from fxpipe.ir.recipe import Recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.unroll import unroll
-from fxpipe.simulator.simulate import chain_program, with_sums
+from fxpipe.passes.lowering.chain import chain_program, with_sums
 
 _MANY = Ge(p, 2)
 

@@ -19,13 +19,13 @@ from sympy.core.relational import Relational
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.formulas.formulas import Basis, Vector, basis
+from fxpipe.extensions.simulator.analysis import peak_stash
+from fxpipe.extensions.simulator.costs import task_times
+from fxpipe.extensions.simulator.simulate import run
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.walk import waits_of, walk
-from fxpipe.simulator.analysis import peak_stash
-from fxpipe.simulator.costs import task_times
-from fxpipe.simulator.simulate import run
 
 Longest = Callable[[Vector], Vector]
 """Times → how often each of them counts in the longest path at these times."""

@@ -24,11 +24,11 @@ from fxpipe.extensions.draw.chart import row_height
 from fxpipe.extensions.draw.picture import FAINT, IDLE, INK, OTHER, SKIP, TASKS
 from fxpipe.extensions.draw.schedule import simulation_title
 from fxpipe.extensions.draw.styles import TaskStyles, simulation_boxes
+from fxpipe.extensions.simulator.analysis import stash_levels
+from fxpipe.extensions.simulator.simulate import simulate
+from fxpipe.extensions.simulator.simulation import Simulation, task_of, version_of
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer
-from fxpipe.simulator.analysis import stash_levels
-from fxpipe.simulator.simulate import simulate
-from fxpipe.simulator.simulation import Simulation, task_of, version_of
 
 Columns = dict[str, "array[Any]"]
 

@@ -12,10 +12,10 @@ from math import inf, prod
 
 import fxpipe.schedules as library
 from fxpipe.errors import InputError
+from fxpipe.extensions.simulator.costs import Times
 from fxpipe.formatting import time_text
 from fxpipe.ir.recipe import Placement, Recipe, find_recipe, one_each
 from fxpipe.passes.schedule import Recompute
-from fxpipe.simulator.costs import Times
 
 EXACT = 1.01
 """Times that differ by a smaller factor count as equal, as measurements are no more exact; then

@@ -12,7 +12,7 @@ from math import inf, prod
 import torch
 
 from fxpipe.errors import InputError, ParseError
-from fxpipe.simulator.costs import Link
+from fxpipe.extensions.simulator.costs import Link
 from fxpipe.torchtools.accelerator import kind_of
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12} | {

@@ -17,7 +17,6 @@ from fxpipe.compile import compile
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.front_end import Call
-from fxpipe.compiler.overheads import away_rates, overheads
 from fxpipe.devices import read_devices
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
@@ -27,17 +26,18 @@ from fxpipe.extensions.planner.cluster import Cluster
 from fxpipe.extensions.planner.profile import Cut, Profile
 from fxpipe.extensions.planner.ranking import choices
 from fxpipe.extensions.planner.stages import Stages
+from fxpipe.extensions.simulator import rehearsal
+from fxpipe.extensions.simulator.costs import Overheads, Rehearsal
+from fxpipe.extensions.simulator.overheads import away_rates, overheads
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.partition.atoms import Atoms, atoms_of, footprint_of
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.pipeline import Pipeline
-from fxpipe.rehearsal import Rehearsals
 from fxpipe.runtime.choice import Choice as Threads
 from fxpipe.runtime.devices.lanes import home
 from fxpipe.runtime.weights.optimizer import state_size
-from fxpipe.simulator.costs import Overheads, Rehearsal
 from fxpipe.torchtools.state import untouched, without_collection
 
 SIZES = (2, 8)
@@ -227,8 +227,7 @@ class _Cuts:
         options = stages.compiler.options
         engine = Engine(options, Threads(choice.stages, options.dispatch))
         try:
-            rehearsals = Rehearsals(options, stages.compiler, engine)
-            stages.rehearse(rehearsals.rehearse, candidate)
+            stages.rehearse(partial(rehearsal.rehearse, stages.compiler, engine), candidate)
         finally:
             engine.close()
         predicted = stages.predict(candidate)
@@ -261,10 +260,10 @@ def _profile(
             "I": [sum(cost.input_grad for cost in atom) for atom in by_atom],
             "W": [sum(cost.weight_grad for cost in atom) for atom in by_atom],
         }
-        rehearsal = rehearsals[size]
-        if rehearsal is None:
+        ran = rehearsals[size]
+        if ran is None:
             return times
-        whole = {x: max(rehearsal.costs[x, 0] - besides.task, 0.0) for x in "FB"}
+        whole = {x: max(ran.costs[x, 0] - besides.task, 0.0) for x in "FB"}
         scale = {x: total / (sum(times[x]) or 1.0) for x, total in whole.items()}
         return {x: [t * scale["F" if x == "F" else "B"] for t in ts] for x, ts in times.items()}
 
@@ -298,7 +297,7 @@ def _rehearsed(
     compiled = Compiled(
         traced, plan, (), schedule, program, lambda: program, "step", size, threads=1
     )
-    return pipe._calls.rehearsals.rehearse(compiled, call)
+    return rehearsal.rehearse(compiler, pipe._engine, compiled, call)
 
 
 def _adding(device: torch.device) -> float:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from fxpipe.extensions.planner.candidates import Affine
+from fxpipe.extensions.simulator.costs import Overheads
+from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.passes.partition.work import Machine, Solution, Work, default_partitioner
-from fxpipe.simulator.costs import Overheads
-from fxpipe.simulator.sizes import Sizes
 
 KINDS = "FBIW"
 

@@ -21,10 +21,10 @@ from fxpipe.extensions.planner.candidates import (
 from fxpipe.extensions.planner.choices import Choice, TrainingPlan, ranked
 from fxpipe.extensions.planner.cluster import Cluster, Layout
 from fxpipe.extensions.planner.profile import Cut, Profile
+from fxpipe.extensions.simulator.simulate import simulate_schedule
+from fxpipe.extensions.simulator.simulation import Simulation
 from fxpipe.ir.recipe import Recipe
 from fxpipe.passes.schedule import add_offload, add_recompute, modes_of
-from fxpipe.simulator.simulate import simulate_schedule
-from fxpipe.simulator.simulation import Simulation
 
 Peaks = Callable[[Cut, int, Candidate], tuple[float, ...]]
 """(cut, replicas, candidate) → device → the most bytes that it holds; raises FxpipeError if the

@@ -13,8 +13,6 @@ from typing import cast
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler, Rehearse
-from fxpipe.compiler.overheads import away_rates, overheads
-from fxpipe.compiler.predict import given_links, predict, predicted_peaks, step_sizes
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.extend import find
 from fxpipe.extensions.planner.candidates import (
@@ -29,14 +27,16 @@ from fxpipe.extensions.planner.candidates import (
     library_over,
     microbatch_counts,
 )
+from fxpipe.extensions.simulator.costs import Overheads, Rehearsal, measured_costs
+from fxpipe.extensions.simulator.overheads import away_rates, overheads
+from fxpipe.extensions.simulator.predict import given_links, predict, predicted_peaks, step_sizes
+from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BESIDE, Task
 from fxpipe.passes.schedule import modes_of
-from fxpipe.simulator.costs import Overheads, Rehearsal, measured_costs
-from fxpipe.simulator.sizes import Sizes
 
 SECONDS, SHORT = 10.0, 1.0
 """The longest search for a schedule, in seconds: for "search", and for "auto"."""

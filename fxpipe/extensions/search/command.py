@@ -11,10 +11,10 @@ from fxpipe.errors import InputError
 from fxpipe.extensions.cli.read import DEVICES, MICROBATCHES, read_costs
 from fxpipe.extensions.search.read import MOST
 from fxpipe.extensions.search.search import Found, search_schedule
+from fxpipe.extensions.simulator.costs import Link
+from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.formatting import plain_table, table_text
 from fxpipe.ir.recipe import Placement, one_each, round_robin, vee
-from fxpipe.simulator.costs import Link
-from fxpipe.simulator.sizes import Sizes
 
 
 def add_search(commands: _SubParsersAction[Any]) -> None:

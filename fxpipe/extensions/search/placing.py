@@ -13,7 +13,7 @@ from fxpipe.extensions.search.bounds import Bound, best_bound, way_down
 from fxpipe.extensions.search.local import Local, search_of
 from fxpipe.extensions.search.problem import Problem
 from fxpipe.extensions.search.read import Given, Places, placements_of, problems_of
-from fxpipe.simulator.costs import Link
+from fxpipe.extensions.simulator.costs import Link
 
 _PASSES = 24
 """List schedules that judge a placement."""

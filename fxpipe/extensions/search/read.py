@@ -10,8 +10,7 @@ from operator import index
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.search.problem import NoRoom, Problem
-from fxpipe.ir.recipe import Placement, Recipe, one_each, vee
-from fxpipe.simulator.costs import (
+from fxpipe.extensions.simulator.costs import (
     Costs,
     Link,
     Links,
@@ -21,7 +20,8 @@ from fxpipe.simulator.costs import (
     link_between,
     times_of,
 )
-from fxpipe.simulator.sizes import Sizes
+from fxpipe.extensions.simulator.sizes import Sizes
+from fxpipe.ir.recipe import Placement, Recipe, one_each, vee
 
 _LETTERS = "FBIWU"
 MOST = 50_000

@@ -20,11 +20,11 @@ from fxpipe.extensions.search.placing import best_placements, spread_bound
 from fxpipe.extensions.search.problem import Order, Problem
 from fxpipe.extensions.search.read import Given, apart, problems_of
 from fxpipe.extensions.search.timing import Timeline, fits, peaks, value_of
+from fxpipe.extensions.simulator.costs import Costs, Links, measured_costs
+from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.recipe import Placement, Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.simulator.costs import Costs, Links, measured_costs
-from fxpipe.simulator.sizes import Sizes
 
 _FIRST = 0.2, 0.1
 """Share of the time for list schedules, if only swaps follow, and if the solver does, too."""

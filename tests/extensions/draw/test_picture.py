@@ -15,8 +15,8 @@ from fxpipe.extensions.draw.picture import FORMATS, Picture, blank, lay_out
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.lowering.chain import chain, chain_program
 from fxpipe.schedules import gpipe
-from fxpipe.simulator.simulate import chain, chain_program
 
 MAGIC = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF", "jpeg": b"\xff\xd8", "gif": b"GIF8"}
 

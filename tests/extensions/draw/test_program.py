@@ -24,13 +24,13 @@ from fxpipe.ir.plan import Bucket, Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import HOST, Buffer, own_buffer
+from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import gpipe, inference, one_f_one_b, two_bw
-from fxpipe.simulator.simulate import chain_program
 from tests.helpers.plans import chain, skipping
 
 X = Buffer("in", "x", HOST, 0, 0)

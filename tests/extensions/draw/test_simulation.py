@@ -11,9 +11,9 @@ import pytest
 from fxpipe.errors import InputError
 from fxpipe.extensions.draw.picture import GRADIENT, Picture
 from fxpipe.extensions.draw.schedule import draw_simulations
+from fxpipe.extensions.simulator import Link, Simulation, simulate_schedule
 from fxpipe.ir.recipe import round_robin
 from fxpipe.schedules import gpipe, one_f_one_b, two_bw
-from fxpipe.simulator import Link, Simulation, simulate_schedule
 
 TWO = one_f_one_b(2, 3)
 

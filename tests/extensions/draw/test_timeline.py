@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extensions.draw.timeline import Timeline, sketch, timeline_of
+from fxpipe.extensions.simulator.costs import Costs
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import A, B, F, Task, U
 from fxpipe.schedules import gpipe, one_f_one_b
-from fxpipe.simulator.costs import Costs
 from tests.oracles import small_simulator
 
 

@@ -13,9 +13,9 @@ import pytest
 from benchmarks.page import READY, start_browser
 from fxpipe.errors import InputError
 from fxpipe.extensions.page import page
+from fxpipe.extensions.simulator import Link, Simulation, Sizes, simulate_schedule
+from fxpipe.extensions.simulator.simulation import task_of
 from fxpipe.schedules import gpipe, one_f_one_b, two_bw, zb_v
-from fxpipe.simulator import Link, Simulation, Sizes, simulate_schedule
-from fxpipe.simulator.simulation import task_of
 
 MISSING = "bokeh is not installed: pip install fxpipe[html]"
 

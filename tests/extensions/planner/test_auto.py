@@ -16,7 +16,6 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from benchmarks.counted import counted
 from benchmarks.models.unet import UNet
-from fxpipe.compiler import predict as predicting
 from fxpipe.extensions.planner import stages
 from fxpipe.extensions.planner.candidates import (
     Candidate,
@@ -26,17 +25,17 @@ from fxpipe.extensions.planner.candidates import (
     least_seconds,
     library_over,
 )
-from fxpipe.formatting import time_text
-from fxpipe.ir.recipe import Placement, find_recipe, one_each, round_robin, vee
-from fxpipe.rehearsal import Rehearsals
-from fxpipe.simulator import Sizes, simulate_schedule
-from fxpipe.simulator.costs import (
+from fxpipe.extensions.simulator import Sizes, rehearsal, simulate_schedule
+from fxpipe.extensions.simulator import predict as predicting
+from fxpipe.extensions.simulator.costs import (
     Key,
     Link,
     Overheads,
     Rehearsal,
     times_of,
 )
+from fxpipe.formatting import time_text
+from fxpipe.ir.recipe import Placement, find_recipe, one_each, round_robin, vee
 from tests.helpers.overlapping import OPTIMIZERS
 from tests.oracles.delayed_loop import DelayedLoop
 from tests.oracles.loop import train
@@ -256,7 +255,7 @@ def test_only_steps_that_have_stored_say_how_long_that_takes(
         return predicting.predict(*args, rehearsal=rehearsal, **given)
 
     monkeypatch.setattr(stages, "predict", predict)
-    monkeypatch.setattr(Rehearsals, "rehearse", lambda *_: None)
+    monkeypatch.setattr(rehearsal, "rehearse", lambda *_: None)
     x, y = batch(8)
     with pipe_of(layers(), schedule="auto", microbatches=4) as pipe:
         pipe.step(x, target=y)
@@ -281,11 +280,11 @@ def test_it_takes_the_fastest_of_what_was_rehearsed(
     a linear layer sends 16 floats for each sample, and gets as many back."""
     sizes: list[int] = []
 
-    def rehearse(self: Rehearsals, compiled: Any, call: Any) -> Rehearsal:
+    def rehearse(compiler: Any, engine: Any, compiled: Any, call: Any) -> Rehearsal:
         sizes.append(compiled.samples)
         return Rehearsal(rehearsed("I" in compiled.schedule.kinds, compiled.samples))
 
-    monkeypatch.setattr(Rehearsals, "rehearse", rehearse)
+    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
     x, y = batch(32)
     cut = fxpipe.Partition(at=["4"], **links)
     with (
@@ -328,12 +327,12 @@ def test_the_stages_are_where_the_fastest_step_has_them(
         each = {"F": 1.0, **whole}
         return {(x, s): each[x] * samples / stages for x in letters for s in range(stages)}
 
-    def rehearse(self: Rehearsals, compiled: Any, call: Any) -> Rehearsal:
+    def rehearse(compiler: Any, engine: Any, compiled: Any, call: Any) -> Rehearsal:
         stages = len(compiled.plan.stages)
         letters = "FIW" if "I" in compiled.schedule.kinds else "FB"
         return Rehearsal(times(stages, letters, compiled.samples), Overheads(hand_over=given))
 
-    monkeypatch.setattr(Rehearsals, "rehearse", rehearse)
+    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
     monkeypatch.setattr(stages, "measured_costs", lambda plan: times(len(plan.stages), "FBIW", 1.0))
     monkeypatch.setattr(stages, "overheads", Overheads)
     model = layers()

@@ -16,13 +16,13 @@ from fxpipe.extensions.planner.candidates import (
     library_over,
     variants,
 )
-from fxpipe.ir.recipe import find_recipe
-from fxpipe.passes.schedule import add_offload, add_recompute
-from fxpipe.simulator import Sizes, simulate_schedule
-from fxpipe.simulator.costs import (
+from fxpipe.extensions.simulator import Sizes, simulate_schedule
+from fxpipe.extensions.simulator.costs import (
     Key,
     times_of,
 )
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.passes.schedule import add_offload, add_recompute
 
 
 @pytest.mark.parametrize("seed", range(12))

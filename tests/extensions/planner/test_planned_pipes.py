@@ -16,10 +16,9 @@ import fxpipe
 import fxpipe.extensions.planner.plan_training
 from fxpipe.compiler import placement
 from fxpipe.extensions.planner.cluster import Cluster
+from fxpipe.extensions.simulator import rehearsal, simulate_schedule
+from fxpipe.extensions.simulator.costs import Rehearsal
 from fxpipe.ir.recipe import find_recipe
-from fxpipe.rehearsal import Rehearsals
-from fxpipe.simulator import simulate_schedule
-from fxpipe.simulator.costs import Rehearsal
 from tests.helpers.works import measured_alike
 from tests.oracles import loop
 from tests.oracles.loop import train
@@ -132,7 +131,7 @@ def test_a_plan_within_memory_predicts_what_its_pipe_holds_and_trains_like_the_l
 ) -> None:
     """Stages store what they keep where that is quick, and else recompute."""
     monkeypatch.setattr(placement, "_measured", measured_alike)
-    monkeypatch.setattr(Rehearsals, "rehearse", lambda *_: None)
+    monkeypatch.setattr(rehearsal, "rehearse", lambda *_: None)
     monkeypatch.setattr(planning, "away_rates", lambda place: (rate, rate))
     torch.manual_seed(0)
     model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())])
@@ -164,12 +163,12 @@ def test_a_plan_within_memory_predicts_what_its_pipe_holds_and_trains_like_the_l
 def test_on_devices_of_this_machine_a_step_takes_what_it_took_when_it_was_rehearsed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def rehearse(self: Rehearsals, compiled: Any, call: Any) -> Rehearsal:
+    def rehearse(compiler: Any, engine: Any, compiled: Any, call: Any) -> Rehearsal:
         stages, b = range(len(compiled.plan.stages)), compiled.samples
         costs = {(x, s): 1.0 + 0.1 * b + s for x in "FBIW" for s in stages}
         return Rehearsal(costs | {("U", s): 0.5 for s in stages})
 
-    monkeypatch.setattr(Rehearsals, "rehearse", rehearse)
+    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
     model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.ones(4, 8)
     given: Any = {"example": ((x,), {"target": x}), "loss": mse_loss, "schedules": ["1f1b"]}
     plan = fxpipe.plan_training(model, 2, 8, optimizer=torch.optim.SGD, keep=100, **given)
@@ -199,14 +198,14 @@ def test_a_plan_has_the_times_of_the_model_as_it_runs(monkeypatch: pytest.Monkey
     """On one device the step takes what the whole took when it was rehearsed."""
     sizes: list[int] = []
 
-    def rehearse(self: Rehearsals, compiled: Any, call: Any) -> Rehearsal | None:
-        made = rehearsed(self, compiled, call)
+    def rehearse(compiler: Any, engine: Any, compiled: Any, call: Any) -> Rehearsal | None:
+        made = rehearsed(compiler, engine, compiled, call)
         assert made is not None and {*made.costs} == {(x, 0) for x in "FBU"}
         sizes.append(compiled.samples)
         return Rehearsal({("F", 0): 5.0 + compiled.samples, ("B", 0): 20.0, ("U", 0): 3.0})
 
-    rehearsed = Rehearsals.rehearse
-    monkeypatch.setattr(Rehearsals, "rehearse", rehearse)
+    rehearsed = rehearsal.rehearse
+    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     x = torch.ones(4, 8)
     plan = fxpipe.plan_training(

@@ -22,11 +22,11 @@ from fxpipe.extensions.planner.candidates import Candidate, library_over
 from fxpipe.extensions.planner.cluster import Cluster, Layout
 from fxpipe.extensions.planner.profile import Cut, Profile
 from fxpipe.extensions.planner.ranking import choices
+from fxpipe.extensions.simulator import simulate_schedule
+from fxpipe.extensions.simulator.costs import Link, Overheads
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.work import Transfer, Work
 from fxpipe.passes.schedule import add_offload, add_recompute
-from fxpipe.simulator import simulate_schedule
-from fxpipe.simulator.costs import Link, Overheads
 
 CLUSTER = """
 device memory=16GiB speed=2

@@ -18,11 +18,11 @@ from fxpipe.extensions.search.bounds import Bound
 from fxpipe.extensions.search.listing import list_schedule
 from fxpipe.extensions.search.read import Given, problems_of
 from fxpipe.extensions.search.search import search_schedule
+from fxpipe.extensions.simulator import Sizes
+from fxpipe.extensions.simulator.costs import Costs, Key
 from fxpipe.ir.recipe import round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.schedules import zb_h1
-from fxpipe.simulator import Sizes
-from fxpipe.simulator.costs import Costs, Key
 from tests.helpers.profiles import DEEP
 from tests.oracles.every_order import all_rows, least_time
 

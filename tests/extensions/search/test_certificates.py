@@ -22,7 +22,7 @@ from fxpipe.extensions.search.listing import list_schedule
 from fxpipe.extensions.search.local import given_policies
 from fxpipe.extensions.search.problem import Problem
 from fxpipe.extensions.search.search import search_schedule
-from fxpipe.simulator.costs import Key
+from fxpipe.extensions.simulator.costs import Key
 from tests.helpers.search_problems import (
     UNEQUAL,
     all_bounds,

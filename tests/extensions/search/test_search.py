@@ -22,12 +22,12 @@ from fxpipe.extensions.search.problem import Problem
 from fxpipe.extensions.search.read import Given, problems_of
 from fxpipe.extensions.search.search import Found, library_orders, search_schedule
 from fxpipe.extensions.search.timing import fits, value_of
+from fxpipe.extensions.simulator import Link, Sizes
+from fxpipe.extensions.simulator.costs import Key
 from fxpipe.ir.plan import StageCosts
 from fxpipe.ir.recipe import find_recipe
+from fxpipe.passes.lowering.chain import chain
 from fxpipe.schedules.chimera import both_ways
-from fxpipe.simulator import Link, Sizes
-from fxpipe.simulator.costs import Key
-from fxpipe.simulator.simulate import chain
 from tests.helpers.search_problems import (
     UNEQUAL,
     needs_ortools,

@@ -15,7 +15,7 @@ from fxpipe.extensions.search.problem import Problem
 from fxpipe.extensions.search.read import Given, problems_of
 from fxpipe.extensions.search.swaps import Rows, improve
 from fxpipe.extensions.search.timing import Timeline, fits, value_of
-from fxpipe.simulator.costs import Key
+from fxpipe.extensions.simulator.costs import Key
 from tests.helpers.search_problems import larger, listed, problems, shared
 
 

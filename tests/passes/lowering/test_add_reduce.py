@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from fxpipe.extensions.simulator import Link, Sizes
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 from fxpipe.ir.unroll import unroll_schedule
 from fxpipe.passes.schedule import add_clip, add_reduce, end_with_flush
-from fxpipe.simulator import Link, Sizes
-from tests.simulator.test_simulator import OVERLAPPING
+from tests.extensions.simulator.test_simulator import OVERLAPPING
 
 TRAINING = sorted(RECIPES.keys() - {"inference"})
 COUNTS = [(1, 1), (1, 3), (2, 2), (2, 5), (3, 3), (3, 7), (4, 4), (5, 6)]

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.draw.program import rows_of, sketch_program
+from fxpipe.extensions.simulator import Sizes, simulate
+from fxpipe.extensions.simulator.costs import Link
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Event, Launch
 from fxpipe.ir.program import Program
@@ -23,8 +25,6 @@ from fxpipe.passes.runner import run
 from fxpipe.passes.schedule import add_clip
 from fxpipe.runtime.interpreter import HANDLERS
 from fxpipe.schedules import gpipe, one_f_one_b
-from fxpipe.simulator import Sizes, simulate
-from fxpipe.simulator.costs import Link
 from tests.helpers.plans import chain, skipping
 from tests.helpers.profiles import some
 from tests.oracles.stream_times import Timed, timed

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import fxpipe
 from fxpipe.errors import InputError, VerificationError
+from fxpipe.extensions.simulator import Link, Sizes, simulate
+from fxpipe.extensions.simulator.simulation import Transfer
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket
 from fxpipe.ir.program import Program
@@ -24,13 +26,11 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import unroll
 from fxpipe.ir.value import Buffer
+from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import one_f_one_b
-from fxpipe.simulator import Link, Sizes, simulate
-from fxpipe.simulator.simulate import chain_program
-from fxpipe.simulator.simulation import Transfer
 from tests.helpers.plans import chain, skipping
 from tests.passes.lowering.test_lower import plans, schedules, whole
 

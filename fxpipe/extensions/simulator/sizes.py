@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fxpipe.ir.value import Buffer, part_of
 
 if TYPE_CHECKING:
+    from fxpipe.extensions.simulator.sums import Summed
     from fxpipe.ir.plan import Bucket
-    from fxpipe.simulator.sums import Summed
 
 Crossing = tuple[str, bool]
 """A value that crosses between stages, by name, and whether its gradient is meant."""

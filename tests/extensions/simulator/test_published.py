@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.simulator import Link, Simulation
 from fxpipe.ir.recipe import find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.schedules import interleaved_one_f_one_b, one_f_one_b, zb_h1, zb_h2
 from fxpipe.schedules.one_f_one_b import grouped
-from fxpipe.simulator import Link, Simulation
 from tests.helpers.profiles import DEEP
 from tests.oracles.small_simulator import device_stash
 

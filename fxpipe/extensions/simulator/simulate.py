@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Mapping
+from functools import partial
 from math import inf
 from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import fx
-
 from fxpipe.errors import InputError
-from fxpipe.ir import instruction as ins
-from fxpipe.ir.plan import Bucket, Plan, Stage
-from fxpipe.ir.program import Program, Turn
-from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.unroll import blocking, unroll
-from fxpipe.ir.value import COPIED, FURTHEST, HOST, Buffer, Edge
-from fxpipe.ir.walk import waits_of, walk
-from fxpipe.simulator.costs import (
+from fxpipe.extensions.simulator.costs import (
     Costs,
     Each,
     Links,
@@ -30,11 +20,19 @@ from fxpipe.simulator.costs import (
     link_between,
     task_times,
 )
-from fxpipe.simulator.pairs import Pairs, Saved, backward, pairs_in, saved, together
-from fxpipe.simulator.simulation import Events, Simulation, Transfer
-from fxpipe.simulator.sizes import Sizes
-from fxpipe.simulator.sums import Sum, awaited_by, begun_by
-from fxpipe.simulator.sums import beside as awaits
+from fxpipe.extensions.simulator.pairs import Saved, saved
+from fxpipe.extensions.simulator.simulation import Events, Simulation, Transfer
+from fxpipe.extensions.simulator.sizes import Sizes
+from fxpipe.extensions.simulator.sums import Sum, awaited_by, begun_by
+from fxpipe.extensions.simulator.sums import beside as awaits
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program, Turn
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.unroll import blocking, unroll
+from fxpipe.ir.value import COPIED, FURTHEST, Buffer
+from fxpipe.ir.walk import waits_of, walk
+from fxpipe.passes.lowering.chain import chain_program
+from fxpipe.passes.lowering.pairs import Pairs, backward, pairs_in
 from fxpipe.text.program import print_instruction
 
 
@@ -187,61 +185,6 @@ def default_steps(program: Program) -> int:
             "simulated"
         )
     return 4 * (reach + 1) if reach else 1
-
-
-def chain(stages: int, buckets: Mapping[int, Sequence[Bucket]] | None = None) -> Plan:
-    """A plan of empty stages in a row: ``x`` → ``y0`` → ``y1`` → … → ``loss``."""
-    values = ["x", *(f"y{stage}" for stage in range(stages - 1)), "loss"]
-    ends = [HOST, *range(stages), HOST]
-    edges = tuple(
-        Edge(ends[k], ends[k + 1], value, gradient=k > 0) for k, value in enumerate(values)
-    )
-    buckets, graph = buckets or {}, _empty()
-    empty = [Stage(s, (), (), (), graph, buckets=tuple(buckets.get(s, ()))) for s in range(stages)]
-    return Plan(tuple(empty), edges)
-
-
-def with_sums(schedule: Schedule, replicas: int = 1, shards: bool = False) -> Schedule:
-    """The schedule with an A for each stage and copy, if it sums gradients."""
-    from fxpipe.passes.schedule import add_reduce
-
-    summed = schedule.trains and (replicas > 1 or any(schedule.working))
-    return add_reduce(schedule, shards) if summed else schedule
-
-
-def chain_program(
-    schedule: Schedule,
-    *,
-    frees: bool = True,
-    replicas: int | None = None,
-    shards: bool = False,
-    buckets: Mapping[int, Sequence[Bucket]] | None = None,
-) -> Program:
-    """Lower a verified schedule over a chain of stages; see ``Lower`` for ``shards``.
-
-    By default there are two ``replicas`` if it sums gradients, else one. ``buckets`` has those of
-    the stages' gradients.
-    """
-    from fxpipe.passes.lowering.communicate import communicate
-    from fxpipe.passes.lowering.free import free
-    from fxpipe.passes.lowering.lower import Lower
-
-    if replicas is None:
-        replicas = 2 if "A" in schedule.kinds and not schedule.copies else 1
-    schedule = with_sums(schedule, replicas, shards)
-    plan = chain(schedule.stages, buckets)
-    lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas, shards=shards)
-    program = communicate(lower(schedule))
-    if schedule.paired:
-        program = together(program, pairs_in(schedule))
-    return free(program) if frees else program
-
-
-@cache
-def _empty() -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(())
-    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def run(

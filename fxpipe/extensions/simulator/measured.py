@@ -6,13 +6,13 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.simulator.simulation import Events, Simulation, Transfer
+from fxpipe.extensions.simulator.sizes import Sizes
+from fxpipe.extensions.simulator.sums import Sum, awaited_by, begun_by, beside
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.ir.value import Buffer
-from fxpipe.simulator.simulation import Events, Simulation, Transfer
-from fxpipe.simulator.sizes import Sizes
-from fxpipe.simulator.sums import Sum, awaited_by, begun_by, beside
 
 _SECOND = 1e9
 

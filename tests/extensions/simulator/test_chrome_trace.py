@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.simulator import Link, Simulation, Sizes, simulate_schedule
+from fxpipe.extensions.simulator.report import chrome_trace
 from fxpipe.schedules import gpipe, one_f_one_b, two_bw, zb_v
-from fxpipe.simulator import Link, Simulation, Sizes, simulate_schedule
-from fxpipe.simulator.report import chrome_trace
 
 
 def events(simulation: Simulation, phase: str) -> list[dict[str, Any]]:

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.simulator.holding import PARTS
+from fxpipe.extensions.simulator.simulation import Simulation, Span, task_of
+from fxpipe.extensions.simulator.sums import Sum
 from fxpipe.formatting import (
     byte_unit,
     bytes_text,
@@ -26,9 +29,6 @@ from fxpipe.formatting import (
 )
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer
-from fxpipe.simulator.holding import PARTS
-from fxpipe.simulator.simulation import Simulation, Span, task_of
-from fxpipe.simulator.sums import Sum
 from fxpipe.text.program import print_instruction
 
 LEGEND = (
@@ -98,17 +98,6 @@ def simulation_table(simulation: Simulation) -> str:
     if several:
         lines.append(_sums(simulation))
     return "\n".join(lines)
-
-
-def peak_texts(simulation: Simulation) -> list[str]:
-    """Device → the most bytes that it is predicted to hold, as text; "at least" if it is not known
-    what one of its stages saves."""
-    assert simulation.sizes is not None
-    held, unknown = simulation.program.held_by, simulation.sizes.unknown
-    return [
-        f"{'at least ' if unknown & {*held(device)} else ''}{bytes_text(memory.peak)}"
-        for device, memory in enumerate(simulation.memory)
-    ]
 
 
 def _memory(simulation: Simulation) -> str:

@@ -3,32 +3,21 @@ does not fit into memory would."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from statistics import mean
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.overheads import away_rates
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import FxpipeError, InputError
-from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Program
-from fxpipe.ir.recipe import find_recipe
-from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.value import HOST
-from fxpipe.memory.held import plan_sizes
-from fxpipe.runtime.weights.optimizer import state_size
-from fxpipe.runtime.weights.sharding import Shards
-from fxpipe.simulator import Simulation, simulate
-from fxpipe.simulator.costs import (
+from fxpipe.extensions.simulator import Simulation, simulate
+from fxpipe.extensions.simulator.costs import (
     Costs,
     Key,
     Link,
@@ -37,7 +26,16 @@ from fxpipe.simulator.costs import (
     check_keys,
     measured_costs,
 )
-from fxpipe.simulator.sizes import Sizes
+from fxpipe.extensions.simulator.held import plan_sizes
+from fxpipe.extensions.simulator.overheads import away_rates
+from fxpipe.extensions.simulator.sizes import Sizes
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.value import HOST
+from fxpipe.runtime.weights.optimizer import state_size
+from fxpipe.runtime.weights.sharding import Shards
 from fxpipe.torchtools.state import processors
 
 _LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
@@ -120,13 +118,29 @@ def _away_costs(
 
 
 def predicted_peaks(plan: Plan, program: Program, sizes: Sizes) -> list[int]:
-    """Device → the most bytes that it is predicted to hold, as ``pipe.simulate()`` shows it."""
-    return [memory.peak for memory in predict_memory(plan, program, sizes).memory]
+    """Device → the most bytes that it is predicted to hold, as ``pipe.simulate()`` shows it. If
+    nothing was measured, tasks take units of time."""
+    costs = None if measured_costs(plan) else {"F": 1.0}
+    return [memory.peak for memory in predict(plan, program, sizes, costs).memory]
 
 
-def predict_memory(plan: Plan, program: Program, sizes: Sizes) -> Simulation:
-    """``predict`` for the memory only: if nothing was measured, tasks take units of time."""
-    return predict(plan, program, sizes, None if measured_costs(plan) else {"F": 1.0})
+def peaks(
+    compiled: Compiled,
+    options: Options,
+    state: Mapping[str, Tensor],
+    own: Sequence[Optimizer | None],
+    *,
+    stepping: bool = True,
+) -> list[int]:
+    """Device → the most bytes that it is predicted to hold in a call; see ``held_sizes``."""
+    sizes = held_sizes(compiled, options, state, own, stepping=stepping)
+    return predicted_peaks(compiled.plan, compiled.whole(), sizes)
+
+
+def step_peaks(compiled: Compiled, options: Options, updates: bool) -> list[int]:
+    """Device → the most bytes that it is predicted to hold in a step; see ``step_sizes``."""
+    sizes = step_sizes(compiled, options, updates)
+    return predicted_peaks(compiled.plan, compiled.whole(), sizes)
 
 
 def held_sizes(
@@ -176,20 +190,6 @@ def step_sizes(compiled: Compiled, options: Options, updates: bool) -> Sizes:
         return sizes
     adam = {s: int(state_size(None) * size) for s, size in sizes.gradients.items()}
     return replace(sizes, optimizer={s: size + adam[s] for s, size in sizes.optimizer.items()})
-
-
-def split_target(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], Any]:
-    """Split the arguments of a call such as ``profile(x, y)`` into inputs and target.
-
-    The last argument is the target if the model's forward does not take all arguments.
-    """
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError:
-        return args[:-1], args[-1] if args else None
-    return args, None
 
 
 def remedies(

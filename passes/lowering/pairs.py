@@ -1,4 +1,4 @@
-"""Pairs: a forward and a backward that a device runs together, in a time of their own."""
+"""Pairs: a forward and a backward that a device runs together."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.simulator.costs import Costs, Each, Times
 
 Backward = tuple[str, int, int]
 """Letter, stage and micro-batch of the second task of a pair."""
 
 Pairs = Mapping[Backward, tuple[int, int]]
 """The second task of each pair → stage and micro-batch of its forward."""
-
-Saved = Mapping[Backward, tuple[int, int, float]]
-"""The second task of each pair → stage and micro-batch of its forward, and the time by which the
-pair is shorter than both tasks in turn."""
 
 
 def pairs_in(schedule: Schedule) -> dict[Backward, tuple[int, int]]:
@@ -86,28 +80,3 @@ def backward(instruction: ins.Instruction) -> Backward:
     letter, stage = instruction.letter or "", getattr(instruction, "stage", -1)
     i = getattr(instruction, "microbatch", None)
     return letter, stage, -1 if i is None else i
-
-
-def saved(pairs: Pairs, times: Times, each: Each, costs: Costs | None) -> Saved:
-    """How much time pairs save; without a cost, as ``costs["F&B"]``, nothing.
-
-    A cost may be of a stage or a micro-batch, those of the pair's forward.
-
-    Raises:
-        InputError: a pair is longer than its tasks in turn, or shorter than one of them.
-    """
-    known: Mapping[Any, float] = dict((costs or {}).items())
-    found: dict[Backward, tuple[int, int, float]] = {}
-    for (letter, stage, i), (there, j) in pairs.items():
-        first = each.get(("F", there, j), times["F", there])
-        then = each.get((letter, stage, i), times[letter, stage])
-        key = f"F&{letter}"
-        cost = known.get((key, there, j), known.get((key, there), known.get(key, first + then)))
-        if not max(first, then) <= cost <= (first + then) * (1 + 1e-9):
-            raise InputError(
-                f"costs[{key!r}] is {cost!r} for F{j}@{there}&{letter}{i}@{stage}, whose tasks "
-                f"take {first:g} and {then:g}; give a time from {max(first, then):g} to "
-                f"{first + then:g}"
-            )
-        found[letter, stage, i] = there, j, first + then - cost
-    return found

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxpipe.extensions.simulator import Simulation, Sizes, simulate
 from fxpipe.ir.instruction import InputGrad
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.value import Buffer
 from fxpipe.passes.schedule import add_recompute
-from fxpipe.simulator import Simulation, Sizes, simulate
-from tests.simulator.test_simulator import LIBRARY, programs
+from tests.extensions.simulator.test_simulator import LIBRARY, programs
 
 
 def kept_by_replay(simulation: Simulation, sizes: Sizes, device: int) -> list[int]:

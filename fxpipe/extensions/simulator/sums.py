@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from fxpipe.extensions.simulator.sizes import Piece, Sizes
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
-from fxpipe.simulator.sizes import Piece, Sizes
 
 Summed = Literal["sum", "part", "weights"]
 """What replicas exchange: gradients until all replicas have their sums; or, with sharded

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
+from fxpipe.extensions.simulator.holding import Holding
+from fxpipe.extensions.simulator.simulation import Simulation
+from fxpipe.extensions.simulator.sizes import Sizes
+from fxpipe.extensions.simulator.sums import Sum
 from fxpipe.ir import instruction as ins
-from fxpipe.simulator.holding import Holding
-from fxpipe.simulator.simulation import Simulation
-from fxpipe.simulator.sizes import Sizes
-from fxpipe.simulator.sums import Sum
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Memory:
         position: the position of the instruction that runs then.
         levels: for each instruction, in order, the bytes while it runs.
         resting: the bytes of parameters and optimizer state before the first instruction.
-        parts: part of the peak, as in ``fxpipe.simulator.holding.PARTS`` → its bytes.
+        parts: part of the peak, as in ``fxpipe.extensions.simulator.holding.PARTS`` → its bytes.
     """
 
     peak: int

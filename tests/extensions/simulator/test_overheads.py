@@ -8,18 +8,20 @@ from statistics import mean
 import pytest
 import torch
 
-from fxpipe.compiler.overheads import StepTimes, learned, spread
-from fxpipe.compiler.predict import predict
+from fxpipe.extensions.simulator import Simulation, Sizes, simulate
+from fxpipe.extensions.simulator.costs import Link, Overheads, Rehearsal
+from fxpipe.extensions.simulator.measured import measured_run
+from fxpipe.extensions.simulator.overheads import StepTimes, learned, spread
+from fxpipe.extensions.simulator.predict import predict
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.unroll import blocking
+from fxpipe.passes.lowering.chain import chain, chain_program
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.schedule import add_offload
-from fxpipe.simulator import Simulation, Sizes, simulate
-from fxpipe.simulator.costs import Link, Overheads, Rehearsal
-from fxpipe.simulator.measured import measured_run
-from fxpipe.simulator.simulate import chain, chain_program
 from tests.oracles.stream_times import timed
 from tests.passes.lowering.test_streams import plain
+
+pytestmark = pytest.mark.models
 
 
 def clocked(ran: Simulation) -> list[list[int]]:

@@ -13,16 +13,16 @@ from sympy import Symbol
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.formulas import time
+from fxpipe.extensions.simulator import Link, Simulation, Sizes
+from fxpipe.extensions.simulator.measured import measured_run
+from fxpipe.extensions.simulator.report import chrome_trace
+from fxpipe.extensions.simulator.simulation import Transfer
+from fxpipe.extensions.simulator.sums import Sum
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket
 from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import add_reduce
-from fxpipe.simulator import Link, Simulation, Sizes
-from fxpipe.simulator.measured import measured_run
-from fxpipe.simulator.report import chrome_trace
-from fxpipe.simulator.simulation import Transfer
-from fxpipe.simulator.sums import Sum
 from tests.oracles import small_simulator
 from tests.oracles.small_simulator import makespan
 

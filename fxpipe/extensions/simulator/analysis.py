@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from math import isclose
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.simulator.simulation import Simulation, Span, Transfer
+from fxpipe.extensions.simulator.sums import Sum, awaited_by, beside
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place
-from fxpipe.simulator.simulation import Simulation, Span, Transfer
-from fxpipe.simulator.sums import Sum, awaited_by, beside
 
 _READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
 

@@ -24,20 +24,21 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fxpipe.extensions.simulator.costs import Overheads, Rehearsal
+from fxpipe.extensions.simulator.simulate import simulate
+from fxpipe.extensions.simulator.sums import beside
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.unroll import unroll
 from fxpipe.ir.value import Buffer
 from fxpipe.kernels.kernel import BackwardResult, ForwardResult
+from fxpipe.passes.lowering.chain import chain, chain_program
 from fxpipe.runtime.devices.backend import Backend, Worker
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.offload import FileMemory
 from fxpipe.runtime.run import FlushedRun
 from fxpipe.runtime.weights.live import LiveWeights
-from fxpipe.simulator.costs import Overheads, Rehearsal
-from fxpipe.simulator.simulate import chain, chain_program, simulate
-from fxpipe.simulator.sums import beside
 from fxpipe.torchtools.kept import kept
 from fxpipe.torchtools.state import processors
 

@@ -17,10 +17,12 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe.errors import InputError
+from fxpipe.extensions.simulator.rehearsal import _Steps
+from fxpipe.extensions.simulator.simulation import task_of
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.unroll import unroll
-from fxpipe.rehearsal import _Steps
-from fxpipe.simulator.simulation import task_of
+
+pytestmark = pytest.mark.models
 
 
 def model() -> nn.Module:
@@ -269,4 +271,4 @@ def test_without_a_plan_or_steps_it_says_what_to_do() -> None:
             pipe.simulate()
         for wrong in (0, 1.5, "2", True):
             with pytest.raises(InputError, match=f"steps is {wrong!r}; give a whole number"):
-                pipe.profile(x, target=y, steps=wrong)  # type: ignore[arg-type]
+                pipe.profile(x, target=y, steps=wrong)

@@ -20,9 +20,10 @@ from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.overheads import StepTimes, learned, overheads
 from fxpipe.engine import Engine
 from fxpipe.errors import told
+from fxpipe.extensions.simulator.costs import Overheads, Rehearsal
+from fxpipe.extensions.simulator.overheads import StepTimes, learned, overheads
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
@@ -36,7 +37,6 @@ from fxpipe.runtime.run import FlushedRun
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.runtime.weights.optimizer_state import frozen
 from fxpipe.signals import SignalsAtOperations
-from fxpipe.simulator.costs import Overheads, Rehearsal
 from fxpipe.torchtools.optimizers import alone
 
 _LEAST, _MOST, _SECONDS = 4, 20, 0.5
@@ -47,82 +47,79 @@ _SAMPLED = 1 << 22
 scaled up."""
 
 
-class Rehearsals:
-    """The rehearsals of a pipe's programs, each made when somebody asks for it. Over several ranks,
-    where no rank can rehearse alone, only ``learn`` makes one."""
+_KNOWN: WeakKeyDictionary[Any, dict[int, tuple[Program, Rehearsal]]] = WeakKeyDictionary()
+"""The first stage's kernel, which identifies the plan of a pipe → id of a program → the program,
+which stays alive so that no other one has its id, and its rehearsal."""
 
-    def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
-        self._options = options
-        self._compiler = compiler
-        self._engine = engine
-        # first stage's kernel, which identifies the plan → id of a program → the program, which
-        # stays alive so that no other one has its id, and its rehearsal
-        self._known: WeakKeyDictionary[Any, dict[int, tuple[Program, Rehearsal]]]
-        self._known = WeakKeyDictionary()
 
-    def _of_plan(self, compiled: Compiled) -> dict[int, tuple[Program, Rehearsal]]:
-        return self._known.setdefault(compiled.plan.stages[0].kernel, {})
-
-    def of(self, compiled: Compiled) -> Rehearsal | None:
-        """The rehearsal of a call's program; None if there is none and it cannot be made now."""
-        known = self._of_plan(compiled)
-        if id(compiled.program) not in known:
-            call = self._compiler.plans.graph_of(compiled.traced).call
-            rehearsal = self.rehearse(compiled, call)
-            if rehearsal is None:
-                return None
-            known[id(compiled.program)] = compiled.program, rehearsal
-        return known[id(compiled.program)][1]
-
-    def learn(self, compiled: Compiled, runs: Sequence[StepTimes], steps: int = 1) -> None:
-        """Replace the rehearsal of a program by the times of real runs of so many steps, unless
-        devices have streams. All ranks learn from the first replica, so that they predict the same.
-        """
-        if self._options.places:
-            return
-        group, known = self._options.group, self._of_plan(compiled)
-        apart = group.size > 1
-        serial = not apart and compiled.threads == 1
-
-        def taught() -> list[Any] | None:
-            try:
-                program, machine = compiled.whole(), overheads()
-                found = learned(program, runs, machine, serial=serial, steps=steps, apart=apart)
-            except Exception as error:  # what has run counts all the same
-                LOGGER.info("no times are learned of this run: %s", told(error))
-                return None
-            costs = [[letter, stage, time] for (letter, stage), time in found.costs.items()]
-            return [costs, astuple(found.overheads), found.off]
-
-        if (shared := group.share("what the runs teach", taught)) is None:
-            return
-        costs, machine, off = shared
-        times = {(letter, stage): time for letter, stage, time in costs}
-        before = known[id(compiled.program)][1].off if id(compiled.program) in known else 0.0
-        found = Rehearsal(times, Overheads(*machine), serial, max(off, before))
-        known[id(compiled.program)] = compiled.program, found
-
-    def rehearse(self, compiled: Compiled, call: Call) -> Rehearsal | None:
-        """Run some steps of a call's program. Returns None if this process does not run all devices
-        on CPUs, batches are in flight, or stages run leaf modules; or if a step fails, as the log
-        says.
-
-        Args:
-            compiled: the call.
-            call: a similar call, with micro-batches of any size.
-        """
-        engine = self._engine
-        options = self._options
-        alone = options.group.size == 1 and not options.places
-        if compiled.traced.leaves or options.hollow or not engine.flushed or not alone:
+def rehearsal_of(compiler: Compiler, engine: Engine, compiled: Compiled) -> Rehearsal | None:
+    """The rehearsal of a call's program; None if there is none and it cannot be made now. Over
+    several ranks, where no rank can rehearse alone, only ``learn`` makes one."""
+    known = _of_plan(compiled)
+    if id(compiled.program) not in known:
+        call = compiler.plans.graph_of(compiled.traced).call
+        rehearsal = rehearse(compiler, engine, compiled, call)
+        if rehearsal is None:
             return None
+        known[id(compiled.program)] = compiled.program, rehearsal
+    return known[id(compiled.program)][1]
+
+
+def _of_plan(compiled: Compiled) -> dict[int, tuple[Program, Rehearsal]]:
+    return _KNOWN.setdefault(compiled.plan.stages[0].kernel, {})
+
+
+def learn(options: Options, compiled: Compiled, runs: Sequence[StepTimes], steps: int = 1) -> None:
+    """Replace the rehearsal of a program by the times of real runs of so many steps, unless devices
+    have streams. All ranks learn from the first replica, so that they predict the same."""
+    if options.places:
+        return
+    group, known = options.group, _of_plan(compiled)
+    apart = group.size > 1
+    serial = not apart and compiled.threads == 1
+
+    def taught() -> list[Any] | None:
         try:
-            engine.check()
-            with engine.quiet():
-                return _Steps(self._compiler, engine, compiled, call).rehearsal()
-        except Exception as error:
-            LOGGER.info("the program is not rehearsed: %s", told(error))
+            program, machine = compiled.whole(), overheads()
+            found = learned(program, runs, machine, serial=serial, steps=steps, apart=apart)
+        except Exception as error:  # what has run counts all the same
+            LOGGER.info("no times are learned of this run: %s", told(error))
             return None
+        costs = [[letter, stage, time] for (letter, stage), time in found.costs.items()]
+        return [costs, astuple(found.overheads), found.off]
+
+    if (shared := group.share("what the runs teach", taught)) is None:
+        return
+    costs, machine, off = shared
+    times = {(letter, stage): time for letter, stage, time in costs}
+    before = known[id(compiled.program)][1].off if id(compiled.program) in known else 0.0
+    found = Rehearsal(times, Overheads(*machine), serial, max(off, before))
+    known[id(compiled.program)] = compiled.program, found
+
+
+def rehearse(
+    compiler: Compiler, engine: Engine, compiled: Compiled, call: Call
+) -> Rehearsal | None:
+    """Run some steps of a call's program. Returns None if this process does not run all devices on
+    CPUs, batches are in flight, or stages run leaf modules; or if a step fails, as the log says.
+
+    Args:
+        compiler: lowers the program of a rehearsal.
+        engine: runs it.
+        compiled: the call.
+        call: a similar call, with micro-batches of any size.
+    """
+    options = compiler.options
+    alone = options.group.size == 1 and not options.places
+    if compiled.traced.leaves or options.hollow or not engine.flushed or not alone:
+        return None
+    try:
+        engine.check()
+        with engine.quiet():
+            return _Steps(compiler, engine, compiled, call).rehearsal()
+    except Exception as error:
+        LOGGER.info("the program is not rehearsed: %s", told(error))
+        return None
 
 
 class _Steps:

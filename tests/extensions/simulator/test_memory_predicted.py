@@ -16,11 +16,14 @@ import fxpipe
 from benchmarks.counted import Counted, counted
 from benchmarks.models.gpt2 import GPT2, next_words
 from benchmarks.models.unet import UNet
-from fxpipe.memory import optimizer as optimizer_module
-from fxpipe.memory.optimizer import optimizer_memory
-from fxpipe.simulator import Simulation
+from fxpipe.extensions.simulator import Simulation
+from fxpipe.extensions.simulator import optimizers as optimizer_module
+from fxpipe.extensions.simulator.optimizers import optimizer_memory
 from fxpipe.text.program import print_instruction
 from tests.helpers.overlapping import MORE, OPTIMIZERS
+
+pytestmark = pytest.mark.models
+
 
 Work = tuple[nn.Module, Tensor, Tensor, Any]
 

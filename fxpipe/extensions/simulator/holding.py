@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
+from fxpipe.extensions.simulator.analysis import live_versions
+from fxpipe.extensions.simulator.sizes import Crossing, GraphInput, Piece, Sizes, Storage, Workspace
+from fxpipe.extensions.simulator.sums import Gradients, Key, graph_of
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer, Edge, forward_buffer, gradient_buffer, own_buffer
-from fxpipe.simulator.analysis import live_versions
-from fxpipe.simulator.sizes import Crossing, GraphInput, Piece, Sizes, Storage, Workspace
-from fxpipe.simulator.sums import Gradients, Key, graph_of
 
 PARTS = ("parameters", "optimizer", "versions", "gradients", "stash", "values", "workspace")
 """The parts of a device's memory: one version of the parameters; optimizer state and buffers;

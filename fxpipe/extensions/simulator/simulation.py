@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.errors import InputError
 from fxpipe.extend import View
+from fxpipe.extensions.simulator.sizes import Sizes
+from fxpipe.extensions.simulator.sums import Sum
 from fxpipe.formatting import plural, preformatted
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import Task
 from fxpipe.ir.value import Buffer
-from fxpipe.simulator.pairs import Pairs, joins
-from fxpipe.simulator.sizes import Sizes
-from fxpipe.simulator.sums import Sum
+from fxpipe.metrics import idle_share
+from fxpipe.passes.lowering.pairs import Pairs, joins
 
 if TYPE_CHECKING:
     from os import PathLike
 
-    from fxpipe.simulator.analysis import Idle, Steady
-    from fxpipe.simulator.memory import Memory
+    from fxpipe.extensions.simulator.analysis import Idle, Steady
+    from fxpipe.extensions.simulator.memory import Memory
 
 
 class Transfer(NamedTuple):
@@ -214,7 +215,7 @@ class Simulation:
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
         """Device → its idle time until the last micro-batch is through, by cause."""
-        from fxpipe.simulator.analysis import idle_time
+        from fxpipe.extensions.simulator.analysis import idle_time
 
         return tuple(idle_time(self, device) for device in range(self.devices))
 
@@ -251,28 +252,28 @@ class Simulation:
 
         Each begins where the one before it ends. Those that take no time are left out.
         """
-        from fxpipe.simulator.analysis import critical_path
+        from fxpipe.extensions.simulator.analysis import critical_path
 
         return critical_path(self)
 
     @cached_property
     def stash(self) -> tuple[int, ...]:
         """Stage → the most micro-batches that it keeps for backward at once."""
-        from fxpipe.simulator.analysis import peak_stash
+        from fxpipe.extensions.simulator.analysis import peak_stash
 
         return peak_stash(self.program)[0]
 
     @cached_property
     def device_stash(self) -> tuple[int, ...]:
         """Device → the most micro-batches that its stages together keep for backward at once."""
-        from fxpipe.simulator.analysis import peak_stash
+        from fxpipe.extensions.simulator.analysis import peak_stash
 
         return peak_stash(self.program)[1]
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
         """Stage → the most versions of its weights that are needed at once."""
-        from fxpipe.simulator.analysis import peak_versions
+        from fxpipe.extensions.simulator.analysis import peak_versions
 
         return peak_versions(self.program)
 
@@ -283,7 +284,7 @@ class Simulation:
         Raises:
             InputError: no sizes were given.
         """
-        from fxpipe.simulator.memory import memory_over_time
+        from fxpipe.extensions.simulator.memory import memory_over_time
 
         if self.sizes is None:
             raise InputError("memory needs the bytes of what devices hold; simulate with sizes=")
@@ -296,7 +297,7 @@ class Simulation:
         Raises:
             InputError: it is a measured run, which cannot go on.
         """
-        from fxpipe.simulator.analysis import steady_state
+        from fxpipe.extensions.simulator.analysis import steady_state
 
         return steady_state(self)
 
@@ -322,7 +323,7 @@ class Simulation:
         Raises:
             InputError: the file cannot be written.
         """
-        from fxpipe.simulator.report import write_trace
+        from fxpipe.extensions.simulator.report import write_trace
 
         write_trace(path, self, *beside)
 
@@ -330,7 +331,7 @@ class Simulation:
 
     def __str__(self) -> str:
         """A table: each device's work, idle time by cause, and what it holds."""
-        from fxpipe.simulator.report import simulation_table
+        from fxpipe.extensions.simulator.report import simulation_table
 
         return simulation_table(self)
 
@@ -342,15 +343,6 @@ class Simulation:
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
         return preformatted(str(self))
-
-
-def idle_share(devices: int, times: Iterable[tuple[float, float]], through: float) -> float:
-    """The share of the devices' time until ``through`` in which none of the tasks, given as (start,
-    end), runs."""
-    if not through:
-        return 0.0
-    busy = sum(max(min(end, through) - start, 0) for start, end in times)
-    return 1 - busy / (devices * through)
 
 
 def task_of(instruction: ins.Instruction) -> Task:

@@ -1,1 +1,0 @@
-"""The memory of graphs, stages and optimizers in bytes, predicted or measured."""

@@ -1,0 +1,68 @@
+"""Lower a schedule without a model: over a chain of stages that each hand one value to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import torch
+from torch import fx
+
+from fxpipe.ir.plan import Bucket, Plan, Stage
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.value import HOST, Edge
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.lowering.pairs import pairs_in, together
+from fxpipe.passes.schedule import add_reduce
+
+
+def chain(stages: int, buckets: Mapping[int, Sequence[Bucket]] | None = None) -> Plan:
+    """A plan of empty stages in a row: ``x`` → ``y0`` → ``y1`` → … → ``loss``."""
+    values = ["x", *(f"y{stage}" for stage in range(stages - 1)), "loss"]
+    ends = [HOST, *range(stages), HOST]
+    edges = tuple(
+        Edge(ends[k], ends[k + 1], value, gradient=k > 0) for k, value in enumerate(values)
+    )
+    buckets, graph = buckets or {}, _empty()
+    empty = [Stage(s, (), (), (), graph, buckets=tuple(buckets.get(s, ()))) for s in range(stages)]
+    return Plan(tuple(empty), edges)
+
+
+@cache
+def _empty() -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(())
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def with_sums(schedule: Schedule, replicas: int = 1, shards: bool = False) -> Schedule:
+    """The schedule with an A for each stage and copy, if it sums gradients."""
+    summed = schedule.trains and (replicas > 1 or any(schedule.working))
+    return add_reduce(schedule, shards) if summed else schedule
+
+
+def chain_program(
+    schedule: Schedule,
+    *,
+    frees: bool = True,
+    replicas: int | None = None,
+    shards: bool = False,
+    buckets: Mapping[int, Sequence[Bucket]] | None = None,
+) -> Program:
+    """Lower a verified schedule over a chain of stages; see ``Lower`` for ``shards``.
+
+    By default there are two ``replicas`` if it sums gradients, else one. ``buckets`` has those of
+    the stages' gradients.
+    """
+    if replicas is None:
+        replicas = 2 if "A" in schedule.kinds and not schedule.copies else 1
+    schedule = with_sums(schedule, replicas, shards)
+    plan = chain(schedule.stages, buckets)
+    lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas, shards=shards)
+    program = communicate(lower(schedule))
+    if schedule.paired:
+        program = together(program, pairs_in(schedule))
+    return free(program) if frees else program
