@@ -1,4 +1,4 @@
-"""DualPipeV: the two directions of DualPipe folded into one V (DeepSeek, after arXiv 2412.19437).
+"""DualPipe, and DualPipeV, its two directions folded into one V (DeepSeek, arXiv 2412.19437).
 
 ``fxpipe.schedules`` explains the symbols and the drawings.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.ir.recipe import schedule, vee
-from fxpipe.ir.task import Task, U
+from fxpipe.ir.recipe import Recipe, schedule, vee
+from fxpipe.ir.task import Pair, Task, U
+from fxpipe.schedules.chimera import both_ways
 from fxpipe.schedules.zero_bubble import spell
 
 
 @schedule("dualpipe-v", placement=vee)
 def dualpipe_v(
     device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
-) -> Iterator[Task]:
+) -> Iterator[Task | Pair]:
     """Stages in a V, two a device; backwards are halved only while the pipe fills and drains.
 
     Device d holds the stages d and 2p − 1 − d. Made for expert parallelism: a forward and the
@@ -32,20 +33,55 @@ def dualpipe_v(
     than a device's work, for m ≥ 2p and T_F = T_I ≥ T_W. Stash: 2p + 1 micro-batches of one of a
     device's two stages, for m ≥ 2p.
     """
-    upto, behind = device + 1, devices - device - 1
     more = max(microbatches - 2 * devices, 0)
+    yield from spell(_words(device, devices, more, " "), stages, microbatches)
+    yield from map(U, stages)
+
+
+def _words(device: int, devices: int, more: int, both: str) -> str:
+    """A device's row; ``both`` is between a forward and a backward that can run together."""
+    upto, behind = device + 1, devices - device - 1
     whole, odd = divmod(upto, 2)
-    words = (
+    first = both if behind else " "
+    return (
         "F0 " * (2 * behind)
         + "F0 F1 " * upto
         + "I1 W F1 " * behind
-        + "F0 B1 F1 B0 " * (more + upto)
-        + "B1 F1 B0 " * behind
+        + f"F0{first}B1 F1{both}B0 "
+        + f"F0{both}B1 F1{both}B0 " * (more + device)
+        + f"B1 F1{both}B0 " * behind
         + "B1 B0 " * whole
         + "B1 I0 " * odd
         + "I1 I0 " * whole
         + "W I0 " * behind
         + "W " * upto
     )
-    yield from spell(words, stages, microbatches)
-    yield from map(U, stages)
+
+
+def _dualpipe(device: int, devices: int, microbatches: int) -> Iterator[Task | Pair]:
+    """Two pipelines in opposite directions, whose forwards and backwards run together as pairs.
+
+    DualPipe (DeepSeek, arXiv 2412.19437), in the order of its authors' program. Even micro-batches
+    go down the devices, odd ones up; device d holds stage d and a copy of stage p − 1 − d. Any m
+    will do, but p must be even, so it has no name: ``fxpipe.compile(schedule=dualpipe)`` takes the
+    recipe itself. p = 2, m = 6, all tasks equally long; small letters on the stage that is a copy::
+
+        0: F0 f1 F2 b1--- f3&B0--- F4&b3--- f5&B2--- b5--- I4 W4 U
+        1: f1 F0 f3 B0--- F2&b1--- f5&B2--- F4&b3--- B4--- i5 w5 U
+
+    Bubble: a step takes (p/2 − 1)(T_F&B + T_B − 3 T_W) longer than a device's work, for even
+    m ≥ 2p, T_F&B = T_F + T_B and T_F = T_I ≥ T_W; at most that with shorter pairs. Stash: p + 1
+    micro-batches of a stage on every device, its two stages together, for m ≥ 2p.
+    """
+    if devices % 2:
+        raise ValueError(f"devices is {devices}; DualPipe needs an even number of them")
+    up = device >= devices // 2
+    stages = tuple(sorted((device, devices - 1 - device)))
+    more = max((microbatches + 1) // 2 - devices, 0)
+    words = _words(stages[0], devices // 2, more, "&")
+    yield from spell(words, stages, microbatches, (int(up), int(not up)), step=2)
+    yield U(device)
+
+
+dualpipe = Recipe("dualpipe", _dualpipe, placement=both_ways)
+"""Two pipelines in opposite directions whose forwards and backwards run together; even p only."""

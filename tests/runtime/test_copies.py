@@ -23,6 +23,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import add_reduce
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine, Store
+from fxpipe.schedules.dualpipe_v import dualpipe
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD, compiled, make
 from tests.helpers.profiles import DEEP
 from tests.helpers.tiny import batch, pipe_of
@@ -80,9 +81,11 @@ def spread(
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Both pipelines of Chimera, or one stage of another schedule on several devices."""
+    """Both pipelines of Chimera or DualPipe, or one stage of others on several devices."""
     microbatches = draw(st.integers(1, 5))
     if draw(st.booleans()):
+        if draw(st.booleans()):
+            return dualpipe(2 * draw(st.integers(1, 2)), microbatches)
         return find_recipe("chimera")(draw(st.integers(1, 4)), microbatches)
     devices = draw(st.integers(1, 3))
     to = draw(st.lists(st.integers(0, 2), min_size=microbatches, max_size=microbatches))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from fxpipe import B, F, InputError, Pair, ParseError, Schedule, Task, U, W
 from fxpipe.ir.recipe import find_recipe, fixed
 from fxpipe.passes.schedule import add_offload, add_recompute, add_reduce, end_with_flush
 from fxpipe.schedules import one_f_one_b
+from fxpipe.schedules.dualpipe_v import dualpipe
 from tests.helpers.faults import faults_of
 from tests.oracles.small_simulator import HALVES, idle, makespan, run_of, simulate
 
@@ -205,16 +206,30 @@ def published(table: str) -> Schedule:
 
 
 @pytest.mark.parametrize("table", DUALPIPE, ids=lambda table: published(table).name)
-@pytest.mark.parametrize(("f", "w"), [(1, 1), (2, 1), (3, 2)])
-def test_dualpipes_published_idle_time_comes_out(table: str, f: int, w: int) -> None:
+def test_dualpipe_is_as_its_authors_program(table: str) -> None:
+    schedule = published(table)
+    own = dualpipe(schedule.devices, schedule.microbatches)
+    assert replace(own, name=schedule.name) == schedule
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 14), (8, 16), (8, 32), (16, 32)])
+@pytest.mark.parametrize(("f", "w"), [(1, 1), (3, 2)])
+def test_dualpipes_published_idle_time_comes_out(p: int, m: int, f: int, w: int) -> None:
     """It is exact where a pair takes as long as its tasks, and else no less."""
-    schedule = published(table).verify()
-    b = f + w
-    for both in range(b, f + b + 1):
+    schedule, b = dualpipe(p, m).verify(), f + w
+    for both in (b, f + b):
         takes = {"F": f, "B": b, "I": f, "W": w, "F&B": both, "A": 0, "U": 0}
-        idles = schedule.simulate(takes).bubble_size
-        formula = (schedule.devices // 2 - 1) * (both + b - 3 * w)
+        found = schedule.simulate(takes)
+        idles, formula = found.through - max(found.busy), (p // 2 - 1) * (both + b - 3 * w)
         assert idles == formula if both == f + b else idles <= formula
+    assert schedule.stash().devices == (p + 1,) * p
+
+
+def test_dualpipe_takes_any_number_of_microbatches_and_even_numbers_of_devices() -> None:
+    for p, m in product((2, 4, 6, 8), range(1, 20)):
+        dualpipe(p, m).verify()
+    with pytest.raises(InputError, match="devices is 3; DualPipe needs an even number of them"):
+        dualpipe(3, 6)
 
 
 @pytest.mark.models
