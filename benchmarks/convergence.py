@@ -37,7 +37,7 @@ WAYS: Mapping[str, Mapping[str, Any] | None] = {
     "1F1B": {"schedule": "1f1b"},
     "2BW": {"schedule": "2bw"},
     "PipeDream": {"schedule": "pipedream"},
-    "2BW, predicted": {"schedule": "2bw", "predict": True},
+    "2BW, predicted": {"schedule": "2bw", "extensions": ["prediction"]},
     "CDP-v1": {"schedule": "cdp-v1", "devices": ["cpu"] * MICROBATCHES},
     "CDP-v2": {"schedule": "cdp-v2", "devices": ["cpu"] * MICROBATCHES},
 }

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.planner.choices import Choice, TrainingPlan
     from fxpipe.extensions.planner.cluster import Cluster
     from fxpipe.extensions.planner.plan_training import plan_training
+    from fxpipe.extensions.prediction.extension import Prediction
     from fxpipe.extensions.search.search import search_schedule
 
 __version__ = "0.1.0"
@@ -84,6 +85,7 @@ __all__ = [
     "PassError",
     "Pipeline",
     "Plan",
+    "Prediction",
     "Program",
     "R",
     "RankError",

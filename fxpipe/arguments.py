@@ -97,8 +97,8 @@ def check_overlap(recipe: Recipe, optimizer: Any) -> None:
     late = any(any(rule) if isinstance(rule, tuple) else rule for rule in rules)
     if recipe.predict and not late:
         raise InputError(
-            f"predict=True, and with schedule {recipe.name!r} batches read the newest weights, "
-            'so that there are none to predict; leave predict out, or take a schedule such as "2bw"'
+            f"with schedule {recipe.name!r} batches read the newest weights, so that there are "
+            'none to predict; leave the prediction out, or take a schedule such as "2bw"'
         )
     if late and optimizer is None:
         raise InputError(
@@ -200,17 +200,12 @@ def check_bucket_cap(bucket_cap_mb: Any) -> float:
     return float(bucket_cap_mb)
 
 
-def check_sharding(shard_optimizer: Any, optimizer: Any, predict: bool) -> None:
-    """Raise InputError if there is no optimizer to shard, or ``predict`` needs all of its state."""
+def check_sharding(shard_optimizer: Any, optimizer: Any) -> None:
+    """Raise InputError if there is no optimizer to shard."""
     if shard_optimizer and optimizer is None:
         raise InputError(
             "shard_optimizer=True, and there is no optimizer; give optimizer=, such as lambda "
             "parameters: torch.optim.AdamW(parameters), or leave shard_optimizer out"
-        )
-    if shard_optimizer and predict:
-        raise InputError(
-            "predict=True needs the momentum of all weights, and with shard_optimizer=True a "
-            "replica has that of a part; leave one of them out"
         )
 
 

@@ -43,7 +43,6 @@ def compile(
     schedule: ScheduleLike = "1f1b",
     microbatches: int | None = None,
     delay: int | None = None,
-    predict: bool = False,
     memory_limits: Each | None = None,
     recompute: RecomputeLike = "never",
     offload: RecomputeLike = "never",
@@ -114,10 +113,6 @@ def compile(
         delay: for schedules whose batches overlap: how many versions behind the newest the weights
             that a batch reads may be. The default is the schedule's own delay. With
             ``schedule="search"`` it is the largest delay that the search may choose.
-        predict: let a batch read predicted weights instead of weights that are ``delay`` versions
-            old. They are predicted from the optimizer's momentum, for the time when the batch's
-            update comes: SpecTrain for SGD with momentum, XPipe for Adam and AdamW. Without a delay
-            there is nothing to predict.
         memory_limits: the bytes that devices may hold: one number for all, or a list with one for
             each device and None where there is no limit; see ``fxpipe.Partition``.
         recompute: "never", "always", or "except_last" (all micro-batches but the last). A stage
@@ -197,23 +192,20 @@ def compile(
         arguments.check_known("tracer", tracer, get_args(Tracer))
         given = arguments.read_extensions(extensions)
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
-        arguments.check_flags(shard_optimizer=shard_optimizer, predict=predict)
+        arguments.check_flags(shard_optimizer=shard_optimizer)
         cuts = read_partition(partition, memory_limits)
         cuts.check(model, len(places))
         late = None  # chooses the schedule at the first step
         if isinstance(schedule, str) and schedule in names("schedule"):
             made = find("schedule", schedule, f"schedule={schedule!r}")
-            late = made(schedule, delay=delay, predict=predict)
+            late = made(schedule, delay=delay)
         recipe, microbatches = arguments.read_schedule(
             late.recipe if late else schedule, len(places), microbatches, delay
         )
-        if predict:
-            recipe = recipe.predicting()
-        arguments.check_overlap(recipe, optimizer)
         if recipe.copies(len(places)):
             arguments.check_copies(recipe, torch_devices[0])
         arguments.check_clipping(clip_norm, scaler, optimizer)
-        arguments.check_sharding(shard_optimizer, optimizer, predict)
+        arguments.check_sharding(shard_optimizer, optimizer)
         options = Options(
             model=model,
             devices=tuple(places),
@@ -242,6 +234,7 @@ def compile(
         )
         for extension in given:
             options = extension.options(options)
+        arguments.check_overlap(options.recipe, optimizer)
         for extension in given:
             extension.check(options)
         inputs = None if example is None else arguments.read_example(example)

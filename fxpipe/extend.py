@@ -45,6 +45,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "cuda_graphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
         "deferred_batchnorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
         "inductor": f"{_HERE}.inductor.extension:Inductor",
+        "prediction": f"{_HERE}.prediction.extension:Prediction",
     },
     "instruction": {},
     "public": {
@@ -58,6 +59,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Inductor": f"{_HERE}.inductor.extension:Inductor",
         "LeafModules": f"{_HERE}.leaf_modules.extension:LeafModules",
         "LossWeight": f"{_HERE}.loss_weight.extension:LossWeight",
+        "Prediction": f"{_HERE}.prediction.extension:Prediction",
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
         "compare": f"{_HERE}.comparison.comparison:compare",
         "plan_training": f"{_HERE}.planner.plan_training:plan_training",
@@ -95,8 +97,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "save": f"{_HERE}.checkpoint_folder.folder:write",
         "saved": f"{_HERE}.checkpoint_folder.folder:exists",
         "step_peaks": f"{_HERE}.simulator.predict:step_peaks",
-        "predict": f"{_HERE}.prediction.prediction:predict",
-        "predictable": f"{_HERE}.prediction.prediction:check_predictable",
+        "predict": f"{_HERE}.prediction.stage:PredictedStage",
     },
     "command": {
         "main": f"{_HERE}.cli:main",

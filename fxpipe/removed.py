@@ -10,6 +10,7 @@ REMOVED = {
     "loss_weight": "write extensions=[fxpipe.LossWeight(the same function)]",
     "dispatch": 'write extensions=[fxpipe.Dispatch("device")], or "thread"; "auto" is what is done '
     "without",
+    "predict": "write extensions=[fxpipe.Prediction()]",
     "verbose": 'write logging.basicConfig() and logging.getLogger("fxpipe").setLevel("DEBUG"), '
     "which print every pass and its time",
     "stage_compiler": 'write extensions=[fxpipe.Inductor()], or for "auto" '

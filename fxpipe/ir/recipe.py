@@ -144,10 +144,6 @@ class Recipe:
         """The same recipe with another delay."""
         return replace(self, delay=delay)
 
-    def predicting(self) -> Recipe:
-        """The same recipe with batches that read predicted weights."""
-        return replace(self, predict=True)
-
     def stages(self, devices: int) -> int:
         """The number of stages of its schedules."""
         return len(self.place(devices))

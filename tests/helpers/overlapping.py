@@ -113,7 +113,7 @@ class MostVersions:
 
         def counted(stage: StageWeights, tensors: Buffers) -> None:
             append(stage, tensors)
-            alive = len(stage.live) + len(stage.predicted)
+            alive = len(stage.alive)
             self._most[stage] = max(self._most.get(stage, 0), alive)
 
         patch.setattr(StageWeights, "_append", counted)

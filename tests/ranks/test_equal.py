@@ -223,7 +223,7 @@ CASES: Mapping[str, Callable[[Devices], Results]] = {
     "pipedream": recipes(skips, schedule="pipedream"),
     "cdp-v2": recipes(skips, schedule="cdp-v2"),
     "tied, cdp-v2": recipes(tied, schedule="cdp-v2"),
-    "predicted": recipes(skips, schedule="2bw", predict=True),
+    "predicted": recipes(skips, schedule="2bw", extensions=["prediction"]),
     "tied": recipes(tied),
     "tied, 2bw": recipes(tied, schedule="2bw"),
     "clipped": recipes(skips, clip_norm=0.05),

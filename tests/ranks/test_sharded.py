@@ -298,12 +298,12 @@ def test_optimizers_that_need_whole_parameters_are_refused() -> None:
 def test_what_cannot_be_sharded_is_refused_before_anything_runs() -> None:
     with pytest.raises(InputError, match="there is no optimizer; give optimizer="):
         fxpipe.compile(Tiny(), 2, shard_optimizer=True)
-    with pytest.raises(InputError, match="predict=True needs the momentum of all weights"):
+    with pytest.raises(InputError, match="Prediction needs the momentum of all weights"):
         fxpipe.compile(
             Tiny(),
             2,
             schedule="2bw",
-            predict=True,
+            extensions=["prediction"],
             shard_optimizer=True,
             optimizer=OPTIMIZERS["sgd"],
         )

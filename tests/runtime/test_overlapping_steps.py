@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.helpers.overlapping import (
 )
 from tests.helpers.profiles import DEEP
 from tests.models.test_split_training import scores
-from tests.oracles.delayed_loop import MSE, DelayedLoop, Factory, PredictedLoop
+from tests.oracles.delayed_loop import MSE, DelayedLoop, PredictedLoop
 
 
 def compare(
@@ -146,66 +147,6 @@ def test_exactly_so_many_versions_live_as_the_delay_asks_for(
         assert pipe.schedule.versions().live == (live,) * 3
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "amsgrad"])
-@pytest.mark.parametrize(
-    ("schedule", "microbatches", "delay"), [("2bw", 3, 1), ("1f1b-async", 1, 2)]
-)
-def test_predicted_weights_are_where_the_momentum_points(
-    schedule: str,
-    microbatches: int,
-    delay: int,
-    optimizer: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    most = MostVersions(monkeypatch)
-    model, data = make("mlp", 10, 4)
-    factory = (OPTIMIZERS | MORE)[optimizer]
-    expected = PredictedLoop.beside(model, factory, microbatches, delay=delay)
-    with compiled(model, 3, microbatches, factory, schedule=schedule, predict=True) as pipe:
-        for t, (x, y) in enumerate(data):
-            torch.testing.assert_close(
-                pipe.step(x, target=y), expected.step(x, y), rtol=1e-12, atol=1e-12
-            )
-            if t == 4:
-                pipe.flush()
-        assert "predict" in str(pipe.schedule).splitlines()[0]
-        assert fxpipe.Schedule.parse(str(pipe.schedule)) == pipe.schedule
-        pipe.flush()
-        # the newest, and a predicted one for each version that a batch may read
-        assert pipe.weight_versions == [1 + delay + 1] * 3
-        assert max(most.of(pipe)) <= 1 + delay + 1
-    expected.assert_same(model, 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("factory", "message"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1), "this SGD has none"),
-        (lambda p: torch.optim.Rprop(p), "cannot predict from the state of Rprop"),
-    ],
-)
-def test_prediction_without_a_momentum_is_refused(factory: Factory, message: str) -> None:
-    model, [(x, y)] = make("mlp", 1, 4)
-    with (
-        compiled(model, 2, 2, factory, predict=True) as pipe,
-        pytest.raises(fxpipe.InputError, match=message),
-    ):
-        pipe.step(x, target=y)
-
-
-@pytest.mark.parametrize("optimizer", [None, SGD])
-@pytest.mark.parametrize(
-    "schedule",
-    ["1f1b", "schedule mine stages=1 microbatches=1 delay=0 predict\nplace 0\n0: F0 B0 U"],
-)
-def test_prediction_where_every_batch_reads_the_newest_weights_is_refused(
-    schedule: str, optimizer: Factory | None
-) -> None:
-    predict = schedule == "1f1b"  # the other says so itself
-    with pytest.raises(fxpipe.InputError, match="there are none to predict; leave predict out"):
-        fxpipe.compile(nn.Linear(2, 2), 1, schedule=schedule, optimizer=optimizer, predict=predict)
-
-
 def test_batches_may_differ_in_size_and_in_number_of_micro_batches() -> None:
     model, _ = make("mlp", 1, 1)
     sizes = [9, 8, 3, 12, 2, 9]
@@ -226,7 +167,8 @@ def test_a_batch_too_short_to_overlap_is_flushed_and_reads_the_version_that_it_w
     model, _ = make("mlp", 1, 1)
     data = [(torch.randn(n, 6).double(), torch.randn(n, 6).double()) for n in (8, 9, 2, 8, 8, 1)]
     expected = (PredictedLoop if predict else DelayedLoop).beside(model, SGD, 4)
-    with compiled(model, 4, 4, predict=predict) as pipe:
+    options: dict[str, Any] = {"extensions": ["prediction"] * predict}
+    with compiled(model, 4, 4, **options) as pipe:
         for x, y in data:
             expected.microbatches = min(4, len(x))
             torch.testing.assert_close(

@@ -28,20 +28,14 @@ class LateSchedule:
     and the compiler that chooses.
 
     Raises:
-        InputError: a delay or predicted weights are asked for, which the choice does not offer.
+        InputError: a delay is asked for, which "auto" does not offer.
     """
 
-    def __init__(self, name: str, *, delay: int | None, predict: bool) -> None:
+    def __init__(self, name: str, *, delay: int | None) -> None:
         if delay and name == "auto":
             raise InputError(
                 'schedule="auto" decides among schedules with a flush, and delay is for batches '
                 'that overlap; leave it out, or give schedule="search"'
-            )
-        if predict:
-            raise InputError(
-                f'schedule="{name}" may decide that batches read the newest weights, and predict '
-                "is for those that read older ones; leave it out, or give what "
-                "fxpipe.search_schedule(..., delay=1) finds"
             )
         if name == "search":
             find("public", "search_schedule", 'schedule="search"')  # refused here if not there

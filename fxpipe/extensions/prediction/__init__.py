@@ -1,1 +1,1 @@
-"""Predicted weights in place of old ones, for ``compile(..., predict=True)``."""
+"""Predicted weights in place of old ones, for ``fxpipe.Prediction``."""

@@ -23,13 +23,13 @@ def check_predictable(optimizer: Optimizer) -> None:
         if all(group["momentum"] for group in optimizer.param_groups):
             return
         raise InputError(
-            "predict=True needs a momentum to predict from, and this SGD has none; give "
-            "torch.optim.SGD(..., momentum=0.9), or leave predict out"
+            "Prediction needs a momentum to predict from, and this SGD has none; give "
+            "torch.optim.SGD(..., momentum=0.9), or leave it out"
         )
     if not isinstance(optimizer, Adam):  # AdamW is one
         raise InputError(
-            f"predict=True cannot predict from the state of {type(optimizer).__name__}; take SGD "
-            "with momentum, Adam or AdamW, or leave predict out"
+            f"Prediction cannot predict from the state of {type(optimizer).__name__}; take SGD "
+            "with momentum, Adam or AdamW, or leave it out"
         )
 
 

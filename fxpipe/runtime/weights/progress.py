@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import CheckpointError, InputError, near
+from fxpipe.extend import find
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
@@ -19,7 +20,7 @@ from fxpipe.runtime.weights.live import settings, shown
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.sharding import Shards
-from fxpipe.runtime.weights.stage_weights import History
+from fxpipe.runtime.weights.stage_weights import History, StageWeights
 from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals
 from fxpipe.torchtools.pytrees import pieces
@@ -182,6 +183,8 @@ class Progress:
         optimizers = self.optimizers_of(plan)
         if self.versions is None:
             parameters = dict(self._model.named_parameters(remove_duplicate=False))
+            what = f"schedule {schedule.name!r}, which predicts weights,"
+            kind = find("option", "predict", what) if schedule.predict else StageWeights
             versions = VersionedWeights(
                 [
                     {a.target: parameters[a.target] for a in stage.parameters if self._owns(index)}
@@ -189,7 +192,7 @@ class Progress:
                 ],
                 optimizers,
                 schedule.delays,
-                predicts=schedule.predict,
+                kind=kind,
                 owns=self._owns,
                 shards=self.shards,
             )

@@ -143,7 +143,7 @@ class ShardedStage(StageWeights):
         shards: Shards,
     ) -> None:
         self._shards = shards
-        super().__init__(parameters, optimizer, delay, predicts=False)
+        super().__init__(parameters, optimizer, delay)
 
     def restart(self, version: int) -> None:
         super().restart(version)

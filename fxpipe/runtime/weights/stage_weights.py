@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
-from fxpipe.extend import find
 from fxpipe.runtime.weights.live import differs, mark, settings
 from fxpipe.runtime.weights.optimizer_state import frozen
 from fxpipe.torchtools.optimizers import twin
@@ -68,24 +67,23 @@ class StageWeights:
     Attributes:
         newest: the number of the newest version.
         live: version → its tensors. Those of the newest share memory with the model's parameters.
-        predicted: version → the predicted weights that its batches read; empty without prediction.
         oldest: the oldest version that can be read; batches that ask for an older one read it.
     """
+
+    predicts = False
+    """Whether batches read predicted weights instead."""
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         optimizer: Optimizer | None,
         delay: int,
-        predicts: bool,
     ) -> None:
         self.parameters = dict(parameters)
         self.optimizer = optimizer
         self.delay = delay
-        self.predicts = predicts and optimizer is not None
         self.newest = 0
         self.live: dict[int, Buffers] = {}
-        self.predicted: dict[int, Buffers] = {}
         self.oldest = 0
         self._changes: dict[str, int] = {}
 
@@ -94,10 +92,7 @@ class StageWeights:
         self.newest = self.oldest = version
         tensors = {name: _alias(parameter) for name, parameter in self.parameters.items()}
         self.live = {version: tensors}
-        self.predicted = {}
         self._note()
-        if self.predicts:
-            self._predict()
 
     def resume(self, newest: int, base: int, known: Versions) -> None:
         """Take the current parameters as the newest version, and the known versions as older ones.
@@ -106,44 +101,52 @@ class StageWeights:
         value then stands for them.
         """
         self.restart(newest)
-        for version in range(max(base, newest - self.delay), newest + self.predicts):
-            tensors = _copied(self.live[newest], {})
-            with torch.no_grad():
-                for name, tensor in tensors.items():
-                    value = since(known, version, name)
-                    if tensor.requires_grad and value is not None:
-                        tensor.copy_(value)
-            (self.predicted if self.predicts else self.live)[version] = tensors
         self.oldest = max(base, newest - self.delay)
+        for version in range(self.oldest, newest):
+            self.live[version] = self._restored(version, known)
+
+    def _restored(self, version: int, known: Versions) -> Buffers:
+        """A copy of a known version, or of the newest where it lacks a parameter."""
+        tensors = copy_of(self.live[self.newest], {})
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                value = since(known, version, name)
+                if tensor.requires_grad and value is not None:
+                    tensor.copy_(value)
+        return tensors
 
     def follow(self, delay: int) -> None:
         """Change the delay, while no batch is in flight."""
         if delay == self.delay:
             return
         self.delay = delay
-        if self.predicts:
-            self.predicted.clear()
-            self._predict()
-        kept = self.newest if self.predicts else self.newest - self.delay
-        for version in [version for version in self.live if version < kept]:
+        for version in [version for version in self.live if version < self.newest - delay]:
             del self.live[version]
-        self.oldest = min(self.predicted or self.live, default=self.newest)
+        self.oldest = min(self.live)
 
     def kept(self) -> dict[int, Buffers]:
         """The versions that later batches may read, besides the model's parameters."""
         if self.optimizer is None:
             return {}
-        source = self.predicted if self.predicts else self.live
         return {
-            version: {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-            for version, tensors in source.items()
-            if self.newest - self.delay <= version < self.newest + self.predicts
+            version: trained(tensors)
+            for version, tensors in self.live.items()
+            if self.newest - self.delay <= version < self.newest
         }
+
+    @property
+    def alive(self) -> list[Buffers]:
+        """All weights that it has."""
+        return [*self.live.values()]
+
+    @property
+    def behind(self) -> int:
+        """How many versions before the newest are read, or written again."""
+        return self.delay
 
     def read(self, version: int) -> Buffers:
         """The weights that batches of a version read: the oldest ones if the version is older."""
-        version = max(version, self.oldest)
-        return self.predicted[version] if self.predicts else self.live[version]
+        return self.live[max(version, self.oldest)]
 
     def written(self) -> Iterator[str]:
         """The names of the parameters that the user changed, or gave other memory."""
@@ -180,18 +183,16 @@ class StageWeights:
             Group → the settings that the optimizer changed in its step.
         """
         self.refuse_changed()
-        needed = self.newest + 1 - (0 if self.predicts else self.delay)
+        needed = self.newest + 1 - self.behind
         if self.optimizer is None:
             self.live[self.newest + 1] = self.live[self.newest]
             self.newest += 1
             retire(self.live, needed)
             return []
-        tensors = _copied(self.live[self.newest], retire(self.live, needed))
+        tensors = copy_of(self.live[self.newest], retire(self.live, needed))
         memory = {name: tensor.detach() for name, tensor in tensors.items()}
         changed = self._step(self.parameters, memory, gradients, groups)
         self._append(tensors)
-        if self.predicts:
-            self._predict(groups)
         return changed
 
     def _step(
@@ -219,22 +220,6 @@ class StageWeights:
         self.live[self.newest] = tensors
         self._note()
 
-    def _predict(self, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Predict the weights that the batches of the newest version read, with these settings of
-        the optimizer's groups, or the current ones."""
-        assert self.optimizer is not None
-        groups = self.optimizer.param_groups if groups is None else groups
-        spare = retire(self.predicted, self.newest - self.delay)
-        tensors = _copied(self.live[self.newest], spare)
-        weights: dict[Tensor, Tensor] = {
-            parameter: tensors[name]
-            for name, parameter in self.parameters.items()
-            if parameter.requires_grad
-        }
-        with torch.no_grad():
-            find("option", "predict")(self.optimizer, groups, weights, self.delay)
-        self.predicted[self.newest] = tensors
-
     def _show(self, tensors: Buffers) -> None:
         """Make the model's parameters use the memory of these tensors."""
         for name, parameter in self.parameters.items():
@@ -255,6 +240,11 @@ def retire(versions: dict[int, Buffers], needed: int) -> Buffers:
     return {} if shared else spare
 
 
+def trained(tensors: Buffers) -> Buffers:
+    """Those of a version that are trained."""
+    return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+
+
 def memory_like(now: Buffers, spare: Buffers) -> Buffers:
     """Tensors to write the next version to, spare ones where possible. Parameters that are not
     trained never change, so all versions share them."""
@@ -267,7 +257,7 @@ def memory_like(now: Buffers, spare: Buffers) -> Buffers:
     return tensors
 
 
-def _copied(now: Buffers, spare: Buffers) -> Buffers:
+def copy_of(now: Buffers, spare: Buffers) -> Buffers:
     """A copy of a version, in spare tensors where possible."""
     tensors = memory_like(now, spare)
     trained = [name for name, tensor in now.items() if tensor.requires_grad]

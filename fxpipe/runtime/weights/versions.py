@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxpipe.extend import find
 from fxpipe.ir.plan import Stage
 from fxpipe.runtime.weights.live import Weights
 from fxpipe.runtime.weights.optimizer_state import frozen
@@ -43,7 +42,7 @@ class VersionedWeights(Weights):
         optimizers: Sequence[Optimizer | None],
         delays: Sequence[int],
         *,
-        predicts: bool = False,
+        kind: Callable[[Mapping[str, nn.Parameter], Optimizer, int], StageWeights] = StageWeights,
         owns: Callable[[int], bool] = lambda stage: True,
         shards: Mapping[Optimizer, Shards] = MappingProxyType({}),
     ) -> None:
@@ -53,7 +52,7 @@ class VersionedWeights(Weights):
             parameters: stage → name in the model → parameter, for the stages of this process.
             optimizers: stage → its optimizer.
             delays: stage → by how many versions its batches read behind the newest.
-            predicts: whether batches read predicted weights instead.
+            kind: makes the versions of a stage that is trained.
             owns: whether this process updates a stage. Of other processes' stages only the number
                 of the newest version is known, and only while no batch is in flight.
             shards: optimizer → the parts of parameters that it trains, if it is sharded.
@@ -61,15 +60,13 @@ class VersionedWeights(Weights):
         Raises:
             InputError: weights are to be predicted, and an optimizer has no momentum.
         """
-        if predicts:
-            for optimizer in optimizers:
-                if optimizer is not None:
-                    find("option", "predictable", "predict=True")(optimizer)
         super().__init__()
         self.base = 0
         self._stages = [
-            StageWeights(named, optimizer, delay, predicts)
-            if optimizer is None or (parts := shards.get(optimizer)) is None
+            StageWeights(named, None, delay)
+            if optimizer is None
+            else kind(named, optimizer, delay)
+            if (parts := shards.get(optimizer)) is None
             else ShardedStage(named, optimizer, delay, parts)
             for named, optimizer, delay in zip(parameters, optimizers, delays, strict=True)
         ]
@@ -111,7 +108,7 @@ class VersionedWeights(Weights):
         with self._lock:
             self._lock.wait_for(lambda: self._running == 0)
             yield [
-                [*stage.live.values(), *stage.predicted.values()] if index in self._own else []
+                stage.alive if index in self._own else []
                 for index, stage in enumerate(self._stages)
             ]
 

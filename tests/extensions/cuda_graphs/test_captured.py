@@ -65,8 +65,8 @@ def test_whole_and_parted_backwards_of_one_stage_are_captured_each() -> None:
     ("dispatch", "options"),
     [
         ("device", {}),
-        ("thread", {"predict": True}),
-        *deep(("thread", {}), ("device", {"predict": True})),
+        ("thread", {"extensions": [fxpipe.Prediction()]}),
+        *deep(("thread", {}), ("device", {"extensions": [fxpipe.Prediction()]})),
     ],
 )
 def test_each_version_of_the_weights_has_captures_of_its_own(

@@ -364,8 +364,14 @@ def test_the_stages_are_where_the_fastest_step_has_them(
     [
         ({"partition": fxpipe.Partition(memory_limits=1e9)}, "memory_limits is given twice"),
         ({"delay": 1}, 'schedule="auto" decides among .* give schedule="search"'),
-        ({"predict": True}, 'schedule="auto" may decide that batches read the newest weights'),
-        ({"schedule": "search", "predict": True}, r"search_schedule\(\.\.\., delay=1\)"),
+        (
+            {"extensions": [fxpipe.Prediction()]},
+            'schedule="auto" may decide that batches read the newest weights',
+        ),
+        (
+            {"schedule": "search", "extensions": ["prediction"]},
+            r"search_schedule\(\.\.\., delay=1\)",
+        ),
         ({"schedule": "search", "delay": 1}, "schedule 'search' .* give optimizer="),
         ({"schedule": "search", "delay": -1}, "give a whole number of at least 0"),
     ],
