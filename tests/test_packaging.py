@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +96,6 @@ def here() -> dict[str, Any]:
 def there(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What LOOK tells of the installed library."""
     return look(installed, tmp_path_factory.mktemp("elsewhere"))
-
-
-def test_the_packages_listed_are_the_folders() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    tops = [ROOT / "fxpipe", *(ROOT / name for name in OUTER)]
-    folders = [path.parent for top in tops for path in top.glob("**/__init__.py")]
-    names = [".".join(folder.relative_to(ROOT).parts) for folder in folders]
-    expected = sorted(f"fxpipe.{name}" if name.startswith(OUTER) else name for name in names)
-    assert project["tool"]["setuptools"]["packages"] == expected
 
 
 @pytest.mark.deep
