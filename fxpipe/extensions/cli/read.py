@@ -25,7 +25,7 @@ DEVICES, MICROBATCHES = 4, 8
 
 T = TypeVar("T")
 
-_COST = re.compile(r"(?P<letter>\w)(?:@(?P<stage>[0-9]{1,9}))?=(?P<time>\S+)")
+_COST = re.compile(r"(?P<letter>\w(?:&\w)?)(?:@(?P<stage>[0-9]{1,9}))?=(?P<time>\S+)")
 
 
 def named_schedule(

@@ -44,6 +44,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.unroll import unroll
 from fxpipe.passes.lowering.chain import chain_program, with_sums
+from fxpipe.passes.lowering.pairs import pairs_in
 
 _MANY = Ge(p, 2)
 
@@ -89,8 +90,8 @@ def schedule_formulas(schedule: Schedule, *, given: Sequence[Relational] = ()) -
         InputError: ``given`` relates something else.
     """
     schedule = with_sums(schedule.verify())
-    times = Bases.of(schedule.kinds, given)
-    only = sample(_program(schedule, 1), times)
+    times = Bases.of(_kinds(schedule), given)
+    only = sample(_program(schedule, 1), times, pairs_in(schedule))
     forms = {}
     if only.makespan is not None:
         forms["makespan"] = _greatest(sorted(only.makespan.forms), times.all)
@@ -163,9 +164,11 @@ def recipe_formulas(
                     schedules[a, b, *([chunk] if chunks else [])] = schedule
     if not schedules:
         raise InputError(f"where is {region}, and none of the points that are tried lies there")
-    times = Bases.of(frozenset().union(*(x.kinds for x in schedules.values())), given)
+    times = Bases.of(frozenset().union(*map(_kinds, schedules.values())), given)
     samples = {
-        (*point, *([count] if overlaps else [])): sample(_program(schedule, count), times)
+        (*point, *([count] if overlaps else [])): sample(
+            _program(schedule, count), times, pairs_in(schedule)
+        )
         for point, schedule in schedules.items()
         for count in steps
     }
@@ -186,6 +189,11 @@ def recipe_formulas(
                 formulas[quantity] = Formula(expression, And(region, where), len(known))
                 break
     return Formulas(recipe.name, tuple(given), formulas)
+
+
+def _kinds(schedule: Schedule) -> frozenset[str]:
+    """The kinds of a schedule's tasks, and of its pairs."""
+    return schedule.kinds | {f"F&{then.kind}" for then in schedule.paired}
 
 
 def _program(schedule: Schedule, steps: int) -> Program:

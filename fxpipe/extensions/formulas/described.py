@@ -10,6 +10,7 @@ from sympy.core.relational import Relational
 from fxpipe.errors import FxpipeError, VerificationError
 from fxpipe.extensions.formulas.derive import recipe_formulas, schedule_formulas
 from fxpipe.extensions.formulas.formulas import Formulas, time
+from fxpipe.extensions.simulator.costs import PAIRS
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
@@ -47,13 +48,16 @@ def _formulas(schedule: Schedule, recipe: Recipe | None, given: tuple[Relational
 
 
 def _ratios(schedule: Schedule, costs: Mapping[str, float]) -> tuple[Relational, ...]:
-    """The time of each kind of micro-batch task as a multiple of the forward's time."""
+    """The time of each kind of micro-batch task, and of pairs, as a multiple of a forward's."""
     times = {letter: kind.cost for letter, kind in KINDS.items() if kind.per_microbatch} | dict(
         costs
     )
+    for pair in PAIRS:
+        times.setdefault(pair, times["F"] + times[pair[-1]])
     forward = Rational(str(times["F"]))
+    kinds = schedule.kinds | {f"F&{then.kind}" for then in schedule.paired}
     return tuple(
         Eq(time(letter), Rational(str(times[letter])) / forward * time("F"))
-        for letter in KINDS
-        if letter in schedule.kinds - {"F"} and KINDS[letter].per_microbatch and forward
+        for letter in times
+        if letter in kinds - {"F"} and forward
     )

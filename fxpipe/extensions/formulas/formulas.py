@@ -38,7 +38,7 @@ T = Symbol("T", integer=True, positive=True)
 
 
 def time(letter: str) -> Symbol:
-    """The time of a task, such as ``T_F`` of a forward."""
+    """The time of a task, such as ``T_F`` of a forward, or of a pair, ``T_F&B``."""
     return Symbol(f"T_{letter}", nonnegative=True)
 
 

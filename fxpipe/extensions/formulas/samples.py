@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from math import gcd
 
 from sympy.core.relational import Relational
@@ -20,12 +20,13 @@ from sympy.core.relational import Relational
 from fxpipe.errors import InputError
 from fxpipe.extensions.formulas.formulas import Basis, Vector, basis
 from fxpipe.extensions.simulator.analysis import peak_stash
-from fxpipe.extensions.simulator.costs import task_times
+from fxpipe.extensions.simulator.costs import PAIRS, task_times
 from fxpipe.extensions.simulator.simulate import run
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.walk import waits_of, walk
+from fxpipe.passes.lowering.pairs import Pairs, joins
 
 Longest = Callable[[Vector], Vector]
 """Times → how often each of them counts in the longest path at these times."""
@@ -149,6 +150,7 @@ class Paths:
 
     program: Program
     columns: Mapping[str, Vector]
+    pairs: Pairs = field(default_factory=dict)
     _known: dict[tuple[Vector, bool], list[list[int]]] = field(default_factory=dict)
 
     def work(self) -> Vector:
@@ -208,6 +210,10 @@ class Paths:
 
     def _counted(self, tasks: Sequence[ins.Instruction]) -> Vector:
         counts = Counter(letter for x in tasks if (letter := x.letter) is not None)
+        for first, then in pairwise(tasks if self.pairs else ()):
+            if joins(first, then, self.pairs):
+                counts.subtract(["F", then.letter or ""])
+                counts[f"F&{then.letter}"] += 1
         size = len(next(iter(self.columns.values())))
         return tuple(
             sum(n * self.columns[key][j] for key, n in counts.items()) for j in range(size)
@@ -218,9 +224,13 @@ class Paths:
         if (times, once) not in self._known:
             costs: dict[str, float] = dict.fromkeys(KINDS, 0)
             for letter, column in self.columns.items():
-                if once or KINDS[letter].per_microbatch:
+                if once or letter not in KINDS or KINDS[letter].per_microbatch:
                     costs[letter] = self._encoded(column, times)
-            events = run(self.program, self._turns, task_times(self.program, costs))
+            less = {
+                then: (*first, costs["F"] + costs[then[0]] - costs[f"F&{then[0]}"])
+                for then, first in self.pairs.items()
+            }
+            events = run(self.program, self._turns, task_times(self.program, costs), less=less)
             self._known[times, once] = [list(map(int, row)) for row in events.ends]
         return self._known[times, once]
 
@@ -272,9 +282,10 @@ class Bases:
 
     @staticmethod
     def of(kinds: frozenset[str], given: Sequence[Relational]) -> Bases:
-        letters = [letter for letter in KINDS if letter in kinds]
-        of_microbatch = [letter for letter in letters if KINDS[letter].per_microbatch]
-        return Bases(basis(letters, given), basis(of_microbatch, given))
+        of_microbatch = [letter for letter in KINDS if KINDS[letter].per_microbatch]
+        of_microbatch = [letter for letter in (*of_microbatch, *PAIRS) if letter in kinds]
+        once = [letter for letter in KINDS if letter in kinds and letter not in of_microbatch]
+        return Bases(basis([*of_microbatch, *once], given), basis(of_microbatch, given))
 
     @property
     def apart(self) -> bool:
@@ -304,13 +315,13 @@ class Sample:
     peak: int
 
 
-def sample(program: Program, times: Bases) -> Sample:
-    """Simulate a program at enough times of tasks to know its results for all times.
+def sample(program: Program, times: Bases, pairs: Pairs) -> Sample:
+    """Simulate a program at enough times of tasks and pairs to know its results for all times.
 
     Raises:
         InputError: the program gets stuck.
     """
-    paths = Paths(program, times.tasks.columns)
+    paths = Paths(program, times.tasks.columns, pairs)
     stash, devices = peak_stash(program)
     through = envelope(paths.through, times.tasks.walls)
     return Sample(
@@ -326,9 +337,10 @@ def sample(program: Program, times: Bases) -> Sample:
 def _makespan(
     program: Program, times: Bases, paths: Paths, through: Envelope | None
 ) -> Envelope | None:
-    after = Paths(program, times.all.columns).after_all()
+    every = Paths(program, times.all.columns, paths.pairs)
+    after = every.after_all()
     if after is None or not times.apart:
-        return envelope(Paths(program, times.all.columns).makespan, times.all.walls)
+        return envelope(every.makespan, times.all.walls)
     if through is None:
         return None
     # once-per-step tasks come after all others, and take the same time on every device

@@ -22,6 +22,7 @@ from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, B, F, U, define_task
 from fxpipe.passes.schedule import add_offload, add_recompute, modes_of
+from fxpipe.schedules.dualpipe_v import dualpipe
 from tests.helpers.profiles import DEEP
 from tests.oracles import small_simulator
 from tests.schedules.test_flushing import GRIDS
@@ -391,3 +392,30 @@ def test_a_notebook_shows_forms_without_a_network() -> None:
     assert text.count("<tr>") == 5 and ">bubble</td><td" in text
     assert "<mfrac><mn>1</mn><mn>10</mn></mfrac>" in text  # (p − 1)/(3m + p − 1)
     assert "script" not in text and "http" not in text
+
+
+def test_a_pair_has_a_time_of_its_own_in_the_forms() -> None:
+    both, known = time("F&B"), (Eq(TI, TF), Eq(TB, TF + TW), TW <= TF)
+    for devices in 4, 8:
+        schedule = dualpipe(devices, 2 * devices)
+        forms = schedule.formulas(given=(*known, TB <= both, both <= TF + TB))
+        for f, w, joined in (2, 1, 3), (2, 1, 5), (3, 3, 7):
+            costs = {"F": f, "B": f + w, "I": f, "W": w, "F&B": joined, "A": 2, "U": 1}
+            numbers = {time(letter): cost for letter, cost in costs.items()}
+            assert forms.makespan.subs(numbers) == schedule.simulate(costs).makespan
+            free = {**costs, "A": 0, "U": 0}
+            assert forms.bubble_size.subs(numbers) == schedule.simulate(free).bubble_size
+            assert forms.bubble.subs(numbers) == pytest.approx(schedule.simulate(free).bubble)
+
+
+def test_dualpipes_published_form_comes_out() -> None:
+    both = TF + TB
+    given = (Eq(TI, TF), Eq(TB, TF + TW), TW <= TF, Eq(time("F&B"), both))
+    forms = dualpipe.formulas(
+        given=given,
+        devices=(2, 4, 6, 8),
+        microbatches=lambda p: (2 * p, 2 * p + 2, 2 * p + 4, 3 * p, 4 * p),
+    )
+    published = (p / 2 - 1) * (both + TB - 3 * TW)
+    assert same(forms.bubble_size, published.subs(TB, TF + TW))
+    assert forms.peak_stash == p + 1
