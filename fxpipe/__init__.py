@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.planner.plan_training import plan_training
     from fxpipe.extensions.prediction.extension import Prediction
     from fxpipe.extensions.search.search import search_schedule
+    from fxpipe.extensions.symbolic.extension import Symbolic
 
 __version__ = "0.1.0"
 
@@ -91,6 +92,7 @@ __all__ = [
     "RankError",
     "Recipe",
     "Schedule",
+    "Symbolic",
     "Task",
     "TaskContext",
     "TraceError",

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Never, get_args
+from typing import Any, Never
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from fxpipe import arguments
 from fxpipe.arguments import ScheduleLike
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.objective import Loss, Reduction
-from fxpipe.compiler.options import Options, Tracer
+from fxpipe.compiler.options import Options
 from fxpipe.devices import Devices, read_group
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
@@ -56,7 +56,6 @@ def compile(
     example: Any = None,
     batch_dims: BatchDims | None = None,
     partition: str | Sequence[str] | Partition = "auto",
-    tracer: Tracer = "export",
     extensions: Sequence[Extension | str] = (),
     **removed: Never,
 ) -> Pipeline:
@@ -167,8 +166,6 @@ def compile(
         partition: "auto"; the names of submodules at each of which a stage begins; or a
             ``fxpipe.Partition`` with memory limits, device speeds, links, or submodules to keep
             together.
-        tracer: "export" (torch.export) or "symbolic" (torch.fx, which calls submodules of torch.nn
-            as they are).
         extensions: parts of fxpipe, or of your own, that few pipes need; see docs/extensions.md.
             Such as ``[fxpipe.CudaGraphs()]``, or its name, ``["cuda_graphs"]``.
         removed: arguments of earlier versions, all of which are refused. See docs/removed.md.
@@ -189,7 +186,6 @@ def compile(
         arguments.check_model(model, torch_devices[0])
         with _compiling:
             _check_free(model)
-        arguments.check_known("tracer", tracer, get_args(Tracer))
         given = arguments.read_extensions(extensions)
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
         arguments.check_flags(shard_optimizer=shard_optimizer)
@@ -222,7 +218,6 @@ def compile(
             offload=arguments.read_modes("offload", offload, recipe.stages(len(places))),
             batch_dims=arguments.read_batch_dims(batch_dims, model),
             partition=cuts,
-            tracer=tracer,
             dispatch=None if torch_devices[0].type == "cpu" else "device",
             threads=group.members.threads or max(1, torch.get_num_threads() // len(places)),
             places=() if torch_devices[0].type == "cpu" else torch_devices,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fxpipe.kernels.kernel import Kernel
     from fxpipe.passes.partition.work import Partitioner
     from fxpipe.passes.runner import Pass
+    from fxpipe.passes.tracing.tracer import Tracer
 
 Door = Literal["public", "extension", "instruction", "schedule", "view", "command", "option"]
 """What a name is for:
@@ -46,6 +47,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "deferred_batchnorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
         "inductor": f"{_HERE}.inductor.extension:Inductor",
         "prediction": f"{_HERE}.prediction.extension:Prediction",
+        "symbolic": f"{_HERE}.symbolic.extension:Symbolic",
     },
     "instruction": {},
     "public": {
@@ -60,6 +62,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "LeafModules": f"{_HERE}.leaf_modules.extension:LeafModules",
         "LossWeight": f"{_HERE}.loss_weight.extension:LossWeight",
         "Prediction": f"{_HERE}.prediction.extension:Prediction",
+        "Symbolic": f"{_HERE}.symbolic.extension:Symbolic",
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
         "compare": f"{_HERE}.comparison.comparison:compare",
         "plan_training": f"{_HERE}.planner.plan_training:plan_training",
@@ -270,4 +273,8 @@ class Extension:
 
     def partitioner(self) -> Partitioner | None:
         """What divides a model's operations among the stages, or None."""
+        return None
+
+    def tracer(self) -> Tracer | None:
+        """What makes the graphs of models in place of ``torch.export``, or None."""
         return None

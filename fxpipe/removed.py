@@ -16,6 +16,7 @@ REMOVED = {
     "stage_compiler": 'write extensions=[fxpipe.Inductor()], or for "auto" '
     "fxpipe.Inductor(only_faster=True)",
     "deferred_batchnorm": "write extensions=[fxpipe.DeferredBatchNorm()]",
+    "tracer": 'for "symbolic" write extensions=[fxpipe.Symbolic()], and for "export" leave it out',
     "cuda_graphs": "write extensions=[fxpipe.CudaGraphs()]",
     "leaf_modules": 'write extensions=[fxpipe.LeafModules("encoder", nn.LSTM)]',
     "fuse_accumulation": "leave it out; gradients are then added as in the plain loop, to the bit",

@@ -155,10 +155,9 @@ class Counting(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_leaf_modules_are_those_of_the_model_itself(made: list[str], tracer: str) -> None:
+def test_leaf_modules_are_those_of_the_model_itself(made: list[str]) -> None:
     for _ in range(2):
         model, own = Model(), Counting()
         model.drop = own  # type: ignore[assignment]
-        step(model, tracer=tracer, extensions=[fxpipe.LeafModules("drop")])
+        step(model, extensions=[fxpipe.LeafModules("drop")])
         assert own.calls[-2:] == [4, 4]

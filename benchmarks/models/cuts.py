@@ -41,10 +41,10 @@ from benchmarks.report import RESULTS, Figure, Grid, Report
 from examples.plain import one_thread
 from fxpipe.compiler.front_end import Call
 from fxpipe.ir.traced import Traced
+from fxpipe.passes.graph.aliasing import is_view
 from fxpipe.passes.partition.assignment import in_order, within
 from fxpipe.passes.partition.balance import balance
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.tracing.symbolic import is_view
 from fxpipe.torchtools.pytrees import size_in_bytes
 from fxpipe.torchtools.state import untouched
 

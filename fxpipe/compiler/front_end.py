@@ -32,7 +32,6 @@ from fxpipe.passes.tracing.explain import differing_line, explained, refuse_name
 from fxpipe.passes.tracing.leaf_calls import LeafCalls
 from fxpipe.passes.tracing.leaf_nests import REST
 from fxpipe.passes.tracing.rest import Calls, split
-from fxpipe.passes.tracing.symbolic import is_torchs
 from fxpipe.passes.tracing.trace import Dims, is_free, shapes_of
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
@@ -181,6 +180,7 @@ class FrontEnd:
             "args": args,
             "kwargs": kwargs,
             "targets": targets,
+            "tracer": options.tracer,
             "inputs": dict(zip(call.batch.names, call.leaves, strict=True)),
             "size": size,
             "is_leaf": self._is_leaf,
@@ -235,8 +235,8 @@ class FrontEnd:
 
     def _is_leaf(self, name: str, module: nn.Module) -> bool:
         """Whether a submodule is called as it is."""
-        symbolic = self.options.tracer == "symbolic"
-        return name in self._leaves.modules or (symbolic and is_torchs(module))
+        tracer = self.options.tracer
+        return name in self._leaves.modules or (tracer is not None and tracer.calls(module))
 
     def refuse_two_traces(self, call: Call, error: TraceError) -> None:
         """Trace twice after a graph was found to be wrong. Raises TraceError with the line in which
@@ -292,7 +292,7 @@ class FrontEnd:
         """
         model = self.options.model
         # without a line, the error is about a leaf module that the user asked for
-        if self.options.tracer != "export" or not refusal.where:
+        if self.options.tracer is not None or not refusal.where:
             self._leaves.shrink()
             raise refusal
         calls = Calls(model, args, kwargs)
@@ -334,9 +334,8 @@ class FrontEnd:
         calls = None
         has_rest = REST in model._modules
         not_loss = has_rest or model is self.options.model
-        symbolic = self.options.tracer == "symbolic"
         leaves = dict(self._leaves.modules)
-        if not_loss and not symbolic and (leaves or has_rest or self._leaves.loss):
+        if not_loss and self.options.tracer is None and (leaves or has_rest or self._leaves.loss):
             if has_rest:
                 leaves[REST] = model.get_submodule(REST)
             calls, free = LeafCalls(leaves, {*self._leaves.unasked, REST}), ()
@@ -348,7 +347,6 @@ class FrontEnd:
             "free": free,
             "calls": calls,
             "leaves": self._leaves.modules.values(),
-            "symbolic": symbolic,
             "discards": not_loss,
         }
         try:
@@ -361,7 +359,7 @@ class FrontEnd:
             if isinstance(error, FxpipeError):
                 raise
             # the model itself has run before, so that PyTorch's tracers have failed
-            raise explained(model, error, self.options.tracer) from error
+            raise explained(model, error) from error
         finally:
             if calls is not None:
                 calls.forget()

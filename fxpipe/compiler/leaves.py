@@ -47,7 +47,7 @@ class Leaves:
         writes to their statistics no trace sees."""
         named = dict(self._options.model.named_modules())
         self.modules.update((name, named[name]) for name in self.modules if name in named)
-        for name, module in named.items() if self._options.tracer == "export" else ():
+        for name, module in named.items() if self._options.tracer is None else ():
             if name not in self.modules and (why := _hides(module)):
                 self.modules[name] = module
                 self.unasked[name] = f"{name!r} ({why})"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,14 +18,13 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
 from fxpipe.passes.partition.options import Partition
 from fxpipe.passes.schedule import RecomputeLike
+from fxpipe.passes.tracing.tracer import Tracer
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.devices.lanes import Place
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
 from fxpipe.torchtools.pytrees import size_in_bytes
-
-Tracer = Literal["export", "symbolic"]
 
 WHOLE = 1 << 26
 """A model with at most this many bytes on the meta device gets data while it is compiled; and one
@@ -70,7 +69,6 @@ class Options:
     offload: RecomputeLike = "never"
     batch_dims: BatchDims = field(default_factory=dict)
     partition: Partition = field(default_factory=Partition)
-    tracer: Tracer = "export"
     leaf_modules: Mapping[str, nn.Module] = field(default_factory=dict)
     dispatch: Dispatches | None = None
     threads: int = 1
@@ -87,6 +85,11 @@ class Options:
     def loss(self) -> Callable[..., Any] | None:
         """The loss function; None if the model returns its loss."""
         return self.objective.loss
+
+    @cached_property
+    def tracer(self) -> Tracer | None:
+        """What makes the graphs, in place of ``torch.export``, if an extension has it."""
+        return next((t for e in self.extensions if (t := e.tracer()) is not None), None)
 
     @property
     def holds_saved(self) -> str:

@@ -51,7 +51,6 @@ from fxpipe.passes.schedule import (
 from fxpipe.passes.tracing.attach_loss import attach_leaf_loss, attach_loss, declare_own_loss
 from fxpipe.passes.tracing.explain import refuse_control_flow, refuse_sparse_values, refuse_values
 from fxpipe.passes.tracing.leaf_calls import call_leaves, record_leaves
-from fxpipe.passes.tracing.symbolic import trace_symbolically
 from fxpipe.passes.tracing.trace import export
 
 OFFLOAD = Pass(add_offload, "clipping schedule, offload", "schedule", when="offloads")
@@ -87,19 +86,16 @@ TRACE = (
         export,
         "model, args, kwargs, free, calls",
         "program, accepts",
-        when="not symbolic",
     ),
-    Pass(refuse_control_flow, "model, program", "", when="not symbolic"),
-    Pass(refuse_sparse_values, "model, program", "", when="not symbolic"),
+    Pass(refuse_control_flow, "model, program", ""),
+    Pass(refuse_sparse_values, "model, program", ""),
     Pass(
         functionalise,
         "program, accepts, model, discards, dims",
         "functional traced",
-        when="not symbolic",
     ),
-    Pass(refuse_values, "model, functional traced", "", when="not symbolic"),
+    Pass(refuse_values, "model, functional traced", ""),
     Pass(call_leaves, "functional traced, model, calls, args, kwargs", "traced", when="calls"),
-    Pass(trace_symbolically, "model, args, kwargs, leaves", "traced", when="symbolic"),
 )
 """A module and one micro-batch → its graph: first for the model, then separately for the loss."""
 
@@ -224,12 +220,15 @@ LISTS = {
 
 
 def of(options: Options, name: str) -> Sequence[Pass]:
-    """A list, with the passes that extensions put into it.
+    """A list, with the passes that extensions put into it. An extension's tracer is the whole list
+    "trace".
 
     Raises:
         PassError: one is to come after a pass that is not in the list.
     """
     passes: Sequence[Pass] = LISTS[name]
+    if name == "trace" and options.tracer is not None:
+        passes = (Pass(options.tracer.trace, "model, args, kwargs, leaves", "traced"),)
     for each in options.extensions:
         for after, own in each.passes(options).get(name, ()):
             names = ["", *(known.name for known in passes)]

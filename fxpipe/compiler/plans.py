@@ -414,7 +414,7 @@ class Plans:
         fixed = call.fixed
         if fixed is None:
             kind, known, shapes = self._kind(call), self._class(call), call.shapes
-            alone = call.uniform and self.options.tracer == "export"
+            alone = call.uniform and self.options.tracer is None
             fixed = alone and self._first.get(known, shapes) == shapes
             if fixed and known not in self._first:
                 free = (t for k, t in self._traced.items() if k[0] == (*kind, None))

@@ -26,6 +26,7 @@ from fxpipe.formatting import plural
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.log import LOGGER
+from fxpipe.passes.tracing.tracer import Tracer
 from fxpipe.torchtools import source
 from fxpipe.torchtools.moments import DeferredNorm
 from fxpipe.torchtools.pytrees import detached, taken_apart
@@ -117,8 +118,9 @@ def refuse_lazy(model: nn.Module) -> None:
             )
 
 
-def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: str) -> None:
-    """Check that all parameters are dense, and that the tracer takes the layouts of all inputs.
+def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: Tracer | None) -> None:
+    """Check that all parameters are dense, and that ``torch.export``, if there is no other tracer,
+    takes the layouts of all inputs.
 
     Raises:
         InputError: a parameter is sparse, or a tensor has a layout that cannot be traced.
@@ -130,13 +132,13 @@ def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: str) -> N
                 "added up over micro-batches; let its values be the parameter, and make the sparse "
                 "tensor of them in forward (torch.sparse_coo_tensor(indices, values, size))"
             )
-    for name, value in inputs.items() if tracer == "export" else ():
+    for name, value in inputs.items() if tracer is None else ():
         layout = value.layout if isinstance(value, Tensor) else torch.strided
         if layout not in (torch.strided, torch.sparse_coo):
             cure = f"give it in COO ({name}.to_sparse_coo())"
             if value.is_nested:
                 cure = f"give it as padded rows ({name}.to_padded_tensor(0.0)) and their lengths"
-            raise InputError(f'{name} is {layout}, which tracer="export" does not take; {cure}')
+            raise InputError(f"{name} is {layout}, which torch.export does not take; {cure}")
 
 
 def refuse_hooks(model: nn.Module, is_leaf: Callable[[str, nn.Module], bool]) -> None:

@@ -112,7 +112,7 @@ class SeededDraws(Draws):
             return func(*args, **kwargs)
         raise InputError(
             f"a module draws random numbers with {func}, which cannot be seeded for each draw; "
-            'draw with torch.rand or torch.randn instead, or use tracer="export"'
+            "draw with torch.rand or torch.randn instead"
         )
 
 

@@ -238,7 +238,7 @@ def _opaque(tensors: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[T
     if [tensor._version for tensor in tensors] != versions:
         raise TraceError(
             f"the autograd function {key.partition('(')[0]} writes into its input; let it work on "
-            'a copy, or trace around it with tracer="symbolic"'
+            f"a copy, or {way_out('')}"
         )
     storages = {tensor.untyped_storage()._cdata for tensor in tensors}
     unshared: list[Tensor] = []

@@ -90,7 +90,7 @@ def differentiate(
             return _Probe(plan, values, state, wanted).run()
     # anomaly detection looks for NaN, which needs data
     with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
-        return Tracer(plan, values, state, wanted, functional).run()
+        return OnFakes(plan, values, state, wanted, functional).run()
 
 
 def _specs(values: Mapping[str, Any]) -> dict[str, ValueSpec]:
@@ -208,7 +208,7 @@ class _Differentiator:
         )
 
 
-class Tracer(_Differentiator):
+class OnFakes(_Differentiator):
     """For stages without leaf modules: traces autograd on fake tensors, into two graphs."""
 
     def __init__(

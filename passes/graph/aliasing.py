@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -28,6 +29,14 @@ def may_alias(target: OpOverload) -> bool:
     return target._schema.name.removeprefix("aten::") in _UNDECLARED or any(
         result.alias_info is not None for result in target._schema.returns
     )
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value is a view of its first argument, or an item of it."""
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    aliases = (value.alias_info for value in node.target._schema.returns)
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def shows_operands(node: fx.Node) -> bool:

@@ -45,13 +45,11 @@ numbers."""
 _ROUNDING = 8
 """By how many last bits the sum of some thousand numbers may be off."""
 
-_CURES = {
-    False: 'use tracer="symbolic", which calls modules as they are',
-    True: "have the submodule around it called as it is: compile(..., "
-    "extensions=[fxpipe.LeafModules(its name)]), "
-    'or, where that is the model itself and tracer is "symbolic", use tracer="export"',
-}
-"""Whether the graph has leaf modules → what to do about an operation that the tracer misses."""
+_CURE = (
+    "have the submodule around it called as it is: compile(..., "
+    "extensions=[fxpipe.LeafModules(its name)])"
+)
+"""What to do about an operation that the tracer misses."""
 
 _WITHOUT_GRADIENTS = (
     "; or the model computes something else where gradients are off, as nn.TransformerEncoder does "
@@ -95,7 +93,7 @@ def check(
     """
     called = [node for node in traced.graph.nodes if node.op == "call_module"]
     narrow = _narrowest(traced, plan)
-    cure = _CURES[traced.leaves] + ("" if differentiated else _WITHOUT_GRADIENTS)
+    cure = _CURE + ("" if differentiated else _WITHOUT_GRADIENTS)
 
     @contextmanager
     def draws() -> Iterator[None]:

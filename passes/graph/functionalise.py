@@ -77,7 +77,7 @@ def functionalise(
     except Exception as error:
         if model is None:
             raise
-        raise explained(model, error, "export") from error
+        raise explained(model, error) from error
 
 
 def _functional(

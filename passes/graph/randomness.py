@@ -27,7 +27,7 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 
 from fxpipe import random
-from fxpipe.errors import TraceError
+from fxpipe.errors import TraceError, way_out
 from fxpipe.ir.traced import DRAWS, DRAWS_FROM_OTHERS, SEED, Traced
 from fxpipe.passes.graph.lazy_module import copied
 from fxpipe.random.leaf_draws import Draws, draw_from, seed_others
@@ -88,7 +88,7 @@ def _seeded_form(
         raise TraceError(
             f"the random operation {target} at {source.of_node(node) or 'an unknown line'} "
             "has no form that is a function of a seed; draw with torch.rand or torch.randn "
-            'instead, or trace around it with tracer="symbolic"'
+            f"instead, or {way_out('')}"
         )
     return None
 

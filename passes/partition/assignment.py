@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import PartitionError
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.work import Load
-from fxpipe.passes.tracing.items import makes_object
-from fxpipe.passes.tracing.symbolic import leaf_tensors
+from fxpipe.passes.tracing.leaf_graph import leaf_tensors
+from fxpipe.passes.tracing.objects import makes_object
 from fxpipe.random.leaf_draws import draw_from
 from fxpipe.torchtools.source import module_paths, module_stack
 

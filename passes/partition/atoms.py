@@ -32,6 +32,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.joint import ORIGIN
+from fxpipe.passes.graph.aliasing import is_view
 from fxpipe.passes.partition.assignment import (
     Bond,
     Verdict,
@@ -45,7 +46,6 @@ from fxpipe.passes.partition.assignment import (
 )
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.work import Division, Transfer, Work, sorted_by_rank
-from fxpipe.passes.tracing.symbolic import is_view
 from fxpipe.torchtools.pytrees import memory, size_in_bytes
 from fxpipe.torchtools.source import module_paths
 

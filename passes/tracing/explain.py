@@ -48,8 +48,12 @@ _ON_VALUES = ("DataDependent", "data-dependent", "cannot be used as inputs to co
 _OUTSIDE = (".numpy()", "np.ndarray")
 
 
-def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
-    """Return a TraceError that explains the exception of a tracer, "export" or "symbolic"."""
+def explained(model: nn.Module, error: Exception, other: str = "") -> TraceError:
+    """Return a TraceError that explains the exception of a tracer.
+
+    Args:
+        other: what to do instead of changing the model, if the tracer knows.
+    """
     if isinstance(error, TraceError):
         return error
     where = source.of_exception(error)
@@ -57,29 +61,18 @@ def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
         where = source.of_node(node)
     whole = told(error)
     summary = whole.splitlines()[0]
-    other = (
-        'give compile(..., tracer="symbolic"), which calls modules of torch.nn as they are'
-        if tracer == "export"
-        else 'use tracer="export"'
-    )
     if any(word in whole for word in _ON_VALUES):
         construct, cure = _construct(where)
         reason = f"{construct}: what it computes depends on the values of a tensor"
-        cure = f"{other}, or {cure}" if tracer == "symbolic" else cure
     elif any(word in whole for word in _OUTSIDE):
         construct, cure = _construct(where)
-        reason, cure = f"{construct}: {summary[:200]}", f"{cure}, or {other}"
+        reason = f"{construct}: {summary[:200]}"
     elif "constraint" in whole:
         reason = "it holds for one size only"
         cure = "make that line independent of the size, or give inputs of one size"
-    elif not where and tracer == "symbolic":  # the tracer itself failed, before or after the model
-        reason = summary[:300]
-        if "co_varnames" in whole:
-            reason = "a decorator around its forward hides the parameters of forward"
-        return TraceError(f"{model._get_name()} cannot be traced symbolically ({reason}); {other}")
     else:
-        ways = ["rewrite that line", other]
-        reason, cure = summary[:300], ", or ".join(ways if tracer == "export" else ways[::-1])
+        reason, cure = summary[:300], "rewrite that line"
+    cure = f"{other}, or {cure}" if other else cure
     return _error(model, where, reason, cure, called(model, error))
 
 

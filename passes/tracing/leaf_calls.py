@@ -5,7 +5,7 @@ traced:  leaf = fxpipe.leaf([x], 0);  getitem = leaf[0];  linear = aten.linear(g
 after:   experts = self.experts(x);  getitem = experts[0];  w = self.head.weight; …
 
 The model runs once for real, to record the shapes of what its leaf modules return. Then it is
-traced with a stand-in for each leaf module. The result is a graph like the symbolic tracer's: leaf
+traced with a stand-in for each leaf module. In the resulting graph, leaf
 modules are called as they are, with their own hooks, control flow and autograd functions.
 """
 
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Traced, Value
-from fxpipe.passes.tracing.items import with_objects
+from fxpipe.passes.tracing.leaf_graph import Example, leaf_tensors, reserve_names
 from fxpipe.passes.tracing.leaf_nests import (
     Place,
     UnfitLeaf,
@@ -33,7 +33,7 @@ from fxpipe.passes.tracing.leaf_nests import (
     leaf_called,
     with_places,
 )
-from fxpipe.passes.tracing.symbolic import Example, leaf_tensors, reserve_names
+from fxpipe.passes.tracing.objects import with_objects
 from fxpipe.torchtools.pytrees import versions
 from fxpipe.torchtools.state import Autocasts, autocasts, tried
 

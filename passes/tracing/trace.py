@@ -1,4 +1,4 @@
-"""Trace a model with ``torch.export``: the front end's first pass, and the default tracer.
+"""Trace a model with ``torch.export``, as the front end does unless an extension has a tracer.
 
 before:  class Net(nn.Module): forward(x) = relu_(bn(conv(x)))
 after:   ExportedProgram of ATen operations over the very same Parameter objects
@@ -77,7 +77,7 @@ def trace(
                 raise
             except Exception as error:
                 errors.append(error)
-    raise explained(model, errors[-1], "export") from errors[0]
+    raise explained(model, errors[-1]) from errors[0]
 
 
 def export(

@@ -51,11 +51,10 @@ def test_a_loss_that_is_no_scalar_with_a_gradient_is_refused(
     refused(InputError, lambda: stepped(loss=loss), part)
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_a_matrix_for_a_loss_is_refused_by_every_tracer(tracer: str) -> None:
+def test_a_matrix_for_a_loss_is_refused_by_its_shape(extensions: Any = ()) -> None:
     part = "the loss has shape (3, 3); reduce it to a scalar, as with .mean()"
     loss = functools.partial(functional.mse_loss, reduction="none")
-    refused(InputError, lambda: stepped(target=X[:, :3], loss=loss, tracer=tracer), part)
+    refused(InputError, lambda: stepped(target=X[:, :3], loss=loss, extensions=extensions), part)
 
 
 def test_a_loss_that_raises_names_its_line() -> None:
@@ -144,14 +143,14 @@ class Branching(Tiny):
 def test_a_model_that_cannot_be_traced_names_its_line_and_the_cure() -> None:
     where = f"Branching cannot be traced at {__file__}:"
     parts = ["in forward", "if h.sum() > 0:", "fxpipe.LeafModules("]
-    refused(TraceError, lambda: stepped(Branching(), tracer="symbolic"), where, *parts)
+    refused(TraceError, lambda: stepped(Branching()), where, *parts)
 
 
 def test_a_trace_error_is_short_and_the_rest_is_in_the_debug_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level("DEBUG", "fxpipe"), pytest.raises(TraceError) as raised:
-        stepped(Branching(), tracer="symbolic")
+        stepped(Branching())
     lines = "".join(traceback.format_exception(raised.value)).splitlines()
     assert len(lines) < 20
     link = "see docs/errors.md#traceerror"
@@ -309,19 +308,20 @@ class AddsInto(nn.Module):
         return torch.add(x, 1, out=torch.empty_like(x))  # not differentiable
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_a_call_that_has_no_gradient_names_its_line(tracer: str) -> None:
+def test_a_call_that_has_no_gradient_names_its_line(extensions: Any = ()) -> None:
     model = nn.Sequential(nn.Linear(4, 4), AddsInto(), nn.Linear(4, 3))
     start = "the model fails on the first micro-batch with gradients enabled, at "
     parts = start, "torch.add(x, 1, out=", "don't support automatic differentiation"
-    refused(InputError, lambda: stepped(model, tracer=tracer), *parts)
+    refused(InputError, lambda: stepped(model, extensions=extensions), *parts)
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_a_model_that_fails_only_where_gradients_are_wanted_names_its_line(tracer: str) -> None:
+def test_a_model_that_fails_only_where_gradients_are_wanted_names_its_line(
+    extensions: Any = (),
+) -> None:
     def call() -> object:
         model = nn.Sequential(nn.Linear(4, 4), WritesSplits(), nn.Linear(2, 3))
-        return stepped(model, extensions=[fxpipe.LeafModules(WritesSplits)], tracer=tracer)
+        given = [fxpipe.LeafModules(WritesSplits), *extensions]
+        return stepped(model, extensions=given)
 
     start = "the model fails on the first micro-batch with gradients enabled, at "
     refused(InputError, call, start, "first += second.tanh()", "(RuntimeError: Output 0 of", "line")

@@ -83,7 +83,6 @@ def test_micro_batches_below_one_or_no_number_are_refused(count: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"tracer": "symbolc"}, "there is no tracer 'symbolc': did you mean 'symbolic'?"),
         ({"partition": "middle"}, "or a list of submodule names, such as ['middle']"),
         ({"partition": 3}, 'partition is 3; give "auto", a list of submodule names'),
         ({"partition": [3]}, 'partition is [3]; give "auto", a list of submodule names'),
@@ -249,9 +248,7 @@ def test_inputs_that_do_not_fit_are_refused_and_change_nothing(
 
 def test_fewer_samples_than_micro_batches_are_single_ones() -> None:
     model, x = nn.Linear(4, 4), torch.randn(6, 4)
-    with fxpipe.compile(
-        model, 1, loss=functional.mse_loss, microbatches=3, tracer="symbolic"
-    ) as pipe:
+    with fxpipe.compile(model, 1, loss=functional.mse_loss, microbatches=3) as pipe:
         pipe.step(x, target=x)
         assert pipe.schedule.microbatches == 3
         loss = pipe.step(x[:2], target=x[:2])

@@ -102,10 +102,7 @@ def test_nothing_else_of_the_library_calls_these_passes() -> None:
     assert others == {"fxpipe/compiler/passes.py"}, importing
 
 
-@pytest.mark.parametrize(
-    ("options", "extensions"),
-    [({}, []), ({}, [fxpipe.LeafModules("1")]), ({"tracer": "symbolic"}, [])],
-)
+@pytest.mark.parametrize(("options", "extensions"), [({}, []), ({}, [fxpipe.LeafModules("1")])])
 def test_a_pass_leaves_what_it_is_given_as_it_is(
     options: Any, extensions: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,8 +126,7 @@ class Told(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_a_leaf_knows_that_it_runs_again_and_draws_the_same_mask(tracer: Any) -> None:
+def test_a_leaf_knows_that_it_runs_again_and_draws_the_same_mask(extensions: Any = ()) -> None:
     found = []
     for recompute in ("never", "always"):
         torch.manual_seed(0)
@@ -139,8 +138,7 @@ def test_a_leaf_knows_that_it_runs_again_and_draws_the_same_mask(tracer: Any) ->
             2,
             microbatches=2,
             recompute=recompute,
-            tracer=tracer,
-            extensions=[fxpipe.LeafModules(Told)],
+            extensions=[fxpipe.LeafModules(Told), *extensions],
             loss=nn.functional.mse_loss,
         ) as pipe:
             pipe.prepare(x, target=y)

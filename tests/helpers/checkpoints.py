@@ -19,8 +19,7 @@ from examples.unet import UNet
 from tests.helpers.overlapping import ADAMW
 from tests.oracles.delayed_loop import MSE, Batch
 
-PLAIN: dict[str, Any] = {"microbatches": 4, "schedule": "2bw", "tracer": "symbolic"}
-"""A checkpoint does not depend on how a model was traced, and this is 20 times as fast."""
+PLAIN: dict[str, Any] = {"microbatches": 4, "schedule": "2bw"}
 
 
 @dataclass(frozen=True)

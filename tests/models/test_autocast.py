@@ -86,7 +86,6 @@ def branching() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("recompute", ["never", *deep("always")])
-@pytest.mark.parametrize("tracer", ["export", *deep("symbolic")])
 @pytest.mark.parametrize(
     ("make", "options", "around"),
     [
@@ -102,14 +101,14 @@ def test_what_autocast_is_around_runs_under_it_and_backward_does_not(
     make: Callable[[], nn.Module],
     options: dict[str, Any],
     around: Callable[[], AbstractContextManager[Any]],
-    tracer: Any,
     recompute: str,
+    extensions: Any = (),
 ) -> None:
     torch.manual_seed(0)
     model = make()
     alone = copy.deepcopy(model)
     mse = nn.functional.mse_loss
-    options = {**options, "tracer": tracer, "recompute": recompute}
+    options = {**options, "extensions": extensions, "recompute": recompute}
     with fxpipe.compile(model, ["cpu"] * 2, microbatches=2, loss=mse, **options) as pipe:
         for _ in range(2):
             x, y = torch.randn(6, 8), torch.randn(6, 3)
@@ -162,9 +161,7 @@ def test_a_loss_that_is_called_as_it_is_runs_under_autocast_too() -> None:
         return (made.float() - target).square().mean()
 
     x, y = torch.randn(6, 8), torch.randn(6, 3)
-    with fxpipe.compile(
-        model, ["cpu"] * 2, microbatches=2, loss=scored, partition=["2"], tracer="symbolic"
-    ) as pipe:
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=2, loss=scored, partition=["2"]) as pipe:
         with CAST():
             loss = pipe.step(x, target=y)
         expected = loop.train(alone, 2, x, loss=scored, target=y, around=CAST)

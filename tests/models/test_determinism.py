@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,6 @@ from torch.distributions import Dirichlet
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from fxpipe.compiler.options import Tracer
 from fxpipe.passes.schedule import Recompute
 from tests.oracles import loop
 
@@ -36,7 +37,7 @@ class Noisy(nn.Module):
         return y
 
 
-def train(stages: int, schedule: str, steps: int = 2, tracer: Tracer = "export") -> Trained:
+def train(stages: int, schedule: str, steps: int = 2, **options: Any) -> Trained:
     """Losses, and at the end the gradients; seeded as a user does it, before the steps."""
     torch.manual_seed(0)
     model, x, y = Noisy(), torch.randn(7, 6), torch.randn(7, 6)
@@ -47,7 +48,7 @@ def train(stages: int, schedule: str, steps: int = 2, tracer: Tracer = "export")
         microbatches=3,
         loss=mse_loss,
         partition=[f"layers.{index}" for index in range(1, stages)],
-        tracer=tracer,
+        **options,
     ) as pipe:
         torch.manual_seed(5)
         losses = [pipe.step(x, target=y) for _ in range(steps)]
@@ -73,10 +74,11 @@ def test_masks_are_the_same_for_any_cut_and_schedule(
     loop.assert_same(gradients, alone[1])
 
 
-def test_modules_that_are_called_as_they_are_draw_the_same_too() -> None:
-    losses, gradients = train(1, "gpipe", tracer="symbolic")
+def test_modules_that_are_called_as_they_are_draw_the_same_too(**options: Any) -> None:
+    options = options or {"extensions": [fxpipe.LeafModules(nn.Linear, nn.Dropout)]}
+    losses, gradients = train(1, "gpipe", **options)
     for stages, schedule in ((2, "1f1b"), (3, "zb-h1"), (4, "gpipe")):
-        made, found = train(stages, schedule, tracer="symbolic")
+        made, found = train(stages, schedule, **options)
         assert made == losses, schedule
         loop.assert_same(found, gradients)
 
@@ -121,8 +123,7 @@ def test_leaf_modules_draw_the_same_on_any_stage() -> None:
     assert first != second
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_a_dropout_inside_of_a_leaf_module_may_begin_after_the_trace(tracer: Tracer) -> None:
+def test_a_dropout_inside_of_a_leaf_module_may_begin_after_the_trace(extensions: Any = ()) -> None:
     """What a leaf module reads causes no new trace; a recomputation draws what its forward drew."""
     found: list[tuple[Tensor, dict[str, Tensor | None]]] = []
     modes: tuple[Recompute, ...] = ("never", "always")
@@ -137,8 +138,7 @@ def test_a_dropout_inside_of_a_leaf_module_may_begin_after_the_trace(tracer: Tra
             ["cpu"] * stages,
             microbatches=3,
             loss=mse_loss,
-            extensions=[fxpipe.LeafModules("1")],
-            tracer=tracer,
+            extensions=[fxpipe.LeafModules("1"), *extensions],
             recompute=recompute,
         ) as pipe:
             without = pipe.step(x, target=y)
@@ -176,12 +176,11 @@ class Masks(nn.Module):
         return self.first(x * self.gain), self.second(x * self.gain)
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
 def test_dropout_drops_at_its_rate_and_each_place_and_microbatch_drops_others(
-    tracer: Tracer,
+    extensions: Any = (),
 ) -> None:
     torch.manual_seed(0)
-    with fxpipe.compile(Masks(), ["cpu"] * 2, microbatches=4, tracer=tracer) as pipe:
+    with fxpipe.compile(Masks(), ["cpu"] * 2, microbatches=4, extensions=extensions) as pipe:
         first, second = pipe(torch.ones(8, 5000))
         again, _ = pipe(torch.ones(8, 5000))
     for mask in (first, second, again):

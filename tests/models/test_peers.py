@@ -237,10 +237,11 @@ class OddSkips(nn.Module):
         return z
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_skips_may_be_integers_booleans_and_detached(tracer: Any) -> None:
+def test_skips_may_be_integers_booleans_and_detached(extensions: Any = ()) -> None:
     torch.manual_seed(0)
-    assert_as_the_loop(OddSkips(), torch.randn(8, 4), partition=["middle", "last"], tracer=tracer)
+    assert_as_the_loop(
+        OddSkips(), torch.randn(8, 4), partition=["middle", "last"], extensions=extensions
+    )
 
 
 def test_autocast_around_a_step_reaches_every_device() -> None:

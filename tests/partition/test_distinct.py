@@ -19,8 +19,8 @@ from fxpipe.passes.partition.assignment import compute_nodes, one_stage
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.distinct import distinct, reducible, spread
 from fxpipe.passes.partition.measure import NodeCost, measure
-from fxpipe.passes.tracing.symbolic import trace_symbolically
 from tests.helpers.fronted import differentiated, front_end, values_of, whole
+from tests.helpers.leaf_tracer import leaf_graph
 
 pytestmark = pytest.mark.traces
 
@@ -194,7 +194,7 @@ def test_graphs_of_any_size_are_measured_at_the_size_of_the_example() -> None:
 
 def test_a_graph_with_leaf_modules_is_measured_whole() -> None:
     assert reducible(front_end(Net(1), X))
-    assert not reducible(trace_symbolically(nn.Sequential(nn.Linear(4, 4)), (X,), {}))
+    assert not reducible(leaf_graph(nn.Sequential(nn.Linear(4, 4)), X))
 
 
 def test_only_the_graphs_of_stages_are_differentiated_whole(
@@ -202,7 +202,7 @@ def test_only_the_graphs_of_stages_are_differentiated_whole(
 ) -> None:
     """And they derive anew only what the graph of the different operations does not have."""
     seen: list[tuple[int, int]] = []
-    run = differentiate_pass.Tracer.run
+    run = differentiate_pass.OnFakes.run
 
     def counted(self: Any) -> Any:
         nodes = sum(len(compute_nodes(stage.graph.graph)) for stage in self.plan.stages)
@@ -210,7 +210,7 @@ def test_only_the_graphs_of_stages_are_differentiated_whole(
         seen.append((nodes, len(known)))
         return plan
 
-    monkeypatch.setattr(differentiate_pass.Tracer, "run", counted)
+    monkeypatch.setattr(differentiate_pass.OnFakes, "run", counted)
     derived = []
     for layers in (2, 8):
         seen.clear()

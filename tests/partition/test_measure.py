@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ from fxpipe.passes import runner
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.passes.partition.measure import NodeCost, Stopwatch, measure, measure_leaves
-from fxpipe.passes.tracing.symbolic import trace_symbolically
 from fxpipe.torchtools.pytrees import bytes_of
 from fxpipe.torchtools.state import untouched
 from tests.helpers.fronted import (
@@ -34,6 +33,7 @@ from tests.helpers.fronted import (
     values_of,
     whole,
 )
+from tests.helpers.leaf_tracer import LeavesOnly, leaf_graph
 
 
 class Uneven(nn.Module):
@@ -145,7 +145,7 @@ def test_leaves_are_timed_alone_with_their_hooks() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.BatchNorm1d(4), nn.ReLU(inplace=True))
     model[1].register_forward_hook(sleep)
     x = torch.randn(3, 4)
-    traced = trace_symbolically(model, (x,), {})
+    traced = leaf_graph(model, x)
     before = copy.deepcopy(model.state_dict())
     with untouched(model):
         costs = measure_leaves(traced, {str(traced.inputs[0]): x}, watch)
@@ -164,8 +164,8 @@ def test_leaves_are_timed_alone_with_their_hooks() -> None:
     assert all(cost.weight_grad == 0 for cost in costs.values())
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_a_stages_costs_are_those_of_its_nodes(tracer: Literal["export", "symbolic"]) -> None:
+@pytest.mark.parametrize("extensions", [[], [LeavesOnly()]])
+def test_a_stages_costs_are_those_of_its_nodes(extensions: list[Any]) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(4, 4)
     example = (x,), {"target": x}
     with fxpipe.compile(
@@ -174,7 +174,7 @@ def test_a_stages_costs_are_those_of_its_nodes(tracer: Literal["export", "symbol
         schedule="zb-h1",
         microbatches=2,
         loss=mse_loss,
-        tracer=tracer,
+        extensions=extensions,
         example=example,
     ) as pipe:
         for stage in pipe.plan.stages:
@@ -183,8 +183,8 @@ def test_a_stages_costs_are_those_of_its_nodes(tracer: Literal["export", "symbol
             assert costs.input_grad is not None
             assert costs.weight_grad is not None
             assert costs.input_grad > 0
-            assert (costs.weight_grad > 0) == (tracer == "export")
-            assert (costs.input_grad == costs.backward) == (tracer == "symbolic")
+            assert (costs.weight_grad > 0) == (not extensions)
+            assert (costs.input_grad == costs.backward) == bool(extensions)
 
 
 @pytest.mark.traces
@@ -314,7 +314,7 @@ def test_what_differs_in_shape_layout_type_or_a_number_is_timed_apart() -> None:
 
 def test_leaves_are_timed_by_the_device_too() -> None:
     model, x, watch = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4), Counting()
-    traced = trace_symbolically(model, (x,), {})
+    traced = leaf_graph(model, x)
     costs = measure_leaves(traced, {str(traced.inputs[0]): x}, watch)
     calls = [costs[n.name] for n in traced.graph.nodes if n.op.startswith("call")]
     assert [(cost.forward, cost.backward) for cost in calls] == [(1, 1), (1, 1)]

@@ -33,7 +33,6 @@ from fxpipe.passes.partition.balance import balance, cut_at
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.work import Machine, weigh
-from fxpipe.passes.tracing.symbolic import trace_symbolically
 from tests.helpers.fronted import front_end, in_stages
 from tests.helpers.tiny import Tiny
 from tests.models.test_exactness import Language
@@ -258,13 +257,6 @@ def test_all_calls_that_write_one_buffer_share_a_stage() -> None:
     with pytest.raises(PartitionError, match=r"written buffer 'norm.*' must be in one stage"):
         cut_at(traced, 2, ["first"], model)
     assert cut_at(traced, 2, ["last"], model).stages == 2
-
-
-def test_a_copy_stays_with_the_module_that_may_work_on_it_in_place() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
-    traced = trace_symbolically(model, (torch.randn(2, 4),), {})
-    atoms = atoms_of(traced, free(traced), Footprint()).nodes
-    assert [[node.target for node in nodes] for nodes in atoms] == [["0"], ["clone", "1"], ["2"]]
 
 
 def test_the_parts_of_a_result_stay_with_it() -> None:

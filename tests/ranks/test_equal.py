@@ -234,7 +234,6 @@ CASES: Mapping[str, Callable[[Devices], Results]] = {
     "deferred, 2bw": recipes(skips, extensions=["deferred_batchnorm"], schedule="2bw"),
     "gradients": recipes(skips, optimizer=None),
     "leaf": recipes(skips, extensions=[fxpipe.LeafModules("second")]),
-    "symbolic": recipes(skips, tracer="symbolic"),
     "chimera": recipes(
         skips, schedule="chimera", extensions=["deferred_batchnorm"], clip_norm=0.05
     ),
@@ -258,7 +257,7 @@ ONLY_TWO: Mapping[str, Callable[[Devices], Results]] = {
 LINKS: Mapping[int, Sequence[str]] = {
     2: [
         *("1f1b", "predicted", "clipped", "scaled", "recomputed", "deferred", "gradients"),
-        *("leaf", "symbolic", "own task", "differentiated", "profiled", "chimera", *ONLY_TWO),
+        *("leaf", "own task", "differentiated", "profiled", "chimera", *ONLY_TWO),
     ],
     3: [  # a first rank, one between, and a last one
         *("1f1b", "gpipe", "2bw", "cdp-v2", "tied", "tied, 2bw", "tied, cdp-v2"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.compiler.options import Tracer
 from tests.oracles import loop
 
 
@@ -41,11 +41,9 @@ class Heads(nn.Module):
 @pytest.mark.parametrize(
     "used", [["first"], ["second"], ["third"], ["early"], ["fourth"], ["first", "third"]]
 )
-@pytest.mark.parametrize(
-    ("tracer", "leaves"), [("export", []), ("export", ["second"]), ("symbolic", [])]
-)
+@pytest.mark.parametrize("leaves", [[], ["second"]])
 def test_what_only_unused_outputs_read_gets_no_gradient(
-    tracer: Tracer, leaves: Sequence[str], used: Sequence[str]
+    leaves: Sequence[str], used: Sequence[str], extensions: Any = ()
 ) -> None:
     model, x = Heads(), torch.linspace(-1, 1, 16).view(4, 4)
     other = copy.deepcopy(model)
@@ -55,8 +53,7 @@ def test_what_only_unused_outputs_read_gets_no_gradient(
         ["cpu"] * 2,
         microbatches=2,
         partition=["second"],
-        tracer=tracer,
-        extensions=[fxpipe.LeafModules(*leaves)],
+        extensions=[fxpipe.LeafModules(*leaves), *extensions],
     ) as pipe:
         output = pipe(given)
         sum((output[name] ** 2).sum() for name in used).backward()

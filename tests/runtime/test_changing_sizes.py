@@ -101,15 +101,6 @@ def test_microbatches_of_one_sample_and_of_more_go_together(counts: tuple[int, .
             loop.assert_same(loop.gradients(model), loop.gradients(alone), 1e-12)
 
 
-def test_a_graph_of_a_symbolic_trace_is_for_any_size_at_once() -> None:
-    model = mlp().double()
-    with compiled(model, tracer="symbolic") as pipe:
-        for count in (8, 10, 7):
-            x, y = batch(count)
-            pipe.step(x, target=y)
-        assert len(pipe._compiler.plans.graphs) == 1
-
-
 class Sized(nn.Module):
     """A model that holds for one size at a time."""
 

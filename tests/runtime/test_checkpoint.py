@@ -57,14 +57,13 @@ def stopped_and_resumed(
     return whole, file, resumed(lambda pipe: pipe.load(path / "folder"))
 
 
-EXPORT = {"tracer": "export"}
 CASES = [
     ("mlp", (3, 3), 4, {**PLAIN, "optimizer": SGD}),
     ("mlp", (2, 3), 4, {**PLAIN, "optimizer": ADAMW}),
-    ("mlp", (3, 2), 1, {**PLAIN, **EXPORT, "optimizer": SGD}),
+    ("mlp", (3, 2), 1, {**PLAIN, "optimizer": SGD}),
     ("mlp", (2, 3), 5, {**PLAIN, "optimizer": OPTIMIZERS["groups"]}),
     ("mlp", (3, 2), 3, {**PLAIN, "optimizer": OPTIMIZERS["own"]}),
-    ("unet", (2, 2), 3, {**PLAIN, **EXPORT, "optimizer": OPTIMIZERS["fused"]}),
+    ("unet", (2, 2), 3, {**PLAIN, "optimizer": OPTIMIZERS["fused"]}),
     ("mlp", (2, 3), 4, {**PLAIN, "optimizer": SGD, "extensions": ["prediction"]}),
     ("mlp", (3, 2), 4, {**PLAIN, "optimizer": ADAMW, "extensions": ["prediction"]}),
     ("mlp", (3, 3), 5, {"microbatches": 1, "schedule": "1f1b-async"}),
@@ -80,14 +79,14 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     case: str, devices: tuple[int, int], stop: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     data = make(case, 7, 5)[1]
-    options = {"optimizer": ADAMW, "tracer": "symbolic", **options}
+    options = {"optimizer": ADAMW, **options}
     made = stopped_and_resumed(lambda: make(case, 0, 1)[0], data, stop, tmp_path, devices, options)
     made[1].assert_same(made[0])
     made[2].assert_same(made[0])
 
 
-@pytest.mark.parametrize(("schedule", "tracer"), [("2bw", "export"), ("1f1b", "symbolic")])
-def test_random_masks_go_on_where_they_were(schedule: str, tracer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+def test_random_masks_go_on_where_they_were(schedule: str, tmp_path: Path) -> None:
     data = make("mlp", 6, 6)[1]
 
     def model() -> nn.Module:
@@ -96,7 +95,6 @@ def test_random_masks_go_on_where_they_were(schedule: str, tracer: str, tmp_path
         return nn.Sequential(*blocks).double()
 
     options = {"microbatches": 3, "schedule": schedule, "optimizer": SGD}
-    options["tracer"] = tracer
     made = stopped_and_resumed(model, data, 3, tmp_path, (2, 3), options)
     made[1].assert_same(made[0])
     made[2].assert_same(made[0])
@@ -161,7 +159,7 @@ def test_gradients_that_are_not_stepped_yet_are_kept_without_an_optimizer(
     form: Form, tmp_path: Path
 ) -> None:
     (x, y), (u, v) = make("mlp", 2, 4)[1]
-    options: dict[str, Any] = {"microbatches": 2, "loss": MSE, "tracer": "symbolic"}
+    options: dict[str, Any] = {"microbatches": 2, "loss": MSE}
     whole, model, other = (make("mlp", 0, 1)[0] for _ in range(3))
     with fxpipe.compile(whole, 2, **options) as pipe:
         run(pipe, [(x, y), (u, v)])

@@ -125,7 +125,7 @@ def test_groups_that_were_parted_are_named(tmp_path: Path) -> None:
 
 def test_one_without_an_optimizer_is_not_for_a_pipe_with_one(tmp_path: Path) -> None:
     model, data = make("mlp", 1, 4)
-    with fxpipe.compile(model, 2, loss=MSE, microbatches=2, tracer="symbolic") as pipe:
+    with fxpipe.compile(model, 2, loss=MSE, microbatches=2) as pipe:
         run(pipe, data)
         pipe.checkpoint(tmp_path / "run")
     refuse(tmp_path / "run", "made by a pipe without an optimizer")

@@ -112,13 +112,12 @@ class Unordered(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_norms_are_added_in_the_order_of_the_models_parameters(tracer: str) -> None:
+def test_norms_are_added_in_the_order_of_the_models_parameters(extensions: Any = ()) -> None:
     """To the bit those of a loop, in whatever order the stages have the parameters."""
     torch.manual_seed(0)
     model = Unordered()
     expected = ClippedLoop.beside(model, SGD, 2, delay=0)
-    options: dict[str, Any] = {"tracer": tracer, "partition": ["layer2"]}
+    options: dict[str, Any] = {"extensions": extensions, "partition": ["layer2"]}
     with compiled(model, 2, 2, schedule="1f1b", clip_norm=LIMIT, **options) as pipe:
         for _ in range(8):
             x, y = torch.randn(2, 4, 16)

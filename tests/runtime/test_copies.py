@@ -24,6 +24,7 @@ from fxpipe.passes.schedule import add_reduce
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine, Store
 from fxpipe.schedules.dualpipe_v import dualpipe
+from tests.helpers.leaf_tracer import LeavesOnly
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD, compiled, make
 from tests.helpers.profiles import DEEP
 from tests.helpers.tiny import batch, pipe_of
@@ -244,16 +245,12 @@ def test_batchnorm_is_refused_unless_its_statistics_wait() -> None:
     assert any("running_mean" in name for name in states[0])
 
 
-@pytest.mark.parametrize(
-    ("tracer", "leaves"), [("symbolic", []), ("export", [fxpipe.LeafModules(nn.Linear)])]
-)
-def test_leaf_modules_take_turns_on_their_devices(tracer: Any, leaves: list[Any]) -> None:
+@pytest.mark.parametrize("leaves", [LeavesOnly(), fxpipe.LeafModules(nn.Linear)])
+def test_leaf_modules_take_turns_on_their_devices(leaves: Any) -> None:
     model, data = make("mlp", 4, 18)
     alone = copied(model, find_recipe("chimera")(2, 6), ADAMW)
-    extensions = [fxpipe.Dispatch("device"), *leaves]
-    with compiled(
-        model, 2, 6, ADAMW, schedule="chimera", tracer=tracer, extensions=extensions
-    ) as pipe:
+    extensions = [fxpipe.Dispatch("device"), leaves]
+    with compiled(model, 2, 6, ADAMW, schedule="chimera", extensions=extensions) as pipe:
         for x, y in data:
             assert torch.equal(pipe.step(x, target=y), alone.step(x, y))
         alone.assert_same(model)

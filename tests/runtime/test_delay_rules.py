@@ -76,7 +76,6 @@ def test_any_delays_train_as_the_loop_that_keeps_every_version(
         loss=MSE,
         optimizer=OPTIMIZERS[optimizer],
         partition=cuts,
-        tracer="symbolic",
         recompute=recompute,
     ) as pipe:
         expected.assert_trained(pipe, model, data, flush_at)

@@ -110,8 +110,7 @@ def test_a_failure_ends_the_pipe_which_tells_how_far_each_stage_is_and_takes_a_c
         expected = DelayedLoop.beside(model, ADAMW, 3)
     else:
         expected = RuledLoop(alone, ADAMW(alone.parameters()), MSE, microbatches, late)
-    options: dict[str, Any] = {"schedule": schedule, "tracer": "symbolic"}
-    options["extensions"] = [fxpipe.Dispatch(dispatch)]
+    options: dict[str, Any] = {"schedule": schedule, "extensions": [fxpipe.Dispatch(dispatch)]}
     with compiled(model, 3, microbatches, ADAMW, **options) as pipe:
         for x, y in data[:3]:
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
@@ -154,7 +153,7 @@ def test_no_stage_has_more_versions_than_its_batches_read_even_if_the_first_stag
             time.sleep(0.02)
         HANDLERS[ins.Update](machine, instruction)
 
-    options: dict[str, Any] = {"schedule": "1f1b-async", "tracer": "symbolic"}
+    options: dict[str, Any] = {"schedule": "1f1b-async"}
     with compiled(
         model, 4, microbatches, ADAMW, extensions=[fxpipe.Dispatch(dispatch)], **options
     ) as pipe:
@@ -199,7 +198,7 @@ def test_a_parameter_changed_by_hand_in_flight_is_refused() -> None:
 def test_a_batch_that_is_refused_leaves_those_in_flight_alone() -> None:
     model, data = make("mlp", 6, 4)
     expected = DelayedLoop.beside(model, ADAMW, 3)
-    with compiled(model, 3, 3, ADAMW, tracer="symbolic") as pipe:
+    with compiled(model, 3, 3, ADAMW) as pipe:
         for t, (x, y) in enumerate(data):
             if t == 3:
                 with pytest.raises(fxpipe.InputError, match="give tensors of one batch size"):

@@ -78,7 +78,6 @@ def _used(samples: int, **options: Any) -> None:
         (8, {}),
         (7, {"schedule": "2bw", "optimizer": lambda p: torch.optim.SGD(p, 0.1)}),
         (8, {"schedule": "zb-h1", "extensions": [fxpipe.LeafModules("2")]}),
-        (8, {"tracer": "symbolic"}),
     ],
 )
 def test_nothing_stays_of_a_pipe_that_is_gone(samples: int, options: dict[str, Any]) -> None:

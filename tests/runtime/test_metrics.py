@@ -104,7 +104,7 @@ def test_the_bubble_is_what_the_times_of_the_instructions_leave_idle() -> None:
 def test_batches_that_overlap_have_a_loss_and_versions() -> None:
     model, data = make("mlp", 4, 4)
     expected = DelayedLoop.beside(model, ADAMW, 3, delay=1)
-    with compiled(model, 2, 3, ADAMW, tracer="symbolic") as pipe:
+    with compiled(model, 2, 3, ADAMW) as pipe:
         assert "weight_versions/0" not in pipe.metrics
         for x, y in data:
             pipe.step(x, target=y)
@@ -117,7 +117,7 @@ def test_batches_that_overlap_have_a_loss_and_versions() -> None:
 
 def test_nothing_is_measured_before_metrics_are_asked_for() -> None:
     model, [(x, y)] = make("mlp", 1, 4)
-    with compiled(model, 2, 3, ADAMW, schedule="1f1b", tracer="symbolic") as pipe:
+    with compiled(model, 2, 3, ADAMW, schedule="1f1b") as pipe:
         pipe.step(x, target=y)
         assert pipe._engine.meter is None
         assert isinstance(pipe.step(x, target=y), torch.Tensor)

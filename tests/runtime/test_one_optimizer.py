@@ -45,7 +45,7 @@ def test_every_form_trains_as_a_plain_loop_with_a_scheduler_made_before_the_firs
     expected = loop_of(model, plain, int(schedule == "2bw"))
     with (
         warnings.catch_warnings(),
-        compiled(model, 3, 3, given(model), schedule=schedule, tracer="symbolic") as pipe,
+        compiled(model, 3, 3, given(model), schedule=schedule) as pipe,
     ):
         warnings.simplefilter("error")  # such as that of a scheduler that steps too early
         ours = SCHEDULERS[scheduler](pipe.optimizer)
@@ -70,7 +70,7 @@ def test_any_optimizer_over_the_whole_model_is_parted(name: str) -> None:
     mine = factory(model.parameters())
     expected = loop_of(model, lambda alone: factory(alone.parameters()), 1)
     decays = [ExponentialLR(each, 0.7) for each in (mine, expected.optimizer)]
-    with compiled(model, 3, 3, mine, tracer="symbolic") as pipe:
+    with compiled(model, 3, 3, mine) as pipe:
         assert pipe.optimizer is mine
         for x, y in data:
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
@@ -82,7 +82,7 @@ def test_any_optimizer_over_the_whole_model_is_parted(name: str) -> None:
 
 def test_a_scheduler_that_steps_before_any_batch_is_warned_of() -> None:
     model, [(x, y)] = make("mlp", 1, 4)
-    with compiled(model, 2, 3, ADAMW, tracer="symbolic") as pipe:
+    with compiled(model, 2, 3, ADAMW) as pipe:
         pipe.prepare(x, target=y)
         decay = ExponentialLR(pipe.optimizer, 0.7)
         with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step"):
@@ -108,7 +108,7 @@ def test_its_own_step_updates_from_gradients_and_takes_a_scaler(form: str) -> No
         scaler.update()
         return loss
 
-    with compiled(model, 3, 1, given(model), schedule="1f1b", tracer="symbolic") as pipe:
+    with compiled(model, 3, 1, given(model), schedule="1f1b") as pipe:
         for index, (x, y) in enumerate(data):
             if index % 3 == 2:  # the same optimizer in a step of the pipe
                 theirs.zero_grad()
@@ -140,7 +140,7 @@ def test_a_closure_may_train_the_pipe() -> None:
 
         return closure
 
-    with compiled(model, 2, 1, ADAMW, schedule="1f1b", tracer="symbolic") as pipe:
+    with compiled(model, 2, 1, ADAMW, schedule="1f1b") as pipe:
         for batch in data:
             ours = pipe.optimizer.step(closure_of(pipe, pipe.optimizer, batch))
             other: Any = theirs.step(closure_of(alone, theirs, batch))
@@ -155,7 +155,7 @@ def test_an_average_of_the_weights_follows_those_of_a_plain_loop(of_pipe: bool) 
     expected = DelayedLoop.beside(model, ADAMW, 3, delay=1)
     how: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True}
     theirs = AveragedModel(expected.model, **how)
-    with compiled(model, 3, 3, ADAMW, tracer="symbolic") as pipe:
+    with compiled(model, 3, 3, ADAMW) as pipe:
         ours = AveragedModel(pipe if of_pipe else model, **how)
         for x, y in data:
             pipe.step(x, target=y)
@@ -170,7 +170,7 @@ def test_an_average_of_the_weights_follows_those_of_a_plain_loop(of_pipe: bool) 
 
 def test_settings_of_one_stage_are_its_own_until_those_of_all_change() -> None:
     model, [(x, y)] = make("mlp", 1, 4)
-    with compiled(model, 2, 3, ADAMW, schedule="1f1b", tracer="symbolic") as pipe:
+    with compiled(model, 2, 3, ADAMW, schedule="1f1b") as pipe:
         pipe.step(x, target=y)
         whole = pipe.optimizer
         parts = [each.param_groups[0] for each in pipe.optimizers if each is not None]
@@ -193,7 +193,7 @@ def test_what_fits_no_one_optimizer_is_refused() -> None:
 
     def refused(given: Any, part: str) -> None:
         with pytest.raises(fxpipe.InputError, match=part):
-            compiled(model, 2, 3, given, schedule="1f1b", tracer="symbolic")
+            compiled(model, 2, 3, given, schedule="1f1b")
 
     hooked = torch.optim.SGD(model.parameters(), lr=0.1)
     hooked.register_step_post_hook(lambda *_: None)
@@ -219,20 +219,20 @@ def test_what_fits_no_one_optimizer_is_refused() -> None:
         return made
 
     stepped: list[int] = []
-    with compiled(model, 2, 3, hooking, schedule="1f1b", tracer="symbolic") as pipe:
+    with compiled(model, 2, 3, hooking, schedule="1f1b") as pipe:
         with pytest.raises(fxpipe.InputError, match="what optimizer returns has a hook"):
             _ = pipe.optimizer
         pipe.step(x, target=y)
         assert len(stepped) == 2  # those of the stages are theirs
     first, *rest = model.parameters()
     mine = torch.optim.SGD([first], lr=0.1)
-    with compiled(model, 2, 3, mine, schedule="1f1b", tracer="symbolic") as pipe:
+    with compiled(model, 2, 3, mine, schedule="1f1b") as pipe:
         pipe.step(x, target=y)
         mine.add_param_group({"params": rest})
         with pytest.raises(fxpipe.InputError, match="2 parameter groups, and had 1"):
             pipe.step(x, target=y)
     before = [parameter.detach().clone() for parameter in rest]
-    with compiled(model, 2, 3, mine, schedule="1f1b", tracer="symbolic") as pipe:
+    with compiled(model, 2, 3, mine, schedule="1f1b") as pipe:
         pipe.step(x, target=y)  # with that group
     assert not any(map(torch.equal, before, rest))
 

@@ -49,7 +49,7 @@ def test_changes_of_its_state_count_though_nobody_looked_at_it_before(
     given, plain = FORMS["itself"]
     expected = loop_of(model, plain, int(schedule == "2bw"))
     optimizer = given(model)
-    with compiled(model, 3, 3, optimizer, schedule=schedule, tracer="symbolic") as pipe:
+    with compiled(model, 3, 3, optimizer, schedule=schedule) as pipe:
         for number, (x, y) in enumerate(data):
             if number == 4:
                 pipe.flush()
@@ -65,7 +65,7 @@ def test_reading_its_state_between_batches_in_flight_changes_nothing() -> None:
     given, plain = FORMS["itself"]
     expected = loop_of(model, plain, 1)
     optimizer = given(model)
-    with compiled(model, 3, 3, optimizer, schedule="2bw", tracer="symbolic") as pipe:
+    with compiled(model, 3, 3, optimizer, schedule="2bw") as pipe:
         for x, y in data:
             pipe.step(x, target=y)
             expected.step(x, y)
@@ -79,7 +79,7 @@ def test_its_state_is_that_of_the_last_step_without_a_look_at_the_pipe() -> None
     given, plain = FORMS["itself"]
     expected = loop_of(model, plain, 0)
     optimizer = given(model)
-    with compiled(model, 3, 3, optimizer, schedule="1f1b", tracer="symbolic") as pipe:
+    with compiled(model, 3, 3, optimizer, schedule="1f1b") as pipe:
         for x, y in data:
             pipe.step(x, target=y)
             expected.step(x, y)
@@ -91,7 +91,7 @@ def test_its_state_is_that_of_the_last_step_without_a_look_at_the_pipe() -> None
 def test_a_copy_of_it_has_its_state() -> None:
     model, data = make("mlp", 1, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    with compiled(model, 2, 3, optimizer, schedule="1f1b", tracer="symbolic") as pipe:
+    with compiled(model, 2, 3, optimizer, schedule="1f1b") as pipe:
         pipe.step(data[0][0], target=data[0][1])
         made = copy.deepcopy(optimizer)
         assert len(made.state) == len([*model.parameters()])
@@ -125,7 +125,7 @@ def test_what_no_stage_would_call_is_refused_in_the_step_after_it_came() -> None
     model, data = make("mlp", 1, 4)
     x, y = data[0]
     optimizer = torch.optim.AdamW(model.parameters())
-    with compiled(model, 2, 3, optimizer, schedule="1f1b", tracer="symbolic") as pipe:
+    with compiled(model, 2, 3, optimizer, schedule="1f1b") as pipe:
         pipe.step(x, target=y)
         handle = optimizer.register_step_post_hook(lambda *_: None)
         with pytest.raises(fxpipe.InputError, match="the optimizer has a hook on its step"):

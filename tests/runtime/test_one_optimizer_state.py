@@ -22,7 +22,7 @@ def test_its_state_goes_to_a_plain_optimizer_and_back(schedule: str) -> None:
     model, data = make("mlp", 9, 4)
     given, plain = FORMS["itself"]
     expected = loop_of(model, plain, int(schedule == "2bw"))
-    with compiled(model, 3, 3, given(model), schedule=schedule, tracer="symbolic") as pipe:
+    with compiled(model, 3, 3, given(model), schedule=schedule) as pipe:
         for x, y in data[:3]:
             pipe.step(x, target=y)
             expected.step(x, y)
@@ -34,7 +34,7 @@ def test_its_state_goes_to_a_plain_optimizer_and_back(schedule: str) -> None:
     expected.restart()
     losses = [expected.step(x, y) for x, y in data[3:6]]
     second = make("mlp", 0, 4)[0]
-    with compiled(second, 2, 3, given(second), schedule=schedule, tracer="symbolic") as pipe:
+    with compiled(second, 2, 3, given(second), schedule=schedule) as pipe:
         pipe.load_state_dict(weights)
         pipe.optimizer.load_state_dict(saved)  # and to another pipe, before its first step
         assert [pipe.step(x, target=y) for x, y in data[3:6]] == losses
@@ -58,7 +58,7 @@ def test_a_checkpoint_brings_its_settings_and_state_back(
 
     def start(devices: int) -> tuple[fxpipe.Pipeline, LRScheduler]:
         model = make("mlp", 0, 4)[0]
-        pipe = compiled(model, devices, 3, given(model), tracer="symbolic")
+        pipe = compiled(model, devices, 3, given(model))
         return pipe, ExponentialLR(pipe.optimizer, 0.5)
 
     expected = loop_of(make("mlp", 0, 4)[0], plain, 1)
@@ -94,11 +94,11 @@ def test_a_run_that_a_checkpoint_from_before_its_first_step_resets_is_saved_anew
 ) -> None:
     model, data = make("mlp", 3, 4)
     first = tmp_path / "first"
-    with compiled(model, 2, 3, ADAMW, tracer="symbolic") as pipe:
+    with compiled(model, 2, 3, ADAMW) as pipe:
         pipe.checkpoint(first)
     for given in (ADAMW, torch.optim.AdamW(model.parameters(), lr=1e-2)):
         expected = loop_of(model, lambda alone: ADAMW(alone.parameters()), 1)
-        with compiled(model, 2, 3, given, tracer="symbolic") as pipe:
+        with compiled(model, 2, 3, given) as pipe:
             for _ in range(2):
                 for x, y in data:
                     pipe.step(x, target=y)
@@ -117,7 +117,7 @@ def test_a_closed_pipe_leaves_the_optimizer_for_plain_pytorch() -> None:
     expected = loop_of(model, lambda alone: Nesterov(alone.parameters(), 0.05), 0)
     mine = Nesterov(model.parameters(), 0.05)
     for _ in range(2):  # and for another pipe
-        with compiled(model, 3, 3, mine, schedule="1f1b", tracer="symbolic") as pipe:
+        with compiled(model, 3, 3, mine, schedule="1f1b") as pipe:
             for x, y in data:
                 pipe.step(x, target=y)
                 expected.step(x, y)
@@ -156,7 +156,7 @@ def test_settings_that_are_a_stages_own_come_back_with_a_checkpoint(
     looked: bool, tmp_path: Any
 ) -> None:
     model, data = make("mlp", 4, 4)
-    with compiled(model, 2, 3, ADAMW, schedule="1f1b", tracer="symbolic") as pipe:
+    with compiled(model, 2, 3, ADAMW, schedule="1f1b") as pipe:
 
         def rates() -> list[float]:
             return [part.param_groups[0]["lr"] for part in pipe.optimizers if part is not None]
@@ -180,7 +180,7 @@ def test_the_stages_take_over_the_memory_of_what_a_given_optimizer_kept() -> Non
     model, data = make("mlp", 2, 4)
     mine = ADAMW(model.parameters())
     for _ in range(2):
-        with compiled(model, 2, 3, mine, schedule="1f1b", tracer="symbolic") as pipe:
+        with compiled(model, 2, 3, mine, schedule="1f1b") as pipe:
             for x, y in data:
                 pipe.step(x, target=y)
             for part in filter(None, pipe.optimizers):

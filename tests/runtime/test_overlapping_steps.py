@@ -195,7 +195,7 @@ def test_a_learning_rate_scheduler_counts_for_the_batch_after_its_step() -> None
 def test_any_optimizer_trains_with_a_learning_rate_scheduler(name: str) -> None:
     model, data = make("mlp", 7, 4)
     expected = DelayedLoop.beside(model, MORE[name], 3)
-    with compiled(model, 3, 3, MORE[name], tracer="symbolic") as pipe:
+    with compiled(model, 3, 3, MORE[name]) as pipe:
         pipe.prepare(data[0][0], target=data[0][1])
         decays = decays_of(pipe, expected)
         for x, y in data:
@@ -218,7 +218,7 @@ def decays_of(
 
 def test_a_learning_rate_scheduler_that_steps_before_any_batch_is_warned_of() -> None:
     model, [(x, y)] = make("mlp", 1, 4)
-    with compiled(model, 2, 3, tracer="symbolic") as pipe:
+    with compiled(model, 2, 3) as pipe:
         pipe.prepare(x, target=y)
         optimizer = next(own for own in pipe.optimizers if own is not None)
         decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 NODES = 6
 LAYOUTS = [torch.sparse_coo, torch.sparse_csr]
-TRACERS = ["export", "symbolic"]
 
 
 def adjacency(layout: torch.layout = torch.sparse_coo) -> Tensor:
@@ -76,10 +75,9 @@ def graphs(count: int = 8) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize("tracer", TRACERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_sparse_buffer_is_read_by_every_stage(
-    layout: torch.layout, tracer: Any, stages: int
+    layout: torch.layout, stages: int, extensions: Any = ()
 ) -> None:
     torch.manual_seed(0)
     model, alone = twins(layout)
@@ -90,7 +88,7 @@ def test_a_sparse_buffer_is_read_by_every_stage(
         partition=["layers.1", "layers.2"][: stages - 1],
         microbatches=4,
         loss=mse_loss,
-        tracer=tracer,
+        extensions=extensions,
     )
     with pipe:
         made = pipe.step(x, target=y)
@@ -190,18 +188,15 @@ class Layer(nn.Module):
         return torch.relu(torch.sparse.mm(adj, self.linear(x).t()).t())
 
 
-@pytest.mark.parametrize("tracer", TRACERS)
 @pytest.mark.parametrize("leaves", [[], ["second"]])
-def test_a_leaf_takes_a_sparse_input(leaves: list[str], tracer: Any) -> None:
+def test_a_leaf_takes_a_sparse_input(leaves: list[str], extensions: Any = ()) -> None:
     torch.manual_seed(6)
     model, adj = Whole(), adjacency()
     alone = copy.deepcopy(model)
     x, y = torch.randn(8, NODES), torch.randn(8, NODES)
-    options: dict[str, Any] = {
-        "batch_dims": {"adj": None},
-        "extensions": [fxpipe.LeafModules(*leaves)],
-    }
-    with fxpipe.compile(model, 2, microbatches=4, loss=mse_loss, tracer=tracer, **options) as pipe:
+    given = [fxpipe.LeafModules(*leaves), *extensions]
+    options: dict[str, Any] = {"batch_dims": {"adj": None}, "extensions": given}
+    with fxpipe.compile(model, 2, microbatches=4, loss=mse_loss, **options) as pipe:
         pipe.step(x, adj, target=y)
         assert "1f1b" in str(pipe) and pipe.simulate().memory
         (spec,) = (spec for name, spec in pipe.plan.specs.items() if name == "adj")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
+from tests.helpers.leaf_tracer import LeavesOnly
 from tests.helpers.mapped import copied_pages, mapped
 from tests.simcuda import cuda
 from tests.simcuda.process import on_devices, simulated
@@ -209,7 +210,8 @@ def test_devices_hold_what_was_predicted_and_no_more_while_compiling(
 
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
 @pytest.mark.parametrize(
-    "options", [{"extensions": [fxpipe.LeafModules("layers.1")]}, {"tracer": "symbolic"}]
+    "options",
+    [{"extensions": [fxpipe.LeafModules("layers.1")]}, {"extensions": [LeavesOnly()]}],
 )
 def test_compiling_stages_that_autograd_differentiates_takes_no_more_than_steps(
     options: Mapping[str, Any], optimizer: Optimizer

@@ -53,7 +53,6 @@ def assert_trains(schedule: Schedule) -> None:
         loss=nn.functional.mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         partition=[str(stage) for stage in range(1, schedule.stages)],
-        tracer="symbolic",
     ) as pipe:
         for x, y in batches(schedule.microbatches):
             pipe.step(x, target=y)

@@ -232,8 +232,8 @@ class _Leaves(_Deferrer):
         if missing:
             raise TraceError(
                 f"{min(missing)} is written inside of another module that is called as it is, "
-                "where its statistics cannot be gathered; leave out DeferredBatchNorm or use "
-                'tracer="export"'
+                "where its statistics cannot be gathered; leave out DeferredBatchNorm, or let that "
+                "module be traced"
             )
         return self.finished([*self.traced.writes, *self.written])
 

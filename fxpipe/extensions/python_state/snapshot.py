@@ -23,7 +23,6 @@ from torch.nn.parameter import is_lazy
 
 from fxpipe.compiler.guard import parameters_of
 from fxpipe.compiler.options import Options
-from fxpipe.passes.tracing.symbolic import is_torchs
 from fxpipe.runtime.ranks.message import digest
 from fxpipe.torchtools.state import HOOKS, hooked
 
@@ -94,7 +93,7 @@ class StateSnapshot:
         self._held: list[tuple[Any, str, Any]] = []  # (an object, an attribute, its value)
         self._asked: list[tuple[Tensor, Tensor]] = []  # (a tensor, a copy)
         self._reads = reads
-        self._symbolic = options.tracer == "symbolic"
+        self._tracer = options.tracer
         self._first: dict[int, str] = {}  # id → the first expression for the object
         self._rest: deque[tuple[str, Any]] = deque()  # expressions and values to enter
         self._module("model", options.model, leaves)
@@ -223,7 +222,7 @@ class StateSnapshot:
             but = {*_APART, *HOOKS}
             if leaves is None:
                 but.discard("training")  # ``Guard.state`` has the modes of the model's own modules
-            elif self._symbolic and is_torchs(module):
+            elif self._tracer is not None and self._tracer.calls(module):
                 but |= {name for name, value in vars(module).items() if _is_made(value)}
             self._attributes(where, vars(module), every, but)
             self._at(f"{where}.__class__", type(module))

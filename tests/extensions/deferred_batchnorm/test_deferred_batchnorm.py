@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from fxpipe import InputError, TraceError
 from fxpipe.torchtools.moments import gather, measured
+from tests.helpers.leaf_tracer import LeavesOnly
 from tests.oracles import loop
 
 
@@ -59,10 +60,10 @@ def test_the_first_layers_statistics_are_those_of_one_whole_batch(schedule: str)
     assert model[0].num_batches_tracked == 5
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+@pytest.mark.parametrize("extensions", [[], [LeavesOnly()]])
 @pytest.mark.parametrize("microbatches", [1, 3, 4])
 def test_the_next_layers_are_those_of_all_that_they_were_given(
-    tracer: Any, microbatches: int
+    extensions: Any, microbatches: int
 ) -> None:
     """Normalisation stays per micro-batch: what reaches the second layer is not what one whole
     batch would send there, and its statistics are those of what does."""
@@ -72,8 +73,7 @@ def test_the_next_layers_are_those_of_all_that_they_were_given(
         ["cpu"] * 2,
         microbatches=microbatches,
         loss=mse_loss,
-        tracer=tracer,
-        extensions=["deferred_batchnorm"],
+        extensions=["deferred_batchnorm", *extensions],
     ) as pipe:
         for seed in range(3):
             x, y = batch(9, seed)
@@ -96,8 +96,8 @@ def update(norm: Any, x: Tensor) -> None:
     norm.num_batches_tracked += 1
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_gradients_and_losses_are_as_without(tracer: Any) -> None:
+@pytest.mark.parametrize("extensions", [[], [LeavesOnly()]])
+def test_gradients_and_losses_are_as_without(extensions: Any) -> None:
     x, y = batch(9)
     model, alone = net(), net()
     with fxpipe.compile(
@@ -105,8 +105,7 @@ def test_gradients_and_losses_are_as_without(tracer: Any) -> None:
         ["cpu"] * 2,
         microbatches=4,
         loss=mse_loss,
-        tracer=tracer,
-        extensions=["deferred_batchnorm"],
+        extensions=["deferred_batchnorm", *extensions],
     ) as pipe:
         made = pipe.step(x, target=y)
     assert torch.equal(made, loop.train(alone, 4, x, loss=mse_loss, target=y).loss)
@@ -186,7 +185,7 @@ def test_a_call_that_trains_updates_once_and_evaluation_not_at_all() -> None:
 
 FRONT_ENDS: dict[str, dict[str, Any]] = {
     "export": {},
-    "symbolic": {"tracer": "symbolic"},
+    "another tracer": {"extensions": [LeavesOnly()]},
     "leaf modules": {"extensions": [fxpipe.LeafModules(nn.Linear)]},
 }
 

@@ -398,7 +398,7 @@ def test_a_pair_has_a_time_of_its_own_in_the_forms() -> None:
     both, known = time("F&B"), (Eq(TI, TF), Eq(TB, TF + TW), TW <= TF)
     for devices in 4, 8:
         schedule = dualpipe(devices, 2 * devices)
-        forms = schedule.formulas(given=(*known, TB <= both, both <= TF + TB))
+        forms = schedule.formulas(given=(*known, both >= TB, both <= TF + TB))
         for f, w, joined in (2, 1, 3), (2, 1, 5), (3, 3, 7):
             costs = {"F": f, "B": f + w, "I": f, "W": w, "F&B": joined, "A": 2, "U": 1}
             numbers = {time(letter): cost for letter, cost in costs.items()}

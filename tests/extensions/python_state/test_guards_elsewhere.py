@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.compiler.front_end import FrontEnd
 from fxpipe.extensions.python_state.variants import VARIANTS
+from tests.helpers.leaf_tracer import LeavesOnly
 from tests.oracles import loop
 
 LEAF_CALLS = {"all": [0]}
@@ -227,9 +228,10 @@ def test_what_torchs_modules_make_of_their_weights_in_a_call_causes_no_new_trace
     torch.manual_seed(0)
     model = Recurrent()
     alone = copy.deepcopy(model)
+    options: Any = {"loss": F.mse_loss, "extensions": [LeavesOnly()]}
     with (
         caplog.at_level(logging.INFO, "fxpipe"),
-        fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.mse_loss, tracer="symbolic") as pipe,
+        fxpipe.compile(model, ["cpu"], microbatches=2, **options) as pipe,
     ):
         for _ in range(3):
             x = torch.randn(8, 3, 4)
@@ -240,12 +242,11 @@ def test_what_torchs_modules_make_of_their_weights_in_a_call_causes_no_new_trace
     assert "itself while it runs" not in caplog.text
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_a_leaf_module_that_is_replaced_counts(tracer: str) -> None:
+def test_a_leaf_module_that_is_replaced_counts() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
     x = torch.randn(8, 4)
-    options: dict[str, Any] = {"tracer": tracer, "extensions": [fxpipe.LeafModules("1")]}
+    options: dict[str, Any] = {"extensions": [fxpipe.LeafModules("1")]}
     with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.mse_loss, **options) as pipe:
         pipe.step(x, target=x)
         model[1] = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
@@ -311,9 +312,8 @@ def scaled(x: Tensor) -> Tensor:
     return x * CALLS["factor"]
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
 def test_what_the_kernel_of_an_operation_changes_is_no_reason_to_trace(
-    tracer: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Counting(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -329,9 +329,7 @@ def test_what_the_kernel_of_an_operation_changes_is_no_reason_to_trace(
 
     monkeypatch.setattr(FrontEnd, "trace", counting)
     model = nn.Sequential(nn.Linear(2, 2), Counting(), nn.Linear(2, 2))
-    with fxpipe.compile(
-        model, 2, microbatches=2, partition=["2"], loss=F.mse_loss, tracer=tracer
-    ) as pipe:
+    with fxpipe.compile(model, 2, microbatches=2, partition=["2"], loss=F.mse_loss) as pipe:
         for _ in range(4):
             before = CALLS["kernel"]
             pipe.step(torch.randn(4, 2), target=torch.randn(4, 2))

@@ -37,31 +37,29 @@ class Net(nn.Module):
 def step(
     model: nn.Module,
     loss: Callable[..., Tensor] = F.cross_entropy,
-    tracer: Any = "export",
+    extensions: Any = (),
     **options: Any,
 ) -> None:
     with fxpipe.compile(
-        model, 2 * ["cpu"], microbatches=2, loss=loss, tracer=tracer, **options
+        model, 2 * ["cpu"], microbatches=2, loss=loss, extensions=extensions, **options
     ) as pipe:
         pipe.step(torch.randn(8, 4), target=torch.randint(3, (8,)))
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
 @pytest.mark.parametrize(
     "between",
     [lambda net, x: x + TINY * net.held[0], lambda net, x: x + TINY * OUTSIDE],
     ids=["a parameter in a list", "a tensor from outside"],
 )
 def test_a_tensor_that_is_no_parameter_and_needs_a_gradient_is_refused(
-    between: Any, tracer: str
+    between: Any, extensions: Any = ()
 ) -> None:
     message = r"Net reads a tensor of shape \(4,\) that requires a gradient.*register it"
     with pytest.raises(fxpipe.TraceError, match=message):
-        step(Net(between), tracer=tracer)
+        step(Net(between), extensions=extensions)
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_a_loss_that_adds_the_models_weights_is_refused(tracer: str) -> None:
+def test_a_loss_that_adds_the_models_weights_is_refused(extensions: Any = ()) -> None:
     model = Net(lambda net, x: x)
     message = r"the loss reads the model's parameter '.*', to which it would give no gradient"
     with pytest.raises(fxpipe.InputError, match=message):
@@ -71,7 +69,7 @@ def test_a_loss_that_adds_the_models_weights_is_refused(tracer: str) -> None:
                 F.cross_entropy(output, target)
                 + TINY * sum(p.square().sum() for p in model.parameters())
             ),
-            tracer,
+            extensions,
         )
 
 
@@ -108,21 +106,19 @@ def retained(net: Any, x: Tensor) -> Tensor:
 
 HOOK = r"registers a hook on the gradient of a value, at .*test_lost_gradients.*register_hook"
 RETAINED = r"retains the gradient of a value, at .*test_lost_gradients.*retain_grad.*leave that"
-ON_VALUES: list[tuple[Any, str, Any]] = [
-    (hooked_in_training, HOOK, "export"),
-    (hooked, HOOK, "export"),
-    (hooked, HOOK, "symbolic"),
-    (retained, RETAINED, "export"),
-    (retained, RETAINED, "symbolic"),
+ON_VALUES: list[tuple[Any, str]] = [
+    (hooked_in_training, HOOK),
+    (hooked, HOOK),
+    (retained, RETAINED),
 ]
 
 
-@pytest.mark.parametrize(("between", "message", "tracer"), ON_VALUES)
+@pytest.mark.parametrize(("between", "message"), ON_VALUES)
 def test_a_hook_on_a_value_is_refused_with_its_line(
-    between: Any, message: str, tracer: str
+    between: Any, message: str, extensions: Any = ()
 ) -> None:
     with pytest.raises(fxpipe.TraceError, match=message):
-        step(Net(between), tracer=tracer)
+        step(Net(between), extensions=extensions)
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda gradient: gradient * 2)  # elsewhere hooks work on
     x.sum().backward()
@@ -160,18 +156,16 @@ class Forces(nn.Module):
         return energy + force
 
 
-LEAVES: list[tuple[Any, list[Any], str]] = [
-    (Halved, [Halved], "export"),
-    (Halved, [Halved], "symbolic"),
-    (Forces, [Forces], "export"),
-    (Forces, [Forces], "symbolic"),
-    (Forces, [], "export"),  # all of the model becomes a leaf
+LEAVES: list[tuple[Any, list[Any]]] = [
+    (Halved, [Halved]),
+    (Forces, [Forces]),
+    (Forces, []),  # all of the model becomes a leaf
 ]
 
 
-@pytest.mark.parametrize(("inner", "leaves", "tracer"), LEAVES)
+@pytest.mark.parametrize(("inner", "leaves"), LEAVES)
 def test_a_leaf_that_needs_gradients_in_forward_trains_and_is_refused_without_them(
-    inner: Any, leaves: Any, tracer: Any
+    inner: Any, leaves: Any, extensions: Any = ()
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), inner(), nn.Linear(4, 4), nn.Linear(4, 3))
@@ -182,8 +176,7 @@ def test_a_leaf_that_needs_gradients_in_forward_trains_and_is_refused_without_th
         2 * ["cpu"],
         microbatches=2,
         loss=F.cross_entropy,
-        tracer=tracer,
-        extensions=[fxpipe.LeafModules(*leaves)],
+        extensions=[fxpipe.LeafModules(*leaves), *extensions],
     ) as pipe:
         pipe.step(x, target=target)
         loop.train(alone, 2, x, loss=F.cross_entropy, target=target)
@@ -196,14 +189,13 @@ def test_a_leaf_that_needs_gradients_in_forward_trains_and_is_refused_without_th
 
 
 @pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
 def test_a_hook_on_a_parameter_is_refused_and_works_again_once_removed(
-    name: str, tracer: Any
+    name: str, extensions: Any = ()
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     x, target = torch.randn(8, 4), torch.randint(3, (8,))
     with fxpipe.compile(
-        model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy, tracer=tracer
+        model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy, extensions=extensions
     ) as pipe:
         pipe.step(x, target=target)
         handle = getattr(model[0].weight, name)(lambda gradient: None)

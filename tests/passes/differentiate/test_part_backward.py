@@ -20,9 +20,9 @@ from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes
 from fxpipe.passes.partition.cut import cut
-from fxpipe.passes.tracing.symbolic import trace_symbolically
 from tests.helpers.fronted import differentiated, front_end, in_stages, run_plan, values_of, whole
 from tests.helpers.halves import assert_same, compare, graphs, masks, operations, parted
+from tests.helpers.leaf_tracer import leaf_graph
 from tests.helpers.profiles import DEEP
 from tests.helpers.random_models import RandomModel, Recipe, recipes
 from tests.passes.differentiate.test_differentiate import cases as shared_cases
@@ -280,7 +280,7 @@ def test_a_stage_under_autograd_hands_over_its_gradients_in_two_steps(stages: in
         nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 3), nn.Flatten()
     )
     x = image()
-    traced = trace_symbolically(model, (x,), {})
+    traced = leaf_graph(model, x)
     nodes = compute_nodes(traced.graph)
     assignment = Assignment(
         stages, {node.name: place * stages // len(nodes) for place, node in enumerate(nodes)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
@@ -126,7 +125,7 @@ def test_a_wrong_graph_is_refused_by_what_differs(
     with pytest.raises(TraceError, match="does not compute what the model computes") as caught:
         checked(Model(), torch.randn(3, 4), edit)
     assert what in str(caught.value)
-    assert 'tracer="symbolic"' in str(caught.value)
+    assert "fxpipe.LeafModules(its name)" in str(caught.value)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -339,37 +338,6 @@ def test_a_wrong_chance_of_dropout_is_noticed() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 4))
     with pytest.raises(TraceError, match="does not compute"):
         checked(model, torch.randn(3, 4), change)
-
-
-class WritesThroughCast(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = x.clone()
-        hidden.float().add_(1)  # no new tensor, where the type is the same
-        return hidden
-
-
-def test_an_unseen_write_is_refused_with_a_cure_that_works() -> None:
-    torch.manual_seed(0)
-    model, x = (
-        nn.Sequential(nn.Linear(4, 4), WritesThroughCast(), nn.Linear(4, 4)),
-        torch.randn(4, 4),
-    )
-    target = torch.randn(4, 4)
-    options: dict[str, Any] = {
-        "microbatches": 2,
-        "loss": nn.functional.mse_loss,
-        "tracer": "symbolic",
-    }
-    with fxpipe.compile(model, 2, **options) as pipe, pytest.raises(TraceError) as raised:
-        pipe.step(x, target=target)
-    assert "extensions=[fxpipe.LeafModules(its name)]" in str(raised.value)
-    alone = copy.deepcopy(model)
-    with fxpipe.compile(model, 2, extensions=[fxpipe.LeafModules("1")], **options) as pipe:
-        loss = pipe.step(x, target=target)
-    assert torch.equal(
-        loss, loop.train(alone, 2, x, loss=nn.functional.mse_loss, target=target).loss
-    )
-    loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -16,7 +16,6 @@ from fxpipe.passes.graph.fit import relay
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes
 from fxpipe.passes.partition.balance import balance
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.tracing.symbolic import trace_symbolically
 from tests.helpers.fronted import Answer, differentiated, front_end, run_plan
 from tests.helpers.profiles import DEEP, deep
 from tests.oracles import loop
@@ -233,13 +232,12 @@ class Parts(nn.Module):
         return torch.stack([torch.tanh(branch(shared)) for branch in self.branches]).sum(0)
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
 @pytest.mark.parametrize("seed", range(20 if DEEP else 4))
 def test_readers_of_a_value_stand_in_stages_in_the_order_of_the_program(
-    seed: int, tracer: str
+    seed: int, trace: Callable[..., Traced] = front_end
 ) -> None:
     model, x, random = Parts(), torch.randn(3, 4), Random(seed)
-    traced = front_end(model, x) if tracer == "export" else trace_symbolically(model, (x,), {})
+    traced = trace(model, x)
     costs = {n.name: NodeCost(random.random() ** 4, 0.1, 1) for n in traced.graph.nodes}
     assignment = balance(traced, 3, costs)
     shared = next(node for node in traced.graph.nodes if node.name == "tanh")

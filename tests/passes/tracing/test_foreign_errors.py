@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxpipe
-from fxpipe.errors import InputError, TraceError
+from fxpipe.errors import InputError
 from tests.oracles import loop
 
 
@@ -110,12 +109,11 @@ class Named(nn.Module):
     ("kind", "name"),
     [("buffer", "code"), ("buffer", "graph"), ("parameter", "graph"), ("submodule", "graph")],
 )
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
 def test_a_name_of_torch_fx_is_refused_and_the_advised_one_works(
-    kind: str, name: str, tracer: Any
+    kind: str, name: str, extensions: Any = ()
 ) -> None:
     def step(name: str) -> Tensor:
-        options: Any = {"microbatches": 2, "loss": F.mse_loss, "tracer": tracer}
+        options: Any = {"microbatches": 2, "loss": F.mse_loss, "extensions": extensions}
         with fxpipe.compile(Named(kind, name), 1, **options) as pipe:
             loss: Tensor = pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
             return loss
@@ -142,44 +140,6 @@ def test_a_lazy_buffer_is_refused_and_a_run_in_evaluation_mode_gives_it_a_shape(
         assert pipe.step(x, target=x) == loop.train(alone, 2, x, loss=F.mse_loss, target=x).loss
     name = "1.running_mean"
     assert torch.equal(model.get_buffer(name), alone.get_buffer(name))
-
-
-def test_a_decorated_forward_that_cannot_be_traced_symbolically_can_be_exported() -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes, **heads))
-    tokens = torch.randint(8, (2, 3))
-    with (
-        fxpipe.compile(model, 1, microbatches=1, tracer="symbolic") as pipe,
-        pytest.raises(TraceError, match=r'decorator .* hides .*; use tracer="export"'),
-    ):
-        pipe.step(input_ids=tokens, labels=tokens)
-    with fxpipe.compile(model, 1, microbatches=1) as pipe:
-        assert pipe.step(input_ids=tokens, labels=tokens).isfinite()
-
-
-class Wide(nn.Module):
-    """Sizes a tensor by Python, which a symbolic trace would keep as it was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        return y + torch.ones(3 if isinstance(x.shape[1], torch.fx.Proxy) else 4)
-
-
-def test_a_symbolic_graph_that_fails_names_the_line_and_export_traces_the_model() -> None:
-    x = torch.randn(4, 4)
-    options: Any = {"microbatches": 2, "loss": F.mse_loss}
-    with (
-        fxpipe.compile(Wide(), 1, tracer="symbolic", **options) as pipe,
-        pytest.raises(TraceError, match=r'test_foreign_errors\.py:\d+, .* use tracer="export", or'),
-    ):
-        pipe.step(x, target=x)
-    with fxpipe.compile(Wide(), 1, **options) as pipe:
-        assert pipe.step(x, target=x).isfinite()
 
 
 def test_a_nested_input_is_refused_and_its_padded_rows_are_taken() -> None:

@@ -1,4 +1,4 @@
-"""Leaf modules are called as they are, in every step and by both tracers."""
+"""Leaf modules are called as they are, in every step."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Net(nn.Module):
         return out
 
 
-def train_both(model: nn.Module, partition: Any, tracer: Any, leaves: Any) -> nn.Module:
+def train_both(model: nn.Module, partition: Any, leaves: Any, extensions: Any = ()) -> nn.Module:
     """Two steps of the pipeline and the loop; the second with uneven micro-batches."""
     alone = copy.deepcopy(model)
     stages = 2 if partition == "auto" else len(partition) + 1
@@ -84,8 +84,7 @@ def train_both(model: nn.Module, partition: Any, tracer: Any, leaves: Any) -> nn
         microbatches=2,
         loss=mse_loss,
         partition=partition,
-        tracer=tracer,
-        extensions=[fxpipe.LeafModules(*leaves)],
+        extensions=[fxpipe.LeafModules(*leaves), *extensions],
     ) as pipe:
         for rows in (8, 9):
             x, y = torch.randn(rows, 4), torch.randn(rows, 4)
@@ -117,7 +116,7 @@ def test_an_exported_model_with_leaves_equals_the_loop(kind: str, partition: Any
         "classes": [Branching],
         "modules": [model.leaf, model.both],
     }
-    train_both(model, partition, "export", leaves[kind])
+    train_both(model, partition, leaves[kind])
 
 
 class Around(nn.Module):
@@ -136,22 +135,17 @@ class Around(nn.Module):
         return out
 
 
-tracers = pytest.mark.parametrize("tracer", ["export", "symbolic"])
-
-
-@tracers
-def test_leaves_of_ones_own_branch_on_values(tracer: str) -> None:
+def test_leaves_of_ones_own_branch_on_values(extensions: Any = ()) -> None:
     torch.manual_seed(0)
     model = Around(Branching(4))
-    alone = train_both(model, ["last"], tracer, ["inner"])
+    alone = train_both(model, ["last"], ["inner"], extensions)
     assert isinstance(model.inner, Branching)
     assert isinstance(alone.inner, Branching)
     assert model.inner.seen[-2:] == alone.inner.seen[-2:]
 
 
-@tracers
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_of_leaves_run_in_every_step(tracer: str, when: str) -> None:
+def test_hooks_of_leaves_run_in_every_step(when: str, extensions: Any = ()) -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     if when == "before":
@@ -160,13 +154,13 @@ def test_hooks_of_leaves_run_in_every_step(tracer: str, when: str) -> None:
         )
     else:
         inner.register_forward_hook(lambda module, args, out: Backwards.apply(out))  # type: ignore[no-untyped-call]
-    train_both(Around(inner), ["last"], tracer, [inner])
+    train_both(Around(inner), ["last"], [inner], extensions)
 
 
 def test_a_leaf_inside_of_a_leaf_is_the_outer_ones_affair() -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(Branching(4), nn.Linear(4, 4))
-    train_both(Around(inner), ["last"], "export", ["inner", Branching])
+    train_both(Around(inner), ["last"], ["inner", Branching])
 
 
 def test_a_leaf_that_is_called_twice_keeps_both_calls_in_one_stage() -> None:
@@ -181,7 +175,7 @@ def test_a_leaf_that_is_called_twice_keeps_both_calls_in_one_stage() -> None:
             return y
 
     torch.manual_seed(0)
-    train_both(Twice(), "auto", "export", [Branching])
+    train_both(Twice(), "auto", [Branching])
 
 
 class Draws(nn.Linear):
@@ -241,15 +235,14 @@ def test_a_leaf_in_a_model_of_transformers() -> None:
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
-def compiled(model: nn.Module, leaves: Any, tracer: Any = "export") -> None:
+def compiled(model: nn.Module, leaves: Any, extensions: Any = ()) -> None:
     x = torch.randn(4, 4)
     fxpipe.compile(
         model,
         ["cpu"],
         microbatches=1,
         loss=mse_loss,
-        extensions=[fxpipe.LeafModules(*leaves)],
-        tracer=tracer,
+        extensions=[fxpipe.LeafModules(*leaves), *extensions],
         example=((x,), {"target": x}),
     ).close()
 
@@ -291,17 +284,16 @@ class Unpacks(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("what", "message", "tracer"),
+    ("what", "message"),
     [
-        ("writes", "'inner.inner' writes into what it is given", "export"),
-        ("writes", "'inner.inner' at .*py.* writes into what it is given", "symbolic"),
-        ("counts", "'inner.inner' returns int", "export"),
+        ("writes", "'inner.inner' writes into what it is given"),
+        ("counts", "'inner.inner' returns int"),
     ],
 )
-def test_what_a_leaf_may_not_do_is_refused(what: str, message: str, tracer: str) -> None:
+def test_what_a_leaf_may_not_do_is_refused(what: str, message: str, extensions: Any = ()) -> None:
     with pytest.raises(TraceError, match=message):
-        compiled(Around(Unpacks(Does(what))), ["inner.inner"], tracer)
-    train_both(Around(Unpacks(Does(what))), ["last"], "export", ["inner"])
+        compiled(Around(Unpacks(Does(what))), ["inner.inner"], extensions)
+    train_both(Around(Unpacks(Does(what))), ["last"], ["inner"])
 
 
 class Watching(nn.Linear):
@@ -314,8 +306,7 @@ class Watching(nn.Linear):
         return super().forward(x)
 
 
-@tracers
-def test_a_leaf_sees_gradients_enabled_where_there_will_be_a_backward(tracer: Any) -> None:
+def test_a_leaf_sees_gradients_enabled_where_there_will_be_a_backward(extensions: Any = ()) -> None:
     watching = Watching(4, 4)
     watching.seen = []
     x = torch.randn(4, 4)
@@ -324,8 +315,7 @@ def test_a_leaf_sees_gradients_enabled_where_there_will_be_a_backward(tracer: An
         ["cpu"] * 2,
         microbatches=2,
         loss=mse_loss,
-        tracer=tracer,
-        extensions=[fxpipe.LeafModules("inner")],
+        extensions=[fxpipe.LeafModules("inner"), *extensions],
     ) as pipe:
 
         def infer() -> None:
@@ -363,7 +353,7 @@ def test_a_packed_sequence_is_refused_and_a_leaf_around_it_is_the_way_out() -> N
     message = "leaf module 'inner.layer' is given a PackedSequence, .* mark a module around it"
     with pytest.raises(TraceError, match=message):
         compiled(Around(Packed()), ["inner.layer"])
-    train_both(Around(Packed()), ["last"], "export", ["inner"])
+    train_both(Around(Packed()), ["last"], ["inner"])
 
 
 def test_tracing_leaves_the_leaves_as_they_were() -> None:
@@ -374,7 +364,7 @@ def test_tracing_leaves_the_leaves_as_they_were() -> None:
     assert leaf_calls._known == {}
 
 
-def test_the_symbolic_tracer_takes_a_tensor_that_is_no_buffer() -> None:
+def test_a_tensor_that_is_no_buffer_is_read(extensions: Any = ()) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -389,9 +379,8 @@ def test_the_symbolic_tracer_takes_a_tensor_that_is_no_buffer() -> None:
     model = Scaled()
     alone = copy.deepcopy(model)
     x = torch.randn(4, 4)
-    with fxpipe.compile(
-        model, 2 * ["cpu"], microbatches=2, loss=mse_loss, tracer="symbolic"
-    ) as pipe:
+    options: Any = {"loss": mse_loss, "extensions": extensions}
+    with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, **options) as pipe:
         made = pipe.step(x, target=x)
     assert torch.equal(made, loop.train(alone, 2, x, loss=mse_loss, target=x).loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))

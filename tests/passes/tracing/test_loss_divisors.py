@@ -17,7 +17,6 @@ from torch.nn.functional import cross_entropy, log_softmax, mse_loss, nll_loss, 
 
 import fxpipe
 from tests.helpers.losses import IGNORED, assert_whole, counted, masked_mean, net, rows
-from tests.helpers.profiles import deep
 from tests.oracles import loop
 
 WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 0.0, 3.0], dtype=torch.float64)
@@ -58,13 +57,14 @@ DIVIDED: dict[Callable[..., Tensor], Callable[[Tensor], Tensor]] = {
 TARGETS = st.lists(st.tuples(*3 * [st.sampled_from([IGNORED, *range(5)])]), min_size=3, max_size=7)
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
 @pytest.mark.parametrize(("loss", "divisor"), DIVIDED.items())
 def test_what_divides_a_loss_weighs_its_micro_batches(
-    loss: Callable[..., Tensor], divisor: Callable[[Tensor], Tensor], tracer: Any
+    loss: Callable[..., Tensor], divisor: Callable[[Tensor], Tensor], extensions: Any = ()
 ) -> None:
     model, alone, whole = net(), net(), net()
-    with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, loss=loss, tracer=tracer) as pipe:
+    with fxpipe.compile(
+        model, ["cpu"] * 2, microbatches=3, loss=loss, extensions=extensions
+    ) as pipe:
 
         @given(TARGETS)
         def equal(targets: list[tuple[int, ...]]) -> None:
@@ -131,14 +131,13 @@ def tuple_mean(output: Tensor, scale: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(output, target).square().sqrt() * scale.amax()
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
 @pytest.mark.parametrize("loss", [masked_mean, masked_quotient, tuple_mean])
 def test_what_is_not_told_from_a_loss_is_asked_for_once_with_the_line_to_paste(
-    loss: Callable[..., Tensor], tracer: Any
+    loss: Callable[..., Tensor], extensions: Any = ()
 ) -> None:
     x, y = rows(8)
     target: Any = (torch.ones(8, dtype=torch.float64), y) if loss is tuple_mean else y
-    options: dict[str, Any] = {"loss": loss, "microbatches": 4, "tracer": tracer}
+    options: dict[str, Any] = {"loss": loss, "microbatches": 4, "extensions": extensions}
     with fxpipe.compile(net(), ["cpu"], **options) as pipe:
         pipe.step(x, target=target)  # all count
         y[:3] = IGNORED
@@ -148,11 +147,10 @@ def test_what_is_not_told_from_a_loss_is_asked_for_once_with_the_line_to_paste(
     line = re.search(r"extensions=(\[.*\])\)$", str(warned[0].message))
     assert line is not None and loss.__name__ in str(warned[0].message)
     assert warned[0].filename == __file__
-    assert_whole(loss, x, target, 4, extensions=eval(line[1]), tracer=tracer)
+    assert_whole(loss, x, target, 4, extensions=[*eval(line[1]), *extensions])
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_a_mean_over_what_a_mask_selects_is_weighted_or_asked_for(tracer: Any) -> None:
+def test_a_mean_over_what_a_mask_selects_is_weighted_or_asked_for(extensions: Any = ()) -> None:
     """A mask of the targets is known before the run; one of the outputs is not."""
 
     def by_target(output: Tensor, target: Tensor) -> Tensor:
@@ -165,9 +163,11 @@ def test_a_mean_over_what_a_mask_selects_is_weighted_or_asked_for(tracer: Any) -
 
     x, y = rows(8)
     y.copy_(torch.tensor([0, 0, 1, 3, 4, 2, 2, 3]))
-    assert_whole(by_target, x, y, 4, tracer=tracer)  # a warning would be an error
+    assert_whole(by_target, x, y, 4, extensions=extensions)  # a warning would be an error
     with (
-        fxpipe.compile(net(), ["cpu"], microbatches=4, loss=by_output, tracer=tracer) as pipe,
+        fxpipe.compile(
+            net(), ["cpu"], microbatches=4, loss=by_output, extensions=extensions
+        ) as pipe,
         pytest.warns(UserWarning, match="is not that of the whole batch.*LossWeight\\(lambda"),
     ):
         pipe.step(x, target=y)
@@ -212,8 +212,11 @@ PLAIN: list[Callable[..., Tensor]] = [
 ]
 
 
-@pytest.mark.parametrize("tracer", ["export", *deep("symbolic")])
 @pytest.mark.parametrize("loss", PLAIN)
-def test_nothing_is_said_of_means_over_samples(loss: Callable[..., Tensor], tracer: Any) -> None:
+def test_nothing_is_said_of_means_over_samples(
+    loss: Callable[..., Tensor], extensions: Any = ()
+) -> None:
     for samples in (6, 7):  # a warning would be an error
-        assert_whole(loss, *rows(samples), 3, lambda *given: loss(*given).mean(), tracer=tracer)
+        assert_whole(
+            loss, *rows(samples), 3, lambda *given: loss(*given).mean(), extensions=extensions
+        )

@@ -18,15 +18,14 @@ from tests.oracles import loop
 
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_losses_are_averaged_or_added_up(reduction: Any, each: bool, tracer: Any) -> None:
+def test_losses_are_averaged_or_added_up(reduction: Any, each: bool, extensions: Any = ()) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(output, target, reduction="none" if each else reduction)
 
     def whole(output: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(output, target, reduction=reduction)
 
-    assert_whole(loss, *rows(7), 3, whole, reduction=reduction, tracer=tracer)
+    assert_whole(loss, *rows(7), 3, whole, reduction=reduction, extensions=extensions)
 
 
 class Own(nn.Module):
@@ -46,7 +45,6 @@ class Own(nn.Module):
     [
         {"extensions": [LossWeight(lambda x, labels: counted(labels))]},
         {},
-        {"tracer": "symbolic"},
         {"extensions": [fxpipe.LeafModules(nn.Tanh)]},
     ],
 )

@@ -66,7 +66,6 @@ def threads_take_turns_often() -> Iterator[None]:
         (2, {"schedule": "gpipe", "recompute": "always"}),
         (3, {"schedule": "1f1b"}),
         (3, {"schedule": "1f1b", "recompute": "except_last"}),
-        (3, {"tracer": "symbolic"}),
         (3, {"extensions": [fxpipe.LeafModules(Augments)]}),
     ],
 )
@@ -160,11 +159,11 @@ class Noisy(Around):
         return y
 
 
-def test_a_leaf_that_draws_and_takes_no_tensor_is_refused_by_name() -> None:
+def test_a_leaf_that_draws_and_takes_no_tensor_is_refused_by_name(extensions: Any = ()) -> None:
     x = torch.randn(4, 4)
     with (
         fxpipe.compile(
-            Noisy(Noise()), 2, microbatches=2, loss=F.mse_loss, tracer="symbolic"
+            Noisy(Noise()), 2, microbatches=2, loss=F.mse_loss, extensions=extensions
         ) as pipe,
         pytest.raises(TraceError, match=r"leaf module 'inner' draws .*numpy.random.*give it one"),
     ):

@@ -151,22 +151,22 @@ CASES: list[Case] = [reverse, rounded, new_style, sized, nested, untrained]
 
 @pytest.mark.parametrize("case", CASES)
 def test_their_gradients_are_the_loops(case: Case) -> None:
-    assert_the_loops(Model(case), "export")
+    assert_the_loops(Model(case))
 
 
-@pytest.mark.parametrize("case", [reverse, sized, nested])
-def test_the_symbolic_tracer_calls_them_as_they_are(case: Case) -> None:
-    assert_the_loops(Model(case), "symbolic")
-
-
-def assert_the_loops(model: nn.Module, tracer: Any) -> None:
+def assert_the_loops(model: nn.Module, extensions: Any = ()) -> None:
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     model.double()
     alone = copy.deepcopy(model)
     with fxpipe.compile(
-        model, ["cpu"] * 2, microbatches=3, loss=mse_loss, tracer=tracer, partition=["third"]
+        model,
+        ["cpu"] * 2,
+        microbatches=3,
+        loss=mse_loss,
+        extensions=extensions,
+        partition=["third"],
     ) as pipe:
         for samples in (7, 9):
             x, y = torch.randn(2, samples, 4, dtype=torch.float64).unbind()
@@ -193,7 +193,7 @@ def test_one_that_writes_into_its_input_is_refused_by_name() -> None:
         return y
 
     with pytest.raises(TraceError, match=r"test_own_backward.Doubles writes into its input.*copy"):
-        assert_the_loops(Model(case), "export")
+        assert_the_loops(Model(case))
 
 
 def test_outside_of_a_trace_and_in_other_threads_functions_are_as_ever() -> None:
@@ -227,11 +227,12 @@ def test_checkpoints_inside_of_a_model_change_nothing(reentrant: bool, dropout: 
     loop.assert_same(found[0], found[1])
 
 
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_a_model_with_a_function_of_its_own_is_given_up_with_its_pipe(tracer: Any) -> None:
+def test_a_model_with_a_function_of_its_own_is_given_up_with_its_pipe(extensions: Any = ()) -> None:
     model = Model(lambda model, x: applied(Reverse, x, 2.0))
     known = weakref.ref(model)
-    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=mse_loss, tracer=tracer) as pipe:
+    with fxpipe.compile(
+        model, ["cpu"], microbatches=2, loss=mse_loss, extensions=extensions
+    ) as pipe:
         pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
     del model, pipe
     gc.collect()

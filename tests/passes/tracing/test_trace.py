@@ -213,7 +213,7 @@ def _as_numbers(y: Tensor) -> Tensor:
     [
         (_branches, "a branch on values", "torch.where or masks"),
         (_reads_item, "a number from values", "torch.where or masks"),
-        (_as_numbers, "leaves PyTorch", "tracer="),
+        (_as_numbers, "leaves PyTorch", "PyTorch's own operations"),
     ],
 )
 def test_a_refusal_names_the_line_and_a_cure(

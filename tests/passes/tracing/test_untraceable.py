@@ -36,14 +36,14 @@ class Inner(nn.Module):
         return self.function(self, y)
 
 
-def compiled(model: nn.Module, tracer: Any = "export", **options: Any) -> None:
+def compiled(model: nn.Module, extensions: Any = (), **options: Any) -> None:
     x = torch.randn(8, 4)
     fxpipe.compile(
         model,
         ["cpu"] * 2,
         microbatches=2,
         loss=mse_loss,
-        tracer=tracer,
+        extensions=extensions,
         example=((x,), {"target": x}),
         **options,
     ).close()
@@ -109,16 +109,9 @@ def counts_outside(self: Inner, y: Tensor) -> Tensor:
     return y * CALLS[0]
 
 
-tracers = pytest.mark.parametrize("tracer", ["export", "symbolic"])
-
-
-@tracers
 @pytest.mark.parametrize(
     ("function", "construct"),
     [
-        (branches, "a branch on the values of a tensor"),
-        (loops, "a loop whose length depends on a tensor's values"),
-        (array, "a NumPy array made of a tensor"),
         (counts, "a mutation of Python state: every call changes Inner.count"),
         (counts_by_another, "a mutation of Python state: every call changes Inner.count"),
         (appends, "a mutation of Python state: every call changes Inner.log"),
@@ -129,16 +122,14 @@ tracers = pytest.mark.parametrize("tracer", ["export", "symbolic"])
     ],
 )
 def test_a_refusal_shows_the_line_the_construct_and_the_way_out(
-    tracer: str, function: Callable[[Any, Tensor], Tensor], construct: str
+    function: Callable[[Any, Tensor], Tensor], construct: str, extensions: Any = ()
 ) -> None:
-    if tracer == "export" and function in (branches, loops, array):
-        pytest.skip("what depends on values is called as it is, see test_rest.py")
-    # in a submodule it is called as it is by both tracers
+    # in a submodule it is called as it is; what depends on values also here, see test_rest.py
     inner = Inner(function)
     called = function in (branches, loops, array, rolls, rolls_numpy)
     model = inner if called else Around(inner)
     with pytest.raises(TraceError) as caught:
-        compiled(model, tracer)
+        compiled(model, extensions)
     message = str(caught.value)
     assert f"{type(model).__name__} cannot be traced at" in message
     assert f"{__file__}:" in message
@@ -147,20 +138,20 @@ def test_a_refusal_shows_the_line_the_construct_and_the_way_out(
     assert "fxpipe.LeafModules(" in message
 
 
-@tracers
-def test_two_traces_that_differ_are_told_with_the_line_where_they_part(tracer: str) -> None:
+def test_two_traces_that_differ_are_told_with_the_line_where_they_part(
+    extensions: Any = (),
+) -> None:
     with pytest.raises(
         TraceError, match=r"tracing is not deterministic.*fxpipe.LeafModules"
     ) as caught:
-        compiled(Around(Inner(counts_outside)), tracer)
+        compiled(Around(Inner(counts_outside)), extensions)
     assert f"cannot be traced at {__file__}:" in str(caught.value)
 
 
-@tracers
 @pytest.mark.parametrize(
     "function", [branches, loops, array, counts, appends, remembers, rolls, rolls_numpy]
 )
-def test_the_way_out_leads_out(tracer: str, function: Any) -> None:
+def test_the_way_out_leads_out(function: Any, extensions: Any = ()) -> None:
     inner = Inner(function)
     if function in (array, remembers):
         # what it computes differs from call to call, so that it cannot be compared with itself
@@ -169,7 +160,7 @@ def test_the_way_out_leads_out(tracer: str, function: Any) -> None:
             pytest.skip("the check of the graph would see another result")
     if function in (counts, appends):
         inner.function = lambda self, y: (function(self, y), y)[1]
-    compiled(Around(inner), tracer, extensions=[fxpipe.LeafModules("inner")])
+    compiled(Around(inner), [fxpipe.LeafModules("inner"), *extensions])
 
 
 def test_a_refused_model_keeps_its_python_state() -> None:
@@ -220,16 +211,10 @@ class Graphs(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize(
-    ("tracer", "layout"),
-    [
-        ("export", torch.sparse_coo),
-        ("symbolic", torch.sparse_coo),
-        ("symbolic", torch.sparse_csr),
-        ("export", torch.sparse_csr),
-    ],
-)
-def test_a_sparse_input_is_whole_in_every_microbatch(tracer: Any, layout: torch.layout) -> None:
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_input_is_whole_in_every_microbatch(
+    layout: torch.layout, extensions: Any = ()
+) -> None:
     torch.manual_seed(0)
     model = Graphs()
     alone = copy.deepcopy(model)
@@ -240,11 +225,11 @@ def test_a_sparse_input_is_whole_in_every_microbatch(tracer: Any, layout: torch.
         2,
         microbatches=2,
         loss=mse_loss,
-        tracer=tracer,
-        partition=["last"] if tracer == "symbolic" else "auto",  # else a leaf, from the product on
+        extensions=extensions,
+        partition=["last"] if extensions else "auto",  # else a leaf, from the product on
         batch_dims={"adjacency": None},
     ) as pipe:
-        if tracer == "export" and layout is torch.sparse_csr:
+        if not extensions and layout is torch.sparse_csr:
             with pytest.raises(
                 fxpipe.InputError, match=r"adjacency.*_csr.*adjacency.to_sparse_coo"
             ):

@@ -12,31 +12,29 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import TraceError
-from fxpipe.ir.plan import Argument, Write
-from fxpipe.ir.traced import AUTOCAST, DRAWS, DRAWS_FROM_OTHERS, TAKES_TURNS, Traced
-from fxpipe.passes.tracing.explain import explained
-from fxpipe.passes.tracing.items import (
+from fxpipe.errors import FxpipeError, TraceError
+from fxpipe.extensions.symbolic.items import (
     make_objects_at_readers,
-    object_of,
     take_outputs_apart,
     take_slices_apart,
 )
-from fxpipe.passes.tracing.leaf_nests import UnfitLeaf
-from fxpipe.passes.tracing.watching import StateReads
-from fxpipe.random.leaf_draws import DrawsWatched, other_states
+from fxpipe.extensions.symbolic.state_reads import StateReads
+from fxpipe.ir.plan import Argument, Write
+from fxpipe.ir.traced import AUTOCAST, Traced
+from fxpipe.passes.graph.aliasing import is_view
+from fxpipe.passes.tracing.explain import explained, refuse_names
+from fxpipe.passes.tracing.leaf_graph import Example, leaf_tensors, reserve_names
+from fxpipe.passes.tracing.objects import object_of
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import ON_GRADIENTS, functions_kept, unheld
-from fxpipe.torchtools.pytrees import detached, equal, versions
-from fxpipe.torchtools.state import assigned_in_place, autocasts, tried, under
+from fxpipe.torchtools.state import autocasts
 
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
     getattr(operator, f"__i{name}__"): getattr(operator, f"__{name}__")
@@ -53,8 +51,33 @@ _VIEWS = frozenset(
         *("swapdims", "broadcast_to", "broadcast_tensors", "meshgrid", "tensor_split"),
     )
 )
-_DROPOUTS = (_DropoutNd, nn.RNNBase, nn.MultiheadAttention)
+_OTHER = "leave out fxpipe.Symbolic() and use torch.export"
+"""What else to do about a model that ``torch.fx`` cannot trace."""
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class SymbolicTracer:
+    """Traces models with ``torch.fx``; see ``fxpipe.passes.tracing.tracer.Tracer``."""
+
+    def trace(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        leaves: Collection[nn.Module],
+    ) -> Traced:
+        """The model's graph, in which modules of torch.nn and ``leaves`` are called."""
+        try:
+            return trace_symbolically(model, args, kwargs, leaves)
+        except Exception as error:
+            if isinstance(error, FxpipeError) or source.lacks_memory(error):
+                raise
+            refuse_names(model)
+            raise explained(model, error, _OTHER) from error
+
+    def calls(self, module: nn.Module) -> bool:
+        """Whether a submodule is one of PyTorch's."""
+        return fx.Tracer().is_leaf_module(module, "")
 
 
 def trace_symbolically(
@@ -85,7 +108,12 @@ def trace_symbolically(
             graph = tracer.trace(model, concrete_args=constants)
         _refuse_replaced(model, before)
     except Exception as error:
-        raise explained(model, error, "symbolic") from error
+        if "co_varnames" in str(error):
+            raise TraceError(
+                f"{type(model).__name__} cannot be traced symbolically (a decorator around its "
+                f"forward hides the parameters of forward); {_OTHER}"
+            ) from error
+        raise explained(model, error, _OTHER) from error
     finally:
         for module, buffers in before.items():
             module._buffers.update(buffers)
@@ -129,35 +157,8 @@ def _refuse_replaced(
             if isinstance(new, fx.Proxy):
                 raise TraceError(
                     f"{type(model).__name__} cannot be traced at {source.of_node(new.node)} (it "
-                    f'replaces the buffer {name!r}); use tracer="export"'
+                    f"replaces the buffer {name!r}); {_OTHER}"
                 )
-
-
-def reserve_names(graph: fx.Graph, model: nn.Module, others: Iterable[str] = ()) -> None:
-    """Keep new nodes from taking the names of the model's own tensors, or those of ``others``."""
-    for name in (*model._parameters, *model._buffers, *others):
-        graph._graph_namespace.create_name(name, None)
-
-
-def leaf_tensors(module: fx.GraphModule) -> dict[str, list[fx.Node]]:
-    """Name in the model of each parameter or buffer → the nodes that read it.
-
-    A tensor with several names is listed under the first that the graph reads.
-    """
-    readers: dict[str, list[fx.Node]] = {}
-    names: dict[int, str] = {}
-    for node in module.graph.nodes:
-        read: dict[str, Any] = {}
-        if node.op == "call_module":
-            leaf = module.get_submodule(str(node.target))
-            tensors = (*leaf.named_parameters(), *leaf.named_buffers())
-            read = {f"{node.target}.{name}": tensor for name, tensor in tensors}
-        elif node.op == "get_attr":
-            read = {str(node.target): operator.attrgetter(str(node.target))(module)}
-        for name, tensor in read.items():
-            if isinstance(tensor, Tensor):
-                readers.setdefault(names.setdefault(id(tensor), name), []).append(node)
-    return readers
 
 
 def _given(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def _given(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         if kind is None or kind in _VARIADIC or nested:
             raise TraceError(
                 f"the symbolic tracer takes each input as a tensor of its own, and {name!r} is "
-                'not; give its tensors one by one, or use tracer="export"'
+                f"not; give its tensors one by one, or {_OTHER}"
             )
         given[name] = value
     return given
@@ -217,11 +218,10 @@ def _out_of_place(module: fx.GraphModule) -> None:
         target = _in_place_target(module, node)
         if target is None:
             continue
-        if not isinstance(target, fx.Node) or is_view(target) or any(map(is_view, target.users)):
+        if not isinstance(target, fx.Node) or _is_view(target) or any(map(_is_view, target.users)):
             raise TraceError(
                 f"{node.name} at {source.of_node(node) or 'an unknown line'} writes into a part of "
-                'a tensor; make a new tensor there, or use tracer="export", which can turn it '
-                "into one"
+                f"a tensor; make a new tensor there, or {_OTHER}, which can turn it into one"
             )
         for user in list(target.users):
             if order[user] > order[node]:
@@ -265,26 +265,10 @@ def _in_place_target(module: fx.GraphModule, node: fx.Node) -> Any:
     return None
 
 
-def is_view(node: fx.Node) -> bool:
+def _is_view(node: fx.Node) -> bool:
     """Whether a node's value is a view of its first argument."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        aliases = (value.alias_info for value in node.target._schema.returns)
-        return any(alias is not None and not alias.is_write for alias in aliases)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op in ("call_function", "call_method") and name in _VIEWS
-
-
-def is_torchs(module: nn.Module) -> bool:
-    """Whether a module is one of PyTorch's, which the tracer calls as it is without being asked."""
-    return fx.Tracer().is_leaf_module(module, "")
-
-
-def _drops(leaf: nn.Module) -> bool:
-    """Whether a leaf module of the user's holds a dropout in training mode. Its rate may be 0 now
-    and change later, which causes a new trace only in modules of torch.nn."""
-    return not is_torchs(leaf) and any(
-        isinstance(module, _DROPOUTS) and module.training for module in leaf.modules()
-    )
+    return is_view(node) or (node.op in ("call_function", "call_method") and name in _VIEWS)
 
 
 class _Tracer(fx.Tracer):
@@ -315,90 +299,3 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return id(m) in self.leaves or super().is_leaf_module(m, module_qualified_name)
-
-
-def _place(x: Any) -> int | None:
-    """The address of a dense tensor's memory."""
-    return x.data_ptr() if isinstance(x, Tensor) and x.layout is torch.strided else None
-
-
-class Example(fx.Interpreter):
-    """Runs the graph once, to note the value of each node and the buffers that are written."""
-
-    def written(self, model: nn.Module, *inputs: Tensor) -> set[str]:
-        """Run the graph; return all buffers of each module that writes one of its buffers.
-
-        BatchNorm writes some of its buffers without a change of their version counters.
-        """
-        buffers = dict(model.named_buffers(remove_duplicate=False))
-        before = {name: (buffer._version, buffer.clone()) for name, buffer in buffers.items()}
-        self.extra_traceback = False
-        read = (self.fetch_attr(str(n.target)) for n in self.graph.find_nodes(op="get_attr"))
-        self._read = set(map(_place, read)) - {None}
-        with assigned_in_place(model):
-            tried(lambda: self.run(*inputs))
-        owners = {
-            name.rpartition(".")[0]
-            for name, buffer in buffers.items()
-            if buffer._version != before[name][0] or not equal(buffer, before[name][1])
-        }
-        return {name for name in buffers if name.rpartition(".")[0] in owners}
-
-    def run_node(self, n: fx.Node) -> Any:
-        leaf = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
-        before = {} if leaf is None else other_states()
-        # an in-place module works on a copy, and autograd itself refuses a wrong out=
-        may_write = getattr(leaf, "inplace", False) or "out" in n.kwargs
-        operands = [self.env[m] for m in n.all_input_nodes if m.op != "get_attr" and not may_write]
-        written = versions(operands)
-        kept = self._attributes(leaf)
-        with DrawsWatched() as watch, under(n.meta.get(AUTOCAST, ())):
-            value = super().run_node(n)
-        for key, held in self._attributes(leaf).items():
-            if held != kept.get(key, held):
-                raise UnfitLeaf(
-                    str(n.target),
-                    f"sets its attribute {key[1]!r} in every call, which code outside of it reads "
-                    "and would never see change; let its forward return it, too",
-                )
-        if versions(operands) != written:
-            what = n.name if leaf is None else f"leaf module {n.target!r}"
-            raise TraceError(
-                f"{what} at {source.of_node(n) or 'an unknown line'} writes into what it is given, "
-                "which other stages may read; let it work on a copy (x = x.clone())"
-            )
-        drew_from_others = bool(before) and other_states() != before
-        if drew_from_others and not n.all_input_nodes:
-            raise TraceError(
-                f"leaf module {n.target!r} draws from Python's random or numpy.random, and takes "
-                "no tensor of the micro-batch, from which its draws could be seeded; give it one"
-            )
-        n.meta[DRAWS_FROM_OTHERS] = drew_from_others
-        drops = leaf is not None and _drops(leaf)
-        n.meta[DRAWS] = (watch.drew or drew_from_others or drops) and bool(n.all_input_nodes)
-        n.meta[TAKES_TURNS] = watch.traced
-        if isinstance(value, Tensor) and value.is_quantized:
-            raise TraceError(
-                f"{n.name} at {source.of_node(n) or 'an unknown line'} is a quantised tensor, "
-                "which cannot be traced; make and use it inside of one leaf module: compile(..., "
-                "extensions=[fxpipe.LeafModules(its name)])"
-            )
-        tensor = isinstance(value, Tensor)
-        n.meta["val"] = value.detach().to("meta") if tensor else detached(value)
-        return value
-
-    def _attributes(
-        self, leaf: nn.Module | None
-    ) -> dict[tuple[nn.Module, str], list[tuple[int, ...]]]:
-        """Attribute of a leaf module → those of its tensors that the graph also reads elsewhere."""
-        parts = () if leaf is None else leaf.modules()
-        return {
-            (part, key): [
-                (_place(x) or 0, *versions(x))
-                for x in pytree.tree_leaves(value)
-                if _place(x) in self._read
-            ]
-            for part in parts
-            for key, value in vars(part).items()
-            if self._read and key not in ("_parameters", "_buffers", "_modules")
-        }

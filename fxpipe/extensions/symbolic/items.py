@@ -9,9 +9,8 @@ An edge between stages carries one tensor, or one item of what a node returns, a
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor, fx
@@ -19,50 +18,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.ir.traced import Literal, Value
 from fxpipe.passes.tracing.leaf_nests import indices
+from fxpipe.passes.tracing.objects import WHERE, makes_object
 from fxpipe.torchtools.pytrees import Parts
-
-_WHERE = ("nn_module_stack", "stack_trace")
-"""Metadata of a node that tells its place in the user's code."""
-
-
-def object_of(value: Any, owner: fx.Tracer | fx.Graph) -> fx.Node | None:
-    """Create a node that makes an ordered dict or a dataclass; None for all other values.
-
-    torch.fx itself takes an ordered dict for a plain dict, and a dataclass that is also a dict, as
-    the outputs of the transformers library are.
-    """
-    kind = type(value)
-    if kind is OrderedDict or (is_dataclass(kind) and isinstance(value, dict)):
-        items = dict(value)
-    elif is_dataclass(kind):
-        items = {field.name: getattr(value, field.name) for field in fields(kind)}
-    else:
-        return None
-    if isinstance(owner, fx.Tracer):
-        items = {key: owner.create_arg(item) for key, item in items.items()}
-    args, kwargs = ((), items) if is_dataclass(kind) else ((items,), {})
-    return owner.create_node("call_function", kind, args, kwargs)
-
-
-def with_objects(value: Any, call: fx.Node) -> Any:
-    """Replace the objects among a leaf module's arguments by nodes, right before its ``call``, that
-    make them."""
-    items, spec = pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)
-    if len(items) == 1 and items[0] is value:
-        return value
-    container = pytree.tree_unflatten([with_objects(item, call) for item in items], spec)
-    with call.graph.inserting_before(call):
-        node = object_of(container, call.graph)
-    if node is None:
-        return container
-    node.meta.update({key: call.meta[key] for key in _WHERE if key in call.meta})
-    return node
-
-
-def makes_object(node: fx.Node) -> bool:
-    """Whether a node is one that ``object_of`` creates."""
-    kind = node.target
-    return isinstance(kind, type) and (issubclass(kind, dict) or is_dataclass(kind))
 
 
 def make_objects_at_readers(graph: fx.Graph) -> None:
@@ -159,7 +116,7 @@ def _parts(node: fx.Node) -> Any:
         for index in indices(node.name, value, path):
             with node.graph.inserting_after(part):
                 part = node.graph.call_function(operator.getitem, (part, index))
-            part.meta = {name: node.meta[name] for name in _WHERE if name in node.meta}
+            part.meta = {name: node.meta[name] for name in WHERE if name in node.meta}
         part.meta["val"] = leaf.to("meta") if isinstance(leaf, Tensor) else leaf
         parts.append(None if leaf is None else part)
     return pytree.tree_unflatten(parts, spec)

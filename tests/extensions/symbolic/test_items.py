@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import BaseModelOutput
 
 import fxpipe
+from tests.extensions.symbolic.test_symbolic import Returns, rows, trained_alike, zeros
 from tests.oracles import loop
-from tests.passes.tracing.test_symbolic import Returns, rows, trained_alike, zeros
 
 
 class Thirds(nn.Linear):
@@ -112,9 +111,8 @@ def test_outputs_may_hold_several_values_that_one_call_returns(read: Any) -> Non
         return output[0].square().mean()
 
     options: Any = {
-        "tracer": "symbolic",
         "partition": ["cut"],
-        "extensions": [fxpipe.LeafModules(Named)],
+        "extensions": [fxpipe.LeafModules(Named), fxpipe.Symbolic()],
     }
     with fxpipe.compile(model, 2, microbatches=2, loss=loss, **options) as pipe:
         _, found = pipe.step(x, return_output=True)
@@ -125,63 +123,6 @@ def test_outputs_may_hold_several_values_that_one_call_returns(read: Any) -> Non
     assert spec == wanted[0][1]
     for leaf, *parts in zip(leaves, *(one[0] for one in wanted), strict=True):
         assert torch.equal(leaf, torch.cat(parts))
-
-
-@dataclass
-class Pair:
-    first: Any
-    second: Any = None
-
-
-pytree.register_dataclass(Pair, serialized_type_name="tests.Pair")
-
-
-class Adds(nn.Linear):
-    """A leaf that is given an object, with the name of the class that it is to have."""
-
-    def forward(self, given: Any, kind: str = "") -> Any:
-        assert type(given).__name__ == kind
-        first, second = pytree.tree_leaves(given)
-        return super().forward(first) + second
-
-
-class Gives(nn.Module):
-    """Gives two leaves, of two stages, the same object."""
-
-    def __init__(self, made: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(4, 4), Adds(4, 4), Adds(4, 4)
-        self.made = made
-
-    def forward(self, x: Tensor) -> Any:
-        given = self.made(self.first(x), x)
-        kind = type(given).__name__
-        return self.inner(given, kind) * self.last(given, kind=kind)
-
-
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda y, x: OrderedDict(first=y, second=x),
-        lambda y, x: BaseModelOutput(last_hidden_state=y, hidden_states=(x,)),
-        Pair,
-        lambda y, x: Pair([Pair(y)], {"x": OrderedDict(x=x)}),
-    ],
-)
-def test_a_leaf_is_given_an_object_of_its_class(made: Callable[..., Any], tracer: Any) -> None:
-    torch.manual_seed(0)
-    model, x = Gives(made), rows(4)
-    alone = copy.deepcopy(model)
-    options: Any = {
-        "tracer": tracer,
-        "partition": ["last"],
-        "extensions": [fxpipe.LeafModules(Adds)],
-    }
-    with fxpipe.compile(model, 2, microbatches=2, loss=torch.sum, **options) as pipe:
-        pipe.step(x)
-    loop.train(alone, 2, x, loss=torch.sum)
-    loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
 def _ordered(y: Tensor, h: Tensor, x: Tensor) -> Any:
@@ -202,7 +143,7 @@ def test_dicts_of_other_classes_are_returned_as_by_the_model(made: Callable[...,
         return next(iter(output.values())).square().mean()
 
     with fxpipe.compile(
-        model, 2, microbatches=2, loss=loss, partition=["outer"], tracer="symbolic"
+        model, 2, microbatches=2, loss=loss, partition=["outer"], extensions=["symbolic"]
     ) as pipe:
         pipe.step(x)
         loop.train(alone, 2, x, loss=loss)

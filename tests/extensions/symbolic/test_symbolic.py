@@ -1,9 +1,9 @@
-"""Tracing with leaf modules: they are called as they are, and nothing between them is in place."""
+"""Modules of torch.nn are called as they are, and nothing between them works in place."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,8 +17,10 @@ from torch.nn.utils import parametrize
 import fxpipe
 from examples.unet import UNet
 from fxpipe.errors import TraceError
+from fxpipe.extensions.symbolic.trace import trace_symbolically
 from fxpipe.ir.traced import Traced, Value
-from fxpipe.passes.tracing.symbolic import trace_symbolically
+from fxpipe.passes.partition.atoms import Footprint, atoms_of
+from fxpipe.passes.partition.measure import NodeCost
 from tests.oracles import loop
 from tests.passes.graph.test_check import Backwards
 
@@ -28,7 +30,7 @@ def trained_alike(
     inputs: Callable[[int], Tensor],
     partition: list[str],
     target: Any,
-    **options: Any,
+    extensions: Sequence[Any] = (),
 ) -> None:
     """Two steps of a pipeline over leaf modules, and of the plain loop, have the same bits."""
     alone = copy.deepcopy(model)
@@ -38,8 +40,7 @@ def trained_alike(
         microbatches=2,
         loss=mse_loss,
         partition=partition,
-        tracer="symbolic",
-        **options,
+        extensions=["symbolic", *extensions],
     ) as pipe:
         for batch in (4, 5):
             x = inputs(batch)
@@ -67,6 +68,7 @@ def outputs(model: nn.Module, traced: Traced, *args: Any) -> Any:
     return traced.module(*args)
 
 
+@pytest.mark.smoke
 def test_a_u_net_of_leaves_equals_the_loop() -> None:
     torch.manual_seed(0)
     trained_alike(
@@ -102,6 +104,7 @@ class Branching(nn.Linear):
 Branching.__module__ = "torch.nn.modules.branching"  # what makes a module a leaf
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("hook", [_branch, _backwards])
 def test_hooks_of_leaves_run_with_branches_and_gradients_of_their_own(hook: Any) -> None:
     torch.manual_seed(0)
@@ -210,6 +213,7 @@ def _branches(y: Tensor, z: Tensor) -> Tensor:
     return y if y.sum() > 0 else z  # takes a branch
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("function", "line"),
     [
@@ -223,7 +227,7 @@ def _branches(y: Tensor, z: Tensor) -> Tensor:
 def test_refusals_name_the_line_and_a_cure(
     function: Callable[[Tensor, Tensor], Any], line: str
 ) -> None:
-    with pytest.raises(TraceError, match=r'tracer="export"|fxpipe.LeafModules') as caught:
+    with pytest.raises(TraceError, match=r"leave out fxpipe.Symbolic|fxpipe.LeafModules") as caught:
         symbolic(Between(function), rows(3))
     assert line in str(caught.value)
     assert __file__ in str(caught.value)
@@ -245,7 +249,7 @@ def test_training_and_evaluation_follow_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     alone = copy.deepcopy(model)
     x = rows(6)
-    with fxpipe.compile(model, ["cpu"] * 2, microbatches=2, tracer="symbolic") as pipe:
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=2, extensions=["symbolic"]) as pipe:
         pipe.eval()
         alone.eval()
         with torch.no_grad():
@@ -347,7 +351,7 @@ def test_named_tuples_and_dataclasses_are_returned_as_by_the_model(
         return torch.stack([tensor.square().mean() for tensor in tensors(output)]).sum()
 
     with fxpipe.compile(
-        model, 2, microbatches=2, loss=loss, partition=["outer"], tracer="symbolic"
+        model, 2, microbatches=2, loss=loss, partition=["outer"], extensions=["symbolic"]
     ) as pipe:
         pipe.step(x)
         loop.train(alone, 2, x, loss=loss)
@@ -382,9 +386,26 @@ def test_what_is_not_given_has_its_default(given: dict[str, Any]) -> None:
     model, x, target = Optional(), torch.randn(4, 4), torch.randn(4, 4)
     alone = copy.deepcopy(model)
     with fxpipe.compile(
-        model, 2, microbatches=2, loss=mse_loss, partition=["outer"], tracer="symbolic"
+        model, 2, microbatches=2, loss=mse_loss, partition=["outer"], extensions=["symbolic"]
     ) as pipe:
         loss = pipe.step(x, target=target, **given)
     wanted = loop.train(alone, 2, x, loss=mse_loss, target=target, **given)
     assert torch.equal(loss, wanted.loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+def test_a_graph_is_for_any_size_at_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    options: Any = {"loss": mse_loss, "extensions": [fxpipe.Symbolic()]}
+    with fxpipe.compile(model, 2, microbatches=4, **options) as pipe:
+        for count in (8, 12, 7):
+            pipe.step(rows(count), target=rows(count))
+        assert len(pipe._compiler.plans.graphs) == 1
+
+
+def test_a_copy_stays_with_the_module_that_may_work_on_it_in_place() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    traced = symbolic(model, rows(2))
+    costs = {node.name: NodeCost(0.0, 0.0, 0) for node in traced.graph.nodes}
+    atoms = atoms_of(traced, costs, Footprint()).nodes
+    assert [[node.target for node in nodes] for nodes in atoms] == [["0"], ["clone", "1"], ["2"]]

@@ -1,0 +1,1 @@
+"""Graphs by ``torch.fx`` in place of ``torch.export``, for ``fxpipe.Symbolic``."""
