@@ -148,8 +148,8 @@ def halved(work: Work, schedule: str, microbatches: int) -> Grid:
     ways: dict[str, dict[str, Any]] = {
         "all kept": {"schedule": schedule},
         "all recomputed": {"schedule": schedule, "recompute": "always"},
-        "all offloaded": {"schedule": schedule, "offload": "always"},
-        "both": {"schedule": schedule, "recompute": "always", "offload": "always"},
+        "all offloaded": {"schedule": schedule, "extensions": ["offload"]},
+        "both": {"schedule": schedule, "recompute": "always", "extensions": ["offload"]},
         "half of the memory": {"schedule": "auto", "memory_limits": limits},
         "half, any micro-batches": {
             "schedule": "auto",

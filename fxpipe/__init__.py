@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.inductor.extension import Inductor
     from fxpipe.extensions.leaf_modules.extension import LeafModules
     from fxpipe.extensions.loss_weight.extension import LossWeight
+    from fxpipe.extensions.offload.extension import Offload
     from fxpipe.extensions.planner.choices import Choice, TrainingPlan
     from fxpipe.extensions.planner.cluster import Cluster
     from fxpipe.extensions.planner.plan_training import plan_training
@@ -78,6 +79,7 @@ __all__ = [
     "LeafModules",
     "LossWeight",
     "O",
+    "Offload",
     "P",
     "Pair",
     "ParseError",

@@ -210,8 +210,8 @@ def check_sharding(shard_optimizer: Any, optimizer: Any) -> None:
 
 
 def read_modes(option: str, given: Any, stages: int) -> RecomputeLike:
-    """Return the ``recompute`` or ``offload`` that is given. Raises InputError if a mode or a stage
-    is unknown, or there are not as many modes as stages."""
+    """Return the modes of stages that an option is given, such as ``recompute``. Raises InputError
+    if a mode or a stage is unknown, or there are not as many modes as stages."""
     known, modes = get_args(Recompute), [given]
     if isinstance(given, Mapping):
         wrong = [stage for stage in given if stage not in range(stages)]

@@ -45,7 +45,6 @@ def compile(
     delay: int | None = None,
     memory_limits: Each | None = None,
     recompute: RecomputeLike = "never",
-    offload: RecomputeLike = "never",
     loss: Loss | None = None,
     reduction: Reduction = "mean",
     optimizer: OptimizerLike | None = None,
@@ -103,7 +102,7 @@ def compile(
             - "auto" takes the schedule that is predicted to be fastest within ``memory_limits``:
               one of the library's schedules with a flush, with one or two stages on each device,
               or one that it searches for. It also chooses ``microbatches``, ``recompute`` and
-              ``offload`` unless you give them. See docs/planner.md.
+              which stages offload (``fxpipe.Offload``) unless you give them. See docs/planner.md.
 
             A batch that is larger than all before makes them choose again, except over replicas.
         microbatches: the number of parts that a batch is split into; by default four for each
@@ -118,11 +117,6 @@ def compile(
             that recomputes keeps only its inputs, and runs its forward again before its backward.
             Or a mode for each stage: a list of modes, or a mapping from stage numbers to modes;
             stages that the mapping leaves out never recompute.
-        offload: the same modes as for ``recompute``. A stage that offloads stores what it keeps for
-            its backward (its inputs, if it recomputes) outside of its device's memory, and fetches
-            it in time; both happen beside its computations. CUDA devices store in pinned host
-            memory, and CPU devices in an unnamed file in the folder of Python's ``tempfile``
-            (TMPDIR).
         loss: ``loss(output, *targets)`` → a scalar, or one loss per sample. None if the model
             itself returns the loss, alone or as ``.loss``. A parameter of the model that the loss
             function reads directly gets no gradient from there, and if batches overlap, the loss
@@ -215,7 +209,6 @@ def compile(
             clip_norm=clip_norm,
             scaler=scaler,
             recompute=arguments.read_modes("recompute", recompute, recipe.stages(len(places))),
-            offload=arguments.read_modes("offload", offload, recipe.stages(len(places))),
             batch_dims=arguments.read_batch_dims(batch_dims, model),
             partition=cuts,
             dispatch=None if torch_devices[0].type == "cpu" else "device",

@@ -46,6 +46,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "cuda_graphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
         "deferred_batchnorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
         "inductor": f"{_HERE}.inductor.extension:Inductor",
+        "offload": f"{_HERE}.offload.extension:Offload",
         "prediction": f"{_HERE}.prediction.extension:Prediction",
         "symbolic": f"{_HERE}.symbolic.extension:Symbolic",
     },
@@ -61,6 +62,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Inductor": f"{_HERE}.inductor.extension:Inductor",
         "LeafModules": f"{_HERE}.leaf_modules.extension:LeafModules",
         "LossWeight": f"{_HERE}.loss_weight.extension:LossWeight",
+        "Offload": f"{_HERE}.offload.extension:Offload",
         "Prediction": f"{_HERE}.prediction.extension:Prediction",
         "Symbolic": f"{_HERE}.symbolic.extension:Symbolic",
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
@@ -93,6 +95,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     "option": {
         "partitioner": f"{_HERE}.exact_cut.partitioner:ExactCut",
         "guard": f"{_HERE}.python_state.variants:Variants",
+        "less_memory": f"{_HERE}.offload.extension:Offload",
         "load": f"{_HERE}.checkpoint_folder.folder:read",
         "peaks": f"{_HERE}.simulator.predict:peaks",
         "rehearse": f"{_HERE}.simulator.rehearsal:rehearse",

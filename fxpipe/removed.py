@@ -18,6 +18,7 @@ REMOVED = {
     "deferred_batchnorm": "write extensions=[fxpipe.DeferredBatchNorm()]",
     "tracer": 'for "symbolic" write extensions=[fxpipe.Symbolic()], and for "export" leave it out',
     "cuda_graphs": "write extensions=[fxpipe.CudaGraphs()]",
+    "offload": 'write extensions=[fxpipe.Offload("except_last")]',
     "leaf_modules": 'write extensions=[fxpipe.LeafModules("encoder", nn.LSTM)]',
     "fuse_accumulation": "leave it out; gradients are then added as in the plain loop, to the bit",
     "ordered_sums": "leave it out; gradients of replicas are added in the order of the replicas",

@@ -66,7 +66,6 @@ class Options:
     clip_norm: float | None = None
     scaler: torch.amp.GradScaler | None = None
     recompute: RecomputeLike = "never"
-    offload: RecomputeLike = "never"
     batch_dims: BatchDims = field(default_factory=dict)
     partition: Partition = field(default_factory=Partition)
     leaf_modules: Mapping[str, nn.Module] = field(default_factory=dict)

@@ -43,7 +43,6 @@ from fxpipe.passes.partition.measure import measure, measure_leaves
 from fxpipe.passes.runner import Pass
 from fxpipe.passes.schedule import (
     add_clip,
-    add_offload,
     add_recompute,
     add_reduce,
     write_schedule,
@@ -53,15 +52,11 @@ from fxpipe.passes.tracing.explain import refuse_control_flow, refuse_sparse_val
 from fxpipe.passes.tracing.leaf_calls import call_leaves, record_leaves
 from fxpipe.passes.tracing.trace import export
 
-OFFLOAD = Pass(add_offload, "clipping schedule, offload", "schedule", when="offloads")
-RECOMPUTE = Pass(add_recompute, "schedule, recompute", "recomputing schedule", when="recomputes")
-
 SCHEDULE = (
     Pass(write_schedule, "recipe, devices, microbatches, short", "schedule"),
-    RECOMPUTE,
+    Pass(add_recompute, "schedule, recompute", "recomputing schedule", when="recomputes"),
     Pass(add_reduce, "recomputing schedule, shards", "reducing schedule", when="replicated"),
     Pass(add_clip, "reducing schedule", "clipping schedule", when="clips"),
-    OFFLOAD,
 )
 """A recipe and a number of micro-batches → the schedule of a step or a call."""
 

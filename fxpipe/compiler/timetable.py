@@ -8,6 +8,7 @@ from typing import Any, Literal
 from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError, PassError, VerificationError
+from fxpipe.extend import Extension
 from fxpipe.ir.recipe import Placement, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.runner import run_all
@@ -75,8 +76,8 @@ class Timetable:
         """The schedule by whose memory needs the model is cut; it is neither run nor verified."""
         recipe = self._options.recipe
         schedule = recipe(len(self._options.devices), recipe.microbatches or microbatches)
-        facts = self._modes("step")
-        for pass_ in (passes.RECOMPUTE, passes.OFFLOAD):
+        facts = self._modes("step") | {"replicated": False, "clips": False}
+        for pass_ in passes.of(self._options, "schedule")[1:]:  # behind the one that writes it
             if pass_.runs(facts):
                 schedule = pass_(facts | {"schedule": schedule})
         return schedule
@@ -85,13 +86,16 @@ class Timetable:
         """A timetable with some options changed."""
         return Timetable(replace(self._options, **options), self._whole)
 
+    def extended(self, extension: Extension) -> Timetable:
+        """A timetable with one more extension, or with it in place of another of its kind."""
+        others = [each for each in self._options.extensions if type(each) is not type(extension)]
+        return self.changed(extensions=(*others, extension))
+
     def _modes(self, purpose: Purpose) -> dict[str, Any]:
-        recompute, offload = self._options.recompute, self._options.offload
+        recompute = self._options.recompute
         return {
             "recompute": recompute,
             "recomputes": recompute != "never" and purpose != "infer",
-            "offload": offload,
-            "offloads": offload != "never" and purpose != "infer",
         }
 
     def _written(self, microbatches: int, purpose: Purpose) -> Schedule:

@@ -77,8 +77,6 @@ def test_replicas_that_clip_sum_first_and_then_clip(name: str) -> None:
         "replicated": True,
         "shards": False,
         "clips": True,
-        "offload": "never",
-        "offloads": False,
     }
     schedule: Schedule = run_all(LISTS["schedule"], facts)["schedule"]
     for device, row in enumerate(schedule.rows):

@@ -19,10 +19,11 @@ from benchmarks.models.gpt2 import GPT2, next_words
 from benchmarks.models.unet import UNet
 from fxpipe.compiler.placement import MemoryBudget
 from fxpipe.extensions.exact_cut.solve import solve
+from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.options import Partition, arrival_peaks, stash_peaks
 from fxpipe.passes.partition.work import Load, Machine, Transfer, Work
-from fxpipe.passes.schedule import add_offload, add_recompute
+from fxpipe.passes.schedule import add_recompute
 from fxpipe.text.schedule import parse_schedule
 from tests.helpers.profiles import deep
 

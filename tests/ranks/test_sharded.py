@@ -228,7 +228,7 @@ def peaks(mesh: DeviceMesh) -> list[tuple[int, int]]:
             optimizer=OPTIMIZERS[kind],
             shard_optimizer=shards,
             bucket_cap_mb=cap,
-            offload="always" if schedule == "gpipe" else "never",
+            extensions=["offload"] if schedule == "gpipe" else [],
         ) as pipe:
             pipe.prepare(x, target=x)
             with counted(pipe) as (device,):

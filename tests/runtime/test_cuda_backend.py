@@ -33,7 +33,8 @@ def on_cuda(
 ) -> tuple[fxpipe.Pipeline, list[Stream]]:
     """A pipe over two streams of the stand-in, and these."""
     options = {"loss": nn.functional.cross_entropy, "microbatches": 4, **options}
-    pipe = fxpipe.compile(model, ["cpu"] * 2, extensions=[fxpipe.Dispatch(dispatch)], **options)
+    extensions = [fxpipe.Dispatch(dispatch), *options.pop("extensions", ())]
+    pipe = fxpipe.compile(model, ["cpu"] * 2, extensions=extensions, **options)
     streams = [Stream(), Stream()]
     use(pipe, StreamBackend([Lanes(stream) for stream in streams]))  # type: ignore[arg-type]
     return pipe, streams
@@ -106,7 +107,7 @@ def test_what_stages_offload_lies_in_pinned_memory_and_nobody_waits(
     monkeypatch.setattr(Tensor, "is_pinned", lambda self: self.dtype is torch.uint8)
     monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
     options: dict[str, Any] = {"schedule": "gpipe", "optimizer": adam}
-    pipe, _ = on_cuda(model, offload="always", **options)
+    pipe, _ = on_cuda(model, extensions=["offload"], **options)
     other = fxpipe.compile(
         plain, ["cpu"] * 2, loss=nn.functional.cross_entropy, microbatches=4, **options
     )

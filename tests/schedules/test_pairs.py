@@ -16,8 +16,9 @@ from torch import nn
 
 import fxpipe
 from fxpipe import B, F, InputError, Pair, ParseError, Schedule, Task, U, W
+from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.ir.recipe import find_recipe, fixed
-from fxpipe.passes.schedule import add_offload, add_recompute, add_reduce, end_with_flush
+from fxpipe.passes.schedule import add_recompute, add_reduce, end_with_flush
 from fxpipe.schedules import one_f_one_b
 from fxpipe.schedules.dualpipe_v import dualpipe
 from tests.helpers.faults import faults_of

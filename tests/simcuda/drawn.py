@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import fxpipe
 from fxpipe import InputError, PartitionError, VerificationError
+from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.ir.recipe import RECIPES
-from fxpipe.passes.schedule import add_offload, add_recompute
+from fxpipe.passes.schedule import add_recompute
 from tests.simcuda.process import on_devices
 from tests.simcuda.training import CUTS, MODELS, OVERLAPPING, Setting, compare
 
@@ -23,7 +24,7 @@ SCHEDULES = [name for name in RECIPES if name not in ("inference", "chimera")]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "always"},
-    "offload": {"offload": "always"},
+    "offload": {"extensions": ["offload"]},
     "clip": {"clip_norm": 0.1},
     "deferred": {"extensions": ["deferred_batchnorm"]},
     "thread": {"extensions": [fxpipe.Dispatch("thread")]},

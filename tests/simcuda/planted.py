@@ -125,7 +125,7 @@ SCENES = {
     "tied": _scene("tied", "1f1b"),
     "barriers": _scene("dropout", "1f1b", clip_norm=0.1),
     "put off": _scene("dropout", "gpipe"),
-    "offload": _scene("tied", "interleaved-1f1b", offload="always", stages=4),
+    "offload": _scene("tied", "interleaved-1f1b", extensions=["offload"], stages=4),
     "deferred": _scene("unet", "1f1b", extensions=["deferred_batchnorm"]),
     "deferred 2bw": _scene("unet", "2bw", extensions=["deferred_batchnorm"]),
     "pinned": _scene("dropout", "1f1b", inputs="pinned"),

@@ -195,7 +195,7 @@ def counted(
         {"schedule": "zb-h1"},
         {"schedule": "2bw"},
         {"schedule": "1f1b", "recompute": "always"},
-        {"schedule": "1f1b", "offload": "always"},
+        {"schedule": "1f1b", "extensions": ["offload"]},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )

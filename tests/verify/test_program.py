@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import InputError, VerificationError
+from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.ir.instruction import OPCODES
 from fxpipe.ir.plan import Bucket, Plan
 from fxpipe.ir.program import Program
@@ -19,7 +20,7 @@ from fxpipe.ir.task import KINDS, define_task
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.schedule import add_clip, add_offload, add_recompute, add_reduce
+from fxpipe.passes.schedule import add_clip, add_recompute, add_reduce
 from fxpipe.schedules import cdp_v2, chimera, gpipe, one_f_one_b, two_bw, zb_h1
 from fxpipe.verify.program import verify_program
 from tests.helpers.lines import lines

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import Fault, InputError, VerificationError
+from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, A, B, F, Task, U, define_task
-from fxpipe.passes.schedule import add_offload, add_recompute, add_reduce
+from fxpipe.passes.schedule import add_recompute, add_reduce
 from fxpipe.schedules import one_f_one_b
 from fxpipe.verify.schedule import verify_schedule
 from tests.helpers.faults import faults_of

@@ -14,6 +14,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import InputError, PartitionError
 from fxpipe.extend import find
+from fxpipe.extensions.planner import offloading
 from fxpipe.extensions.planner.candidates import EXACT, Predicted
 from fxpipe.extensions.planner.stages import FAMILIES, Stages
 from fxpipe.formatting import bytes_text
@@ -111,11 +112,14 @@ class AutoCompiler(Compiler):
         count = min(size, options.microbatches or 4 * len(options.devices))
         before, cut, auto = self.timetable, self.verdict is not None, options.decides == "auto"
         recompute = "always" if auto and options.recompute == "never" else options.recompute
-        devices = len(options.devices)
+        devices, asked = len(options.devices), offloading.given(options)
+        by_stage = not isinstance(options.recompute, str) or (
+            asked is not None and not isinstance(asked.modes, str)
+        )
         families = [find_recipe(names[0]) for names in FAMILIES]
         if cut:
             families = [recipe for recipe in families if recipe.place(devices) == options.placement]
-        elif not auto or devices == 1 or {type(options.recompute), type(options.offload)} != {str}:
+        elif not auto or devices == 1 or by_stage:
             families = families[:1]  # modes by stage are for one stage on each device
         attempts = [(before.changed(recipe=families[0], recompute=recompute), count)]
         if auto:
@@ -152,7 +156,7 @@ class AutoCompiler(Compiler):
                 before.changed(
                     recipe=choice.recipe,
                     recompute=choice.recompute,
-                    offload=choice.offload or options.offload,
+                    extensions=offloading.with_modes(options.extensions, choice.offload),
                 )
             )
         self._size = size

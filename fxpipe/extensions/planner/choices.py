@@ -120,7 +120,7 @@ class Choice:
             schedule=chosen.recipe.name,
             microbatches=chosen.microbatches,
             recompute=list(chosen.recompute),
-            offload=list(chosen.offload) or "never",
+            offload=chosen.offload,
             **options,
         )
 

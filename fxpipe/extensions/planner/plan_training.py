@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.arguments import check_flags, check_whole, read_example
+from fxpipe.arguments import check_flags, check_whole, read_example, read_extensions
 from fxpipe.compile import compile
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
@@ -20,7 +20,8 @@ from fxpipe.compiler.front_end import Call
 from fxpipe.devices import read_devices
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.extensions.planner.candidates import Candidate
+from fxpipe.extensions.planner import offloading
+from fxpipe.extensions.planner.candidates import Candidate, Modes
 from fxpipe.extensions.planner.choices import Choice, TrainingPlan, ranked
 from fxpipe.extensions.planner.cluster import Cluster
 from fxpipe.extensions.planner.profile import Cut, Profile
@@ -142,12 +143,21 @@ def plan_training(
 
 
 def _compile(
-    model: nn.Module, planned: dict[str, Any], cut: Any, devices: Any, **options: Any
+    model: nn.Module,
+    planned: dict[str, Any],
+    cut: Any,
+    devices: Any,
+    *,
+    offload: Modes,
+    **options: Any,
 ) -> Pipeline:
     """Make the pipe of a choice from the ``planned`` options, which ``plan_training`` was given,
     and those of ``Choice.compile``. It has the chosen cut if this process runs all devices."""
     example = options.pop("example", None)
-    pipe = compile(model, devices, **{**planned, **options})
+    options = {**planned, **options}
+    extensions = read_extensions(options.pop("extensions", ()))
+    extensions = offloading.with_modes(extensions, offload)
+    pipe = compile(model, devices, extensions=extensions, **options)
     if pipe._options.group.size == 1:
         pipe._compiler.take(*cut)
     if example is not None:

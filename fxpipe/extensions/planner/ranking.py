@@ -8,6 +8,7 @@ from itertools import product
 from math import ceil, inf
 
 from fxpipe.errors import FxpipeError, InputError
+from fxpipe.extensions.planner import offloading
 from fxpipe.extensions.planner.candidates import (
     Candidate,
     Modes,
@@ -24,7 +25,7 @@ from fxpipe.extensions.planner.profile import Cut, Profile
 from fxpipe.extensions.simulator.simulate import simulate_schedule
 from fxpipe.extensions.simulator.simulation import Simulation
 from fxpipe.ir.recipe import Recipe
-from fxpipe.passes.schedule import add_offload, add_recompute, modes_of
+from fxpipe.passes.schedule import add_recompute, modes_of
 
 Peaks = Callable[[Cut, int, Candidate], tuple[float, ...]]
 """(cut, replicas, candidate) → device → the most bytes that it holds; raises FxpipeError if the
@@ -95,7 +96,7 @@ def choices(
             limits = (cluster.memory,) * count
             predictor = _Predictor(cut, layout, batch // layout.replicas, exact)
             named = library_over(count, stale=stale, halves=halves) if recipes is None else recipes
-            stores = recompute and offload and profile.away is not None
+            stores = recompute and offload and profile.away and offloading.possible()
             predicted = evaluate(
                 product(named, microbatch_counts(predictor.batch, count)),
                 None if recompute else modes_of("never", count),
@@ -159,7 +160,7 @@ class _Predictor:
         samples = self._samples(count)
         try:
             schedule = add_recompute(candidate.recipe(layout.stages, count), candidate.recompute)
-            schedule = add_offload(schedule, candidate.offload) if candidate.offload else schedule
+            schedule = offloading.offloading(schedule, candidate.offload)
             run = simulate_schedule(
                 schedule,
                 self._stages.times(samples),

@@ -15,6 +15,7 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler, Rehearse
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.extend import find
+from fxpipe.extensions.planner import offloading
 from fxpipe.extensions.planner.candidates import (
     EXACT,
     Affine,
@@ -179,14 +180,16 @@ class Stages:
             for count in counts or microbatch_counts(self._size, self._devices)
         ]
         free = options.recompute == "never"
-        offload_free = free and options.offload == "never" and not options.holds_saved
+        asked = offloading.modes_given(options, len(self._placement))
+        may_offload = free and offloading.possible() and not options.holds_saved
+        offload_free = may_offload and set(asked) == {"never"}
         results = evaluate(
             schedules,
             None if free else self._modes,
             self._limits,
             self._least,
             self.predict,
-            offload=None if offload_free else modes_of(options.offload, len(self._placement)),
+            offload=None if offload_free else asked,
         )
         if not results:
             raise InputError("no schedule of the library can run these stages; name one yourself")
@@ -350,7 +353,7 @@ class Stages:
         timetable = self.compiler.timetable.changed(
             recipe=candidate.recipe,
             recompute=candidate.recompute,
-            offload=candidate.offload or self._options.offload,
+            extensions=offloading.with_modes(self._options.extensions, candidate.offload),
         )
         schedule = timetable.schedule(candidate.microbatches, "step")
         leaves = self._compiled.traced.leaves

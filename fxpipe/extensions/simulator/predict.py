@@ -16,6 +16,7 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import FxpipeError, InputError
+from fxpipe.extend import find, there
 from fxpipe.extensions.simulator import Simulation, simulate
 from fxpipe.extensions.simulator.costs import (
     Costs,
@@ -200,11 +201,15 @@ def remedies(
     under another schedule, and raises FxpipeError if they cannot run it."""
     count = schedule.microbatches
     recompute = [('recompute="always"', timetable.changed(recompute="always"), count)]
-    both = timetable.changed(recompute="always", offload="always")
-    offload = [
-        ('offload="always"', timetable.changed(offload="always"), count),
-        ('recompute="always" with offload="always"', both, count),
-    ]
+    aside = []
+    if there("option", "less_memory"):
+        more = find("option", "less_memory")()
+        text = f"extensions=[fxpipe.{type(more).__name__}()]"
+        both = timetable.extended(more).changed(recompute="always")
+        aside = [
+            (text, timetable.extended(more), count),
+            (f'recompute="always" with {text}', both, count),
+        ]
     schedules = [
         (f'schedule="{name}"', timetable.changed(recipe=find_recipe(name)), count)
         for name in _LESS_MEMORY
@@ -213,7 +218,7 @@ def remedies(
     counts = [count * 2**power for power in range(1, (samples // count).bit_length())]
     finer = [(f"microbatches={more}", timetable, more) for more in counts]
     enough = []
-    for kind in (recompute, offload, schedules, finer):
+    for kind in (recompute, aside, schedules, finer):
         for text, changed, parts in kind:
             with suppress(FxpipeError):  # the pipe cannot run with this option
                 if fits(changed.schedule(parts, "step")):

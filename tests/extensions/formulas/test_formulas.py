@@ -18,10 +18,11 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import FormulaError, InputError
 from fxpipe.extensions.formulas import Formulas, T, m, p, recipe_formulas, s, time, v
+from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, B, F, U, define_task
-from fxpipe.passes.schedule import add_offload, add_recompute, modes_of
+from fxpipe.passes.schedule import add_recompute, modes_of
 from fxpipe.schedules.dualpipe_v import dualpipe
 from tests.helpers.profiles import DEEP
 from tests.oracles import small_simulator

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.extensions.planner.candidates import (
     Affine,
     Candidate,
@@ -22,7 +23,7 @@ from fxpipe.extensions.simulator.costs import (
     times_of,
 )
 from fxpipe.ir.recipe import find_recipe
-from fxpipe.passes.schedule import add_offload, add_recompute
+from fxpipe.passes.schedule import add_recompute
 
 
 @pytest.mark.parametrize("seed", range(12))

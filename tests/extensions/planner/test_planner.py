@@ -18,6 +18,7 @@ from torch import nn
 import fxpipe
 import fxpipe.extensions.planner.plan_training
 from fxpipe.errors import InputError
+from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.extensions.planner.candidates import Candidate, library_over
 from fxpipe.extensions.planner.cluster import Cluster, Layout
 from fxpipe.extensions.planner.profile import Cut, Profile
@@ -26,7 +27,7 @@ from fxpipe.extensions.simulator import simulate_schedule
 from fxpipe.extensions.simulator.costs import Link, Overheads
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.work import Transfer, Work
-from fxpipe.passes.schedule import add_offload, add_recompute
+from fxpipe.passes.schedule import add_recompute
 
 CLUSTER = """
 device memory=16GiB speed=2

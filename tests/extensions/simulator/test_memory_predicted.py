@@ -156,7 +156,7 @@ def test_storing_elsewhere_lowers_the_peak_as_predicted(
     options: dict[str, Any] = {"schedule": schedule, "optimizer": partial(Adam, lr=1e-3)}
     if recompute != "never":
         options |= {"recompute": recompute, "partition": ["ups.0"]}
-    kept, stored = (trained(make(), offload=mode, **options) for mode in ("never", "always"))
+    kept, stored = (trained(make(), extensions=own, **options) for own in ([], ["offload"]))
     assert error(*stored) < 0.01
     assert sum(m.peak for m in stored[0].memory) < share * sum(m.peak for m in kept[0].memory)
     assert sum(each.peak for each in stored[1]) < share * sum(each.peak for each in kept[1])
@@ -168,7 +168,7 @@ def test_a_device_holds_what_is_predicted_while_some_is_stored_and_some_recomput
 ) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {
-        "offload": {0: "always", 1: "except_last"},
+        "extensions": [fxpipe.Offload({0: "always", 1: "except_last"})],
         "recompute": again,
     }
     predicted, found = trained(

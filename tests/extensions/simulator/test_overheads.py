@@ -8,6 +8,7 @@ from statistics import mean
 import pytest
 import torch
 
+from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.extensions.simulator import Simulation, Sizes, simulate
 from fxpipe.extensions.simulator.costs import Link, Overheads, Rehearsal
 from fxpipe.extensions.simulator.measured import measured_run
@@ -17,7 +18,6 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.unroll import blocking
 from fxpipe.passes.lowering.chain import chain, chain_program
 from fxpipe.passes.lowering.streams import Streams
-from fxpipe.passes.schedule import add_offload
 from tests.oracles.stream_times import timed
 from tests.passes.lowering.test_streams import plain
 

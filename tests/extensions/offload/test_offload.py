@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import fxpipe
 from examples.unet import UNet
 from fxpipe.errors import ExecutionError, InputError
+from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.schedule import add_offload
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.offload import FileMemory
 from fxpipe.schedules import gpipe
@@ -54,7 +54,11 @@ def stored(pipe: fxpipe.Pipeline) -> int:
     ("schedule", "devices", "options"),
     [
         ("gpipe", 2, {}),
-        ("gpipe", 2, {"offload": {1: "except_last"}, "recompute": {0: "always"}}),
+        (
+            "gpipe",
+            2,
+            {"modes": {1: "except_last"}, "recompute": {0: "always"}},
+        ),
         ("gpipe", 3, {"recompute": "always"}),
         ("1f1b", 4, {"recompute": "except_last"}),
         ("zb-h1", 4, {"recompute": "always"}),
@@ -62,14 +66,15 @@ def stored(pipe: fxpipe.Pipeline) -> int:
         ("1f1b", 4, {}),
         ("zb-h1", 3, {}),
         ("interleaved-1f1b", 2, {"extensions": ONE_THREAD}),
-        (Schedule.parse(SOME), 2, {"offload": "never"}),
+        (Schedule.parse(SOME), 2, {}),
     ],
     ids=str,
 )
 def test_gradients_are_those_of_the_loop(schedule: Any, devices: int, options: Any) -> None:
     model, x, y = unet()
     alone = copy.deepcopy(model)
-    options = {"offload": "always", **options}
+    own = fxpipe.Offload(options.get("modes", "always")), *options.get("extensions", ())
+    options = {"recompute": options.get("recompute", "never"), "extensions": own}
     expected = loop.train(alone, 4, x, loss=nn.functional.mse_loss, target=y)
     with fxpipe.compile(
         model,
@@ -110,7 +115,7 @@ def test_what_others_hold_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> 
         begin(self, device, memories)
 
     monkeypatch.setattr(FileMemory, "__init__", storing)
-    options: dict[str, Any] = {"schedule": "gpipe", "microbatches": 4, "offload": "always"}
+    options: dict[str, Any] = {"schedule": "gpipe", "microbatches": 4, "extensions": ["offload"]}
     with fxpipe.compile(model, 2, loss=nn.functional.mse_loss, **options) as pipe:
         pipe.step(x, target=y)
     assert count
@@ -119,7 +124,7 @@ def test_what_others_hold_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> 
 def test_steps_that_overlap_are_those_of_the_delayed_loop() -> None:
     model, data = make("mlp", 8, 5)
     expected = DelayedLoop.beside(model, ADAMW, 4)
-    with compiled(model, 3, 4, ADAMW, offload="always") as pipe:
+    with compiled(model, 3, 4, ADAMW, extensions=["offload"]) as pipe:
         for x, y in data:
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
         pipe.flush()
@@ -132,9 +137,9 @@ def test_a_call_that_is_differentiated_stores_too_and_draws_the_same_masks() -> 
     model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(4)])
     found = []
     x = torch.randn(8, 6)
-    for offload in ("never", "always"):
+    for extensions in ([], ["offload"]):
         loop.clear(model)
-        with fxpipe.compile(model, 2, microbatches=4, offload=offload) as pipe:
+        with fxpipe.compile(model, 2, microbatches=4, extensions=extensions) as pipe:
             pipe.prepare(x)
             torch.manual_seed(7)
             out = pipe(x)
@@ -149,7 +154,7 @@ def test_streams_store_and_fetch_in_their_order() -> None:
     alone = copy.deepcopy(model)
     x, y = batch(8)
     expected = loop.train(alone, 4, x, loss=nn.functional.cross_entropy, target=y)
-    pipe, backend = launched(model, 2, schedule="gpipe", offload="always")
+    pipe, backend = launched(model, 2, schedule="gpipe", extensions=["offload"])
     with pipe:
         assert torch.equal(pipe.step(x, target=y), expected.loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
@@ -172,7 +177,7 @@ def test_a_failure_to_store_leaves_all_as_it_was(
         microbatches=4,
         loss=nn.functional.cross_entropy,
         optimizer=ADAMW,
-        offload="always",
+        extensions=["offload"],
         recompute=recompute,
     ) as pipe:
         pipe.step(x, target=y)
@@ -210,7 +215,7 @@ def test_a_backward_waits_until_what_it_needs_is_there(monkeypatch: pytest.Monke
     options: dict[str, Any] = {
         "loss": nn.functional.mse_loss,
         "schedule": "gpipe",
-        "offload": {0: "always"},
+        "extensions": [fxpipe.Offload({0: "always"})],
     }
     with fxpipe.compile(model, 2, microbatches=4, **options) as pipe:
         assert torch.equal(pipe.step(x, target=y), expected.loss)
@@ -243,13 +248,11 @@ def test_what_autograd_alone_knows_is_refused_by_name() -> None:
     x = torch.randn(8, 4)
     options: dict[str, Any] = {
         "loss": nn.functional.mse_loss,
-        "extensions": [fxpipe.LeafModules(Leaf)],
+        "extensions": ["offload", fxpipe.LeafModules(Leaf)],
         "partition": ["1"],
     }
     with (
-        fxpipe.compile(
-            model, 2, microbatches=4, schedule="gpipe", offload="always", **options
-        ) as pipe,
+        fxpipe.compile(model, 2, microbatches=4, schedule="gpipe", **options) as pipe,
         pytest.raises(InputError, match="offloads what stage 0 keeps, and with leaf modules"),
     ):
         pipe.step(x, target=x)
@@ -262,8 +265,7 @@ def test_inputs_of_leaf_modules_that_recompute_are_stored() -> None:
     expected = loop.train(alone, 4, x, loss=nn.functional.mse_loss, target=x)
     options: dict[str, Any] = {
         "recompute": "always",
-        "offload": "always",
-        "extensions": [fxpipe.LeafModules(Leaf)],
+        "extensions": ["offload", fxpipe.LeafModules(Leaf)],
     }
     options |= {"loss": nn.functional.mse_loss, "partition": ["2"], "schedule": "gpipe"}
     with fxpipe.compile(model, 2, microbatches=4, **options) as pipe:
@@ -273,8 +275,8 @@ def test_inputs_of_leaf_modules_that_recompute_are_stored() -> None:
 
 
 def test_a_mode_that_is_none_is_refused() -> None:
-    with pytest.raises(InputError, match="no mode 'sometimes' of offload"):
-        fxpipe.compile(Tiny(), 2, offload="sometimes")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="no mode 'sometimes' of Offload"):
+        fxpipe.compile(Tiny(), 2, extensions=[fxpipe.Offload("sometimes")])  # type: ignore[arg-type]
 
 
 def test_nothing_is_stored_where_there_is_nothing_to_gain() -> None:

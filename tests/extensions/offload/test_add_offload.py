@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import VerificationError
+from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.extensions.simulator import Sizes
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
 from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.passes.lowering.streams import Streams
-from fxpipe.passes.schedule import add_offload, add_recompute
+from fxpipe.passes.schedule import add_recompute
 from tests.helpers.profiles import some
 
 COUNTS = [(1, 4), (2, 5), (4, 4), (4, 8)]

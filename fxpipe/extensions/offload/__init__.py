@@ -1,0 +1,1 @@
+"""What stages keep for their backwards outside of their devices' memory, for ``fxpipe.Offload``."""
