@@ -1,10 +1,15 @@
-"""fxpipe: pipeline-parallel training of any PyTorch model, as a compiler."""
+"""fxpipe: pipeline-parallel training of any PyTorch model, as a compiler.
+
+Importing this loads the representations and the library of schedules. What compiles and runs is
+imported when it is first used, as extensions are.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.compile import compile
+import fxpipe.schedules  # noqa: F401 (registers the library of schedules)
 from fxpipe.errors import (
     CaptureError,
     CheckpointError,
@@ -29,12 +34,10 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, one_each, round_robin, schedule, vee
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import A, B, C, F, I, O, P, Pair, R, Task, TaskContext, U, W, define_task
-from fxpipe.kernels.recompute import is_recomputing
-from fxpipe.passes.partition.options import Partition
-from fxpipe.pipeline import Pipeline
 from fxpipe.removed import gone
 
 if TYPE_CHECKING:
+    from fxpipe.entry import compile
     from fxpipe.extensions.comparison.comparison import Comparison, compare
     from fxpipe.extensions.cuda_graphs.extension import CudaGraphs
     from fxpipe.extensions.deferred_batchnorm.extension import DeferredBatchNorm
@@ -50,8 +53,19 @@ if TYPE_CHECKING:
     from fxpipe.extensions.prediction.extension import Prediction
     from fxpipe.extensions.search.search import search_schedule
     from fxpipe.extensions.symbolic.extension import Symbolic
+    from fxpipe.kernels.recompute import is_recomputing
+    from fxpipe.passes.partition.options import Partition
+    from fxpipe.pipeline import Pipeline
 
 __version__ = "0.1.0"
+
+_LATER = {
+    "Partition": "fxpipe.passes.partition.options",
+    "Pipeline": "fxpipe.pipeline",
+    "compile": "fxpipe.entry",
+    "is_recomputing": "fxpipe.kernels.recompute",
+}
+"""Name of the core → the module that has it, which is imported when the name is first used."""
 
 __all__ = [
     "A",
@@ -118,8 +132,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name that an extension has, when it is first used."""
+    """Import what compiles and runs, or a public name that an extension has, when it is used."""
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     if name not in names("public"):
         instead = gone(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
     return find("public", name, f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-import fxpipe.schedules as _library
 from fxpipe.compiler.objective import Objective, Reduction
 from fxpipe.errors import InputError, near
 from fxpipe.extend import Extension, find, names
@@ -51,7 +50,6 @@ def read_schedule(
 
 
 def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
-    assert _library  # importing it has registered the library's schedules
     if isinstance(schedule, str) and "\n" in schedule:
         schedule = Schedule.parse(schedule)
     elif isinstance(schedule, str | PathLike) and is_python(fspath(schedule)):

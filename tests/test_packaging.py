@@ -19,12 +19,15 @@ LOOK = """
 import importlib, json, os, pkgutil, sys
 sys.path.insert(0, sys.argv[1])
 import fxpipe
+bare = sorted(sys.modules)
+fxpipe.compile
 first = sorted(sys.modules)
 import fxpipe.passes, fxpipe.schedules
 from fxpipe.ir.recipe import RECIPES
 for found in pkgutil.walk_packages(fxpipe.__path__, "fxpipe."):
     importlib.import_module(found.name)
 print(json.dumps({
+    "bare": bare,
     "first": first,
     "recipes": sorted(RECIPES),
     "files": {
@@ -35,7 +38,7 @@ print(json.dumps({
 }))
 """
 """Imports all of fxpipe from a folder; tells the modules that ``import fxpipe`` alone has loaded,
-the schedules, and the file of every module."""
+those with ``fxpipe.compile``, the schedules, and the file of every module."""
 
 SLOW = ("pygraphviz", "sympy", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint")
 """What takes about as long to import as all of torch, and is not needed before a first step."""
@@ -126,6 +129,23 @@ def test_no_module_is_imported_under_two_names(here: dict[str, Any]) -> None:
         if Path(file).is_relative_to(ROOT / "fxpipe") or Path(file).parent.name in OUTER:
             names.setdefault(file, []).append(name)
     assert [twice for twice in names.values() if len(twice) > 1] == []
+
+
+BARE = 60
+"""The most modules of fxpipe that ``import fxpipe`` loads: the representations, the schedules and
+what these read. It leaves room for one more instruction or family of schedules."""
+
+
+def test_importing_fxpipe_loads_representations_and_schedules_alone(here: dict[str, Any]) -> None:
+    bare = [name for name in here["bare"] if name.partition(".")[0] == "fxpipe"]
+    assert len(bare) <= BARE
+    needless = ("compiler", "extensions", "kernels", "passes", "runtime", "text", "verify")
+    assert [name for name in bare if name.startswith(tuple(f"fxpipe.{x}" for x in needless))] == []
+
+
+def test_before_a_compile_no_extension_is_loaded(here: dict[str, Any]) -> None:
+    assert "fxpipe.pipeline" in here["first"]
+    assert [name for name in here["first"] if name.startswith("fxpipe.extensions.")] == []
 
 
 def test_importing_fxpipe_does_not_import_what_a_first_step_needs(here: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-import fxpipe.schedules as _library
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extend import there
 from fxpipe.ir.program import Program
@@ -119,7 +118,6 @@ def read_file(
 
 
 def _find(named: str) -> Schedule | Recipe:
-    assert _library  # its import registers the library's schedules
     if named in RECIPES:
         return RECIPES[named]
     if is_python(named):

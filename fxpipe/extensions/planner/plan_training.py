@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from fxpipe.arguments import check_flags, check_whole, read_example, read_extensions
-from fxpipe.compile import compile
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.front_end import Call
 from fxpipe.devices import read_devices
 from fxpipe.engine import Engine
+from fxpipe.entry import compile
 from fxpipe.errors import InputError
 from fxpipe.extensions.planner import offloading
 from fxpipe.extensions.planner.candidates import Candidate, Modes
