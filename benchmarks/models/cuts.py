@@ -15,14 +15,12 @@ and names of architectures choose some, whose rows replace those of the same day
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
-from multiprocessing import get_context
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -33,10 +31,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
 import fxpipe
-from benchmarks.machine import Machine, describe
+from benchmarks.machine import Machine
 from benchmarks.models.cases import Batch
 from benchmarks.models.exact import MICROBATCHES
-from benchmarks.models.many import KINDS, MODELS, brief, limited, made, named, warned
+from benchmarks.models.many import brief, limited, made, named, tried, warned
 from benchmarks.report import RESULTS, Figure, Grid, Report
 from examples.plain import one_thread
 from fxpipe.compiler.front_end import Call
@@ -53,6 +51,7 @@ NAME = "models-cuts"
 
 STAGES = (2, 4)
 LAYERS = 4
+PROCESSES = 1
 SECONDS = 120
 """How long one model may take."""
 
@@ -68,7 +67,7 @@ class Row:
     """One architecture.
 
     Attributes:
-        kind: of model, one of ``KINDS``.
+        kind: of model, one of ``KINDS`` of ``many``.
         name: of the architecture.
         ratios: for each number of ``STAGES``, the slowest stage relative to that of the best cut
             between layers; empty where there is none.
@@ -83,24 +82,8 @@ class Row:
 
 def main() -> int:
     """Returns the exit status: 1 where a cut is slower than it may be."""
-    parser = argparse.ArgumentParser(description="Compare cuts of models of transformers.")
-    parser.add_argument("names", nargs="*", help="kinds or architectures; all by default")
-    names = set(parser.parse_args().names)
-    machine = describe()
-    every = [(kind, name) for kind, table in KINDS.items() for name in table]
-    wanted = [each for each in every if not names or names & set(each)]
-    rows = published(machine) if names else {}
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["fxpipe", "transformers"])
-    with context.Pool(1, maxtasksperchild=MODELS) as pool:
-        for count, row in enumerate(pool.imap(attempt, wanted), 1):
-            rows[row.kind, row.name] = row
-            print(f"{count}/{len(wanted)}", *astuple(row), flush=True)
-            # an error later on shall lose nothing
-            report = reported([rows[each] for each in every if each in rows], machine)
-            report.write(RESULTS)
-    report.publish()
-    return int(any(slow(row) for row in rows.values()))
+    told = "Compare cuts of models of transformers."
+    return int(any(map(slow, tried(told, attempt, published, reported, PROCESSES))))
 
 
 def published(machine: Machine) -> dict[tuple[str, str], Row]:

@@ -19,11 +19,11 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import transformers
@@ -136,7 +136,40 @@ class NotBuiltError(Exception):
 
 def main() -> int:
     """Returns the exit status: 1 where a model differs, or fails with an error of others."""
-    parser = argparse.ArgumentParser(description="Train models of transformers beside a loop.")
+    told = "Train models of transformers beside a loop."
+    rows = tried(told, attempt, published, reported, PROCESSES)
+    return int(any(row.outcome in ("differs", "fails") for row in rows))
+
+
+class Tried(Protocol):
+    """What came of one architecture."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+
+
+R = TypeVar("R", bound=Tried)
+
+
+def tried(
+    description: str,
+    attempt: Callable[[tuple[str, str]], R],
+    published: Callable[[Machine], dict[tuple[str, str], R]],
+    reported: Callable[[Sequence[R], Machine], Report],
+    processes: int,
+) -> Sequence[R]:
+    """Try all architectures, or those that the command line names, and publish a report.
+
+    Args:
+        description: of the command.
+        attempt: tries an architecture, which is its kind and name.
+        published: the rows of the same day's results, by kind and name.
+        reported: the report of some rows.
+        processes: how many try at a time.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("names", nargs="*", help="kinds or architectures; all by default")
     names = set(parser.parse_args().names)
     machine = describe()
@@ -145,15 +178,15 @@ def main() -> int:
     rows = published(machine) if names else {}
     context = get_context("forkserver")
     context.set_forkserver_preload(["fxpipe", "transformers"])
-    with context.Pool(PROCESSES, maxtasksperchild=MODELS) as pool:
+    with context.Pool(processes, maxtasksperchild=MODELS) as pool:
         for count, row in enumerate(pool.imap_unordered(attempt, wanted), 1):
             rows[row.kind, row.name] = row
-            print(f"{count}/{len(wanted)}", *astuple(row), flush=True)
+            print(f"{count}/{len(wanted)}", row, flush=True)
             # an error later on shall lose nothing
             report = reported([rows[each] for each in every if each in rows], machine)
             report.write(RESULTS)
     report.publish()
-    return int(any(row.outcome in ("differs", "fails") for row in rows.values()))
+    return [*rows.values()]
 
 
 def published(machine: Machine) -> dict[tuple[str, str], Row]:
