@@ -15,18 +15,27 @@ from torch.nn.parameter import is_lazy
 
 from fxpipe.compiler.objective import Objective, Reduction
 from fxpipe.errors import InputError, near
-from fxpipe.extend import Extension, find, names
+from fxpipe.extend import Extension, LateSchedule, find, names
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import Recompute, RecomputeLike
 from fxpipe.python_file import is_python, of_python
 from fxpipe.runtime.batch import BatchDims
 
-ScheduleLike = str | PathLike[str] | Schedule | Recipe | Callable[..., Any]
+ScheduleLike = str | PathLike[str] | Schedule | Recipe | LateSchedule | Callable[..., Any]
+
+
+def read_late(schedule: ScheduleLike) -> LateSchedule | None:
+    """Return what chooses the schedule at the first step, or None if it is given. Raises InputError
+    if its extension is not there."""
+    if isinstance(schedule, str) and schedule in names("schedule"):
+        made = find("schedule", schedule, f"schedule={schedule!r}")
+        return cast(LateSchedule, made())
+    return schedule if isinstance(schedule, LateSchedule) else None
 
 
 def read_schedule(
-    schedule: ScheduleLike, devices: int, microbatches: int | None, delay: int | None = None
+    schedule: ScheduleLike, devices: int, microbatches: int | None
 ) -> tuple[Recipe, int | None]:
     """Return the recipe of a schedule, and the number of micro-batches if it is known.
 
@@ -43,9 +52,6 @@ def read_schedule(
         microbatches = recipe.microbatches
     if microbatches is not None:
         check_whole("microbatches", microbatches, 1)
-    if delay is not None:
-        check_whole("delay", delay, 0)
-        recipe = recipe.delayed(delay)
     return recipe, microbatches
 
 

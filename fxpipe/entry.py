@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Never
 
@@ -19,7 +19,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.devices import Devices, read_group
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.extend import Extension, find, names
+from fxpipe.extend import Extension
 from fxpipe.passes.partition.options import Each, Partition, read_partition
 from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.pipeline import Pipeline
@@ -42,7 +42,6 @@ def compile(
     *,
     schedule: ScheduleLike = "1f1b",
     microbatches: int | None = None,
-    delay: int | None = None,
     memory_limits: Each | None = None,
     recompute: RecomputeLike = "never",
     loss: Loss | None = None,
@@ -94,11 +93,13 @@ def compile(
               replicas of the pipeline.
         schedule: a name ("1f1b", "gpipe"), a Schedule, its text, a path to its text, a schedule in
             a Python file ("path/to/file.py:name"; the file is executed), or a function that writes
-            a schedule. Two further names let the first step choose the schedule:
+            a schedule. ``fxpipe.schedules.two_bw.delayed(2)`` is the schedule "2bw" whose batches
+            read weights that are two versions behind the newest. Two further names let the first
+            step choose the schedule:
 
             - "search" searches for one, for at most ten seconds, with the measured times of the
-              stages and within ``memory_limits``. If ``delay`` is given, the schedule has no flush.
-              See ``search_schedule``.
+              stages and within ``memory_limits``. ``fxpipe.Search(delay=1)`` searches for one
+              without a flush. See ``search_schedule``.
             - "auto" takes the schedule that is predicted to be fastest within ``memory_limits``:
               one of the library's schedules with a flush, with one or two stages on each device,
               or one that it searches for. It also chooses ``microbatches``, ``recompute`` and
@@ -108,9 +109,6 @@ def compile(
         microbatches: the number of parts that a batch is split into; by default four for each
             device. A batch with fewer samples than that, as the last of an epoch may be, is split
             into single samples.
-        delay: for schedules whose batches overlap: how many versions behind the newest the weights
-            that a batch reads may be. The default is the schedule's own delay. With
-            ``schedule="search"`` it is the largest delay that the search may choose.
         memory_limits: the bytes that devices may hold: one number for all, or a list with one for
             each device and None where there is no limit; see ``fxpipe.Partition``.
         recompute: "never", "always", or "except_last" (all micro-batches but the last). A stage
@@ -185,13 +183,11 @@ def compile(
         arguments.check_flags(shard_optimizer=shard_optimizer)
         cuts = read_partition(partition, memory_limits)
         cuts.check(model, len(places))
-        late = None  # chooses the schedule at the first step
-        if isinstance(schedule, str) and schedule in names("schedule"):
-            made = find("schedule", schedule, f"schedule={schedule!r}")
-            late = made(schedule, delay=delay)
-        recipe, microbatches = arguments.read_schedule(
-            late.recipe if late else schedule, len(places), microbatches, delay
-        )
+        make: Callable[[Options, Choice], Compiler] = Compiler
+        late = arguments.read_late(schedule)
+        if late is not None:
+            schedule, make = late.start()
+        recipe, microbatches = arguments.read_schedule(schedule, len(places), microbatches)
         if recipe.copies(len(places)):
             arguments.check_copies(recipe, torch_devices[0])
         arguments.check_clipping(clip_norm, scaler, optimizer)
@@ -217,7 +213,7 @@ def compile(
             extensions=given,
             group=group,
             replicas=group.replicas,
-            decides=recipe.name if late else "",
+            decides="" if late is None else recipe.name,
             hollow=bytes_if_hollow(model, torch_devices[0]),
         )
         for extension in given:
@@ -227,7 +223,7 @@ def compile(
             extension.check(options)
         inputs = None if example is None else arguments.read_example(example)
         choice = Choice(1 if group.size > 1 else len(places), options.dispatch)
-        compiler = late.compiler(options, choice) if late else Compiler(options, choice)
+        compiler = make(options, choice)
         pipe = Pipeline(options, compiler, Engine(options, choice))
         failed.callback(pipe.close)
         group.agree("what fxpipe.compile was given", options.text if group.size > 1 else "")

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 from fxpipe.errors import InputError, near
 
 if TYPE_CHECKING:
+    from fxpipe.compiler.compiler import Compiler
     from fxpipe.compiler.options import Options
     from fxpipe.ir.plan import Plan
     from fxpipe.ir.program import Program
+    from fxpipe.ir.recipe import Recipe
     from fxpipe.ir.schedule import Schedule
     from fxpipe.kernels.kernel import Kernel
     from fxpipe.passes.partition.work import Partitioner
     from fxpipe.passes.runner import Pass
     from fxpipe.passes.tracing.tracer import Tracer
+    from fxpipe.runtime.choice import Choice
 
 Door = Literal["public", "extension", "instruction", "schedule", "view", "command", "option"]
 """What a name is for:
@@ -32,7 +35,8 @@ Door = Literal["public", "extension", "instruction", "schedule", "view", "comman
   arguments, and returns an ``Extension``.
 - instruction: an opcode of programs, whose class derives from ``ins.Move``, ``ins.Compute`` or
   ``ins.OncePerStep`` of ``fxpipe.ir.instruction``.
-- schedule: a name for ``compile(..., schedule=)`` whose schedule is chosen at the first step.
+- schedule: a name for ``compile(..., schedule=)`` whose schedule is chosen at the first step; what
+  it means is called without arguments, and returns a ``LateSchedule``.
 - view: a method of a class of the core, such as ``Schedule.formulas``.
 - option: a function that the core calls for an option or a method that few need, such as
   "save" for what ``pipe.save`` writes.
@@ -64,6 +68,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "LossWeight": f"{_HERE}.loss_weight.extension:LossWeight",
         "Offload": f"{_HERE}.offload.extension:Offload",
         "Prediction": f"{_HERE}.prediction.extension:Prediction",
+        "Search": f"{_HERE}.planner.auto:Search",
         "Symbolic": f"{_HERE}.symbolic.extension:Symbolic",
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
         "compare": f"{_HERE}.comparison.comparison:compare",
@@ -71,8 +76,8 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "search_schedule": f"{_HERE}.search.search:search_schedule",
     },
     "schedule": {
-        "auto": f"{_HERE}.planner.auto:LateSchedule",
-        "search": f"{_HERE}.planner.auto:LateSchedule",
+        "auto": f"{_HERE}.planner.auto:Auto",
+        "search": f"{_HERE}.planner.auto:Search",
     },
     "view": {
         "Pipeline.profile": f"{_HERE}.simulator.pipe:profile_pipe",
@@ -239,6 +244,16 @@ def commands() -> Iterator[Callable[..., Any]]:
     """What adds the commands of all extensions that are there to the command line."""
     given = (name for name in names("command") if name != "main")
     return (find("command", name) for name in given if there("command", name))
+
+
+class LateSchedule:
+    """What ``compile(..., schedule=)`` takes for a schedule that is chosen at the first step. One
+    object may serve several pipes."""
+
+    def start(self) -> tuple[Recipe, Callable[[Options, Choice], Compiler]]:
+        """For a new pipe: the recipe for whatever is compiled before the first step, and a function
+        that makes the compiler, which decides when it sees a batch."""
+        raise NotImplementedError
 
 
 class Extension:

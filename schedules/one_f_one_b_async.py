@@ -50,7 +50,7 @@ def two_bw(device: int, devices: int, microbatches: int) -> Iterator[Task]:
 
     PipeDream-2BW (Narayanan et al., arXiv 2006.09503). The gradient that updates version t was
     computed with version t − 1, so two versions are kept. Needs m ≥ p − 1; the paper has m ≥ p.
-    With fewer micro-batches set a greater delay, ``fxpipe.compile(..., delay=2)``, or choose
+    With fewer micro-batches set a greater delay, ``schedule=two_bw.delayed(2)``, or choose
     ``1f1b-async``. p = 3, m = 3, two steps and the flush, micro-batches numbered through the steps,
     a backward drawn as long as a forward. A device updates after B2 and after B5::
 

@@ -74,7 +74,7 @@ def compiled(
     microbatches: int,
     optimizer: OptimizerLike = SGD,
     *,
-    schedule: str | fxpipe.Schedule = "2bw",
+    schedule: str | fxpipe.Schedule | fxpipe.Recipe = "2bw",
     loss: Callable[..., Tensor] | None = MSE,
     **options: Any,
 ) -> fxpipe.Pipeline:

@@ -251,7 +251,7 @@ def test_too_few_micro_batches_name_the_number_or_the_delay_that_would_do() -> N
     assert "delay=2" in str(caught.value)
     assert "3 micro-batches" in str(caught.value)
     expected = DelayedLoop.beside(model, SGD, 2, delay=2)
-    with compiled(model, 4, 2, delay=2) as pipe:
+    with compiled(model, 4, 2, schedule=fxpipe.schedules.two_bw.delayed(2)) as pipe:
         for x, y in data:
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
     expected.assert_same(model)

@@ -8,44 +8,61 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from fxpipe.arguments import check_whole
 from fxpipe.compiler.compiled import Kind, restoring
 from fxpipe.compiler.compiler import Compiler, Rehearse
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import InputError, PartitionError
-from fxpipe.extend import find
+from fxpipe.extend import LateSchedule, find
 from fxpipe.extensions.planner import offloading
 from fxpipe.extensions.planner.candidates import EXACT, Predicted
 from fxpipe.extensions.planner.stages import FAMILIES, Stages
 from fxpipe.formatting import bytes_text
-from fxpipe.ir.recipe import Placement, find_recipe, one_each
+from fxpipe.ir.recipe import Placement, Recipe, find_recipe, one_each
 from fxpipe.log import LOGGER
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
 
+Start = tuple[Recipe, Callable[[Options, Choice], Compiler]]
 
-class LateSchedule:
-    """``schedule="auto"`` or "search", as ``compile`` takes it: the recipe until the first step,
-    and the compiler that chooses.
+
+class Auto(LateSchedule):
+    """``schedule="auto"``: the fastest of the library's schedules with a flush, or one found."""
+
+    def start(self) -> Start:
+        return _start("auto", 0)
+
+
+@dataclass(frozen=True)
+class Search(LateSchedule):
+    """``schedule=fxpipe.Search()``, or ``schedule="search"``: search for a schedule in the first
+    step, for at most ten seconds, with the measured times of the stages and within the memory
+    limits. See ``search_schedule``.
+
+    Args:
+        delay: by how many versions the weights that a batch reads may be old, at most. From 1 on
+            the schedule has no flush, and needs an optimizer.
 
     Raises:
-        InputError: a delay is asked for, which "auto" does not offer.
+        InputError: it is no whole number of at least 0.
     """
 
-    def __init__(self, name: str, *, delay: int | None) -> None:
-        if delay and name == "auto":
-            raise InputError(
-                'schedule="auto" decides among schedules with a flush, and delay is for batches '
-                'that overlap; leave it out, or give schedule="search"'
-            )
-        if name == "search":
-            find("public", "search_schedule", 'schedule="search"')  # refused here if not there
-        self._placement = PendingPlacement()
-        # until the first step has chosen a schedule, calls have the stages of this one
-        self.recipe = replace(find_recipe("zb-h1"), name=name, placement=self._placement)
+    delay: int = 0
 
-    def compiler(self, options: Options, choice: Choice) -> Compiler:
-        return AutoCompiler(options, choice, self._placement)
+    def __post_init__(self) -> None:
+        check_whole("delay", self.delay, 0)
+
+    def start(self) -> Start:
+        find("public", "search_schedule", 'schedule="search"')  # refused here if not there
+        return _start("search", self.delay)
+
+
+def _start(name: str, delay: int) -> Start:
+    """Until the first step has chosen a schedule, calls have the stages of this recipe."""
+    placement = PendingPlacement()
+    recipe = replace(find_recipe("zb-h1"), name=name, placement=placement, delay=delay)
+    return recipe, partial(AutoCompiler, placement=placement)
 
 
 @dataclass(eq=False)

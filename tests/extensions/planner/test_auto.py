@@ -86,7 +86,7 @@ def test_a_searched_schedule_without_a_flush_trains_like_the_delayed_loop(
 ) -> None:
     model = layers()
     loop = DelayedLoop.beside(model, OPTIMIZERS["adamw"], 4)
-    options = {"schedule": "search", "delay": 1, "microbatches": 4, "memory_limits": limit}
+    options = {"schedule": fxpipe.Search(delay=1), "microbatches": 4, "memory_limits": limit}
     with pipe_of(model, optimizer=OPTIMIZERS["adamw"], **options) as pipe:
         found = []
         for samples in (8, 8, 3, 8, 12, 12):  # a short batch, and one that is decided on anew
@@ -363,7 +363,6 @@ def test_the_stages_are_where_the_fastest_step_has_them(
     ("options", "words"),
     [
         ({"partition": fxpipe.Partition(memory_limits=1e9)}, "memory_limits is given twice"),
-        ({"delay": 1}, 'schedule="auto" decides among .* give schedule="search"'),
         (
             {"extensions": [fxpipe.Prediction()]},
             'schedule="auto" may decide that batches read the newest weights',
@@ -372,10 +371,14 @@ def test_the_stages_are_where_the_fastest_step_has_them(
             {"schedule": "search", "extensions": ["prediction"]},
             r"search_schedule\(\.\.\., delay=1\)",
         ),
-        ({"schedule": "search", "delay": 1}, "schedule 'search' .* give optimizer="),
-        ({"schedule": "search", "delay": -1}, "give a whole number of at least 0"),
+        ({"schedule": fxpipe.Search(delay=1)}, "schedule 'search' .* give optimizer="),
     ],
 )
 def test_what_cannot_be_decided_on_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(fxpipe.InputError, match=words):
         pipe_of(layers(), **{"schedule": "auto", "memory_limits": 1e9, **options})
+
+
+def test_a_delay_that_is_no_count_is_refused() -> None:
+    with pytest.raises(fxpipe.InputError, match="delay is -1; give a whole number of at least 0"):
+        fxpipe.Search(delay=-1)
