@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from fxpipe.ir.recipe import RECIPES, Placement, Recipe, one_each, round_robin, 
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.schedules import gpipe, inference, one_f_one_b
-from tests.oracles.small_simulator import Ran, device_stash, simulate, times
+from tests.oracles.small_simulator import HALVES, Ran, device_stash, makespan, simulate, times
+
+TABLES = (Path(__file__).parents[1] / "published" / "schedules.txt").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +52,32 @@ def test_the_rules_of_a_schedule_give_its_order(
     for p in range(1, 6):
         for m in range(1, 10):
             assert own(p, m).verify().rows == recipe(p, m).rows
+
+
+def test_interleaved_zero_bubble_comes_of_rules_as_fast_and_as_small_as_torchs() -> None:
+    """The published figures are those of torch's lists, which follow another order."""
+
+    @fxpipe.list_schedule(
+        "interleaved-zb", "FIW", placement=round_robin(2), limit=lambda d, devices: 2 * devices
+    )
+    def interleaved_zb(task: Task, devices: int) -> Any:
+        assert task.stage is not None
+        assert task.microbatch is not None
+        stage = -task.stage if task.kind == "I" else task.stage
+        return "IFW".index(task.kind), task.microbatch // devices, stage, task.microbatch
+
+    published = [t for t in TABLES.split("\n\n") if "schedule torch-interleavedzero" in t]
+    assert len(published) == 2
+    for table in published:
+        theirs = Schedule.parse(table)
+        own = interleaved_zb(theirs.devices, theirs.microbatches).verify()
+        assert makespan(simulate(own, HALVES)) == makespan(simulate(theirs, HALVES))
+        assert own.stash().devices == theirs.stash().devices
+    for p in range(1, 9):
+        for m in (p, 2 * p, 3 * p):
+            schedule = interleaved_zb(p, m).verify()
+            assert makespan(simulate(schedule, HALVES)) == 6 * m + p - 1
+            assert max(schedule.stash().devices) <= 2 * p
 
 
 placements: st.SearchStrategy[Placement] = st.sampled_from(
