@@ -64,7 +64,7 @@ class Case(NamedTuple):
         schedule: its name.
         replicas: how many there are.
         devices: of each.
-        options: of ``fxpipe.compile``.
+        options: of ``fxpipe.Replicas``.
     """
 
     schedule: str
@@ -153,7 +153,7 @@ def _sum(case: Case, rank: int, meeting: str, rounds: int, end: Connection) -> N
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         partition=[str(half)] if case.devices == 2 else "auto",
         example=((x,), {"target": x}),
-        **case.options,
+        extensions=[fxpipe.Replicas(**case.options)],
     )
     for stage in pipe.plan.stages:
         lengthen(stage.kernel, stage.buckets)

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.planner.cluster import Cluster
     from fxpipe.extensions.planner.plan_training import plan_training
     from fxpipe.extensions.prediction.extension import Prediction
+    from fxpipe.extensions.replicas.extension import Replicas
     from fxpipe.extensions.search.search import search_schedule
     from fxpipe.extensions.symbolic.extension import Symbolic
     from fxpipe.kernels.recompute import is_recomputing
@@ -108,6 +109,7 @@ __all__ = [
     "R",
     "RankError",
     "Recipe",
+    "Replicas",
     "Schedule",
     "Search",
     "Symbolic",

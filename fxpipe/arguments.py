@@ -194,25 +194,6 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def check_bucket_cap(bucket_cap_mb: Any) -> float:
-    """Return the MiB of a bucket. Raises InputError if it is no number above 0."""
-    if not _is_positive(bucket_cap_mb):
-        raise InputError(
-            f"bucket_cap_mb is {bucket_cap_mb!r}; give a number of MiB above 0, or math.inf to sum "
-            "all gradients of a stage at once"
-        )
-    return float(bucket_cap_mb)
-
-
-def check_sharding(shard_optimizer: Any, optimizer: Any) -> None:
-    """Raise InputError if there is no optimizer to shard."""
-    if shard_optimizer and optimizer is None:
-        raise InputError(
-            "shard_optimizer=True, and there is no optimizer; give optimizer=, such as lambda "
-            "parameters: torch.optim.AdamW(parameters), or leave shard_optimizer out"
-        )
-
-
 def read_modes(option: str, given: Any, stages: int) -> RecomputeLike:
     """Return the modes of stages that an option is given, such as ``recompute``. Raises InputError
     if a mode or a stage is unknown, or there are not as many modes as stages."""

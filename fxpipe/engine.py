@@ -55,7 +55,9 @@ class Engine:
             clipping = Clipping(options.clip_norm, options.scaler, options.model)
         stages = None
         if options.optimizer is not None:
-            shard = (options.group.replica, options.replicas) if options.shards else None
+            shard = None
+            if options.sharding is not None and options.shards:
+                shard = options.sharding, options.group.replica, options.replicas
             stages = Optimizers(options.model, options.optimizer, options.owns, self.flush, shard)
         self.progress = Progress(options.model, stages, clipping, backend.generators, options.owns)
         self.stashed: Mapping[int, int] = {}

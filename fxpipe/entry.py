@@ -49,8 +49,6 @@ def compile(
     optimizer: OptimizerLike | None = None,
     clip_norm: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    shard_optimizer: bool = False,
-    bucket_cap_mb: float = 25,
     example: Any = None,
     batch_dims: BatchDims | None = None,
     partition: str | Sequence[str] | Partition = "auto",
@@ -137,16 +135,6 @@ def compile(
         scaler: a gradient scaler for half precision. Losses are scaled for the backward only,
             gradients are unscaled before they are clipped, and a batch whose gradients are not
             finite updates no stage. The loss that ``step`` returns and ``grad_norm`` are unscaled.
-        shard_optimizer: let each replica keep the optimizer's state for only one part of every
-            parameter, update that part, and send the new weights to the other replicas (ZeRO, stage
-            1). The weights are the same to the bit, and as many bytes are sent. Parameters are cut
-            as flat arrays, so the optimizer has to treat each element by itself, as SGD, Adam and
-            AdamW do; any other is refused. ``pipe.optimizer`` then has only the settings of its
-            groups. With one replica nothing changes.
-        bucket_cap_mb: the size in MiB of the buckets in which a stage's gradients are summed over
-            replicas, as in ``DistributedDataParallel``. A bucket is sent while the last backward
-            computes the next ones. ``math.inf`` sums all gradients of a stage at once. The sums are
-            the same to the bit.
         example: a tuple of inputs of a batch, or ``(args, kwargs)`` as ``step`` takes them,
             including ``target``. The model is then compiled for it at once. Without an example, the
             first call compiles.
@@ -180,7 +168,6 @@ def compile(
             _check_free(model)
         given = arguments.read_extensions(extensions)
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
-        arguments.check_flags(shard_optimizer=shard_optimizer)
         cuts = read_partition(partition, memory_limits)
         cuts.check(model, len(places))
         make: Callable[[Options, Choice], Compiler] = Compiler
@@ -191,7 +178,6 @@ def compile(
         if recipe.copies(len(places)):
             arguments.check_copies(recipe, torch_devices[0])
         arguments.check_clipping(clip_norm, scaler, optimizer)
-        arguments.check_sharding(shard_optimizer, optimizer)
         options = Options(
             model=model,
             devices=tuple(places),
@@ -200,8 +186,6 @@ def compile(
             microbatches=microbatches,
             objective=arguments.read_objective(loss, reduction),
             optimizer=given_optimizer,
-            shard_optimizer=shard_optimizer,
-            bucket_cap_mb=arguments.check_bucket_cap(bucket_cap_mb),
             clip_norm=clip_norm,
             scaler=scaler,
             recompute=arguments.read_modes("recompute", recompute, recipe.stages(len(places))),

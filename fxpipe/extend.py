@@ -70,6 +70,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Prediction": f"{_HERE}.prediction.extension:Prediction",
         "Search": f"{_HERE}.planner.auto:Search",
         "Symbolic": f"{_HERE}.symbolic.extension:Symbolic",
+        "Replicas": f"{_HERE}.replicas.extension:Replicas",
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
         "compare": f"{_HERE}.comparison.comparison:compare",
         "plan_training": f"{_HERE}.planner.plan_training:plan_training",

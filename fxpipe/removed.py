@@ -20,6 +20,8 @@ REMOVED = {
     "deferred_batchnorm": "write extensions=[fxpipe.DeferredBatchNorm()]",
     "tracer": 'for "symbolic" write extensions=[fxpipe.Symbolic()], and for "export" leave it out',
     "cuda_graphs": "write extensions=[fxpipe.CudaGraphs()]",
+    "shard_optimizer": "write extensions=[fxpipe.Replicas(shard_optimizer=True)]",
+    "bucket_cap_mb": "write extensions=[fxpipe.Replicas(bucket_cap_mb=25)]",
     "offload": 'write extensions=[fxpipe.Offload("except_last")]',
     "leaf_modules": 'write extensions=[fxpipe.LeafModules("encoder", nn.LSTM)]',
     "fuse_accumulation": "leave it out; gradients are then added as in the plain loop, to the bit",

@@ -24,6 +24,7 @@ from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.devices.lanes import Place
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
+from fxpipe.runtime.weights.shards import Shards
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 WHOLE = 1 << 26
@@ -50,6 +51,8 @@ class Options:
         hollow: the bytes of the model's parameters and buffers if some of them were on the meta
             device when it was given, or, over ranks on CPUs, from the first run on; else 0.
         replicas: how many pipelines train the model side by side.
+        sharding: what lets each replica train a part of every parameter; None if nothing does.
+        bucket_bytes: the bytes of gradients that are summed over replicas in one bucket.
         decides: "search" or "auto" if the first step chooses the schedule, else ""; ``recipe`` then
             only says where the stages are.
 
@@ -76,8 +79,8 @@ class Options:
     group: RankGroup = field(default_factory=RankGroup)
     hollow: int = 0
     replicas: int = 1
-    shard_optimizer: bool = False
-    bucket_cap_mb: float = inf
+    sharding: type[Shards] | None = None
+    bucket_bytes: float = 25 * 2**20
     decides: str = ""
 
     @property
@@ -103,12 +106,7 @@ class Options:
     @property
     def shards(self) -> bool:
         """Whether each replica updates a part of the weights."""
-        return self.shard_optimizer and self.replicas > 1
-
-    @property
-    def bucket_bytes(self) -> float:
-        """The bytes of gradients that are summed over replicas in one bucket."""
-        return self.bucket_cap_mb * 2**20
+        return self.sharding is not None and self.replicas > 1
 
     @property
     def placement(self) -> tuple[int, ...]:

@@ -70,7 +70,10 @@ def batch(step: int, replica: int, samples: int = 8) -> tuple[Tensor, Tensor]:
     return x, torch.randn(samples, 3, generator=generator)
 
 
-def pipe_of(mesh: DeviceMesh, **options: Any) -> fxpipe.Pipeline:
+def pipe_of(
+    mesh: DeviceMesh, *, shards: bool = False, extensions: Sequence[Any] = (), **options: Any
+) -> fxpipe.Pipeline:
+    """A pipe over replicas, whose sums are in many buckets."""
     devices = mesh["pp"].size()
     stages = devices * (2 if options.get("schedule") in ("interleaved-1f1b", "dualpipe-v") else 1)
     cuts = {1: [], 2: ["third"], 4: ["second", "third", "fourth"]}
@@ -79,9 +82,9 @@ def pipe_of(mesh: DeviceMesh, **options: Any) -> fxpipe.Pipeline:
         "loss": F.mse_loss,
         "optimizer": OPTIMIZERS["adamw"],
         "partition": cuts[stages],
-        "bucket_cap_mb": 1e-4,
     }
-    return fxpipe.compile(made(), mesh, **{**defaults, **options})
+    extensions = [fxpipe.Replicas(shards, bucket_cap_mb=1e-4), *extensions]
+    return fxpipe.compile(made(), mesh, extensions=extensions, **{**defaults, **options})
 
 
 def trained(
@@ -284,8 +287,8 @@ GROWING = ((8, 8), (8, 9), (11, 8))
 def decided(mesh: DeviceMesh) -> Results:
     """The number of micro-batches that is decided on, losses, and the gradients of all stages."""
     replica = mesh["dp"].get_local_rank()
-    options = {"schedule": "auto", "partition": "auto", "microbatches": None, "optimizer": None}
-    with pipe_of(mesh, **options) as pipe:
+    options: dict[str, Any] = {"schedule": "auto", "partition": "auto"}
+    with pipe_of(mesh, microbatches=None, optimizer=None, **options) as pipe:
         found: Results = {}
         for step, sizes in enumerate(GROWING):
             x, y = batch(step, replica, sizes[replica])

@@ -175,7 +175,8 @@ def broken(mesh: DeviceMesh, where: str, shards: bool) -> list[float]:
 
     beside = Alternating()
     alone, compared = [mesh.get_rank()] if mesh.get_rank() == 0 else [], list[Any]()
-    options: dict[str, Any] = {"microbatches": 2, "loss": F.mse_loss, "shard_optimizer": shards}
+    options: dict[str, Any] = {"microbatches": 2, "loss": F.mse_loss}
+    options["extensions"] = [fxpipe.Replicas(shard_optimizer=shards)]
     x = beside.batch(0, 0)
     example = (x,), {"target": x}
     with fxpipe.compile(beside.model, mesh, optimizer=sgd, example=example, **options) as pipe:
@@ -326,7 +327,7 @@ def exiting(mesh: DeviceMesh) -> tuple[str, str]:
         return own
 
     x, y = batch(0, replica)
-    with pipe_of(mesh, schedule="1f1b", optimizer=optimizer, shard_optimizer=True) as pipe:
+    with pipe_of(mesh, schedule="1f1b", optimizer=optimizer, shards=True) as pipe:
         pipe.prepare(x, target=y)
         pipe.save(shared_folder() / "begin")
         with pytest.raises(fxpipe.ExecutionError) as raised:

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import fxpipe
 from benchmarks.counted import counted
 from fxpipe.errors import InputError
+from fxpipe.extensions.replicas.sharding import refuse_others
 from fxpipe.ir.program import Program
-from fxpipe.runtime.weights.sharding import refuse_others
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import Tiny
@@ -36,6 +36,7 @@ from tests.ranks.test_replicas import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+SHARDED = [fxpipe.Replicas(shard_optimizer=True)]
 SHAPES = {
     (2, 2): ["zb-h1", "interleaved-1f1b", "clipped, 2bw", "scaled"],
     (3, 1): ["1f1b", "2bw", "clipped"],
@@ -52,7 +53,7 @@ def stages_of(devices: int) -> Sequence[Sequence[str]]:
 
 
 def run_cases(mesh: DeviceMesh, names: list[str]) -> list[Results]:
-    return [trained(mesh, shard_optimizer=True, **CASES[name]) for name in names]
+    return [trained(mesh, shards=True, **CASES[name]) for name in names]
 
 
 @pytest.mark.parametrize("shape", [*SHAPES])
@@ -93,8 +94,8 @@ def grid(mesh: DeviceMesh) -> dict[tuple[str, str, bool], tuple[Results, Results
         logs: dict[int, list[list[Tensor]]] = {}
         seen: Results = {}
         schedule, name, shards = case
-        options = {"optimizer": recording(name, logs), "shard_optimizer": shards}
-        with pipe_of(mesh, schedule=schedule, **options) as pipe:
+        optimizer = recording(name, logs)
+        with pipe_of(mesh, schedule=schedule, optimizer=optimizer, shards=shards) as pipe:
             for step in range(STEPS):
                 x, y = batch(step, replica)
                 seen[f"loss {step}"] = pipe.step(x, target=y).clone()
@@ -163,7 +164,7 @@ def figures(mesh: DeviceMesh) -> dict[str, Any]:
     replica, found = mesh["dp"].get_local_rank(), dict[str, Any]()
     for schedule in ("1f1b", "2bw"):
         for shards in (False, True):
-            with pipe_of(mesh, schedule=schedule, optimizer=groups, shard_optimizer=shards) as pipe:
+            with pipe_of(mesh, schedule=schedule, optimizer=groups, shards=shards) as pipe:
                 x, y = batch(0, replica)
                 pipe.prepare(x, target=y)
                 rate = torch.optim.lr_scheduler.StepLR(pipe.optimizer, 1, 0.5)
@@ -219,6 +220,8 @@ def peaks(mesh: DeviceMesh) -> list[tuple[int, int]]:
         torch.manual_seed(0)
         layers = [each for _ in range(4) for each in (nn.Linear(128, 128), nn.Tanh())]
         x = torch.randn(rows, 128)
+        extensions: list[Any] = [fxpipe.Replicas(shards, cap)]
+        extensions += ["offload"] if schedule == "gpipe" else []
         with fxpipe.compile(
             nn.Sequential(*layers),
             mesh,
@@ -226,9 +229,7 @@ def peaks(mesh: DeviceMesh) -> list[tuple[int, int]]:
             loss=F.mse_loss,
             microbatches=4,
             optimizer=OPTIMIZERS[kind],
-            shard_optimizer=shards,
-            bucket_cap_mb=cap,
-            extensions=["offload"] if schedule == "gpipe" else [],
+            extensions=extensions,
         ) as pipe:
             pipe.prepare(x, target=x)
             with counted(pipe) as (device,):
@@ -297,21 +298,22 @@ def test_optimizers_that_need_whole_parameters_are_refused() -> None:
 
 def test_what_cannot_be_sharded_is_refused_before_anything_runs() -> None:
     with pytest.raises(InputError, match="there is no optimizer; give optimizer="):
-        fxpipe.compile(Tiny(), 2, shard_optimizer=True)
+        fxpipe.compile(Tiny(), 2, extensions=SHARDED)
     with pytest.raises(InputError, match="Prediction needs the momentum of all weights"):
         fxpipe.compile(
             Tiny(),
             2,
             schedule="2bw",
-            extensions=["prediction"],
-            shard_optimizer=True,
+            extensions=["prediction", *SHARDED],
             optimizer=OPTIMIZERS["sgd"],
         )
     for cap in (0, -1, "25", None, True):
         with pytest.raises(InputError, match=r"bucket_cap_mb is .*; give a number of MiB above 0"):
-            fxpipe.compile(Tiny(), 2, bucket_cap_mb=cap)  # type: ignore[arg-type]
+            given = fxpipe.Replicas(bucket_cap_mb=cap)  # type: ignore[arg-type]
+            fxpipe.compile(Tiny(), 2, extensions=[given])
     with pytest.raises(InputError, match="shard_optimizer is 1; give True or False"):
-        fxpipe.compile(Tiny(), 2, shard_optimizer=1)  # type: ignore[arg-type]
+        given = fxpipe.Replicas(shard_optimizer=1)  # type: ignore[arg-type]
+        fxpipe.compile(Tiny(), 2, extensions=[given])
 
 
 def test_one_replica_shards_nothing() -> None:
@@ -323,7 +325,7 @@ def test_one_replica_shards_nothing() -> None:
             1,
             loss=F.mse_loss,
             optimizer=OPTIMIZERS["adamw"],
-            shard_optimizer=shards,
+            extensions=SHARDED if shards else [],
             microbatches=2,
         ) as pipe:
             pipe.step(x, target=y)

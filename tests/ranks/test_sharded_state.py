@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.extensions.replicas.sharding import FlatShards, ShardedStage
 from fxpipe.runtime.ranks.summing import cut
 from fxpipe.runtime.weights.optimizer_state import frozen
-from fxpipe.runtime.weights.sharding import ShardedStage, Shards
 from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
 from tests.ranks.test_replicas import (
     OPTIMIZERS,
@@ -49,7 +49,7 @@ def continued(
     assert isinstance(mesh, DeviceMesh)
     replica = mesh["dp"].get_local_rank()
     given: Any = OPTIMIZERS["adamw"] if schedule == "2bw" else whole
-    with pipe_of(mesh, schedule=schedule, shard_optimizer=shards, optimizer=given) as pipe:
+    with pipe_of(mesh, schedule=schedule, shards=shards, optimizer=given) as pipe:
         if schedule == "2bw":  # else the state waits until there are stages
             x, y = batch(0, replica)
             pipe.prepare(x, target=y)
@@ -82,7 +82,7 @@ def looked_at(mesh: DeviceMesh, folder: Path) -> list[Results]:
     which looks before it loads."""
     replica, found = mesh["dp"].get_local_rank(), []
     for load, save, steps in ((None, folder, (0, 3)), (folder, None, (3, 5))):
-        with pipe_of(mesh, shard_optimizer=True) as pipe:
+        with pipe_of(mesh, shards=True) as pipe:
             x, y = batch(0, replica)
             pipe.prepare(x, target=y)
             assert [group["lr"] for group in pipe.optimizer.param_groups] == [0.01]
@@ -105,7 +105,7 @@ def failing(mesh: DeviceMesh) -> dict[str, Any]:
     for schedule, shards in (("1f1b", True), ("2bw", False), ("2bw", True)):
         breaks = False
         optimizer = breaking(lambda: breaks and (replica, device) == (1, 1))  # noqa: B023
-        with pipe_of(mesh, schedule=schedule, optimizer=optimizer, shard_optimizer=shards) as pipe:
+        with pipe_of(mesh, schedule=schedule, optimizer=optimizer, shards=shards) as pipe:
             for step in range(3):
                 x, y = batch(step, replica)
                 pipe.step(x, target=y)
@@ -153,7 +153,7 @@ def hollow(mesh: DeviceMesh, folder: Path) -> list[Results]:
             microbatches=4,
             schedule="2bw",
             optimizer=OPTIMIZERS["adamw"],
-            shard_optimizer=True,
+            extensions=[fxpipe.Replicas(shard_optimizer=True)],
             partition=["third"],
             example=((x,), {"target": y}),
         ) as pipe:
@@ -190,7 +190,7 @@ def test_parts_may_be_ahead_of_the_version_which_takes_the_memory_of_the_oldest(
     for replica in range(2):
         own = dict(copy.deepcopy(alone).named_parameters())
         optimizer = torch.optim.SGD(own.values(), lr=0.1, momentum=0.9)
-        shards = Shards(optimizer, [*own.values()], replica, 2)
+        shards = FlatShards(optimizer, [*own.values()], replica, 2)
         stages.append(ShardedStage(own, optimizer, 1, shards))
         stages[-1].restart(0)
     gradients = [{name: torch.randn_like(p) for name, p in alone.named_parameters()} for _ in "123"]

@@ -36,7 +36,6 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import HOST
 from fxpipe.runtime.weights.optimizer import state_size
-from fxpipe.runtime.weights.sharding import Shards
 from fxpipe.torchtools.state import processors
 
 _LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
@@ -169,8 +168,9 @@ def held_sizes(
         missing = own is None or stage.index in elsewhere or options.shards
         if given is not None and parameters and missing:
             optimizers[stage.index] = optimizer = given.of(parameters)
-            if options.shards:
-                Shards(optimizer, [*parameters.values()], options.replicas - 1, options.replicas)
+            if options.sharding is not None and options.shards:
+                last = options.replicas - 1
+                options.sharding(optimizer, [*parameters.values()], last, options.replicas)
     return plan_sizes(
         plan,
         state,

@@ -21,7 +21,7 @@ from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
 
 if TYPE_CHECKING:
-    from fxpipe.runtime.weights.sharding import Shards
+    from fxpipe.runtime.weights.shards import Shards
 
 
 _PARAMETERS = ("params", "param_names")

@@ -22,7 +22,7 @@ from fxpipe.runtime.weights.by_hand import ByHand
 from fxpipe.runtime.weights.live import Mark, differs, mark, settings, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_hooks
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, differing, loading, take
-from fxpipe.runtime.weights.sharding import Shards, refuse_others
+from fxpipe.runtime.weights.shards import Shards
 
 
 class Optimizers:
@@ -42,7 +42,7 @@ class Optimizers:
         given: GivenOptimizer,
         owns: Callable[[int], bool],
         flush: Callable[[], None],
-        shard: tuple[int, int] | None,
+        shard: tuple[type[Shards], int, int] | None,
     ) -> None:
         """Take over the user's whole optimizer, if there is one; the stages are not known yet.
 
@@ -51,7 +51,8 @@ class Optimizers:
             given: makes the optimizers.
             owns: whether this process trains a stage.
             flush: a method that finishes the batches in flight.
-            shard: this replica's number and the number of replicas, if optimizers are sharded.
+            shard: what cuts parameters, this replica's number and the number of replicas, if
+                optimizers are sharded.
         """
         self.made: tuple[Optimizer | None, ...] | None = None
         self.shards: WeakKeyDictionary[Optimizer, Shards] = WeakKeyDictionary()
@@ -261,8 +262,9 @@ class Optimizers:
         made = tuple(self._given.of(stage) if stage else None for stage in owned)
         for optimizer, parameters in zip(made, owned, strict=True):
             if optimizer is not None and self._shard is not None:
-                refuse_others(optimizer)
-                self.shards[optimizer] = Shards(optimizer, [*parameters.values()], *self._shard)
+                kind, replica, replicas = self._shard
+                kind.check(optimizer)
+                self.shards[optimizer] = kind(optimizer, [*parameters.values()], replica, replicas)
         return made
 
     def _loading(

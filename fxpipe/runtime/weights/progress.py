@@ -19,7 +19,7 @@ from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import settings, shown
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
 from fxpipe.runtime.weights.optimizers import Optimizers
-from fxpipe.runtime.weights.sharding import Shards
+from fxpipe.runtime.weights.shards import Shards
 from fxpipe.runtime.weights.stage_weights import History, StageWeights
 from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals

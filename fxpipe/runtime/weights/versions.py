@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from fxpipe.ir.plan import Stage
 from fxpipe.runtime.weights.live import Weights
 from fxpipe.runtime.weights.optimizer_state import frozen
-from fxpipe.runtime.weights.sharding import ShardedStage, Shards
+from fxpipe.runtime.weights.shards import Shards
 from fxpipe.runtime.weights.stage_weights import Buffers, History, StageWeights
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
@@ -67,7 +67,7 @@ class VersionedWeights(Weights):
             if optimizer is None
             else kind(named, optimizer, delay)
             if (parts := shards.get(optimizer)) is None
-            else ShardedStage(named, optimizer, delay, parts)
+            else parts.versions(named, optimizer, delay)
             for named, optimizer, delay in zip(parameters, optimizers, delays, strict=True)
         ]
         for stage in self._stages:
@@ -191,7 +191,7 @@ class VersionedWeights(Weights):
 
     def gather(self, stage: int, version: int, parts: Sequence[Sequence[Tensor]]) -> None:
         weights = self._stages[stage]
-        if isinstance(weights, ShardedStage):
+        if weights.in_parts:
             with self._updating(stage):
                 weights.gather(parts)
 

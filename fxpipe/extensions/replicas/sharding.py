@@ -21,16 +21,13 @@ from fxpipe.errors import InputError, told
 from fxpipe.ir.value import part_of
 from fxpipe.runtime.weights.live import copied, fill
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, Parts, trial
+from fxpipe.runtime.weights.shards import Shards
 from fxpipe.runtime.weights.stage_weights import StageWeights, memory_like, retire
 from fxpipe.torchtools.meta import become
 
 
-class Shards:
-    """One replica's parts of the parameters of a stage.
-
-    Attributes:
-        of: parameter → this replica's part, which the optimizer trains in its place.
-    """
+class FlatShards(Shards):
+    """One replica's parts of the parameters of a stage, as flat arrays."""
 
     def __init__(
         self,
@@ -39,10 +36,7 @@ class Shards:
         replica: int,
         replicas: int,
     ) -> None:
-        """Let a stage's new optimizer, made over all these parameters, train this replica's parts
-        in their place; its groups and their settings stay."""
         self._replica, self._replicas = replica, replicas
-        self.of: dict[nn.Parameter, nn.Parameter]
         self.of = {p: nn.Parameter(self._cut(p.data), p.requires_grad) for p in parameters}
         for group in optimizer.param_groups:
             group["params"] = [self.of[p] for p in group["params"]]
@@ -50,8 +44,17 @@ class Shards:
             if parameter in optimizer.state:
                 optimizer.state[part] = self._state(parameter, optimizer.state.pop(parameter))
 
+    @staticmethod
+    def check(optimizer: Optimizer) -> None:
+        """See Shards.check: after a trial step."""
+        refuse_others(optimizer)
+
+    def versions(
+        self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, delay: int
+    ) -> StageWeights:
+        return ShardedStage(parameters, optimizer, delay, self)
+
     def follow(self) -> None:
-        """Make the parts equal to the current parameters again, if possible as views of them."""
         for parameter, part in self.of.items():
             if part.is_meta != parameter.is_meta:
                 become(part, self._cut(parameter.data))
@@ -65,25 +68,19 @@ class Shards:
                 part.data = part.data.clone()
 
     def parts_of(self, parameters: Sequence[Tensor]) -> list[nn.Parameter]:
-        """This replica's part of each of these parameters."""
         return [self.of[p] for p in parameters]  # type: ignore[index]
 
     def trained(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """This replica's parts of those parameters that are trained, for the other replicas."""
         pairs = zip(parameters, self.parts_of(parameters), strict=True)
         return [part.data for parameter, part in pairs if parameter.requires_grad]
 
     def named(self, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
-        """Part → its parameter's name."""
         return {part: names[p] for p, part in self.of.items() if p in names}
 
     def cut_out(self, saved: OptimizerState, names: Mapping[nn.Parameter, str]) -> OptimizerState:
-        """Cut the state of whole parameters down to these parts."""
         return self._mapped(saved, names, self._state)
 
     def told(self, state: OptimizerState, names: Mapping[nn.Parameter, str]) -> OptimizerState:
-        """Add to each tensor in the state of these parts its place in the whole, see ``Parts``."""
-
         def placed(parameter: nn.Parameter, kept: Mapping[Any, Any]) -> dict[Any, Any]:
             shape, start = tuple(parameter.shape), self._span(parameter).start
             return {
@@ -135,12 +132,14 @@ class ShardedStage(StageWeights):
     ahead, and has memory of its own.
     """
 
+    in_parts = True
+
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         optimizer: Optimizer,
         delay: int,
-        shards: Shards,
+        shards: FlatShards,
     ) -> None:
         self._shards = shards
         super().__init__(parameters, optimizer, delay)

@@ -1,0 +1,1 @@
+"""How replicas sum gradients and share updates, for ``fxpipe.Replicas``."""

@@ -1,0 +1,52 @@
+"""The extension that says how replicas share the work of an update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fxpipe.compiler.options import Options
+from fxpipe.errors import InputError
+from fxpipe.extend import Extension
+from fxpipe.extensions.replicas.sharding import FlatShards
+
+
+@dataclass(frozen=True)
+class Replicas(Extension):
+    """How the replicas of a pipeline sum gradients and update weights; see docs/ranks.md.
+
+    With one replica nothing changes.
+
+    Attributes:
+        shard_optimizer: let each replica keep the optimizer's state for only one part of every
+            parameter, update that part, and send the new weights to the other replicas (ZeRO, stage
+            1). The weights are the same to the bit, and as many bytes are sent. Parameters are cut
+            as flat arrays, so the optimizer has to treat each element by itself, as SGD, Adam and
+            AdamW do; any other is refused. ``pipe.optimizer`` then has only the settings of its
+            groups.
+        bucket_cap_mb: the size in MiB of the buckets in which a stage's gradients are summed, as in
+            ``DistributedDataParallel``. A bucket is sent while the last backward computes the next
+            ones. ``math.inf`` sums all gradients of a stage at once. The sums are the same to the
+            bit.
+    """
+
+    shard_optimizer: bool = False
+    bucket_cap_mb: float = 25
+
+    def options(self, options: Options) -> Options:
+        """The options with these. Raises InputError if a value is no flag or no size, or there is
+        no optimizer to shard."""
+        sharded, cap = self.shard_optimizer, self.bucket_cap_mb
+        if not isinstance(sharded, bool):
+            raise InputError(f"shard_optimizer is {sharded!r}; give True or False")
+        if not isinstance(cap, int | float) or isinstance(cap, bool) or cap <= 0:
+            raise InputError(
+                f"bucket_cap_mb is {cap!r}; give a number of MiB above 0, or math.inf to sum all "
+                "gradients of a stage at once"
+            )
+        if sharded and options.optimizer is None:
+            raise InputError(
+                "shard_optimizer=True, and there is no optimizer; give optimizer=, such as lambda "
+                "parameters: torch.optim.AdamW(parameters), or leave shard_optimizer out"
+            )
+        sharding = FlatShards if sharded else None
+        return replace(options, sharding=sharding, bucket_bytes=cap * 2**20)
