@@ -14,7 +14,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fxpipe.errors import InputError, ParseError
@@ -141,8 +141,9 @@ def home_of(rows: Rows) -> dict[int, int]:
 def schedule_of(rows: Rows, name: str) -> Schedule:
     """Turn the actions of a CSV into a Schedule.
 
-    An overlapped pair becomes its tasks one after another, REDUCE_GRAD becomes ``A``, and each row
-    ends with the updates of its stages. Sends and receives are dropped, as the compiler derives
+    An overlapped forward and backward of two micro-batches become a pair, any other overlapped
+    actions their tasks one after another. REDUCE_GRAD becomes ``A``, and each row ends with the
+    updates of its stages. Sends and receives are dropped, as the compiler derives
     them.
 
     Raises:
@@ -150,7 +151,14 @@ def schedule_of(rows: Rows, name: str) -> Schedule:
     """
     actions = [[a for cell in row for a in cell if a.kind in _TASKS] for row in rows]
     tasks = [[Task(_TASKS[a.kind], a.microbatch, a.stage) for a in row] for row in actions]
-    return _schedule(name, tasks)
+    paired = {
+        Task("B", cell[1].microbatch, cell[1].stage)
+        for row in rows
+        for cell in row
+        if [action.kind for action in cell] == ["F", "B"]
+        if cell[0].microbatch != cell[1].microbatch
+    }
+    return replace(_schedule(name, tasks), paired=frozenset(paired))
 
 
 def _schedule(name: str, rows: Sequence[list[Task]]) -> Schedule:
@@ -195,11 +203,12 @@ def schedule_csv(schedule: Schedule) -> str:
             f"schedule {schedule.name!r} cannot be written as the CSV of "
             f"torch.distributed.pipelining: {'; '.join(reasons)}"
         )
-    rows = [[t for t in row if t.kind not in _IMPLICIT] for row in schedule.rows]
+    rows = [list(_overlapped(schedule, device)) for device in range(schedule.devices)]
     places = {
         (t.kind, t.microbatch, t.stage or 0): Place(device, at)
         for device, row in enumerate(rows)
-        for at, t in enumerate(row)
+        for at, tasks in enumerate(row)
+        for t in tasks
     }
     needs = needs_of(schedule)
     waits: list[list[Wait]] = [[] for _ in rows]
@@ -217,10 +226,21 @@ def schedule_csv(schedule: Schedule) -> str:
     lines: list[str] = []
     for row, filled in zip(rows, columns, strict=True):
         cells = [""] * (filled[-1] + 1)
-        for task, column in zip(row, filled, strict=True):
-            cells[column] = f"{task.stage}{task.kind}{task.microbatch}"
+        for tasks, column in zip(row, filled, strict=True):
+            actions = ";".join(f"{task.stage}{task.kind}{task.microbatch}" for task in tasks)
+            cells[column] = f"({actions}){_PAIR}" if len(tasks) > 1 else actions
         lines.append(",".join(cells) + "\n")
     return "".join(lines)
+
+
+def _overlapped(schedule: Schedule, device: int) -> Iterator[tuple[Task, ...]]:
+    """The tasks of a device that have actions; a pair with a half of a backward in turn, for torch
+    has none."""
+    for unit in schedule.units(device):
+        if unit[-1].kind == "B":
+            yield unit
+        else:
+            yield from ((task,) for task in unit if task.kind not in _IMPLICIT)
 
 
 def _inexpressible(schedule: Schedule) -> Iterator[str]:
