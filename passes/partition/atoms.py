@@ -5,8 +5,8 @@ after:   [conv, view], [split, getitem_0, getitem_1], [mul]
 
 Nodes that must share a stage (``bonds``) form an atom; a view also joins the tensor that it views,
 if nothing else reads that. A tensor with several views, such as the cosines that rotate the keys of
-every layer, is sent to the stages that read it. Nodes on a path between two nodes of an atom join
-it, so that the atoms have no cycle.
+every layer, is sent to the stages that read it: that takes less time than to compute it in each.
+Nodes on a path between two nodes of an atom join it, so that the atoms have no cycle.
 
 The readers of a value keep their ``turns``, so that the stages add gradients in autograd's order.
 This can make the best cut slower, with ``together`` much slower. Proven bounds hold for the cuts
