@@ -1,7 +1,9 @@
-"""Ranks with a CUDA device each, over NCCL: they need two devices, and are skipped without."""
+"""Ranks with a CUDA device each, over NCCL: they need two devices or four, and are skipped
+without. ``tests/simcuda/test_ranks.py`` calls the same functions on simulated ones."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,15 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxpipe
-from tests.gpu.real import needs_gpu
 from tests.gpu.test_cuda import BOUND, Model, at_home
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.oracles import loop
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices"),
-    needs_gpu("NCCL is not simulated"),
-]
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(32, 64), torch.randint(8, (32,))
 
 
 def trained(mesh: DeviceMesh, schedule: str) -> tuple[list[float], dict[str, Tensor | None]]:
@@ -26,7 +26,7 @@ def trained(mesh: DeviceMesh, schedule: str) -> tuple[list[float], dict[str, Ten
     torch.cuda.set_device(mesh.get_local_rank())
     torch.manual_seed(0)
     model, losses = Model(), []
-    x, y = torch.randn(32, 64), torch.randint(8, (32,))
+    x, y = batch()
     with fxpipe.compile(
         model,
         init_device_mesh("cuda", (mesh.size(),), mesh_dim_names=("pp",)),
@@ -40,17 +40,36 @@ def trained(mesh: DeviceMesh, schedule: str) -> tuple[list[float], dict[str, Ten
     return losses, {name: gradient for name, gradient in found.items() if name in own}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b"])
-def test_ranks_train_as_the_loop(schedule: str) -> None:
+def looped() -> tuple[list[float], dict[str, Tensor | None]]:
+    """The losses of three steps of the loop on one device, and its gradients."""
     torch.manual_seed(0)
     alone = Model().cuda()
-    x, y = torch.randn(32, 64), torch.randint(8, (32,))
+    x, y = batch()
     options: dict[str, Any] = {"loss": nn.functional.cross_entropy, "target": y.cuda()}
-    expected = [float(loop.train(alone, 4, x.cuda(), **options).loss) for _ in range(3)]
-    found = on_ranks(2, trained, schedule)
+    losses = [float(loop.train(alone, 4, x.cuda(), **options).loss) for _ in range(3)]
+    return losses, at_home(alone)
+
+
+def compare(
+    ranks: Sequence[tuple[list[float], dict[str, Tensor | None]]],
+    wanted: tuple[list[float], dict[str, Tensor | None]],
+) -> None:
+    """Every rank has the loop's losses, and all together its gradients."""
     whole: dict[str, Tensor | None] = {}
-    for losses, gradients in found:
-        assert losses == pytest.approx(expected, abs=BOUND)
+    for losses, gradients in ranks:
+        assert losses == pytest.approx(wanted[0], abs=BOUND)
         whole |= gradients
-    gradients = at_home(alone)
-    loop.assert_same({name: whole[name] for name in gradients}, gradients, BOUND)
+    loop.assert_same({name: whole[name] for name in wanted[1]}, wanted[1], BOUND)
+
+
+@pytest.mark.parametrize(
+    ("size", "schedule"),
+    [
+        *((2, schedule) for schedule in ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b")),
+        *((4, schedule) for schedule in ("1f1b", "gpipe", "zb-h1")),
+    ],
+)
+def test_ranks_train_as_the_loop(size: int, schedule: str) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"there are no {size} CUDA devices")
+    compare(on_ranks(size, trained, schedule), looped())

@@ -124,7 +124,7 @@ class Beside:
         x, y = self.batch()
         loss = self.pipe.step(x, target=y)
         expected = self.count_step()
-        assert torch.equal(loss, expected), f"{loss} is not {expected}"
+        assert torch.equal(loss.cpu(), expected), f"{loss} is not {expected}"
 
     def count_step(self) -> Tensor:
         """The loop's step after the pipe's own. Returns the loop's loss."""
@@ -137,7 +137,7 @@ class Beside:
         self.optimizer.step()
         state = self.model.state_dict()
         for name, value in self.pipe.state_dict().items():
-            assert torch.equal(value, state[name]), f"{name} is not that of the loop"
+            assert torch.equal(value.cpu(), state[name]), f"{name} is not that of the loop"
         return expected.loss
 
 

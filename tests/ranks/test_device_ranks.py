@@ -1,11 +1,13 @@
-"""Ranks with CUDA devices: gloo's groups stand for NCCL's, and all else is the same code."""
+"""Ranks with CUDA devices, which are simulated, and so is NCCL."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +18,15 @@ from fxpipe import EndedError, ExecutionError, InputError, RankError, Verificati
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.task import B, F, Task, U
 from fxpipe.runtime.ranks.devices import CudaRanks, DeviceChannels
-from fxpipe.runtime.ranks.group import RankGroup
+from fxpipe.runtime.ranks.pairs import PairGroups
 from fxpipe.runtime.ranks.rendezvous import check_cuda_ranks
 from fxpipe.text.program import print_instruction
 from tests.helpers.failing import Beside, die, first_of_each_kind, unchanged
-from tests.helpers.group_ranks import Gloo, use
 from tests.helpers.profiles import deep
-from tests.helpers.ranks import DeviceMesh, Failed, on_ranks, result_of, start
+from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import Snapshot, batch, within
+from tests.simcuda.process import simulated
+from tests.simcuda.ranks import on_devices_of_ranks
 
 KINDS = (ins.Receive, ins.Send, ins.Forward, ins.Backward, ins.Clip, ins.Update)
 
@@ -31,7 +34,13 @@ KINDS = (ins.Receive, ins.Send, ins.Forward, ins.Backward, ins.Clip, ins.Update)
 def streaming(mesh: DeviceMesh, **options: Any) -> tuple[Beside, CudaRanks]:
     """A pipe on such ranks beside the plain loop, and what runs its device."""
     beside = Beside(mesh, **options)
-    return beside, use(beside.pipe)
+    return beside, devices_of(beside.pipe)
+
+
+def devices_of(pipe: fxpipe.Pipeline) -> CudaRanks:
+    backend = pipe._engine._backend
+    assert isinstance(backend, CudaRanks)
+    return backend
 
 
 def sent_values(mesh: DeviceMesh) -> tuple[int, int]:
@@ -53,8 +62,9 @@ def sent_values(mesh: DeviceMesh) -> tuple[int, int]:
     return count, len(sends)
 
 
+@simulated
 def test_every_tensor_between_stages_goes_over_a_process_group() -> None:
-    found = on_ranks(3, sent_values)
+    found = on_devices_of_ranks(3, sent_values)
     assert all(count == sends > 0 for count, sends in found)
 
 
@@ -97,8 +107,9 @@ def failing(mesh: DeviceMesh) -> list[str]:
     return told
 
 
+@simulated
 def test_after_a_failure_all_ranks_raise_have_their_weights_and_refuse_to_go_on() -> None:
-    for found in on_ranks(2, failing):
+    for found in on_devices_of_ranks(2, failing):
         assert {*found} == {kind.__name__ for kind in KINDS}
 
 
@@ -114,11 +125,12 @@ def disagreeing(mesh: DeviceMesh) -> None:
     beside.pipe.close()
 
 
+@simulated
 def test_a_call_that_fails_before_anything_is_sent_leaves_the_pipe_as_it_was() -> None:
-    on_ranks(2, disagreeing)
+    on_devices_of_ranks(2, disagreeing)
 
 
-def bereft(mesh: DeviceMesh) -> str:
+def bereft(mesh: DeviceMesh, told: Path) -> None:
     """A rank dies in the middle of its forwards, while the other waits for it."""
     beside, backend = streaming(mesh)
     beside.step()
@@ -127,16 +139,14 @@ def bereft(mesh: DeviceMesh) -> str:
         vars(backend.lanes[0])["room"] = lambda spec: die()
     with within(10), pytest.raises(RankError) as raised:
         beside.pipe.step(x, target=y)
-    return str(raised.value)
+    told.write_text(str(raised.value))
 
 
-def test_the_death_of_a_rank_is_told_by_its_name(tmp_path: Any) -> None:
-    ranks = [start(rank, 2, str(tmp_path), bereft) for rank in range(2)]
-    for process in ranks:
-        process.join(120)
-    assert "rank 1" in result_of(str(tmp_path), 0)
-    with pytest.raises(Failed):
-        result_of(str(tmp_path), 1)
+@simulated
+def test_the_death_of_a_rank_is_told_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        on_devices_of_ranks(2, bereft, tmp_path / "told")
+    assert "rank 1" in (tmp_path / "told").read_text()
 
 
 def left(mesh: DeviceMesh) -> None:
@@ -158,30 +168,23 @@ def left(mesh: DeviceMesh) -> None:
         if name in own:
             given, expected = grads[name], parameter.grad
             assert given is not None and expected is not None
-            assert torch.allclose(given, expected, rtol=1e-4, atol=1e-5), name
+            assert torch.allclose(given.cpu(), expected, rtol=1e-4, atol=1e-5), name
     beside.pipe.close()
 
 
+@simulated
 def test_a_call_that_nobody_goes_back_from_leaves_nothing_posted() -> None:
-    on_ranks(2, left)
+    on_devices_of_ranks(2, left)
 
 
-class Blocking(Gloo):
-    """Sends that wait until their receives are posted, as NCCL's may."""
-
-    def __init__(self, group: RankGroup, device: torch.device) -> None:
-        super().__init__(group, device)
-        self.tokens: list[Any] = []
+class Blocking(PairGroups):
+    """Sends for which the host waits, as NCCL's streams do."""
 
     def send(self, target: int, value: torch.Tensor) -> Any:
-        made = self._groups[self._ranks.rank, target]
-        made.recv([torch.empty(1)], 1, 1).wait()
-        return super().send(target, value)
-
-    def receive(self, source: int, room: torch.Tensor) -> Any:
-        made, token = self._groups[source, self._ranks.rank], torch.zeros(1)
-        self.tokens.append((token, made.send([token], 0, 1)))
-        return super().receive(source, room)
+        work = super().send(target, value)
+        while self._aborted is None and not work.is_completed():
+            time.sleep(0.001)
+        return work
 
 
 def ahead(device: int, devices: int, microbatches: int) -> Iterator[Task]:
@@ -197,8 +200,8 @@ def blocking(mesh: DeviceMesh, schedule: Any, window: int | None) -> bool:
     """Whether two steps over such channels come to their end, with fewer receives posted ahead than
     are needed if ``window`` says so."""
     beside = Beside(mesh, schedule=schedule, microbatches=4)
-    backend = use(beside.pipe)
-    backend._pairs = pairs = Blocking(beside.pipe._group, torch.device("cpu"))
+    backend = devices_of(beside.pipe)
+    backend._pairs = pairs = Blocking(beside.pipe._group, backend._pairs.device)
     x, y = batch(8)
     beside.pipe.prepare(x, target=y)
     compiled = beside.pipe._calls.compiled()
@@ -226,16 +229,18 @@ def blocking(mesh: DeviceMesh, schedule: Any, window: int | None) -> bool:
     return came
 
 
+@simulated
 @pytest.mark.parametrize(
     ("size", "schedule"),
     [(2, ahead), (3, "zb-h1"), (3, "2bw"), *deep((2, "2bw"), (3, "1f1b"), (3, "gpipe"))],
 )
 def test_a_proven_program_ends_over_channels_that_block(size: int, schedule: Any) -> None:
-    assert on_ranks(size, blocking, schedule, None) == [True] * size
+    assert on_devices_of_ranks(size, blocking, schedule, None) == [True] * size
 
 
+@simulated
 def test_a_program_that_is_refused_gets_stuck_over_channels_that_block() -> None:
-    assert on_ranks(2, blocking, ahead, 0) == [False, False]
+    assert on_devices_of_ranks(2, blocking, ahead, 0) == [False, False]
 
 
 def test_devices_that_cannot_exchange_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +287,7 @@ def other_size(mesh: DeviceMesh) -> list[str]:
     return [str(raised.value), *getattr(raised.value, "__notes__", [])]
 
 
+@simulated
 def test_a_value_of_another_size_than_was_traced_is_refused_by_its_name() -> None:
-    for told in on_ranks(2, other_size):
+    for told in on_devices_of_ranks(2, other_size):
         assert "if the size of a value changes, make and use it on the same stage" in "".join(told)

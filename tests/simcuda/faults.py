@@ -220,14 +220,14 @@ FAULTS = {
     ),
     "new streams do not follow the caller": Fault(
         LANES,
-        "made = self._after_caller(self._made.make(self.device))",
-        "made = self._made.make(self.device)",
+        "made = self._after_caller(_stream(self.device))",
+        "made = _stream(self.device)",
         ("computed inputs",),
     ),
     "streams of a copy's source do not follow the caller": Fault(
         LANES,
-        "self._after_caller(self._made.make(source))",
-        "self._made.make(source)",
+        "self._after_caller(_stream(source))",
+        "_stream(source)",
         ("computed inputs",),
     ),
     "a device that is new to the pipe does not follow the caller": Fault(
@@ -280,14 +280,14 @@ FAULTS = {
     ),
     "stored values go to memory that is not pinned": Fault(
         LANES,
-        'torch.empty_like(value, device="cpu", pin_memory=True)\n        return pinned',
-        'torch.empty_like(value, device="cpu")\n        return pinned',
+        "return _pinned_like(value).copy_(value, non_blocking=True)",
+        "return torch.empty_like(value, device='cpu').copy_(value, non_blocking=True)",
         ("offload",),
     ),
     "storing waits": Fault(
         LANES,
-        "return pinned.copy_(value, non_blocking=True)",
-        "return pinned.copy_(value)",
+        "return _pinned_like(value).copy_(value, non_blocking=True)",
+        "return _pinned_like(value).copy_(value)",
         ("offload",),
     ),
     "inputs of the host are copied while the host waits": Fault(

@@ -223,6 +223,12 @@ void run_some(int most) {
   }
 }
 
+// After a long time, other streams get nothing.
+void starve_others() {
+  if (mode == STARVING && draw() % 64 == 0)
+    for (auto& queue : queues) queue->starves = draw() & 1;
+}
+
 // Run only what a mark needs, which is the latest order that there is. Returns false if another
 // process has to go on first.
 bool run_for(MarkPtr mark) {
@@ -250,8 +256,7 @@ void run_until(const MarkPtr& mark) {
       give_way();
       continue;
     }
-    if (mode == STARVING && draw() % 64 == 0)
-      for (auto& queue : queues) queue->starves = draw() & 1;
+    starve_others();
     run_head(*queues[found[draw() % found.size()]]);
   }
 }
@@ -693,6 +698,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     raise_failure();
     if (!event) return true;
     // time passes, so that a host that asks again and again comes to an end
+    starve_others();
     if (mode >= RANDOM) run_some(draw() % 3);
     if (mode == LAZY && draw() % 4 == 0) run_some(1);
     raise_failure();
@@ -1348,6 +1354,7 @@ struct TransferWork final : c10d::Work {
   }
   bool isCompleted() override {
     Locked locked;
+    if (end) run_for(end);  // time passes for a host that asks again and again
     return end && end->reached;
   }
 };

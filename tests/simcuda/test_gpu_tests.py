@@ -16,12 +16,11 @@ DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 """Not by hypothesis, which pytest would find imported in the process with devices."""
 
 GPU = Path(__file__).parents[1] / "gpu"
-FILES = ("test_cuda.py", "test_cuda_graphs.py", "test_cuda_ranks.py")
-"""``test_compile_memory`` here runs what else there is."""
+FILES = ("test_cuda.py", "test_cuda_graphs.py")
+"""``test_compile_memory`` and ``test_ranks`` here run what else there is."""
 
 CANNOT = {
     "times are not simulated",
-    "NCCL is not simulated",
     "the driver makes no green context: PyTorch was not built with Green Context support!",
 }
 """Why tests are skipped there."""

@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import fxpipe
-from fxpipe import DeviceError, DeviceMemoryError
+from fxpipe import DeviceMemoryError, ExecutionError
+from fxpipe.runtime.choice import Dispatches
 from tests.helpers.profiles import DEEP
 from tests.simcuda.drawn import (
     EXTRAS,
@@ -34,6 +36,8 @@ pytestmark = simulated
 SEED = int(os.environ.get("FXPIPE_SEED", random.SystemRandom().randrange(10**6)))
 
 PLACES = ["cuda:0", "cuda:1"]
+
+both = pytest.mark.parametrize("dispatch", ["device", "thread"])
 
 
 def test_settings_are_drawn_of_all_kinds() -> None:
@@ -105,18 +109,21 @@ def test_a_step_needs_its_peak_to_the_byte_and_names_the_device_that_lacks_it() 
     assert all(equal)
 
 
-def fails_late() -> tuple[str, str]:
-    """An index outside of a table, in one micro-batch of many steps."""
+def fails(dispatch: Dispatches, waits: bool) -> tuple[str, str, str]:
+    """An index outside of a table, in one micro-batch of many steps: the error's type, its text
+    with notes, and the suspects. If the environment says so, each launch waits until it is done."""
     from tests.simcuda import cuda
 
-    cuda.configure(cuda.Mode.LAZY)
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1" if waits else "0"
+    cuda.configure(cuda.Mode.EAGER if waits else cuda.Mode.LAZY)
     model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 64), nn.Linear(64, 8))
     x, y = torch.randint(16, (8, 4)), torch.randint(8, (8, 4))
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(out.flatten(0, 1), y.flatten())
 
-    with fxpipe.compile(model, PLACES, microbatches=4, loss=loss, partition=["2"]) as pipe:
+    options: dict[str, Any] = {"microbatches": 4, "loss": loss, "partition": ["2"]}
+    with fxpipe.compile(model, PLACES, extensions=[fxpipe.Dispatch(dispatch)], **options) as pipe:
         pipe.step(x, target=y)
         torch.cuda.synchronize()
         x[5, 0] = 1 << 20
@@ -124,11 +131,22 @@ def fails_late() -> tuple[str, str]:
             for _ in range(50):
                 pipe.step(x, target=y)
             pytest.fail("nothing has failed")
-        except DeviceError as error:
-            return str(error), str(error.suspects)
+        except ExecutionError as error:
+            told = "".join([str(error), *getattr(error, "__notes__", [])])
+            return type(error).__name__, told, str(getattr(error, "suspects", ()))
 
 
-def test_a_kernel_that_fails_late_is_among_the_suspects() -> None:
-    told, suspects = on_devices(fails_late)
-    assert "cuda:0" in told
+@both
+def test_a_kernel_that_fails_late_is_among_the_suspects(dispatch: Dispatches) -> None:
+    kind, told, suspects = on_devices(fails, dispatch, False)
+    assert kind == "DeviceError"
+    assert "cuda:0" in told and "CUDA_LAUNCH_BLOCKING=1" in told
     assert "s0[2]" in suspects
+
+
+@both
+def test_with_launches_that_wait_an_error_is_of_its_instruction(dispatch: Dispatches) -> None:
+    kind, told, _ = on_devices(fails, dispatch, True)
+    assert kind == "ExecutionError"
+    assert "forward s0[2]" in told
+    assert "since then a device reports" in told

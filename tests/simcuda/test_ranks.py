@@ -2,53 +2,51 @@
 
 from __future__ import annotations
 
-import tempfile
+import os
+import random
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe.ir.recipe import RECIPES
+from tests.gpu import test_cuda_ranks as on_gpus
 from tests.helpers.profiles import DEEP
-from tests.simcuda.process import at_once, simulated
-from tests.simcuda.training import CUTS, Dropout, sgd
+from tests.oracles import loop
+from tests.oracles.delayed_loop import DelayedLoop
+from tests.ranks.test_equal import Results, equal, run_cases
+from tests.simcuda.process import on_devices, simulated
+from tests.simcuda.ranks import on_devices_of_ranks
+from tests.simcuda.training import OVERLAPPING, sgd
 
 pytestmark = simulated
 
 dist: Any = torch.distributed
 
-LAZY, RANDOM = 1, 2
+LAZY, RANDOM, STARVING = 1, 2, 3
 
+ORDERS = (LAZY, RANDOM, STARVING)
 
-def on_devices_of_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``function(mesh, *args)`` on ranks that have a simulated device each."""
-    with tempfile.TemporaryDirectory() as folder:
-        calls = [(rank, size, folder, function, args) for rank in range(size)]
-        return at_once(_call, calls, devices=size)
+SEED = int(os.environ.get("FXPIPE_SEED", random.SystemRandom().randrange(10**6)))
+"""It changes from run to run: every message names it, and ``FXPIPE_SEED`` sets it."""
 
+MICROBATCHES = 8
 
-def _call(
-    rank: int, size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
-    from tests.simcuda import cuda, nccl
+STEPS = 4
 
-    nccl.install()
-    torch.cuda.set_device(rank)
-    cuda.configure(cuda.Mode.LAZY)
-    store = dist.FileStore(str(Path(folder, "store")), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    found = function(init_device_mesh("cuda", (size,), mesh_dim_names=("pp",)), *args)
-    torch.cuda.synchronize(rank)  # the others wait for what this process still sends
-    dist.barrier()
-    return found
+FLUSHED = [
+    *(name for name in RECIPES if name not in (*OVERLAPPING, "inference", "chimera")),
+    "2bw",
+]
+"""The schedules whose steps end with all of their batch done, and 2BW; copies of stages, as
+Chimera has, are refused on such devices."""
 
 
 def group(mesh: DeviceMesh) -> Any:
@@ -132,53 +130,126 @@ def test_each_transfer_of_a_communicator_ends_before_the_next_but_in_a_group(gro
     assert on_devices_of_ranks(2, crossed, grouped) == [True, True]
 
 
-def trained(mesh: DeviceMesh, schedules: Sequence[str], modes: Sequence[int]) -> list[str]:
-    """What differs between training on CPU devices and on ranks, and races."""
+class Deep(nn.Module):
+    """Eight like layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+def deep() -> Deep:
+    torch.manual_seed(0)
+    return Deep()
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(step))
+    return x, y
+
+
+def looped(schedule: str) -> dict[str, Tensor]:
+    """The losses and weights of the plain loop; for 2BW, of one that reads weights a step late."""
+    model, made = deep(), dict[str, Tensor]()
+    optimizer = sgd(model.parameters())
+    delayed = DelayedLoop(model, optimizer, mse_loss, MICROBATCHES, lambda _: 1)
+    for step in range(STEPS):
+        x, y = data(step)
+        if schedule == "2bw":
+            made[f"loss {step}"] = delayed.step(x, y)
+            continue
+        optimizer.zero_grad()
+        made[f"loss {step}"] = loop.train(model, MICROBATCHES, x, target=y, loss=mse_loss).loss
+        optimizer.step()
+    return {**made, **model.state_dict()}
+
+
+def trained(mesh: DeviceMesh, schedules: Sequence[str], seed: int) -> list[str]:
+    """Races, and what differs from the loop; what streams run comes in other orders in each step,
+    and in other ones on each rank."""
     from tests.simcuda import cuda
 
-    wrong: list[str] = []
+    size, wrong = mesh.size(), list[str]()
     for schedule in schedules:
-        wanted = _train(["cpu"] * mesh.size(), mesh.size(), schedule)
-        for mode in modes:
-            cuda.configure(cuda.Mode(mode), 1)
-            cuda.take()
-            made = _train(mesh, mesh.size(), schedule)
-            wrong += [f"{schedule}: {race}" for race in cuda.take().races]
+        stages = RECIPES[schedule](size, MICROBATCHES).stages
+        cuts = [f"layers.{8 * stage // stages}" for stage in range(1, stages)]
+        options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": mse_loss, "optimizer": sgd}
+        made: dict[str, Tensor] = {}
+        with fxpipe.compile(deep(), mesh, schedule=schedule, partition=cuts, **options) as pipe:
+            for step in range(STEPS):
+                mode = ORDERS[(step + mesh.get_local_rank()) % len(ORDERS)]
+                cuda.configure(cuda.Mode(mode), seed + step)
+                x, y = data(step)
+                made[f"loss {step}"] = pipe.step(x, target=y)
+            pipe.flush()
+            made |= pipe.state_dict()
+            wanted = looped(schedule)
             wrong += [
-                f"{schedule} in mode {mode}: another {name}"
+                f"{schedule} with seed {seed}: another {name}"
                 for name, value in made.items()
-                if not torch.equal(value, wanted[name])
+                if not torch.equal(value.cpu(), wanted[name])
             ]
+        wrong += [f"{schedule} with seed {seed}: {race}" for race in cuda.take().races]
     return wrong
-
-
-def _train(devices: Any, size: int, schedule: str) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Dropout()
-    options: dict[str, Any] = {"microbatches": 4, "loss": cross_entropy, "optimizer": sgd}
-    cuts = CUTS["dropout"][RECIPES[schedule](size, 4).stages]
-    with fxpipe.compile(model, devices, schedule=schedule, partition=cuts, **options) as pipe:
-        losses = []
-        for step in range(4):
-            x, y = model.batch(torch.Generator().manual_seed(step))
-            losses.append(pipe.step(x, target=y))
-        pipe.flush()
-        made = {f"loss {i}": loss for i, loss in enumerate(losses)}
-        made |= {f"weight {name}": value for name, value in pipe.state_dict().items()}
-        return {name: value.detach().cpu().clone() for name, value in made.items()}
-
-
-FLUSHING = ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "looped-bfs", "zb-v"]
-QUICK = ["1f1b", "interleaved-1f1b", "zb-v", "2bw"]
 
 
 @pytest.mark.parametrize(
     ("size", "schedules"),
     [
-        (2, [*FLUSHING, "v-half", "v-min", "dualpipe-v", "2bw"] if DEEP else QUICK),
-        (4, ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "2bw"] if DEEP else ["1f1b", "2bw"]),
+        (2, FLUSHED if DEEP else ["1f1b", "interleaved-1f1b", "zb-v", "2bw"]),
+        (4, FLUSHED if DEEP else ["gpipe", "v-half", "2bw"]),
     ],
 )
-def test_ranks_on_devices_train_as_cpu_devices_do(size: int, schedules: Sequence[str]) -> None:
-    modes = [LAZY, RANDOM] if DEEP else [LAZY]
-    assert on_devices_of_ranks(size, trained, schedules, modes) == [[]] * size
+def test_ranks_on_devices_train_as_the_loop(size: int, schedules: Sequence[str]) -> None:
+    assert on_devices_of_ranks(size, trained, schedules, SEED) == [[]] * size
+
+
+CASES: Mapping[int, Sequence[str]] = {
+    2: [
+        *("clipped", "scaled", "deferred, 2bw", "leaf"),
+        *("changing", "differentiated", "profiled"),
+    ],
+    3: ["tied, 2bw"],
+}
+"""Ranks → what they run."""
+
+if DEEP:
+    CASES = {
+        2: [*CASES[2], "recomputed", "tied, 2bw", "symbolic", "own task", "gradients"],
+        3: ["1f1b", "zb-h1", "2bw", "tied", "tied, 2bw"],
+        4: ["1f1b", "gpipe", "zb-h1", "pipedream", "tied"],
+    }
+
+
+def run_on_devices(mesh: DeviceMesh, names: Sequence[str]) -> dict[str, Results]:
+    """What each case gives."""
+    from tests.simcuda import cuda
+
+    found: dict[str, Results] = {}
+    for name in names:
+        found |= run_cases(mesh, [name])
+        if races := cuda.take().races:
+            found[name] = {"error": races[0]}
+    return found
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_ranks_on_devices_give_the_bits_of_one_process(size: int) -> None:
+    alone = on_devices(run_cases, size, CASES[size])
+    ranks = on_devices_of_ranks(size, run_on_devices, CASES[size])
+    for name in CASES[size]:
+        equal([found[name] for found in ranks], alone[name])
+
+
+@pytest.mark.parametrize(
+    ("size", "schedule"), [(2, "1f1b"), (2, "interleaved-1f1b"), (4, "gpipe"), (4, "zb-h1")]
+)
+def test_the_tests_of_nccl_pass_on_simulated_devices(size: int, schedule: str) -> None:
+    wanted = on_devices(on_gpus.looped)
+    on_gpus.compare(on_devices_of_ranks(size, on_gpus.trained, schedule), wanted)

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 from fxpipe.errors import CaptureError
-from fxpipe.runtime.devices.lanes import ALONE, Streams
+from fxpipe.ir.launch import COMPUTE
+from fxpipe.runtime.devices.lanes import ALONE, Lanes
 
 T = TypeVar("T")
 
@@ -31,8 +32,7 @@ class SlotGraphs:
     """
 
     def __init__(self) -> None:
-        self._streams = Streams()
-        self._aside: torch.Stream | None = None  # captures in place of the default stream
+        self._aside: Lanes | None = None  # captures in place of the default stream
         self._pool: Any = None
         # kept, as torch cannot use a pool again once its last graph is gone
         self._first: torch.cuda.CUDAGraph | None = None
@@ -46,8 +46,8 @@ class SlotGraphs:
             stream: Any = torch.cuda.current_stream()
             if stream == torch.cuda.default_stream():  # which cannot be captured
                 if self._aside is None:
-                    self._aside = self._streams.make(stream.device, computes=True)
-                stream = self._aside
+                    self._aside = Lanes(stream.device)
+                stream = self._aside.stream(COMPUTE)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()

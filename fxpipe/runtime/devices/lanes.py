@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -50,44 +50,6 @@ TRIES = 32
 """How many streams of torch's pool to try: all streams of a device, if no other code takes any."""
 
 
-class Streams:
-    """Streams that no other instance of this class computes on, as long as this object lives."""
-
-    def __init__(self) -> None:
-        # each stream, and whether it computes
-        self._streams: list[tuple[torch.Stream, bool]] = []
-        with _lock:
-            _all[self] = None
-
-    def take(self, stream: torch.Stream) -> torch.Stream:
-        """Compute on a stream that the user has chosen."""
-        with _lock:
-            self._streams.append((stream, True))
-        return stream
-
-    def make(self, device: torch.device, *, computes: bool = False) -> torch.Stream:
-        """Make a stream. A compute stream is not shared; a stream for copies is shared with other
-        copies if torch has no more."""
-        with _lock:
-            taken = [
-                stream
-                for streams in _all
-                for stream, other_computes in streams._streams
-                if computes or other_computes
-            ]
-            stream = torch.Stream(device)
-            for _ in range(TRIES):
-                if stream not in taken:
-                    break
-                stream = torch.Stream(device)
-            self._streams.append((stream, computes))
-        return stream
-
-
-_all: WeakKeyDictionary[Streams, None] = WeakKeyDictionary()
-_lock = threading.Lock()
-
-
 class Lanes:
     """The streams of one device of a program, kept from run to run.
 
@@ -102,15 +64,14 @@ class Lanes:
         self.device = home(place)
         self.kind = kind_of(self.device)
         self._place = place  # a stream of the user's may end with its object
-        self._made = Streams()
-        computing = (
-            self._made.take(plain(place))
-            if isinstance(place, torch.Stream)
-            else self._made.make(place, computes=True)
-        )
-        self._streams: dict[str, torch.Stream] = {COMPUTE: computing}
+        self._streams: dict[str, torch.Stream] = {}
         # name of the receiving stream, source device → the source's stream that does the copy
         self._leaving: dict[tuple[str, torch.device], torch.Stream] = {}
+        with _lock:
+            self._streams[COMPUTE] = (
+                plain(place) if isinstance(place, torch.Stream) else _stream(place, computes=True)
+            )
+            _all.add(self)
         # device → the end of what the caller had launched there before the run
         self._before: Mapping[torch.device, torch.Event] = {}
         self._followed: torch.Event | None = None  # see ``follow``
@@ -119,7 +80,8 @@ class Lanes:
     def stream(self, name: str) -> torch.Stream:
         """A stream by its name in programs. One made during a run is ordered like the others."""
         if name not in self._streams:
-            self._streams[name] = made = self._after_caller(self._made.make(self.device))
+            with _lock:
+                self._streams[name] = made = self._after_caller(_stream(self.device))
             if self._followed is not None:
                 made.wait_event(self._followed)
         return self._streams[name]
@@ -154,8 +116,7 @@ class Lanes:
     def take(self, value: Tensor) -> Tensor:
         """Copy a tensor to the host's memory, on the current stream. torch does not reuse pinned
         memory before copies from it are done."""
-        pinned = torch.empty_like(value, device="cpu", pin_memory=True)
-        return pinned.copy_(value, non_blocking=True)
+        return _pinned_like(value).copy_(value, non_blocking=True)
 
     def room(self, spec: ValueSpec) -> Tensor:
         """Allocate the device's memory for a value, with the strides that ``bring`` gives it."""
@@ -220,7 +181,8 @@ class Lanes:
         with current(self.stream(COMPUTE)):
             target = torch.empty_like(value, device=self.device)
         if value.is_cpu:
-            pinned = value if value.is_pinned() else value.pin_memory()
+            # not pin_memory(), which refuses rows that are one in memory
+            pinned = value if value.is_pinned() else _pinned_like(value).copy_(value)
             target.copy_(pinned, non_blocking=True)
             if pinned is value and stream != PREFETCH:  # nobody overwrites what was offloaded
                 self._reading = self.mark(stream)
@@ -238,7 +200,8 @@ class Lanes:
         """The stream of the source device that copies for one of this device's streams."""
         key = stream, source
         if key not in self._leaving:
-            self._leaving[key] = self._after_caller(self._made.make(source))
+            with _lock:
+                self._leaving[key] = self._after_caller(_stream(source))
         return self._leaving[key]
 
     def _through_host(
@@ -246,7 +209,7 @@ class Lanes:
     ) -> Tensor:
         """Copy through pinned memory, which torch reuses only when both copies are done. The
         arriving stream is the current one."""
-        staged = torch.empty_like(value, device="cpu", pin_memory=True)
+        staged = _pinned_like(value)
         leaving.wait_event(arriving.record_event())
         with current(leaving):
             staged.copy_(value, non_blocking=True)
@@ -254,8 +217,29 @@ class Lanes:
         return target.copy_(staged, non_blocking=True)
 
 
+_all: WeakSet[Lanes] = WeakSet()
+_lock = threading.Lock()
+"""Held from the choice of a stream until its lanes have it."""
+
+
+def _stream(device: torch.device, *, computes: bool = False) -> torch.Stream:
+    """Make a stream on which no other lanes compute. One that ``computes`` is not shared; one for
+    copies is shared with other copies if torch has no more."""
+    taken = [s for x in _all for s in (x.every() if computes else [x.stream(COMPUTE)])]
+    for _ in range(TRIES):
+        stream = torch.Stream(device)
+        if stream not in taken:
+            break
+    return stream
+
+
 def room(spec: ValueSpec, device: torch.device) -> Tensor:
     """Allocate memory for a value as ``torch.empty_like`` does: dense, dimensions in its order."""
     assert spec.strides is not None
     like = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
     return torch.empty_like(like, device=device)
+
+
+def _pinned_like(value: Tensor) -> Tensor:
+    """Allocate pinned memory of the host for a value."""
+    return torch.empty_like(value, device="cpu", pin_memory=True)

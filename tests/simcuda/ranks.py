@@ -1,0 +1,43 @@
+"""Processes with a simulated device each, which transfer tensors as by NCCL."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.simcuda.process import at_once
+
+dist: Any = torch.distributed
+
+
+def on_devices_of_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``function(mesh, *args)`` on ranks that have a simulated device each.
+
+    Raises:
+        AssertionError: the function raised on a rank, or its process has ended.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        calls = [(rank, size, folder, function, args) for rank in range(size)]
+        return at_once(_call, calls, devices=size)
+
+
+def _call(
+    rank: int, size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    from tests.simcuda import cuda, nccl
+
+    nccl.install()
+    torch.cuda.set_device(rank)
+    cuda.configure(cuda.Mode.LAZY)
+    store = dist.FileStore(str(Path(folder, "store")), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    found = function(init_device_mesh("cuda", (size,), mesh_dim_names=("pp",)), *args)
+    torch.cuda.synchronize(rank)  # the others wait for what this process still sends
+    dist.barrier()
+    return found
