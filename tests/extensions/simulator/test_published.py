@@ -21,7 +21,7 @@ from fxpipe.schedules.one_f_one_b import grouped
 from tests.helpers.profiles import DEEP
 from tests.oracles.small_simulator import device_stash
 
-FOLDER = Path(__file__).parents[1] / "published"
+FOLDER = Path(__file__).parents[2] / "published"
 
 TABLES = {
     next(line.split()[1] for line in block.splitlines() if line.startswith("schedule ")): block
