@@ -28,10 +28,10 @@ from fxpipe.log import LOGGER
 from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import LossModule
-from fxpipe.passes.tracing.explain import differing_line, explained, refuse_names
+from fxpipe.passes.tracing.explain import differing_line, refuse_names, untraceable
 from fxpipe.passes.tracing.leaf_calls import LeafCalls
 from fxpipe.passes.tracing.leaf_nests import REST
-from fxpipe.passes.tracing.rest import Calls, split
+from fxpipe.passes.tracing.rest import ModuleCalls, split
 from fxpipe.passes.tracing.trace import Dims, is_free, shapes_of
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
@@ -295,7 +295,7 @@ class FrontEnd:
         if self.options.tracer is not None or not refusal.where:
             self._leaves.shrink()
             raise refusal
-        calls = Calls(model, args, kwargs)
+        calls = ModuleCalls(model, args, kwargs)
         reached: list[str] = []
         begins = 0
 
@@ -359,7 +359,7 @@ class FrontEnd:
             if isinstance(error, FxpipeError):
                 raise
             # the model itself has run before, so that PyTorch's tracers have failed
-            raise explained(model, error) from error
+            raise untraceable(model, error) from error
         finally:
             if calls is not None:
                 calls.forget()

@@ -35,7 +35,7 @@ from fxpipe.passes.graph.exported import (
 )
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
-from fxpipe.passes.tracing.explain import at_node, explained
+from fxpipe.passes.tracing.explain import at_node, untraceable
 from fxpipe.passes.tracing.trace import Dims, Shapes, is_free, user_inputs
 from fxpipe.torchtools.state import Autocasts, autocasts
 
@@ -77,7 +77,7 @@ def functionalise(
     except Exception as error:
         if model is None:
             raise
-        raise explained(model, error) from error
+        raise untraceable(model, error) from error
 
 
 def _functional(

@@ -48,7 +48,7 @@ _ON_VALUES = ("DataDependent", "data-dependent", "cannot be used as inputs to co
 _OUTSIDE = (".numpy()", "np.ndarray")
 
 
-def explained(model: nn.Module, error: Exception, other: str = "") -> TraceError:
+def untraceable(model: nn.Module, error: Exception, other: str = "") -> TraceError:
     """Return a TraceError that explains the exception of a tracer.
 
     Args:

@@ -26,7 +26,7 @@ from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Traced, Value
 from fxpipe.passes.tracing.leaf_graph import Example, leaf_tensors, reserve_names
 from fxpipe.passes.tracing.leaf_nests import (
-    Place,
+    TensorPlace,
     UnfitLeaf,
     can_be_given,
     indices,
@@ -66,15 +66,15 @@ _SIZED = torch.ops.fxpipe.sized.default
 
 
 @dataclass(frozen=True)
-class Call:
+class LeafCall:
     """One call of a leaf module.
 
     Attributes:
         number: identifies the call in ``_known``.
         name: the module's name in the model.
-        given: positional and keyword arguments, with a ``Place`` for each tensor.
+        given: positional and keyword arguments, with a ``TensorPlace`` for each tensor.
         results: the path, as indices, to each tensor in the result.
-        returned: the result, with a ``Place`` for each tensor.
+        returned: the result, with a ``TensorPlace`` for each tensor.
         casts: the autocast under which the module was called.
     """
 
@@ -112,7 +112,7 @@ class LeafCalls:
         results' sizes are checked in every step."""
         self.leaves = leaves
         self.unasked = unasked
-        self.calls: list[Call] = []
+        self.calls: list[LeafCall] = []
         self._indices: Iterator[int] = iter(())
         self._inside = False
 
@@ -172,7 +172,7 @@ class LeafCalls:
         if any(tensor.is_quantized for tensor in tensors):
             raise UnfitLeaf(name, "returns a quantised tensor; return x.dequantize()")
         number = max(_known, default=-1) + 1
-        call = Call(
+        call = LeafCall(
             number,
             name,
             with_places(name, "is given", (args, kwargs)),
@@ -197,7 +197,7 @@ class LeafCalls:
         self.calls[index] = replace(call, given=placed)
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         results = torch.ops.fxpipe.leaf(tensors, call.number)
-        return pytree.tree_map_only(Place, lambda place: results[place.index], call.returned)
+        return pytree.tree_map_only(TensorPlace, lambda place: results[place.index], call.returned)
 
 
 def record_leaves(
@@ -332,7 +332,9 @@ class _Rewriter:
         """Replace the operation that stands for a leaf module by a call of the module."""
         tensors: Any = node.args[0]
         call = self.calls[int(str(node.args[1]))]
-        args, kwargs = pytree.tree_map_only(Place, lambda place: tensors[place.index], call.given)
+        args, kwargs = pytree.tree_map_only(
+            TensorPlace, lambda place: tensors[place.index], call.given
+        )
         args, kwargs = with_objects((args, kwargs), node)
         with self.graph.inserting_before(node):
             module = self.graph.call_module(call.name, args, kwargs)

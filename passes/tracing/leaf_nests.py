@@ -1,4 +1,4 @@
-"""Inputs and results of leaf modules: pytrees in which a ``Place`` stands for each tensor."""
+"""Inputs and results of leaf modules: pytrees in which a ``TensorPlace`` stands for each tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class UnfitLeaf(TraceError):
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Stands for a tensor in a pytree.
 
     Attributes:
@@ -45,16 +45,16 @@ class Place:
     index: int
 
 
-_PLAIN = (Place, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = (TensorPlace, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def with_places(name: str, what: str, values: Any) -> Any:
-    """The inputs or results of a leaf module, with a ``Place`` instead of each tensor.
+    """The inputs or results of a leaf module, with a ``TensorPlace`` instead of each tensor.
 
     Raises:
-        UnfitLeaf: an object cannot be made with a ``Place`` in it.
+        UnfitLeaf: an object cannot be made with a ``TensorPlace`` in it.
     """
-    places = map(Place, itertools.count())
+    places = map(TensorPlace, itertools.count())
     try:
         return pytree.tree_map_only(Tensor, lambda _: next(places), values)
     except Exception as error:

@@ -36,7 +36,7 @@ class _Reached(BaseException):
     """Ends ``forward`` after a call. Not an Exception, which ``forward`` might catch."""
 
 
-class Calls:
+class ModuleCalls:
     """The submodules that a model's own ``forward`` calls, in their order.
 
     Attributes:
@@ -110,7 +110,7 @@ class Rest(nn.Module):
         learnt: whether ``learn`` has run.
     """
 
-    def __init__(self, model: nn.Module, calls: Calls, count: int) -> None:
+    def __init__(self, model: nn.Module, calls: ModuleCalls, count: int) -> None:
         """Let the rest begin after ``count`` of the calls."""
         super().__init__()
         self._names = calls.names[:count]
@@ -198,7 +198,7 @@ class Rest(nn.Module):
         ]
 
 
-def split(model: nn.Module, calls: Calls, count: int, reached: list[str]) -> nn.Module:
+def split(model: nn.Module, calls: ModuleCalls, count: int, reached: list[str]) -> nn.Module:
     """Return a twin of the model that has the rest of ``forward`` as one more submodule, REST.
 
     The twin shares the model's parameters. Its rest begins after ``count`` of the calls; each run

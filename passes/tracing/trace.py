@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError, way_out
-from fxpipe.passes.tracing.explain import explained
+from fxpipe.passes.tracing.explain import untraceable
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import functions_kept
 from fxpipe.torchtools.pytrees import returning_parts
@@ -77,7 +77,7 @@ def trace(
                 raise
             except Exception as error:
                 errors.append(error)
-    raise explained(model, errors[-1]) from errors[0]
+    raise untraceable(model, errors[-1]) from errors[0]
 
 
 def export(

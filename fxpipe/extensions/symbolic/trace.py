@@ -29,7 +29,7 @@ from fxpipe.extensions.symbolic.state_reads import StateReads
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Traced
 from fxpipe.passes.graph.aliasing import is_view
-from fxpipe.passes.tracing.explain import explained, refuse_names
+from fxpipe.passes.tracing.explain import refuse_names, untraceable
 from fxpipe.passes.tracing.leaf_graph import Example, leaf_tensors, reserve_names
 from fxpipe.passes.tracing.objects import object_of
 from fxpipe.torchtools import source
@@ -73,7 +73,7 @@ class SymbolicTracer:
             if isinstance(error, FxpipeError) or source.lacks_memory(error):
                 raise
             refuse_names(model)
-            raise explained(model, error, _OTHER) from error
+            raise untraceable(model, error, _OTHER) from error
 
     def calls(self, module: nn.Module) -> bool:
         """Whether a submodule is one of PyTorch's."""
@@ -113,7 +113,7 @@ def trace_symbolically(
                 f"{type(model).__name__} cannot be traced symbolically (a decorator around its "
                 f"forward hides the parameters of forward); {_OTHER}"
             ) from error
-        raise explained(model, error, _OTHER) from error
+        raise untraceable(model, error, _OTHER) from error
     finally:
         for module, buffers in before.items():
             module._buffers.update(buffers)
