@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxpipe
-from fxpipe.errors import InputError, TraceError
+from fxpipe.errors import TraceError
 from fxpipe.passes.tracing import leaf_calls
 from tests.oracles import loop
 from tests.passes.graph.test_check import Backwards
@@ -245,21 +245,6 @@ def compiled(model: nn.Module, leaves: Any, extensions: Any = ()) -> None:
         extensions=[fxpipe.LeafModules(*leaves), *extensions],
         example=((x,), {"target": x}),
     ).close()
-
-
-@pytest.mark.parametrize(
-    ("leaves", "message"),
-    [
-        (["inn"], "no submodule 'inn'.*inner"),
-        ([nn.LSTM], "LSTM, which is no submodule"),
-        ([nn.Linear(4, 4)], "a Linear, which is no submodule"),
-        ([""], "no submodule ''"),
-        ([["inner"]], "a list, which is no submodule"),
-    ],
-)
-def test_what_is_no_submodule_is_refused(leaves: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        compiled(Around(Branching(4)), leaves)
 
 
 class Does(nn.Module):

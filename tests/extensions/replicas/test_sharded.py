@@ -56,6 +56,7 @@ def run_cases(mesh: DeviceMesh, names: list[str]) -> list[Results]:
     return [trained(mesh, shards=True, **CASES[name]) for name in names]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("shape", [*SHAPES])
 def test_sharded_optimizers_give_the_bits_of_whole_ones(shape: tuple[int, int]) -> None:
     replicas, devices = shape
@@ -188,6 +189,7 @@ def figures(mesh: DeviceMesh) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.smoke
 def test_optimizer_state_is_divided_by_the_replicas_and_as_many_bytes_are_sent() -> None:
     ranks = on_ranks(3, figures, replicas=3)
     for schedule in ("1f1b", "2bw"):
@@ -266,6 +268,7 @@ class Normed(torch.optim.Optimizer):
                     parameter -= group["lr"] * parameter.grad / parameter.grad.norm()
 
 
+@pytest.mark.smoke
 def test_optimizers_that_need_whole_parameters_are_refused() -> None:
     weights = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))]
     known: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -296,6 +299,7 @@ def test_optimizers_that_need_whole_parameters_are_refused() -> None:
         assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.smoke
 def test_what_cannot_be_sharded_is_refused_before_anything_runs() -> None:
     with pytest.raises(InputError, match="there is no optimizer; give optimizer="):
         fxpipe.compile(Tiny(), 2, extensions=SHARDED)

@@ -15,6 +15,7 @@ import fxpipe
 from fxpipe.extensions.replicas.sharding import FlatShards, ShardedStage
 from fxpipe.runtime.ranks.summing import cut
 from fxpipe.runtime.weights.optimizer_state import frozen
+from tests.extensions.replicas.test_sharded import state_bytes
 from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
 from tests.ranks.test_replicas import (
     OPTIMIZERS,
@@ -27,7 +28,6 @@ from tests.ranks.test_replicas import (
     pipe_of,
 )
 from tests.ranks.test_replicas_together import breaking, go_on
-from tests.ranks.test_sharded import state_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,6 +56,7 @@ def continued(
         return go_on(pipe, replica, load, save, steps)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_checkpoints_go_from_sharded_optimizers_to_whole_ones_and_back(
     tmp_path: Path, schedule: str
@@ -183,6 +184,7 @@ def test_a_model_gets_its_values_after_its_optimizers_are_made(tmp_path: Path) -
             assert_equal(state, {key: expected[key] for key in state}, str(steps))
 
 
+@pytest.mark.smoke
 def test_parts_may_be_ahead_of_the_version_which_takes_the_memory_of_the_oldest() -> None:
     alone = nn.Linear(3, 5)
     plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
