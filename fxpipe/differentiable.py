@@ -28,7 +28,7 @@ from fxpipe.runtime.run import FlushedRun
 _DETACH = (torch.ops.aten.detach.default, torch.detach, "detach")
 
 
-def outputs_of(host: BatchHost, run: FlushedRun) -> list[Any]:
+def call_outputs(host: BatchHost, run: FlushedRun) -> list[Any]:
     """Run the forwards and return the flat outputs, joined over micro-batches."""
 
     def result() -> list[Any]:
@@ -175,7 +175,7 @@ class _Pipe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
         assert call.run is not None
-        outputs = outputs_of(call.host, call.run)
+        outputs = call_outputs(call.host, call.run)
         call.versions = [tensor._version for tensor in call.watched]
         ctx.call = call
         ctx.set_materialize_grads(False)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
-from fxpipe.differentiable import differentiable_call, outputs_of
+from fxpipe.differentiable import call_outputs, differentiable_call
 from fxpipe.errors import RESTORE, EndedError, InputError
 from fxpipe.extend import find, there
 from fxpipe.ir.traced import Traced
@@ -141,7 +141,7 @@ class Engine:
     def infer(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, without gradients."""
         host, run = self._called(compiled, micro)
-        return outputs_of(host, run)
+        return call_outputs(host, run)
 
     def call(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""

@@ -65,7 +65,7 @@ def _merged(before: Tensor, more: float | Tensor, mean: Tensor, more_squares: Te
     )
 
 
-def measured(x: Tensor) -> tuple[Tensor, Tensor]:
+def moments_of(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and unbiased variance of each channel of x: (samples, channels, …)."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     variance, mean = torch.var_mean(x.detach(), dims)

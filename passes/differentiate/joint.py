@@ -21,7 +21,7 @@ from fxpipe.ir.plan import Stage, pop, stash
 from fxpipe.ir.traced import AUTOCAST
 from fxpipe.ir.value import Edge
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.record import NotRecorded, Recorder, told
+from fxpipe.passes.differentiate.record import NotRecorded, Recorder, inherited
 from fxpipe.passes.differentiate.split_joint import split_joint
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.torchtools.pytrees import bytes_of
@@ -107,7 +107,7 @@ class _StageInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         n.meta["custom"] = {**n.meta.get("custom", {}), ORIGIN: n.name}
         if self.recorder is not None:
-            self.recorder.meta = told(n)
+            self.recorder.meta = inherited(n)
         if n.op == "call_function" and n.target is pop:
             value = self.given[str(n.args[0])]
         elif n.op == "call_function" and n.target is stash:
@@ -317,7 +317,7 @@ def _blamed(
         def enter(node: fx.Node) -> Any:
             def hook(_: Any) -> None:
                 if recorder is not None:
-                    recorder.meta = told(node)
+                    recorder.meta = inherited(node)
                     return
                 current.close()
                 current.enter_context(fx_traceback.set_current_meta(node))

@@ -28,7 +28,7 @@ from fxpipe.passes.graph.aliasing import functional_variant, keeps_type, may_ali
 
 _DEVICE = torch.ops.prim.device.default
 
-_TOLD = ("custom", "stack_trace", "nn_module_stack", "source_fn_stack")
+_INHERITED = ("custom", "stack_trace", "nn_module_stack", "source_fn_stack")
 """Metadata that the nodes traced from a node inherit from it."""
 
 
@@ -37,9 +37,9 @@ class NotRecorded(Exception):
     neither an argument nor computed inside."""
 
 
-def told(node: fx.Node) -> Mapping[str, Any]:
+def inherited(node: fx.Node) -> Mapping[str, Any]:
     """The metadata that the nodes traced from a node inherit from it."""
-    return {key: node.meta[key] for key in _TOLD if key in node.meta}
+    return {key: node.meta[key] for key in _INHERITED if key in node.meta}
 
 
 class Recorder(TorchDispatchMode):

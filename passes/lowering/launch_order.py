@@ -18,7 +18,7 @@ from fxpipe.ir.value import HOST, Buffer
 from fxpipe.ir.walk import usual_cost
 
 
-class Launched(NamedTuple):
+class Ordered(NamedTuple):
     """An instruction in its place.
 
     Attributes:
@@ -37,7 +37,7 @@ def source_of(program: Program, arrival: ins.Arrival) -> int:
     return HOST if isinstance(arrival, ins.Load) else program.origin(arrival)
 
 
-def launch_order(program: Program, ahead: int) -> list[list[Launched]]:
+def launch_order(program: Program, ahead: int) -> list[list[Ordered]]:
     """Device → its list with the arrivals moved up, in an order over all lists.
 
     An arrival moves up across ``ahead`` computations, or as many as possible. It does not move
@@ -125,10 +125,10 @@ class _Walk:
         self._waiting: dict[Buffer, int] = {}
         self._gathered: set[int] = set()
         self._ready = [(0.0, device) for device in range(program.devices)]
-        self._launched: list[list[Launched]] = [[] for _ in program.lists]
+        self._launched: list[list[Ordered]] = [[] for _ in program.lists]
         self._rank = 0
 
-    def run(self) -> list[list[Launched]]:
+    def run(self) -> list[list[Ordered]]:
         """Launch all lists to their ends."""
         while self._ready or self._put_off():
             _, device = heapq.heappop(self._ready)
@@ -184,7 +184,7 @@ class _Walk:
         if not isinstance(instruction, ins.Move):
             sent = [self._sent.get(buffer, 0.0) for buffer in instruction.uses(self._program)]
             start = max([start, *sent])
-        self._launched[d].append(Launched(self._rank, start, instruction))
+        self._launched[d].append(Ordered(self._rank, start, instruction))
         self._rank += 1
         device.queue.popleft()
         device.now = start + usual_cost(instruction)

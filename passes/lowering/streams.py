@@ -13,7 +13,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE, OFFLOAD, PREFETCH, Event, Launch, arrivals
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
-from fxpipe.passes.lowering.launch_order import Launched, launch_order, source_of
+from fxpipe.passes.lowering.launch_order import Ordered, launch_order, source_of
 from fxpipe.passes.runner import comes_after
 
 
@@ -182,7 +182,7 @@ def _stream(program: Program, instruction: ins.Instruction) -> str:
 
 
 def free_late(
-    program: Program, order: Sequence[Sequence[Launched]]
+    program: Program, order: Sequence[Sequence[Ordered]]
 ) -> tuple[tuple[ins.Instruction, ...], ...]:
     """Device → its list, with the frees of sent values moved back so that no sender waits for a
     copy.
@@ -205,7 +205,7 @@ class _Use(NamedTuple):
     batch: int
 
 
-def _uses(program: Program, order: Sequence[Sequence[Launched]]) -> dict[object, _Use]:
+def _uses(program: Program, order: Sequence[Sequence[Ordered]]) -> dict[object, _Use]:
     """Value → its use on the device that receives it, in the window in which it arrives."""
     uses: dict[object, _Use] = {}
     for list_ in order:
@@ -221,7 +221,7 @@ def _uses(program: Program, order: Sequence[Sequence[Launched]]) -> dict[object,
 
 
 def _moved(
-    device: int, order: Sequence[Launched], uses: dict[object, _Use]
+    device: int, order: Sequence[Ordered], uses: dict[object, _Use]
 ) -> tuple[ins.Instruction, ...]:
     list_ = [launched.instruction for launched in order]
     stops = [at for at, x in enumerate(list_) if not isinstance(x, ins.Move)]

@@ -25,7 +25,7 @@ from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.graph.lazy_module import copied
-from fxpipe.torchtools.moments import DeferredNorm, gather, measured
+from fxpipe.torchtools.moments import DeferredNorm, gather, moments_of
 
 aten = torch.ops.aten
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default
@@ -205,7 +205,7 @@ class Gather(nn.Module):
 
     def forward(self, x: Tensor) -> None:
         with torch.no_grad():
-            self.moments.copy_(gather(self.moments, x, *measured(x)))
+            self.moments.copy_(gather(self.moments, x, *moments_of(x)))
 
 
 class _Leaves(_Deferrer):

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe import InputError, TraceError
-from fxpipe.torchtools.moments import gather, measured
+from fxpipe.torchtools.moments import gather, moments_of
 from tests.helpers.leaf_tracer import LeavesOnly
 from tests.oracles import loop
 
@@ -254,7 +254,7 @@ def test_gathered_moments_are_those_of_everything(sizes: list[int], seed: int) -
     parts = [torch.randn(size, 3, 2, dtype=torch.float64) + 1e6 for size in sizes]
     moments = torch.zeros(3, 3, dtype=torch.float64)
     for part in parts:
-        moments = gather(moments, part, *measured(part))
+        moments = gather(moments, part, *moments_of(part))
     whole = torch.cat(parts)
     count, mean, squares = moments
     assert count.tolist() == [2 * sum(sizes)] * 3
