@@ -8,16 +8,22 @@ import pytest
 
 import fxpipe
 from fxpipe.errors import InputError
+from fxpipe.runtime import choice
 from fxpipe.runtime.choice import Dispatches
 from tests.helpers.tiny import adam, batch, pipe_of
 
 
 @pytest.mark.parametrize(("by", "count"), [("device", 2), ("thread", 1)])
-def test_the_threads_are_as_asked_however_small_the_tensors(by: Dispatches, count: int) -> None:
+@pytest.mark.parametrize("small", [0, 999])
+def test_the_threads_are_as_asked_whatever_the_sizes_of_tensors_are(
+    by: Dispatches, count: int, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "SMALL", small)
+    monkeypatch.setattr(choice, "processors", lambda: 2)
     x, y = batch()
     with pipe_of(2, optimizer=adam, extensions=[fxpipe.Dispatch(by)]) as pipe:
         pipe.step(x, target=y)
-        assert len(pipe._engine._workers) == count
+        assert pipe._calls.shown is not None and pipe._calls.shown.threads == count
 
 
 @pytest.mark.parametrize(
