@@ -63,7 +63,8 @@ def _waiting(launch: Launch, recorded: set[Event | None]) -> Launch:
 
 
 def unroll_schedule(schedule: Schedule, steps: int) -> Schedule:
-    """Write out the run of a schedule over some steps, as ``unroll`` does for a program.
+    """Write out the run of a schedule over some steps, as ``unroll`` does for a program; the tasks
+    of pairs come apart.
 
     Raises:
         InputError: ``steps`` is less than 1, or the result would be too long.
@@ -77,16 +78,7 @@ def unroll_schedule(schedule: Schedule, steps: int) -> Schedule:
         )
         for row in schedule.rows
     )
-    # a pair whose one half has no batch is not a pair there
-    paired = {
-        replace(second, batch=step + second.batch)
-        for device in range(schedule.devices if schedule.paired else 0)
-        for first, *rest in schedule.units(device)
-        for second in rest
-        for step in range(steps + schedule.depth)
-        if 0 <= step + first.batch < steps and 0 <= step + second.batch < steps
-    }
-    return replace(schedule, rows=rows, paired=frozenset(paired))
+    return replace(schedule, rows=rows, paired=frozenset())
 
 
 def absolute(instruction: ins.Instruction, step: int) -> ins.Instruction:

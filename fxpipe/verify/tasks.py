@@ -354,10 +354,9 @@ def dependencies(window: Window, needs: Callable[[Key], Iterable[Key]]) -> Itera
                 if on.moment > (at if late is None else late).moment:
                     late = on
             elif on.batch == at.batch:
-                # a pair starts together, and ends together
-                start = at.position - (at[:2] in seconds)
+                # what a forward makes leaves at the end of its pair
                 end = on.position + ((on.device, on.position + 1) in seconds)
-                waits[at.device].append((start, on.device, end))
+                waits[at.device].append((at.position, on.device, end))
             elif on.batch < at.batch:
                 yield _too_early(window, at, on)
         if late is not None:

@@ -192,6 +192,20 @@ def test_passes_leave_pairs_whole(schedule: Schedule) -> None:
     assert not end_with_flush(schedule).paired
 
 
+def test_a_late_update_of_replicas_leaves_pairs_whole() -> None:
+    for m, ahead in product(range(2, 8), range(1, 3)):
+        rows: list[list[Task]] = [[], []]
+        for i in range(m):
+            batch, j = divmod(i - ahead, m)
+            rows[0] += [F(i, 0), B(j, 0, batch=batch)]
+            rows[0] += [U(0, batch=batch)] if j == m - 1 else []
+            rows[1] += [F(i, 1), B(i, 1)]
+        then = frozenset(task for task in rows[0] if task.kind == "B")
+        window = Schedule("w", m, (0, 1), (tuple(rows[0]), (*rows[1], U(1))), 1, paired=then)
+        for shards in False, True:
+            assert add_reduce(window.verify(), shards).verify().paired == then
+
+
 def published(table: str) -> Schedule:
     """A published schedule with the pairs that stand in its comments."""
     text = table
