@@ -998,6 +998,18 @@ bool is_tensors(const c10::Argument& result) {
          result.type()->isSubtypeOf(*c10::ListType::ofTensors());
 }
 
+// Call a CPU kernel. What draws without a generator leaves the host's as it is: devices have others.
+void call_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (!op.hasTag(at::Tag::nondeterministic_seeded)) return op.callBoxed(stack);
+  static auto& own = *new Tensor;  // the state that devices draw from
+  at::Generator host = at::detail::getDefaultCPUGenerator();
+  Tensor before = host.get_state();
+  if (own.defined()) host.set_state(own);
+  op.callBoxed(stack);
+  own = host.get_state();
+  host.set_state(before);
+}
+
 // One call of an operator. Its results are allocated at once, with the sizes that the operator's
 // meta kernel gives; an entry computes them later by the CPU kernel. Where there is no meta kernel,
 // or a size depends on data, the host waits, as it does on a GPU.
@@ -1100,7 +1112,7 @@ struct Call {
     launch(stream, uses(), name, [] {});
     host_waits(record(stream), "results of " + name);
     torch::jit::Stack found(args_on_host());
-    op.callBoxed(&found);
+    call_kernel(op, &found);
     for (size_t i = 0; i < returned.size(); i++) {
       if (is_written(returned[i])) {
         torch::jit::push(*stack, written[i]);
@@ -1131,7 +1143,7 @@ struct Call {
     launch(current_queue(device.index()), uses, name, [op = op, inputs, outs, given]() mutable {
       torch::jit::Stack found(inputs);
       for (size_t i : given) found[i] = at::empty({0}, inputs[i].toTensor().options());
-      op.callBoxed(&found);
+      call_kernel(op, &found);
       for (size_t k = 0; k < given.size(); k++)
         inputs[given[k]].toTensor().copy_(found[k].toTensor());
       size_t k = 0;

@@ -227,22 +227,25 @@ if DEEP:
     }
 
 
-def run_on_devices(mesh: DeviceMesh, names: Sequence[str]) -> dict[str, Results]:
-    """What each case gives."""
+def run_on_devices(mesh: DeviceMesh, names: Sequence[str], seed: int) -> dict[str, Results]:
+    """What each case gives, in other orders of what streams run."""
     from tests.simcuda import cuda
 
     found: dict[str, Results] = {}
-    for name in names:
+    for number, name in enumerate(names):
+        mode = ORDERS[(number + mesh.get_local_rank()) % len(ORDERS)]
+        cuda.configure(cuda.Mode(mode), seed + number)
         found |= run_cases(mesh, [name])
         if races := cuda.take().races:
-            found[name] = {"error": races[0]}
+            found[name] = {"error": f"in mode {mode} with seed {seed}: {races[0]}"}
     return found
 
 
 @pytest.mark.parametrize("size", CASES)
 def test_ranks_on_devices_give_the_bits_of_one_process(size: int) -> None:
     alone = on_devices(run_cases, size, CASES[size])
-    ranks = on_devices_of_ranks(size, run_on_devices, CASES[size])
+    ranks = on_devices_of_ranks(size, run_on_devices, CASES[size], SEED)
+    print(f"FXPIPE_SEED={SEED}")  # shown if a value differs
     for name in CASES[size]:
         equal([found[name] for found in ranks], alone[name])
 

@@ -213,3 +213,15 @@ def layers() -> dict[str, float]:
 
 def test_layers_with_kernels_of_their_own_compute_as_on_the_cpu() -> None:
     assert max(on_devices(layers).values()) < 1e-5
+
+
+def drawn() -> list[bool]:
+    """Whether the host's generator is as it was, and a device draws other numbers each time."""
+    before = torch.get_rng_state()
+    first, second = (torch.rand(8, device="cuda:0").tolist() for _ in range(2))
+    torch.nn.functional.dropout(torch.ones(8, device="cuda:0")).tolist()
+    return [torch.equal(before, torch.get_rng_state()), first != second]
+
+
+def test_what_a_device_draws_leaves_the_generator_of_the_host_as_it_is() -> None:
+    assert on_devices(drawn) == [True, True]
