@@ -23,7 +23,6 @@ import pytest
 from fxpipe import formatting
 from fxpipe.errors import FxpipeError
 from fxpipe.extensions.cli import main
-from fxpipe.ir.recipe import RECIPES
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -131,22 +130,3 @@ def test_the_pictures_of_the_readme_are_there_and_small() -> None:
     assert sorted(paths) == [f"docs/pictures/{name}" for name in PICTURES]
     for path in paths:
         assert 0 < (ROOT / path).stat().st_size < 150_000
-
-
-def test_the_bubble_in_the_table_of_schedules_is_that_of_their_simulations() -> None:
-    halves = {"F": 1, "I": 1, "W": 1, "B": 2, "U": 0}
-    rows = re.findall(r"^\| `([\w-]+)` \| ([^|]*) \| ([^|]*) \|", README.read_text(), re.MULTILINE)
-    checked = []
-    for name, bubble, between in rows:
-        formula, _, where = bubble.replace("v m", "2m").partition(", ")
-        if name not in RECIPES or not set(formula) <= set("(pm0123456789 +−)/"):
-            continue
-        checked.append(name)
-        for p, m in ((2, 8), (4, 8), (4, 16), (8, 16)):
-            if p == 2 and where == "p even > 2":
-                continue
-            simulation = RECIPES[name](p, m).simulate(halves)
-            for text, value in ((formula, simulation.bubble), (between, simulation.bubble_size)):
-                text = re.sub(r"(?<=\d)(?=[mp(])|(?<=m)(?=\()", "*", text).replace("−", "-")
-                assert value == pytest.approx(eval(text, {"p": p, "m": m})), (name, text)
-    assert len(checked) == 10

@@ -152,14 +152,6 @@ def test_a_clip_before_another_stages_gradients_is_refused() -> None:
         fxpipe.Schedule.parse(text).verify()
 
 
-def test_clipping_without_a_flush_makes_nobody_wait() -> None:
-    plain = find_recipe("2bw")(4, 8)
-    clipped = add_clip(plain)
-    costs: dict[str | tuple[str, int], float] = {"F": 1.0, "B": 2.0, "U": 0.0, "C": 0.0}
-    before = plain.simulate(costs, steps=20).makespan
-    assert clipped.simulate(costs, steps=20).makespan <= before * 1.02
-
-
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "enough"),
     [("pipedream", 1, "2,2,2"), ("cdp-v2", 3, "1,1,1")],

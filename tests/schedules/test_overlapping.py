@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
@@ -11,8 +10,6 @@ from math import ceil
 import pytest
 
 from fxpipe.errors import VerificationError
-from fxpipe.extensions.simulator import Sizes
-from fxpipe.ir.instruction import Backward, Forward
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, Task, U
@@ -210,20 +207,18 @@ def test_activations_of_cyclic_data_parallelism_are_constant(recipe: Recipe) -> 
     """(N + 1)/2 models' worth over all devices at any time; N replicas come to N models' worth."""
     for n in range(1, 7):
         held = n * (n + 1) // 2  # of one stage and micro-batch, of which n are a model's worth
-        sizes = Sizes(saved=dict.fromkeys(range(n), 100))
-        ran = recipe(n, n).simulate({"F": 1, "B": 1, "U": 0}, steps=6, sizes=sizes)
-        begun = [s.start for s in ran.spans if isinstance(s.instruction, Forward)]
-        ended = [s.end for s in ran.spans if isinstance(s.instruction, Backward)]
+        ran = [each for own in simulate(run_of(recipe(n, n), 6), AS_LONG) for each in own]
+        begun = [each.start for each in ran if each.task.kind == "F"]
+        ended = [each.end for each in ran if each.task.kind == "B"]
         for now in range(2 * n, 2 * n * 5):  # from the first backwards to the last step's flush
             assert sum(t <= now for t in begun) - sum(t <= now for t in ended) == held
-        assert sum(ran.stash) == sum(recipe(n, n).stash().stages) == held
-        assert sum(memory.parts["stash"] for memory in ran.memory) == 100 * held
-        replica = Schedule("replica", 1, (0,) * n, (tuple(_all_stages(n)),)).verify()
-        assert n * replica.simulate(sizes=sizes).memory[0].parts["stash"] == 100 * n * n
+        assert sum(recipe(n, n).stash().stages) == held
+        assert n * sum(whole_replica(n).verify().stash().stages) == n * n
 
 
-def _all_stages(n: int) -> Iterator[Task]:
+def whole_replica(n: int) -> Schedule:
     """A micro-batch on one device that holds all stages."""
-    yield from (F(0, stage) for stage in range(n))
-    yield from (B(0, stage) for stage in reversed(range(n)))
-    yield from (U(stage) for stage in range(n))
+    there = (F(0, stage) for stage in range(n))
+    back = (B(0, stage) for stage in reversed(range(n)))
+    updates = (U(stage) for stage in range(n))
+    return Schedule("replica", 1, (0,) * n, ((*there, *back, *updates),))

@@ -1,4 +1,4 @@
-"""Pairs: a forward and a backward that run together, from the language to the times of a step."""
+"""Pairs: a forward and a backward that run together, from the language to a step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from fxpipe import B, F, InputError, Pair, ParseError, Schedule, Task, U, W
 from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.ir.recipe import find_recipe, fixed
 from fxpipe.passes.schedule import add_recompute, add_reduce, end_with_flush
-from fxpipe.schedules import one_f_one_b
 from fxpipe.schedules.dualpipe_v import dualpipe
 from tests.helpers.faults import faults_of
-from tests.oracles.small_simulator import HALVES, idle, makespan, run_of, simulate
+from tests.oracles.small_simulator import HALVES, busy, makespan, simulate
 
 TABLES = (Path(__file__).parents[1] / "published" / "schedules.txt").read_text().split("\n\n")
 DUALPIPE = [table for table in TABLES if table.startswith("# DualPipe, ")]
@@ -108,76 +107,6 @@ def test_what_is_no_pair_is_named() -> None:
             Schedule.parse(head + f"0: {row}")
 
 
-@given(pairings(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.data())
-def test_a_pair_starts_once_and_takes_its_own_time(
-    schedule: Schedule, f: int, i: int, w: int, data: st.DataObject
-) -> None:
-    takes = {"F": f, "B": i + w, "I": i, "W": w, "A": 0, "U": 0}
-    for kind in schedule.kinds & {*"BIW"}:
-        takes[f"F&{kind}"] = data.draw(st.integers(max(f, takes[kind]), f + takes[kind]))
-    if not schedule.paired:
-        takes = {kind: time for kind, time in takes.items() if "&" not in kind}
-    if not runs(schedule):
-        return
-    found, expected = schedule.simulate(takes), simulate(schedule, takes)
-    assert found.makespan == makespan(expected)
-    assert found.bubble_size == idle(expected)
-
-
-def test_a_pair_of_which_only_one_half_has_a_batch_is_none() -> None:
-    window = Schedule.parse("""
-schedule window stages=2 microbatches=2 delay=1
-place 0 | 1
-0: F0&B0' F1&B1' U'
-1: F0 F1&B0 B1 U
-""").verify()
-    takes = {"F": 2, "B": 4, "U": 0, "F&B": 5}
-    for steps in 1, 2, 4:
-        whole = run_of(window, steps)
-        halves = frozenset(
-            then
-            for tasks in whole.rows
-            for first, then in pairwise(tasks)
-            if (first.kind, then.kind) == ("F", "B")
-            if int(first.microbatch or 0) - int(then.microbatch or 0) == 2 - (then.stage or 0)
-        )
-        assert len(halves) == 2 * (steps - 1) + steps
-        expected = simulate(replace(whole, paired=halves), takes)
-        assert window.simulate(takes, steps=steps).makespan == makespan(expected)
-
-
-@pytest.mark.parametrize(
-    ("costs", "told"),
-    [
-        ({"F&B": 4}, "F3@0&B0@0, whose tasks take 1 and 2; give a time from 2 to 3"),
-        ({"F&B": 1}, "give a time from 2 to 3"),
-        ({"F&Q": 2}, "no kind of task 'F&Q'"),
-    ],
-)
-def test_a_time_that_no_pair_can_take_is_named(costs: dict[str, float], told: str) -> None:
-    with pytest.raises(InputError, match=re.escape(told)):
-        paired(2, 4).simulate(costs)
-
-
-def test_a_grid_and_a_picture_show_pairs() -> None:
-    schedule, costs = paired(2, 3), {"F": 1, "B": 2, "F&B": 2, "U": 0}
-    assert schedule.grid(costs=costs).splitlines()[1:] == [
-        "0: F0 F1 F2 .  .  B0--- B1--- B2---",
-        "1: .  F0 F1 F2&B0 B1--- B2--- .  .",
-    ]
-    alone = replace(schedule, paired=frozenset())
-    drawn, apart = (s.draw(costs={"U": 0}).source for s in (schedule, alone))
-    assert "a pair, which runs together" in drawn
-    assert "a pair" not in apart
-    # a box around the pair, one of the legend, and its text
-    assert drawn.count("pos=") == apart.count("pos=") + 3
-
-
-def test_times_of_pairs_are_refused_where_there_are_none() -> None:
-    with pytest.raises(InputError, match="has none; leave it out"):
-        one_f_one_b(2, 4).simulate({"F&B": 2})
-
-
 @given(pairings())
 def test_passes_leave_pairs_whole(schedule: Schedule) -> None:
     if not runs(schedule):
@@ -234,8 +163,9 @@ def test_dualpipes_published_idle_time_comes_out(p: int, m: int, f: int, w: int)
     schedule, b = dualpipe(p, m).verify(), f + w
     for both in (b, f + b):
         takes = {"F": f, "B": b, "I": f, "W": w, "F&B": both, "A": 0, "U": 0}
-        found = schedule.simulate(takes)
-        idles, formula = found.through - max(found.busy), (p // 2 - 1) * (both + b - 3 * w)
+        ran = simulate(schedule, takes)
+        idles = makespan(ran) - max(busy(ran, device) for device in range(p))
+        formula = (p // 2 - 1) * (both + b - 3 * w)
         assert idles == formula if both == f + b else idles <= formula
     assert schedule.stash().devices == (p + 1,) * p
 

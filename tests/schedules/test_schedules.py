@@ -15,7 +15,6 @@ import pytest
 import fxpipe
 from fxpipe import schedules
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.ir.instruction import Give, ReduceScatter, Update
 from fxpipe.ir.recipe import Recipe, find_recipe, round_robin, vee
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, Task, U
@@ -28,8 +27,6 @@ from tests.oracles.small_simulator import (
     grid,
     peak_stash,
     run_of,
-    simulate,
-    times,
 )
 
 BOX = [(p, m) for p in range(1, 7) for m in range(1, 14)]
@@ -84,24 +81,6 @@ def test_every_schedule_is_valid(recipe: Recipe) -> None:
 def test_schedules_over_more_stages_a_device_are_valid(recipe: str, chunks: int) -> None:
     for p, m in BOX:
         LIBRARY[recipe].placed(round_robin(chunks))(p, m).verify()
-
-
-@by_name
-@pytest.mark.parametrize("takes", [AS_LONG, HALVES, times(3, 2, 4)])
-def test_the_simulator_runs_a_schedule_as_the_few_lines_of_the_tests_do(
-    recipe: Recipe, takes: dict[str, int]
-) -> None:
-    for p, m in [(1, 1), (1, 4), (2, 3), (3, 2), (3, 7), (4, 1), (4, 9), (6, 5)]:
-        schedule = made(recipe, p, m)
-        steps = 3 if schedule.depth else 1
-        timeline = simulate(run_of(schedule, steps), takes)
-        simulated: list[list[tuple[float, float]]] = [[] for _ in range(p)]
-        for span in schedule.simulate({k: takes[k] for k in takes}, steps=steps).spans:
-            if not isinstance(span.instruction, Update | Give | ReduceScatter):
-                simulated[span.device].append((span.start, span.end))
-        assert simulated == [
-            [(ran.start, ran.end) for ran in own if ran.task.kind not in "AU"] for own in timeline
-        ]
 
 
 @by_name

@@ -118,7 +118,7 @@ def test_a_place_without_the_stage_itself_is_no_text() -> None:
         Schedule.parse(HEAD.replace("+0 1", "0 1") + "\n".join(RIGHT))
 
 
-@given(
+copy_edits = given(
     st.tuples(st.integers(2, 4), st.integers(1, 4)),
     st.lists(
         st.tuples(
@@ -131,9 +131,22 @@ def test_a_place_without_the_stage_itself_is_no_text() -> None:
         max_size=4,
     ),
 )
+"""Devices and micro-batches, and edits for ``edited_copies``."""
+
+
+@copy_edits
 def test_edited_copies_are_refused_or_run(
     counts: tuple[int, int], edits: list[tuple[str, int, int]]
 ) -> None:
+    edited = edited_copies(counts, edits)
+    assert accepts(edited) == schedule_is_right(edited)
+    if accepts(edited):
+        program = chain_program(add_reduce(edited)).verify()
+        assert type(program).parse(str(program)) == program
+
+
+def edited_copies(counts: tuple[int, int], edits: list[tuple[str, int, int]]) -> Schedule:
+    """Chimera, edited in turn: the edit, which task or copy, and where to."""
     schedule = find_recipe("chimera")(*counts)
     rows, copies = [list(row) for row in schedule.rows], list(map(set, schedule.copies))
     for edit, pick, to in edits:
@@ -153,22 +166,4 @@ def test_edited_copies_are_refused_or_run(
             row.insert(at, replace(task, stage=to % schedule.stages))
         elif edit != "drop":
             other.insert(at - 1 if edit == "swap" and at else to % (len(other) + 1), task)
-    edited = replace(schedule, rows=tuple(map(tuple, rows)), copies=tuple(map(tuple, copies)))
-    assert accepts(edited) == schedule_is_right(edited)
-    if accepts(edited):
-        program = chain_program(add_reduce(edited)).verify()
-        program.simulate()
-        assert type(program).parse(str(program)) == program
-
-
-def test_a_schedule_that_leaves_its_sums_out_is_drawn_and_told_with_them() -> None:
-    """As compile runs it: each device gets an A right after its last backward of a stage."""
-    text = (
-        "schedule shared stages=2 microbatches=2 delay=0\nplace 0 | 1 | +0\n"
-        "0: F0 B0 {}U\n1: F0 B0 F1 B1 {}U\n2: F1 B1{}\n"
-    )
-    short = Schedule.parse(text.format("", "", "")).verify()
-    whole = Schedule.parse(text.format("A ", "A ", " A")).verify()
-    assert short.grid() == whole.grid()
-    assert short.formulas() == whole.formulas()
-    assert short.simulate().makespan == whole.simulate().makespan
+    return replace(schedule, rows=tuple(map(tuple, rows)), copies=tuple(map(tuple, copies)))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxpipe.errors import InputError, VerificationError
+from fxpipe.errors import VerificationError
 from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.ir.instruction import OPCODES
 from fxpipe.ir.plan import Bucket, Plan
@@ -332,7 +332,7 @@ def test_a_valid_program_is_returned_as_it_is() -> None:
             assert verify_program(each) is each
 
 
-@pytest.mark.parametrize(
+too_much = pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("microbatches=2", "microbatches=999999999", "its 999999999 micro-batches"),
@@ -340,6 +340,10 @@ def test_a_valid_program_is_returned_as_it_is() -> None:
         ("s0[0]", "s0[0" + 9000 * "'" + "]", "reaches 9000 batches back"),
     ],
 )
+"""What is put for what in a program's text, and why it is refused."""
+
+
+@too_much
 def test_counts_that_one_line_asks_for_are_refused_before_any_work(
     old: str, new: str, message: str
 ) -> None:
@@ -348,11 +352,6 @@ def test_counts_that_one_line_asks_for_are_refused_before_any_work(
     program = Program.parse(text.replace(old, new))
     with pytest.raises(VerificationError, match=message):
         program.verify()
-    with pytest.raises(InputError, match=r"more than 10000000; give fewer|at most 1000 are simul"):
-        program.simulate(steps=999_999_999)
-    if "'" in new:
-        with pytest.raises(InputError, match="reaches 9000 batches back; at most 1000 are simul"):
-            program.simulate()
 
 
 def test_the_work_grows_with_the_number_of_instructions_alone() -> None:

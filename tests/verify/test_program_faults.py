@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from fxpipe.errors import InputError
-from fxpipe.extensions.simulator import simulate
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
@@ -318,12 +316,3 @@ def test_a_computation_of_a_stage_that_is_not_there_is_told(stage: int) -> None:
     forward = first(PROGRAM, 0, ins.Forward)
     program = exchanged(PROGRAM, 0, forward, ins.Forward(stage, 0))
     assert f"there is no stage {stage}" in [fault.what for fault in faults_of(program)]
-
-
-def test_a_simulation_names_what_waits_for_a_fetch_that_nothing_begins() -> None:
-    stored = Schedule.parse(
-        "schedule stored stages=1 microbatches=1 delay=0\nplace 0\n0: F0 O0 P0 B0 U\n"
-    )
-    program = without(lowered(stored, chain(1)), lambda x: isinstance(x, ins.Prefetch))
-    with pytest.raises(InputError, match=r"await fetched.*: nothing begins what it waits for"):
-        simulate(program)

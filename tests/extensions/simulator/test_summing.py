@@ -25,6 +25,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import add_reduce
 from tests.oracles import small_simulator
 from tests.oracles.small_simulator import makespan
+from tests.passes.lowering.test_add_reduce import between
 
 SMALL = st.integers(0, 6)
 TWO = Schedule.parse(
@@ -346,3 +347,18 @@ def test_a_grid_shows_the_time_that_a_simulation_counts() -> None:
     assert row.simulate(takes).makespan == 9
     scale, drawn = row.grid(costs=takes).splitlines()
     assert (scale.split()[-1], drawn) == ("8", "0: F0 B0--- A------------- U-")  # eight to nine
+
+
+@pytest.mark.parametrize("name", ["2bw", "pipedream-vertical"])
+def test_where_batches_overlap_the_sums_take_no_time_of_a_window(name: str) -> None:
+    free = {"F": 1, "B": 1, "A": 0, "U": 0}
+    for devices, microbatches in ((2, 2), (3, 4), (4, 4)):
+        schedule = find_recipe(name)(devices, microbatches)
+        alone = schedule.simulate(free).steady
+        values = {f"y{stage}": 0 for stage in range(devices)}
+        behind = between(add_reduce(schedule))
+        for takes, hides in ((behind, True), (4 * microbatches, False)):
+            sizes = Sizes(values, gradients=dict.fromkeys(range(devices), 10 * takes))
+            found = schedule.simulate(free, replicas=2, links=Link(bandwidth=10), sizes=sizes)
+            assert (found.steady.period == alone.period) is hides
+            assert (found.steady.bubble < 1e-9) is hides

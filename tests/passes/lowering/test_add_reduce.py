@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from fxpipe.extensions.simulator import Link, Sizes
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 from fxpipe.ir.unroll import unroll_schedule
 from fxpipe.passes.schedule import add_clip, add_reduce, end_with_flush
-from tests.extensions.simulator.test_simulator import OVERLAPPING
 
 TRAINING = sorted(RECIPES.keys() - {"inference"})
 COUNTS = [(1, 1), (1, 3), (2, 2), (2, 5), (3, 3), (3, 7), (4, 4), (5, 6)]
@@ -87,17 +85,9 @@ def test_where_batches_overlap_the_sums_hide_behind_a_window(name: str) -> None:
         schedule = RECIPES[name](devices, microbatches)
         tasks = between(add_reduce(schedule))
         assert tasks == 2 * (microbatches - devices + 1)
-        free = {"F": 1, "B": 1, "A": 0, "U": 0}
-        alone = schedule.simulate(free).steady
-        values = {f"y{stage}": 0 for stage in range(devices)}
-        for time, hides in ((tasks, True), (4 * microbatches, False)):
-            sizes = Sizes(values, gradients=dict.fromkeys(range(devices), 10 * time))
-            found = schedule.simulate(free, replicas=2, links=Link(bandwidth=10), sizes=sizes)
-            assert (found.steady.period == alone.period) is hides
-            assert (found.steady.bubble < 1e-9) is hides
 
 
-@pytest.mark.parametrize("name", OVERLAPPING)
+@pytest.mark.parametrize("name", ["2bw", "pipedream", "1f1b-async", "cdp-v2"])
 def test_no_more_versions_are_needed_where_updates_come_late(name: str) -> None:
     for devices, microbatches in COUNTS:
         schedule = RECIPES[name](devices, max(devices, microbatches))

@@ -9,9 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
-from fxpipe.extensions.draw.program import rows_of, sketch_program
-from fxpipe.extensions.simulator import Sizes, simulate
-from fxpipe.extensions.simulator.costs import Link
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Event, Launch
 from fxpipe.ir.program import Program
@@ -113,15 +110,8 @@ FLUSHING = ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b"]
 
 @pytest.mark.parametrize("name", FLUSHING)
 def test_copies_overlap_computations_in_both_directions(name: str) -> None:
-    """A copy that takes 0.4 of a forward delays nothing but what waits for its value.
-
-    The simulator's links tell how long that takes where each copy has its own memory at once.
-    """
     before = chained(name, 4, 16)
-    sizes = Sizes(values={edge.value: 1 for edge in before.edges})
-    best = simulate(before, links=Link(bandwidth=1 / 0.4), sizes=sizes).makespan
     beside = timed(Streams()(before), copy=0.4).makespan
-    assert beside <= 1.02 * best
     assert beside < timed(Streams(0)(before), copy=0.4).makespan
 
 
@@ -172,12 +162,6 @@ def test_a_skip_goes_straight_from_its_producer_to_its_consumer() -> None:
     assert not any(isinstance(x, ins.Pop | ins.Stash) for own in program.lists[1:3] for x in own)
 
 
-def test_the_simulator_finds_the_same_times_with_streams() -> None:
-    for name in LIBRARY:
-        before = plain(name, 3, 4)
-        assert simulate(Streams()(before)).makespan == simulate(before).makespan
-
-
 def test_blocking_undoes_streams_but_for_late_frees() -> None:
     before = plain("zb-h1", 3, 5)
     after = blocking(Streams()(before)).verify()
@@ -203,30 +187,32 @@ def test_unrolled_windows_wait_for_events_of_their_own_step() -> None:
     assert unroll(flush, 1) == flush
 
 
-@pytest.mark.parametrize("opcode", ins.OPCODES)
-def test_every_consumer_takes_each_opcode_with_its_launch(opcode: str) -> None:
-    instruction, text = LINES[opcode]
-    assert type(instruction) in HANDLERS
+def launching(opcode: str) -> Program:
+    """Two instructions with launches: a free, and one of this opcode."""
     launch = Launch("in0", (Event(0),), Event(1))
     first = Launch(record=Event(0))
-    program = Program(
+    return Program(
         "mine",
         4,
         (0, 0, 0),
         plain("1f1b", 3, 2).edges,
-        ((LINES["free"][0], instruction),),
+        ((LINES["free"][0], LINES[opcode][0]),),
         ("lower", "communicate", "free", "streams"),
         ((first, launch),),
     )
+
+
+@pytest.mark.parametrize("opcode", ins.OPCODES)
+def test_every_consumer_takes_each_opcode_with_its_launch(opcode: str) -> None:
+    instruction, text = LINES[opcode]
+    assert type(instruction) in HANDLERS
+    program = launching(opcode)
     assert f"{' '.join(text.split())} stream=in0 wait=e0 record=e1" in " ".join(
         str(program).split()
     )
     assert Program.parse(str(program)) == program
     assert len(unroll(program, 1).launches) == 1
     assert blocking(program).launches == ()
-    walked = sketch_program(program, rows_of(program), 0.0)
-    assert len(walked.spans) + len(walked.unrun) == 2
-    assert program.draw() is not None
     with pytest.raises(Exception, match=r"program 'mine'|version"):
         program.verify()
 

@@ -1,0 +1,48 @@
+"""Pairs, and sums that a schedule leaves out, in grids and pictures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fxpipe.extensions.draw.program import rows_of, sketch_program
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.schedule import Schedule
+from tests.passes.lowering.test_streams import launching
+from tests.schedules.test_pairs import paired
+
+
+def test_a_grid_and_a_picture_show_pairs() -> None:
+    schedule, costs = paired(2, 3), {"F": 1, "B": 2, "F&B": 2, "U": 0}
+    assert schedule.grid(costs=costs).splitlines()[1:] == [
+        "0: F0 F1 F2 .  .  B0--- B1--- B2---",
+        "1: .  F0 F1 F2&B0 B1--- B2--- .  .",
+    ]
+    alone = replace(schedule, paired=frozenset())
+    drawn, apart = (s.draw(costs={"U": 0}).source for s in (schedule, alone))
+    assert "a pair, which runs together" in drawn
+    assert "a pair" not in apart
+    # a box around the pair, one of the legend, and its text
+    assert drawn.count("pos=") == apart.count("pos=") + 3
+
+
+def test_a_schedule_that_leaves_its_sums_out_is_drawn_and_told_with_them() -> None:
+    """As compile runs it: each device gets an A right after its last backward of a stage."""
+    text = (
+        "schedule shared stages=2 microbatches=2 delay=0\nplace 0 | 1 | +0\n"
+        "0: F0 B0 {}U\n1: F0 B0 F1 B1 {}U\n2: F1 B1{}\n"
+    )
+    short = Schedule.parse(text.format("", "", "")).verify()
+    whole = Schedule.parse(text.format("A ", "A ", " A")).verify()
+    assert short.grid() == whole.grid()
+    assert short.formulas() == whole.formulas()
+    assert short.simulate().makespan == whole.simulate().makespan
+
+
+@pytest.mark.parametrize("opcode", ins.OPCODES)
+def test_every_opcode_is_drawn_with_its_launch(opcode: str) -> None:
+    program = launching(opcode)
+    walked = sketch_program(program, rows_of(program), 0.0)
+    assert len(walked.spans) + len(walked.unrun) == 2
+    assert program.draw() is not None
