@@ -16,7 +16,6 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from examples.unet import UNet
-from fxpipe.extensions.simulator.costs import measured_costs
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.log import telling
 from fxpipe.passes import runner
@@ -211,10 +210,6 @@ def test_backwards_are_halved_and_measured_in_halves_only_if_the_schedule_splits
             assert isinstance(kernel, GraphKernel) and costs is not None and costs.backward > 0
             assert (kernel.functional_backward is not None) == (times > 0)
             assert (costs.weight_grad is not None) == (costs.input_grad is not None) == (times > 0)
-            known = measured_costs(pipe.plan)
-            halves = known["I", stage.index] + known["W", stage.index]
-            if not times:  # then they make up the whole
-                assert halves == pytest.approx(known["B", stage.index])
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,6 @@ def refuses_all_but_a_checkpoint(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor, fo
         lambda: pipe.step(x, target=y),
         lambda: pipe(x),
         lambda: pipe.prepare(x, target=y),
-        lambda: pipe.profile(x, target=y),
         pipe.flush,
         pipe.eval,
         pipe.state_dict,

@@ -30,14 +30,11 @@ def test_metrics_are_those_of_the_last_step_as_plain_values() -> None:
             gradients = [p.grad for p in expected.model.parameters() if p.grad is not None]
             norm = float(nn.utils.get_total_norm(gradients))
             assert found["grad_norm"] == pytest.approx(norm, rel=1e-12)
-            peaks = [each.peak for each in pipe.simulate().memory]
-            assert [found["peak_memory/0"], found["peak_memory/1"]] == peaks
             assert all(0 < found[f"stage_seconds/{stage}"] < found["seconds"] for stage in (0, 1))
             assert bool(found["compile_seconds"]) == (number == 0)
             assert all(type(value) in (int, float) for value in found.values())
             assert 0 <= found["bubble"] < 1
             json.dumps(found)
-        pipe.profile(*data[0][:1], target=data[0][1])
         pipe.eval()
         pipe(data[0][0])
         assert "loss" in pipe.metrics

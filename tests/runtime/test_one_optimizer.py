@@ -23,7 +23,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fxpipe
 from tests.helpers.one_optimizer import FORMS, assert_same_state, loop_of
 from tests.helpers.overlapping import ADAMW, MORE, OPTIMIZERS, compiled, make
-from tests.helpers.own_optimizers import groups
 from tests.oracles.delayed_loop import MSE, Batch, DelayedLoop, Factory
 
 SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
@@ -235,27 +234,3 @@ def test_what_fits_no_one_optimizer_is_refused() -> None:
     with compiled(model, 2, 3, mine, schedule="1f1b") as pipe:
         pipe.step(x, target=y)  # with that group
     assert not any(map(torch.equal, before, rest))
-
-
-def test_memory_is_predicted_for_every_form_alike() -> None:
-    model, [(x, y)] = make("mlp", 1, 4)
-
-    def peaks(given: Any) -> list[float]:
-        limits = fxpipe.Partition(at=["2"], memory_limits=2**30)
-        with fxpipe.compile(
-            copy.deepcopy(model) if callable(given) else model,
-            2,
-            microbatches=3,
-            loss=MSE,
-            optimizer=given,
-            partition=limits,
-        ) as pipe:
-            pipe.prepare(x, target=y)
-            return [device.peak for device in pipe.simulate().memory]
-
-    own = peaks(lambda parameters: torch.optim.AdamW(groups(parameters), lr=1e-2))
-    assert (
-        peaks(lambda named_parameters: torch.optim.AdamW(groups([p for _, p in named_parameters])))
-        == own
-    )
-    assert peaks(torch.optim.AdamW(groups(model.parameters()))) == own

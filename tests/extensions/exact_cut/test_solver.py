@@ -256,3 +256,12 @@ def test_many_atoms_are_divided_over_links(kind: str) -> None:
     found = solve(wide(ATOMS, kind), Machine((1.0,) * 64, per_byte=link))
     assert found is not None
     assert found.gap <= 0.1
+
+
+def test_what_is_reserved_is_left_free() -> None:
+    work = Work((1.0,) * 4, (5,) * 4, (0,) * 4, tuple(Transfer(i, (i + 1,), 0) for i in range(3)))
+    machine = Machine((1.0, 1.0), (13.0, math.inf), (1, 1), reserved=(4, 0))
+    found = solve(work, machine)
+    assert found is not None
+    assert found.division.stage_of == (0, 1, 1, 1)
+    assert [load.memory for load in found.division.loads] == [9, 15]

@@ -14,6 +14,9 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from fxpipe.compiler.placement import Placement
 from fxpipe.errors import InputError
+from fxpipe.extensions.simulator.costs import measured_costs
+
+pytestmark = pytest.mark.models
 
 
 class Middle(nn.Module):
@@ -156,3 +159,15 @@ def test_memory_is_predicted_before_times_are_known() -> None:
         peaks = pipe._engine.peaks(shown)
         assert not shown.plan.stages[0].costs
         assert peaks == [memory.peak for memory in pipe.simulate().memory]
+
+
+def test_halves_that_were_not_measured_make_up_the_whole() -> None:
+    x, y = batch()
+    with pipe_of(Middle()) as pipe:
+        pipe.prepare(x, target=y)
+        pipe.simulate()
+        known = measured_costs(pipe.plan)
+        for stage in pipe.plan.stages:
+            assert stage.costs is not None and stage.costs.input_grad is None
+            halves = known["I", stage.index] + known["W", stage.index]
+            assert halves == pytest.approx(known["B", stage.index])

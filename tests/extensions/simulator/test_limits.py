@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from functools import partial
 from itertools import pairwise
@@ -17,15 +16,11 @@ from torch.optim import SGD, Adam
 import fxpipe
 from benchmarks.models.gpt2 import GPT2, next_words
 from benchmarks.models.unet import UNet
-from fxpipe.compiler.placement import MemoryBudget
-from fxpipe.extensions.exact_cut.solve import solve
-from fxpipe.extensions.offload.add_offload import add_offload
-from fxpipe.ir.recipe import find_recipe
-from fxpipe.passes.partition.options import Partition, arrival_peaks, stash_peaks
-from fxpipe.passes.partition.work import Load, Machine, Transfer, Work
-from fxpipe.passes.schedule import add_recompute
-from fxpipe.text.schedule import parse_schedule
+from fxpipe.passes.partition.options import Partition
 from tests.helpers.profiles import deep
+from tests.partition.test_options import Blocks, compiled
+
+pytestmark = pytest.mark.models
 
 Case = tuple[nn.Module, Tensor, Tensor, Any]
 
@@ -167,70 +162,6 @@ def test_without_an_optimizer_an_adam_outside_counts() -> None:
         peaks(layers, [own[0] + 2 * weights - 1, None], at=["5"], schedule="gpipe")
 
 
-def test_what_is_reserved_is_left_free() -> None:
-    work = Work((1.0,) * 4, (5,) * 4, (0,) * 4, tuple(Transfer(i, (i + 1,), 0) for i in range(3)))
-    machine = Machine((1.0, 1.0), (13.0, math.inf), (1, 1), reserved=(4, 0))
-    found = solve(work, machine)
-    assert found is not None
-    assert found.division.stage_of == (0, 1, 1, 1)
-    assert [load.memory for load in found.division.loads] == [9, 15]
-
-
-def test_what_is_recomputed_is_saved_for_one_micro_batch() -> None:
-    plain = find_recipe("gpipe")(2, 4)
-    again = add_recompute(plain, ["always", "never"])
-    assert stash_peaks(again) == (1, 4)
-    assert arrival_peaks(again) == stash_peaks(plain) == (4, 4)
-    partly = parse_schedule(
-        "schedule mine stages=1 microbatches=3 delay=0\nplace 0\n0: F0 F1 F2 B2 R1 B1 R0 B0 U\n"
-    )
-    assert stash_peaks(partly) == (1,)
-    assert arrival_peaks(partly) == (3,)
-
-
-def test_what_is_stored_elsewhere_is_held_for_three_micro_batches() -> None:
-    """One is fetched while one is stored and one computed."""
-    again = add_recompute(find_recipe("gpipe")(2, 6), ["always", "never"])
-    assert (stash_peaks(again), arrival_peaks(again)) == ((1, 6), (6, 6))
-    stored = add_offload(again, "always")
-    assert (stash_peaks(stored), arrival_peaks(stored)) == ((1, 3), (3, 3))
-
-
-def loads(*memory: float) -> list[Load]:
-    return [Load(memory=each) for each in memory]
-
-
-def test_what_was_predicted_beyond_the_count_is_left_free_by_the_next_cut() -> None:
-    machine = Machine((1.0,) * 3, (50.0, 100.0, 50.0), (1,) * 3, names=("a", "b", "a"))
-    budget = MemoryBudget((0, 1, 0), machine)
-    assert not budget.kept
-    assert budget.machine.rooms == (50, 100, 50)
-    # device 0 is counted to hold 80 and predicted to hold 111, device 1 30 and 25
-    assert not budget.keeps(loads(50, 30, 30), [111, 25])
-    assert budget.machine.reserved == (16, 0, 16)  # 31 for its two stages, rounded up
-    # the cut after it leaves that free: 60 + 32 are counted, and 90 are held
-    assert budget.keeps(loads(46, 40, 46), [90, 40])
-    assert budget.kept
-
-
-def test_a_cut_that_never_keeps_its_limits_is_refused_in_the_end() -> None:
-    budget = MemoryBudget((0,), Machine((1.0,), (100.0,), (1,), names=("cpu",)))
-    with pytest.raises(fxpipe.PartitionError, match="cpu is predicted to hold 101 B in a step"):
-        for _ in range(100):
-            assert not budget.keeps(loads(90), [101])
-
-
-def test_a_cut_that_only_its_count_forbids_is_predicted_once() -> None:
-    """The count may be too high; where the prediction is over the limit too, it was not."""
-    machine = Machine((1.0,), (100.0,), (1,), names=("cpu",))
-    budget = MemoryBudget((0,), machine)
-    assert budget.nearest
-    assert not budget.keeps(loads(130), [120])
-    assert not budget.nearest
-    assert budget.machine.rooms == (110,)  # what was counted was 10 too much
-    assert MemoryBudget((0,), machine).keeps(loads(130), [95])
-
-
 @pytest.mark.parametrize(
     ("make", "schedule", "part", "cures"),
     [
@@ -257,3 +188,18 @@ def test_what_a_refusal_proposes_is_enough(
         assert all(peak <= limit for peak, limit in zip(found, limits, strict=True))
     if not proposed:
         assert "no recompute, offload, schedule or number of micro-batches is" in text
+
+
+def test_a_named_cut_that_cannot_keep_a_limit_names_the_device_and_the_ways_out() -> None:
+    message = r"device 1 \(cpu\) is predicted to hold .* begin stages at other submodules"
+    with pytest.raises(fxpipe.PartitionError, match=message):
+        compiled(Blocks(), at=["third"], memory_limits=[None, 1000])
+
+
+def test_a_limit_moves_the_wide_block_to_the_other_device() -> None:
+    wide = 2 * 256 * 32 * 4  # bytes of its weights
+    for limits, stage in (([3 * wide, None], 1), ([None, 3 * wide], 0)):
+        with compiled(Blocks(), memory_limits=limits, keep_together=["third"]) as pipe:
+            assert "third" in pipe.plan.stages[stage].modules
+            weights = [a.target for a in pipe.plan.stages[stage].parameters]
+            assert "third.0.weight" in weights

@@ -1,0 +1,197 @@
+"""What pipes predict of their memory, in errors and metrics too, and what a profile leaves."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn.functional import mse_loss
+
+import fxpipe
+from fxpipe import DeviceMemoryError
+from fxpipe.errors import EndedError, ExecutionError
+from fxpipe.extensions.simulator import Sizes
+from fxpipe.ir.instruction import Update
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.runtime import interpreter
+from fxpipe.runtime.interpreter import HANDLERS
+from tests.helpers.eager_lanes import launched
+from tests.helpers.overlapping import ADAMW, compiled, make
+from tests.helpers.own_optimizers import groups
+from tests.helpers.tiny import Tiny, adam, batch, pipe_of, within
+from tests.oracles.delayed_loop import MSE
+from tests.runtime.test_copies import standing
+from tests.runtime.test_failures import FAILS, FAILS_BACK
+from tests.runtime.test_faults import failing_at
+from tests.runtime.test_mapped import assert_uncopied
+from tests.runtime.test_out_of_memory import Taking
+from tests.runtime.test_sparse import NODES, Graphs, Whole, adjacency, graphs
+
+pytestmark = pytest.mark.models
+
+
+def test_copies_are_predicted_with_what_stands_on_their_devices() -> None:
+    p, m = 4, 8
+    model, [(x, y)] = make("mlp", 1, m)
+    with compiled(model, p, m, schedule="chimera") as pipe:
+        pipe.step(x, target=y)
+        found = pipe.simulate()
+        assert list(found.device_stash) == standing(p)
+        assert all(each.parts["parameters"] for each in found.memory)
+    free = {"F": 1.0, "B": 1.0, "A": 0.0, "U": 0.0}
+    sizes = Sizes(parameters=dict.fromkeys(range(p), 5), saved=dict.fromkeys(range(p), 1))
+    alone = find_recipe("chimera")(p, m).simulate(free, sizes=sizes)
+    for memory, stash in zip(alone.memory, standing(p), strict=True):
+        assert memory.parts["parameters"] == 2 * 5
+        assert memory.peak == 2 * 5 + stash
+
+
+@pytest.mark.parametrize("dispatch", ["device", "thread"])
+def test_a_device_with_streams_that_lacks_memory_says_what_was_predicted(dispatch: Any) -> None:
+    torch.manual_seed(0)
+    pipe, backend = launched(Tiny(), 3, dispatch)
+    x, y = batch(8)
+    with pipe, within(60):
+        pipe.step(x, target=y)
+        backend.lanes[1].lacks = "backward s1[1] v0"
+        with pytest.raises(DeviceMemoryError) as caught:
+            pipe.step(x, target=y)
+        predicted = pipe.simulate().memory[1].peak
+        assert caught.value.predicted == predicted
+        assert f"({predicted} bytes) were predicted at the device's peak" in str(caught.value)
+
+
+@pytest.mark.parametrize("order", [FAILS, FAILS_BACK], ids=["CPU", "CUDA"])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_without_memory_the_prediction_is_named(schedule: str, order: float) -> None:
+    x, y = batch()
+    torch.manual_seed(0)
+    with fxpipe.compile(
+        Taking(),
+        ["cpu"] * 2,
+        schedule=schedule,
+        microbatches=3,
+        partition=["second"],
+        loss=functional.cross_entropy,
+        optimizer=adam,
+    ) as pipe:
+        pipe.step(x, target=y)
+        pipe.flush()
+        predicted = pipe.simulate().memory[1].peak
+        x[5, 3] = order
+        with within(5), pytest.raises(DeviceMemoryError) as raised:
+            pipe.step(x, target=y)
+            pipe.flush()
+        assert raised.value.predicted == predicted
+        assert f"({predicted} bytes) were predicted at the device's peak, and " in str(raised.value)
+
+
+def test_without_memory_in_the_first_step_there_is_a_prediction_too() -> None:
+    x, y = batch()
+    with fxpipe.compile(
+        Taking(), ["cpu"] * 2, microbatches=3, partition=["second"], loss=functional.cross_entropy
+    ) as pipe:
+        pipe.prepare(x, target=y)
+        x[5, 3] = FAILS
+        with pytest.raises(DeviceMemoryError) as raised:
+            pipe.step(x, target=y)
+        assert raised.value.predicted
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as in tests/runtime/test_mapped")
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "zb-h1"}, {"extensions": [fxpipe.LeafModules("1")]}]
+)
+def test_a_prediction_copies_no_mapped_weights(
+    tmp_path: Path, options: dict[str, Any], name: str
+) -> None:
+    assert_uncopied(tmp_path, options, name, lambda pipe: pipe.simulate())
+
+
+def test_metrics_have_the_predicted_peaks_and_a_profile_leaves_them() -> None:
+    model, data = make("mlp", 3, 4)
+    with compiled(model, 2, 3, ADAMW, schedule="1f1b", clip_norm=1e9) as pipe:
+        for x, y in data:
+            pipe.step(x, target=y)
+            found = pipe.metrics
+            peaks = [each.peak for each in pipe.simulate().memory]
+            assert [found["peak_memory/0"], found["peak_memory/1"]] == peaks
+        pipe.profile(data[0][0], target=data[0][1])
+        pipe.eval()
+        pipe(data[0][0])
+        assert "loss" in pipe.metrics
+
+
+def test_memory_is_predicted_for_every_form_alike() -> None:
+    model, [(x, y)] = make("mlp", 1, 4)
+
+    def peaks(given: Any) -> list[float]:
+        limits = fxpipe.Partition(at=["2"], memory_limits=2**30)
+        with fxpipe.compile(
+            copy.deepcopy(model) if callable(given) else model,
+            2,
+            microbatches=3,
+            loss=MSE,
+            optimizer=given,
+            partition=limits,
+        ) as pipe:
+            pipe.prepare(x, target=y)
+            return [device.peak for device in pipe.simulate().memory]
+
+    own = peaks(lambda parameters: torch.optim.AdamW(groups(parameters), lr=1e-2))
+    assert (
+        peaks(lambda named_parameters: torch.optim.AdamW(groups([p for _, p in named_parameters])))
+        == own
+    )
+    assert peaks(torch.optim.AdamW(groups(model.parameters()))) == own
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_memory_counts_the_indices_and_values_of_a_sparse_buffer() -> None:
+    """Two graphs of one size, of which one has 20 edges more: two indices and a weight each."""
+    torch.manual_seed(5)
+
+    def peak(edges: int) -> int:
+        adj = torch.zeros(NODES * NODES).index_fill(0, torch.randperm(36)[:edges], 1.0)
+        model = Graphs(adj.reshape(NODES, NODES).to_sparse())
+        x, y = graphs()
+        with fxpipe.compile(model, 1, microbatches=4, loss=mse_loss) as pipe:
+            pipe.prepare(x, target=y)
+            assert "Graphs" in str(pipe)
+            return int(pipe.simulate().memory[0].peak)
+
+    assert peak(30) - peak(10) == 3 * 20 * (2 * 8 + 4)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("leaves", [[], ["second"]])
+def test_a_pipe_with_a_sparse_input_is_predicted(leaves: list[str]) -> None:
+    torch.manual_seed(6)
+    x, y = torch.randn(8, NODES), torch.randn(8, NODES)
+    options: dict[str, Any] = {
+        "batch_dims": {"adj": None},
+        "extensions": [fxpipe.LeafModules(*leaves)],
+    }
+    with fxpipe.compile(Whole(), 2, microbatches=4, loss=mse_loss, **options) as pipe:
+        pipe.step(x, adjacency(), target=y)
+        assert pipe.simulate().memory
+
+
+def test_a_pipe_that_has_ended_refuses_to_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = batch()
+    with pipe_of(2, optimizer=adam) as pipe:
+        pipe.step(x, target=y)
+        own = pipe.program.lists[1]
+        at = next(at for at, each in enumerate(own) if isinstance(each, Update))
+        monkeypatch.setattr(interpreter, "HANDLERS", failing_at(1, at, after=True))
+        with within(1), pytest.raises(ExecutionError):
+            pipe.step(x, target=y)
+        monkeypatch.setattr(interpreter, "HANDLERS", HANDLERS)
+        with pytest.raises(EndedError, match=r"restore\(\) or load\(\)"):
+            pipe.profile(x, target=y)

@@ -1,0 +1,44 @@
+"""What a memory limit leaves for the next cut where more was predicted than was counted."""
+
+from __future__ import annotations
+
+import pytest
+
+import fxpipe
+from fxpipe.compiler.placement import MemoryBudget
+from fxpipe.passes.partition.work import Load, Machine
+
+
+def loads(*memory: float) -> list[Load]:
+    return [Load(memory=each) for each in memory]
+
+
+def test_what_was_predicted_beyond_the_count_is_left_free_by_the_next_cut() -> None:
+    machine = Machine((1.0,) * 3, (50.0, 100.0, 50.0), (1,) * 3, names=("a", "b", "a"))
+    budget = MemoryBudget((0, 1, 0), machine)
+    assert not budget.kept
+    assert budget.machine.rooms == (50, 100, 50)
+    # device 0 is counted to hold 80 and predicted to hold 111, device 1 30 and 25
+    assert not budget.keeps(loads(50, 30, 30), [111, 25])
+    assert budget.machine.reserved == (16, 0, 16)  # 31 for its two stages, rounded up
+    # the cut after it leaves that free: 60 + 32 are counted, and 90 are held
+    assert budget.keeps(loads(46, 40, 46), [90, 40])
+    assert budget.kept
+
+
+def test_a_cut_that_never_keeps_its_limits_is_refused_in_the_end() -> None:
+    budget = MemoryBudget((0,), Machine((1.0,), (100.0,), (1,), names=("cpu",)))
+    with pytest.raises(fxpipe.PartitionError, match="cpu is predicted to hold 101 B in a step"):
+        for _ in range(100):
+            assert not budget.keeps(loads(90), [101])
+
+
+def test_a_cut_that_only_its_count_forbids_is_predicted_once() -> None:
+    """The count may be too high; where the prediction is over the limit too, it was not."""
+    machine = Machine((1.0,), (100.0,), (1,), names=("cpu",))
+    budget = MemoryBudget((0,), machine)
+    assert budget.nearest
+    assert not budget.keeps(loads(130), [120])
+    assert not budget.nearest
+    assert budget.machine.rooms == (110,)  # what was counted was 10 too much
+    assert MemoryBudget((0,), machine).keeps(loads(130), [95])
