@@ -142,17 +142,6 @@ def differentiated(devices: Devices) -> Results:
         return {"output": out.detach(), "input": x.grad} | state(pipe)
 
 
-def profiled(devices: Devices) -> Results:
-    """A profile measures the instructions of all devices, and is a step like any other."""
-    with pipe_of(devices, skips()) as pipe:
-        measured = pipe.profile(images(0), target=images(0))
-        count = len(measured.device_times) if hasattr(measured, "device_times") else 0
-        return state(pipe) | {
-            "devices": count,
-            "rows": str(pipe).splitlines().index("stages and their modules"),
-        }
-
-
 def uncollected(devices: Devices) -> Results:
     """What a step has made goes with it, while no garbage is collected."""
     with pipe_of(devices, skips()) as pipe:
@@ -238,7 +227,6 @@ CASES: Mapping[str, Callable[[Devices], Results]] = {
     "own task": own_task,
     "changing": changing,
     "differentiated": differentiated,
-    "profiled": profiled,
     "uncollected": uncollected,
     **({"compiled": recipes(skips, extensions=["inductor"])} if DEEP else {}),  # a minute
 }
@@ -252,7 +240,7 @@ ONLY_TWO: Mapping[str, Callable[[Devices], Results]] = {
 LINKS: Mapping[int, Sequence[str]] = {
     2: [
         *("1f1b", "predicted", "clipped", "scaled", "recomputed", "deferred", "gradients"),
-        *("leaf", "own task", "differentiated", "profiled", "chimera", *ONLY_TWO),
+        *("leaf", "own task", "differentiated", "chimera", *ONLY_TWO),
     ],
     3: [  # a first rank, one between, and a last one
         *("1f1b", "gpipe", "2bw", "cdp-v2", "tied", "tied, 2bw", "tied, cdp-v2"),

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe import LossWeight
-from fxpipe.extensions.simulator.pipe import held as held_of
 from fxpipe.runtime.ranks.summing import RunningSum, cut
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
@@ -232,8 +231,11 @@ OBJECTIVES: Mapping[str, dict[str, Any]] = {
 }
 
 
-def uneven(mesh: DeviceMesh) -> dict[str, Results]:
-    """The losses and gradients of batches of other sizes in each replica."""
+def uneven(
+    mesh: DeviceMesh, look: Callable[[fxpipe.Pipeline, Results], object] = lambda *_: None
+) -> dict[str, Results]:
+    """The losses and gradients of batches of other sizes in each replica, with what ``look`` adds
+    to them for each pipe."""
     replica, every = mesh["dp"].get_local_rank(), {}
     for name, wanted in OBJECTIVES.items():
         options = {key: value for key, value in wanted.items() if key not in ("data", "weight")}
@@ -247,16 +249,13 @@ def uneven(mesh: DeviceMesh) -> dict[str, Results]:
                 if key in own:
                     assert parameter.grad is not None
                     found[key] = parameter.grad.clone()
-            found["sent"] = torch.tensor(pipe._group.summed)
             assert pipe.program.replicas == 2
-            held = held_of(pipe, pipe._calls.compiled())
-            stage = pipe._group.device
-            found["predicted"] = torch.tensor(held.summing(stage, replica, 2) * len(SIZES))
+            look(pipe, found)
         every[name] = found
     return every
 
 
-def test_losses_count_in_the_batches_of_all_replicas_and_bytes_are_as_predicted() -> None:
+def test_losses_count_in_the_batches_of_all_replicas() -> None:
     ranks = on_ranks(4, uneven, replicas=2)
     for name, wanted in OBJECTIVES.items():
         model = made()
@@ -274,8 +273,6 @@ def test_losses_count_in_the_batches_of_all_replicas_and_bytes_are_as_predicted(
             assert parameter.grad is not None
             expected[key] = parameter.grad
         for found in (rank[name] for rank in ranks):
-            sent, predicted = found.pop("sent"), found.pop("predicted")
-            assert sent == predicted > 0 or (name == "ignored" and sent < predicted)
             assert_equal(found, {key: expected[key] for key in found}, name)
         assert {key for rank in ranks for key in rank[name]} == expected.keys()
 

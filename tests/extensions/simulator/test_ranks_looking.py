@@ -20,6 +20,8 @@ from fxpipe.extensions.simulator import simulate
 from fxpipe.ir import instruction as ins
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
+pytestmark = pytest.mark.models
+
 HOUR = 3600 * 10**9
 CLOCKS = [f"fxpipe.{module}.perf_counter_ns" for module in ("runtime.interpreter", "metrics")]
 
