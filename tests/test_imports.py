@@ -191,6 +191,58 @@ def test_imports_are_absolute() -> None:
     assert not relative
 
 
+STILL_USE = {
+    "gpu/test_compile_memory.py": {"simulator"},
+    "gpu/test_cuda.py": {"simulator"},
+    "helpers/captured_pipes.py": {"cuda_graphs"},
+    "partition/test_partition.py": {"exact_cut"},
+    "passes/graph/test_random_calls.py": {"loss_weight"},
+    "ranks/test_checkpoints.py": {"checkpoint_folder"},
+    "ranks/test_restart.py": {"checkpoint_folder"},
+    "simcuda/drawn.py": {"offload"},
+    "test_docs.py": {"cli"},
+    "test_readme.py": {"cli"},
+    "verify/test_program.py": {"offload"},
+    "verify/test_schedule.py": {"offload"},
+}
+"""File of the core's tests → the extensions that it uses; this list only gets shorter."""
+
+
+def extensions_of(tree: ast.AST) -> set[str]:
+    """The extensions that a test imports, or whose tests it does, or whose methods it calls."""
+    names = [name.split(".") for name in imported(tree)]
+    found = {name[2] for name in names if name[1:2] == ["extensions"] and len(name) > 2}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("simulate", "profile"):
+            if ast.unparse(node) != "torch.profiler.profile":
+                found.add("simulator")
+    return found
+
+
+def test_no_more_tests_of_the_core_use_extensions() -> None:
+    """So that an extension can be deleted with its tests. A test that needs one stands with it."""
+    tests = ROOT / "tests"
+    paths = [path.relative_to(tests) for path in sorted(tests.glob("**/*.py"))]
+    found = {
+        path.as_posix(): extensions_of(ast.parse((tests / path).read_text()))
+        for path in paths
+        if path.parts[0] != "extensions"
+    }
+    assert {path: used for path, used in found.items() if used} == STILL_USE
+
+
+def test_what_a_test_uses_of_extensions_is_found_inside_functions_too() -> None:
+    source = """
+import torch.profiler
+def test():
+    from fxpipe.extensions.offload import add_offload
+    from tests.extensions.page.test_page import shown
+    torch.profiler.profile
+    return pipe.simulate()
+"""
+    assert extensions_of(ast.parse(source)) == {"offload", "page", "simulator"}
+
+
 ORACLES = sorted((ROOT / "tests" / "oracles").glob("*.py"))
 SHARED = {
     "every_division": ["fxpipe.passes.partition.work"],

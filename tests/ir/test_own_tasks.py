@@ -77,8 +77,6 @@ def test_gradient_norms_are_logged_from_outside_the_library() -> None:
         assert "N U" in str(pipe.schedule)
         assert fxpipe.Program.parse(str(pipe.program)) == pipe.program
         assert "run          N s1 v0" in str(pipe.program)
-        for picture in (pipe.schedule.draw(), pipe.program.draw()):
-            assert picture.pipe("svg")
     loop.train(alone, 2, x, loss=nn.functional.mse_loss, target=y)
     assert norms == {
         name: float(gradient.norm())

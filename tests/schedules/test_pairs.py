@@ -16,7 +16,6 @@ from torch import nn
 
 import fxpipe
 from fxpipe import B, F, InputError, Pair, ParseError, Schedule, Task, U, W
-from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.ir.recipe import find_recipe, fixed
 from fxpipe.passes.schedule import add_recompute, add_reduce, end_with_flush
 from fxpipe.schedules.dualpipe_v import dualpipe
@@ -113,8 +112,6 @@ def test_passes_leave_pairs_whole(schedule: Schedule) -> None:
         return
     for changed in (
         add_recompute(schedule, "always"),
-        add_offload(schedule, "always"),
-        add_offload(add_recompute(schedule, "always"), "except_last"),
         add_reduce(schedule),
     ):
         assert changed.verify().paired == schedule.paired

@@ -108,25 +108,6 @@ def test_a_batch_of_one_repeated_row_and_a_dense_one_after_it_train_as_the_loop(
     on_devices(repeated)
 
 
-def profiled(dispatch: Dispatches) -> None:
-    x, y = batch(8)
-    with pipe_of(Tiny(), PLACES, extensions=[fxpipe.Dispatch(dispatch)]) as pipe:
-        pipe.step(x, target=y)
-        found = pipe.profile(x, target=y, steps=2)
-        assert found.measured and found.steps == 2
-        for device in range(2):
-            starts, ends = found.events.starts[device], found.events.ends[device]
-            assert all(start <= end for start, end in zip(starts, ends, strict=True))
-            assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
-        assert all(busy > 0 for busy in found.busy)
-        assert set(pipe.simulate(found.costs, steps=2).costs) == set(found.costs)
-
-
-@both
-def test_a_profile_takes_its_times_on_the_streams(dispatch: Dispatches) -> None:
-    on_devices(profiled, dispatch)
-
-
 def measured() -> None:
     from tests.simcuda import cuda
 

@@ -101,10 +101,11 @@ def use(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor) -> None:
     pipe(x)
     pipe.train()
     str(pipe)
-    pipe.simulate()
     pipe.step(x[:-3], target=y[:-3])
-    pipe.profile(x, target=y)
     pipe.flush()
+
+
+Look = Callable[[fxpipe.Pipeline, Tensor, Tensor], object]
 
 
 def lives(folder: Path, optimizer: Optimizer, limit: float) -> list[float]:
@@ -165,10 +166,10 @@ def test_a_model_of_eight_devices_memory_lives_on_eight_devices(
 
 
 def counted(
-    options: Mapping[str, Any], optimizer: Optimizer
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Device → the bytes that it holds at most as predicted, in steps, while compiling, and in
-    everything else."""
+    options: Mapping[str, Any], optimizer: Optimizer, look: Look = use
+) -> tuple[list[int], list[int], list[int]]:
+    """Device → the bytes that it holds at most in steps, while compiling, and in everything else,
+    with what ``look`` does."""
     devices = 2
     x, y = data(4)
     with pipe_of(made(8), devices, optimizer, microbatches=4, **options) as pipe:
@@ -180,32 +181,14 @@ def counted(
             for _ in range(3):
                 pipe.step(x, target=y)
             pipe.flush()
-        predicted = [memory.peak for memory in pipe.simulate().memory]
         with peaks(devices) as others:
-            use(pipe, x, y)
-    return predicted, steps, compiling, others
+            look(pipe, x, y)
+    return steps, compiling, others
 
 
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"schedule": "1f1b"},
-        {"schedule": "gpipe"},
-        {"schedule": "zb-h1"},
-        {"schedule": "2bw"},
-        {"schedule": "1f1b", "recompute": "always"},
-        {"schedule": "1f1b", "extensions": ["offload"]},
-    ],
-    ids=lambda options: "-".join(map(str, options.values())),
-)
-def test_devices_hold_what_was_predicted_and_no_more_while_compiling(
-    options: Mapping[str, Any], optimizer: Optimizer
-) -> None:
-    predicted, steps, compiling, others = on_devices(counted, options, optimizer)
-    near = 0.05 if options["schedule"] == "2bw" else 0.03
-    assert predicted == pytest.approx(steps, rel=near)
-    assert_within(steps, compiling, others)
+def test_compiling_takes_no_more_than_steps(optimizer: Optimizer) -> None:
+    assert_within(*on_devices(counted, {"schedule": "1f1b"}, optimizer))
 
 
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
@@ -216,9 +199,7 @@ def test_devices_hold_what_was_predicted_and_no_more_while_compiling(
 def test_compiling_stages_that_autograd_differentiates_takes_no_more_than_steps(
     options: Mapping[str, Any], optimizer: Optimizer
 ) -> None:
-    """What autograd saves is not known before, so that there is no prediction to compare."""
-    _, *found = on_devices(counted, options, optimizer)
-    assert_within(*found)
+    assert_within(*on_devices(counted, options, optimizer))
 
 
 def loaded(folder: Path) -> list[int]:

@@ -14,7 +14,7 @@ import fxpipe
 from fxpipe.extensions.cli import main
 from fxpipe.schedules import gpipe
 from tests.conftest import Golden
-from tests.helpers.command_line import run
+from tests.extensions.cli.command_line import run
 
 
 @pytest.mark.smoke

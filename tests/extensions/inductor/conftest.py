@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fxpipe.extensions.inductor import libraries
-from tests.helpers.stage_libraries import Processes, settings
+from tests.extensions.inductor.stage_libraries import Processes, settings
 
 
 @pytest.fixture(scope="session")

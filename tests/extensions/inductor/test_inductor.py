@@ -28,7 +28,7 @@ from fxpipe.extend import Extension
 from fxpipe.extensions.inductor import libraries
 from fxpipe.extensions.inductor.library import Library
 from fxpipe.kernels.graph import peak_of
-from tests.helpers.stage_libraries import Net, batch, gradients, graphs, made, stepped
+from tests.extensions.inductor.stage_libraries import Net, batch, gradients, graphs, made, stepped
 
 pytestmark = pytest.mark.skipif(
     not libraries.can_compile(), reason="there is no C++ compiler, which inductor needs"

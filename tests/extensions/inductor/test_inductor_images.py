@@ -17,8 +17,8 @@ from fxpipe.extensions.inductor import libraries
 from fxpipe.extensions.inductor.channels_last import lay_channels_last
 from fxpipe.kernels import graph
 from fxpipe.runtime import interpreter
+from tests.extensions.inductor.stage_libraries import COMPILERS, MICROBATCHES, gradients, graphs
 from tests.helpers.profiles import deep
-from tests.helpers.stage_libraries import COMPILERS, MICROBATCHES, gradients, graphs
 
 pytestmark = pytest.mark.skipif(
     not libraries.can_compile(), reason="there is no C++ compiler, which inductor needs"

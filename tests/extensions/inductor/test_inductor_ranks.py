@@ -13,9 +13,9 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe.extensions.inductor import libraries
+from tests.extensions.inductor.stage_libraries import Net, batch, graphs, made, settings, stepped
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import on_ranks
-from tests.helpers.stage_libraries import Net, batch, graphs, made, settings, stepped
 
 pytestmark = pytest.mark.skipif(
     not libraries.can_compile(), reason="there is no C++ compiler, which inductor needs"

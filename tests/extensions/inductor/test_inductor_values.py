@@ -18,7 +18,7 @@ import fxpipe
 from fxpipe.errors import ExecutionError, FxpipeError
 from fxpipe.extensions.inductor import libraries
 from fxpipe.extensions.inductor.library import Library
-from tests.helpers.stage_libraries import graphs
+from tests.extensions.inductor.stage_libraries import graphs
 
 needs_compiler = pytest.mark.skipif(
     not libraries.can_compile(), reason="there is no C++ compiler, which inductor needs"

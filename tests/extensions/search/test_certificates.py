@@ -23,7 +23,7 @@ from fxpipe.extensions.search.local import given_policies
 from fxpipe.extensions.search.problem import Problem
 from fxpipe.extensions.search.search import search_schedule
 from fxpipe.extensions.simulator.costs import Key
-from tests.helpers.search_problems import (
+from tests.extensions.search.problems import (
     UNEQUAL,
     all_bounds,
     larger,

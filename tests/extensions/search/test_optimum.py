@@ -19,7 +19,7 @@ from fxpipe.extensions.search.problem import Order, Problem
 from fxpipe.extensions.search.read import Given, problems_of
 from fxpipe.extensions.search.timing import Timeline, extents_of, fits, period_of, value_of
 from fxpipe.extensions.simulator.costs import Key
-from tests.helpers.search_problems import (
+from tests.extensions.search.problems import (
     all_bounds,
     larger,
     listed,

@@ -28,7 +28,7 @@ from fxpipe.ir.plan import StageCosts
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.lowering.chain import chain
 from fxpipe.schedules.chimera import both_ways
-from tests.helpers.search_problems import (
+from tests.extensions.search.problems import (
     UNEQUAL,
     needs_ortools,
     problem_of,

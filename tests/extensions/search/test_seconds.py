@@ -9,7 +9,7 @@ import pytest
 from fxpipe.extensions.search import search
 from fxpipe.extensions.search.bounds import Bound, best_bound
 from fxpipe.extensions.search.problem import Problem
-from tests.helpers.search_problems import UNEQUAL
+from tests.extensions.search.problems import UNEQUAL
 
 
 def test_what_comes_before_the_search_is_a_part_of_its_seconds(

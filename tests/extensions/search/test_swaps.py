@@ -16,7 +16,7 @@ from fxpipe.extensions.search.read import Given, problems_of
 from fxpipe.extensions.search.swaps import Rows, improve
 from fxpipe.extensions.search.timing import Timeline, fits, value_of
 from fxpipe.extensions.simulator.costs import Key
-from tests.helpers.search_problems import larger, listed, problems, shared
+from tests.extensions.search.problems import larger, listed, problems, shared
 
 
 @given(st.one_of(problems((1, 4), (1, 5)), shared(), larger()), st.integers(0, 10**6))

@@ -13,7 +13,7 @@ from fxpipe.extensions.search.problem import Problem
 from fxpipe.extensions.search.read import Given, problems_of
 from fxpipe.extensions.search.timing import Timeline, value_of
 from fxpipe.extensions.simulator.costs import Key
-from tests.helpers.search_problems import larger, listed, needs_ortools, problems, shared
+from tests.extensions.search.problems import larger, listed, needs_ortools, problems, shared
 
 
 @needs_ortools

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe import DeviceMemoryError
-from fxpipe.errors import EndedError, ExecutionError
+from fxpipe.errors import EndedError, ExecutionError, InputError
 from fxpipe.extensions.simulator import Sizes
 from fxpipe.ir.instruction import Update
 from fxpipe.ir.recipe import find_recipe
@@ -195,3 +195,12 @@ def test_a_pipe_that_has_ended_refuses_to_profile(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(interpreter, "HANDLERS", HANDLERS)
         with pytest.raises(EndedError, match=r"restore\(\) or load\(\)"):
             pipe.profile(x, target=y)
+
+
+def test_a_profile_without_gradients_is_refused() -> None:
+    x, y = batch()
+    with pipe_of(2) as pipe, torch.no_grad():
+        pipe.prepare(x, target=y)
+        with pytest.raises(InputError, match=r"gradients, which torch\.no_grad\(\) turns off"):
+            pipe.profile(x, target=y)
+        assert not any(parameter.grad is not None for parameter in pipe.parameters())

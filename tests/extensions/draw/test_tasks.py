@@ -1,4 +1,4 @@
-"""Pairs, and sums that a schedule leaves out, in grids and pictures."""
+"""Pairs, sums, clips and tasks of one's own in grids and pictures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ import pytest
 
 from fxpipe.extensions.draw.program import rows_of, sketch_program
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import define_task
+from fxpipe.passes.lowering.chain import chain_program
+from fxpipe.passes.schedule import add_clip
+from tests.ir.test_own_tasks import with_task
 from tests.passes.lowering.test_streams import launching
 from tests.schedules.test_pairs import paired
 
@@ -46,3 +51,19 @@ def test_every_opcode_is_drawn_with_its_launch(opcode: str) -> None:
     walked = sketch_program(program, rows_of(program), 0.0)
     assert len(walked.spans) + len(walked.unrun) == 2
     assert program.draw() is not None
+
+
+@pytest.mark.parametrize("name", ["1f1b", "2bw"])
+def test_clips_are_drawn(name: str) -> None:
+    schedule = add_clip(find_recipe(name)(3, 3))
+    assert "C" in schedule.kinds
+    assert schedule.draw().pipe("svg")
+    assert chain_program(schedule).draw().pipe("svg")
+
+
+def test_a_task_of_ones_own_is_drawn() -> None:
+    norm = define_task("N", "gradient norm", run=lambda context: None, cost=0.1, follows="BW")
+    schedule = with_task(norm)(2, 2)
+    assert "N" in schedule.kinds
+    assert schedule.draw().pipe("svg")
+    assert chain_program(schedule).draw().pipe("svg")

@@ -1,0 +1,75 @@
+"""What is predicted and profiled of devices with streams, on simulated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import fxpipe
+from fxpipe.runtime.choice import Dispatches
+from tests.helpers.tiny import Tiny, batch
+from tests.simcuda.process import on_devices, simulated
+from tests.simcuda.test_backend import PLACES, both, pipe_of
+from tests.simcuda.test_memory import SGD, Adam, Optimizer, assert_within, counted, use
+
+pytestmark = [simulated, pytest.mark.models]
+
+
+def profiled(dispatch: Dispatches) -> None:
+    x, y = batch(8)
+    with pipe_of(Tiny(), PLACES, extensions=[fxpipe.Dispatch(dispatch)]) as pipe:
+        pipe.step(x, target=y)
+        found = pipe.profile(x, target=y, steps=2)
+        assert found.measured and found.steps == 2
+        for device in range(2):
+            starts, ends = found.events.starts[device], found.events.ends[device]
+            assert all(start <= end for start, end in zip(starts, ends, strict=True))
+            assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+        assert all(busy > 0 for busy in found.busy)
+        assert set(pipe.simulate(found.costs, steps=2).costs) == set(found.costs)
+
+
+@both
+def test_a_profile_takes_its_times_on_the_streams(dispatch: Dispatches) -> None:
+    on_devices(profiled, dispatch)
+
+
+def looked_at(
+    options: Mapping[str, Any], optimizer: Optimizer
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Device → the bytes that it holds at most as predicted, in steps, while compiling, and in
+    everything else, predictions and profiles too."""
+    predicted: list[int] = []
+
+    def look(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor) -> None:
+        predicted.extend(memory.peak for memory in pipe.simulate().memory)
+        use(pipe, x, y)
+        pipe.profile(x, target=y)
+        pipe.flush()
+
+    return predicted, *counted(options, optimizer, look)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, Adam])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "1f1b"},
+        {"schedule": "gpipe"},
+        {"schedule": "zb-h1"},
+        {"schedule": "2bw"},
+        {"schedule": "1f1b", "recompute": "always"},
+        {"schedule": "1f1b", "extensions": ["offload"]},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_devices_hold_what_was_predicted_and_no_more_while_compiling(
+    options: Mapping[str, Any], optimizer: Optimizer
+) -> None:
+    predicted, steps, compiling, others = on_devices(looked_at, options, optimizer)
+    near = 0.05 if options["schedule"] == "2bw" else 0.03
+    assert predicted == pytest.approx(steps, rel=near)
+    assert_within(steps, compiling, others)
