@@ -87,15 +87,6 @@ def test_a_named_cut_may_not_part_what_is_kept_together() -> None:
         assert "third" in pipe.plan.stages[1].modules
 
 
-def test_limits_that_cannot_be_met_name_the_device_and_the_least() -> None:
-    with pytest.raises(fxpipe.PartitionError) as raised:
-        compiled(Blocks(), memory_limits=1000)
-    text = str(raised.value)
-    assert "device 0 (cpu)" in text or "device 1 (cpu)" in text
-    assert "may take 1000 B" in text
-    assert "raise memory_limits" in text
-
-
 def test_the_table_says_what_was_balanced_and_how_well() -> None:
     with compiled(Blocks()) as pipe:
         text = " ".join(str(pipe).split())

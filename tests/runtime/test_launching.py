@@ -15,7 +15,6 @@ from fxpipe.errors import DeviceError, DeviceMemoryError
 from fxpipe.ir.instruction import Backward
 from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatches
-from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import BatchHost
 from fxpipe.text.program import print_instruction
 from tests.helpers.eager_lanes import Backend, LateError, launched
@@ -140,16 +139,6 @@ def test_a_device_without_memory_stops_the_others_and_says_what_it_held(
         ):
             assert part in text
         backend.lanes[1].lacks = ""
-        pipe.step(x, target=y)
-
-
-def test_devices_that_share_memory_are_predicted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    pipe, backend = launched(Tiny(), 3)
-    monkeypatch.setattr(backend, "memory", lambda device: DeviceMemory("fake", 1, 2))
-    backend.lanes[0].lacks = "forward s0[0] v0 keep"
-    x, y = batch(8)
-    with pipe, within(60), pytest.raises(DeviceMemoryError, match="for the 3 devices that share"):
         pipe.step(x, target=y)
 
 

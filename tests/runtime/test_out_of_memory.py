@@ -68,7 +68,6 @@ def test_without_memory_the_instruction_and_the_cure_are_named(schedule: str, or
             "instruction ",
             "forward s1[2]",
             "(stage 1, micro-batch 2) failed",
-            "for the 2 devices that share it",
             "Take more micro-batches",
             "recompute",
             "1f1b",

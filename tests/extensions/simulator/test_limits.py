@@ -203,3 +203,12 @@ def test_a_limit_moves_the_wide_block_to_the_other_device() -> None:
             assert "third" in pipe.plan.stages[stage].modules
             weights = [a.target for a in pipe.plan.stages[stage].parameters]
             assert "third.0.weight" in weights
+
+
+def test_limits_that_cannot_be_met_name_the_device_and_the_least() -> None:
+    with pytest.raises(fxpipe.PartitionError) as raised:
+        compiled(Blocks(), memory_limits=1000)
+    text = str(raised.value)
+    assert "device 0 (cpu)" in text or "device 1 (cpu)" in text
+    assert "may take 1000 B" in text
+    assert "raise memory_limits" in text

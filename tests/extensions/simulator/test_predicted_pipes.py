@@ -19,6 +19,7 @@ from fxpipe.extensions.simulator import Sizes
 from fxpipe.ir.instruction import Update
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.runtime import interpreter
+from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.interpreter import HANDLERS
 from tests.helpers.eager_lanes import launched
 from tests.helpers.overlapping import ADAMW, compiled, make
@@ -89,6 +90,7 @@ def test_without_memory_the_prediction_is_named(schedule: str, order: float) -> 
             pipe.flush()
         assert raised.value.predicted == predicted
         assert f"({predicted} bytes) were predicted at the device's peak, and " in str(raised.value)
+        assert "for the 2 devices that share it" in str(raised.value)
 
 
 def test_without_memory_in_the_first_step_there_is_a_prediction_too() -> None:
@@ -204,3 +206,13 @@ def test_a_profile_without_gradients_is_refused() -> None:
         with pytest.raises(InputError, match=r"gradients, which torch\.no_grad\(\) turns off"):
             pipe.profile(x, target=y)
         assert not any(parameter.grad is not None for parameter in pipe.parameters())
+
+
+def test_devices_that_share_memory_are_predicted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    pipe, backend = launched(Tiny(), 3)
+    monkeypatch.setattr(backend, "memory", lambda device: DeviceMemory("fake", 1, 2))
+    backend.lanes[0].lacks = "forward s0[0] v0 keep"
+    x, y = batch(8)
+    with pipe, within(60), pytest.raises(DeviceMemoryError, match="for the 3 devices that share"):
+        pipe.step(x, target=y)

@@ -131,6 +131,7 @@ def test_a_rank_without_memory_tells_what_was_predicted_there() -> None:
     _, (text, told, predicted) = on_ranks(2, lacking)
     assert told == predicted
     assert f"({predicted} bytes) were predicted at the device's peak, and " in text
+    assert "for the 2 devices that share it" in text
 
 
 def one_profiles(mesh: DeviceMesh) -> str:

@@ -25,6 +25,8 @@ from fxpipe.ir.unroll import unroll
 from tests.helpers.eager_lanes import launched
 from tests.helpers.profiles import some
 
+pytestmark = pytest.mark.models
+
 DRY = Setting(True, torch.device("cpu"), Path(), 0.0, 1)
 
 RUNS: list[tuple[Callable[[Sequence[str]], int], str]] = [
