@@ -20,7 +20,6 @@ from fxpipe import (
     InputError,
     LossWeight,
     Schedule,
-    TraceError,
     VerificationError,
 )
 from fxpipe.ir.recipe import Recipe
@@ -127,37 +126,6 @@ def test_a_step_that_would_train_nothing_is_refused() -> None:
         lambda: stepped(Tiny().requires_grad_(False)),
         "the loss has a gradient to no parameter, so that a step would train nothing",
     )
-
-
-# models that cannot be traced
-
-
-class Branching(Tiny):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        if h.sum() > 0:
-            h = h * 2
-        return self.last(h)  # type: ignore[no-any-return]
-
-
-def test_a_model_that_cannot_be_traced_names_its_line_and_the_cure() -> None:
-    where = f"Branching cannot be traced at {__file__}:"
-    parts = ["in forward", "if h.sum() > 0:", "fxpipe.LeafModules("]
-    refused(TraceError, lambda: stepped(Branching()), where, *parts)
-
-
-def test_a_trace_error_is_short_and_the_rest_is_in_the_debug_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level("DEBUG", "fxpipe"), pytest.raises(TraceError) as raised:
-        stepped(Branching())
-    lines = "".join(traceback.format_exception(raised.value)).splitlines()
-    assert len(lines) < 20
-    link = "see docs/errors.md#traceerror"
-    assert lines[-2:] == [f"fxpipe.errors.TraceError: {raised.value}", link]
-    assert not any("torch/fx" in line for line in lines)
-    told = caplog.text
-    assert "torch/fx" in told and "Traceback" in told
 
 
 # optimizers

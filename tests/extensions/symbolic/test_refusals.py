@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxpipe
 from fxpipe.errors import TraceError
+from tests.helpers.refusals import refused, stepped
+from tests.helpers.tiny import Tiny
 from tests.oracles import loop
 from tests.passes.tracing import test_rest, test_untraceable
 from tests.passes.tracing.test_leaf_modules import Around, Does, Unpacks
@@ -169,3 +173,55 @@ def test_an_unseen_write_is_refused_with_a_cure_that_works() -> None:
         loss = pipe.step(x, target=target)
     assert torch.equal(loss, loop.train(alone, 2, x, loss=F.mse_loss, target=target).loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+class Branching(Tiny):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if h.sum() > 0:
+            h = h * 2
+        return self.last(h)  # type: ignore[no-any-return]
+
+
+def test_a_model_that_cannot_be_traced_names_its_line_and_the_cure() -> None:
+    where = f"Branching cannot be traced at {__file__}:"
+    parts = ["in forward", "if h.sum() > 0:", "fxpipe.LeafModules("]
+    refused(TraceError, lambda: stepped(Branching(), extensions=["symbolic"]), where, *parts)
+
+
+def test_a_trace_error_is_short_and_the_rest_is_in_the_debug_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("DEBUG", "fxpipe"), pytest.raises(TraceError) as raised:
+        stepped(Branching(), extensions=["symbolic"])
+    lines = "".join(traceback.format_exception(raised.value)).splitlines()
+    assert len(lines) < 20
+    link = "see docs/errors.md#traceerror"
+    assert lines[-2:] == [f"fxpipe.errors.TraceError: {raised.value}", link]
+    assert not any("torch/fx" in line for line in lines)
+    told = caplog.text
+    assert "torch/fx" in told and "Traceback" in told
+
+
+class Noise(nn.Module):
+    """Draws a tensor of nothing."""
+
+    def forward(self) -> Tensor:
+        return torch.from_numpy(numpy.random.rand(4)).float()
+
+
+class Noisy(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.first(x) + self.inner())
+        return y
+
+
+def test_a_leaf_that_draws_and_takes_no_tensor_is_refused_by_name() -> None:
+    x = torch.randn(4, 4)
+    with (
+        fxpipe.compile(
+            Noisy(Noise()), 2, microbatches=2, loss=F.mse_loss, extensions=["symbolic"]
+        ) as pipe,
+        pytest.raises(TraceError, match=r"leaf module 'inner' draws .*numpy.random.*give it one"),
+    ):
+        pipe.step(x, target=x)

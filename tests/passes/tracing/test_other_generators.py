@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.errors import TraceError
 from tests.helpers.around import Around
 from tests.helpers.draws import seeded
 from tests.helpers.speech import MODELS, sounds, speech
@@ -144,30 +143,6 @@ def test_a_warning_names_the_users_line_and_the_leaf(caplog: pytest.LogCaptureFi
     (message,) = [r.getMessage() for r in caplog.records if r.name == "fxpipe"]
     assert "# here (the trace would not be deterministic: it draws from Python's random)" in message
     assert "fxpipe.LeafModules('inner.1')" in message
-
-
-class Noise(nn.Module):
-    """Draws a tensor of nothing."""
-
-    def forward(self) -> Tensor:
-        return torch.from_numpy(numpy.random.rand(4)).float()
-
-
-class Noisy(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.first(x) + self.inner())
-        return y
-
-
-def test_a_leaf_that_draws_and_takes_no_tensor_is_refused_by_name(extensions: Any = ()) -> None:
-    x = torch.randn(4, 4)
-    with (
-        fxpipe.compile(
-            Noisy(Noise()), 2, microbatches=2, loss=F.mse_loss, extensions=extensions
-        ) as pipe,
-        pytest.raises(TraceError, match=r"leaf module 'inner' draws .*numpy.random.*give it one"),
-    ):
-        pipe.step(x, target=x)
 
 
 def test_a_loss_that_is_called_as_it_is_may_draw() -> None:
