@@ -14,9 +14,10 @@ from torch import nn
 import fxpipe
 from fxpipe import InputError
 from fxpipe.devices import read_devices
+from fxpipe.ir.launch import COMPUTE
 from fxpipe.passes.partition.measure import Stopwatch
 from fxpipe.runtime.choice import Dispatches
-from fxpipe.runtime.devices.lanes import ALONE, Lanes
+from fxpipe.runtime.devices.lanes import ALONE, TRIES, Lanes
 from fxpipe.runtime.devices.launching import StreamBackend
 from fxpipe.text.program import print_instruction
 from tests.helpers.tiny import Tiny, batch
@@ -194,3 +195,16 @@ def named() -> None:
 
 def test_a_device_without_an_index_is_the_current_one_and_streams_go_with_their_kind() -> None:
     on_devices(named)
+
+
+def many_pipes() -> None:
+    kept = []  # as a user's variables or a traceback may
+    for _ in range(TRIES + 1):
+        with pipe_of(Tiny(), [torch.device("cuda:0")]) as pipe:
+            kept.append(pipe)
+    first, second = Lanes(torch.device("cuda:0")), Lanes(torch.device("cuda:0"))
+    assert first.stream(COMPUTE) != second.stream(COMPUTE)
+
+
+def test_closed_pipes_leave_their_streams_to_others() -> None:
+    on_devices(many_pipes)

@@ -154,6 +154,11 @@ class Lanes:
         """All streams; a copy of the list, as another thread may add one meanwhile."""
         return [*self._streams.values(), *self._leaving.values()]
 
+    def close(self) -> None:
+        """Leave the streams to others: torch has few."""
+        with _lock:
+            _all.discard(self)
+
     def reached(self, mark: torch.Event) -> bool:
         """Whether a stream has passed a mark. Raises any error that the device reports."""
         return bool(mark.query())

@@ -278,6 +278,10 @@ class StreamBackend(Backend):
         ]
         self._callers: Sequence[torch.Stream] = ()
 
+    def close(self) -> None:
+        for lanes in self.lanes:
+            lanes.close()
+
     def channels(
         self, program: Program, threads: int, jobs: Mapping[int, Job]
     ) -> LaunchingChannels:

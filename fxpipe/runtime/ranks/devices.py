@@ -230,6 +230,7 @@ class CudaRanks(RankBackend, StreamBackend):
 
     def close(self) -> None:
         self._pairs.close()
+        super().close()
 
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
         return self.lanes[0].nanoseconds(times) if times else []  # none of another rank's device
