@@ -77,6 +77,9 @@ class Lanes:
         self.marks += 1
         return self.number, stream, self.marks
 
+    def close(self) -> None:
+        pass
+
     def reached(self, mark: Any) -> bool:
         if self.broken is None:
             return True
