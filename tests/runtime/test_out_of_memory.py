@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -41,9 +43,9 @@ class Taking(nn.Module):
         return h
 
 
-@pytest.mark.parametrize("order", [FAILS, FAILS_BACK], ids=["CPU", "CUDA"])
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_without_memory_the_instruction_and_the_cure_are_named(schedule: str, order: float) -> None:
+@contextmanager
+def trained(schedule: str) -> Iterator[tuple[fxpipe.Pipeline, Tensor, Tensor]]:
+    """A pipe after a step, and the batch."""
     x, y = batch()
     torch.manual_seed(0)
     with fxpipe.compile(
@@ -57,11 +59,23 @@ def test_without_memory_the_instruction_and_the_cure_are_named(schedule: str, or
     ) as pipe:
         pipe.step(x, target=y)
         pipe.flush()
-        x[5, 3] = order
-        with within(5), pytest.raises(DeviceMemoryError) as raised:
-            pipe.step(x, target=y)
-            pipe.flush()
-        error = raised.value
+        yield pipe, x, y
+
+
+def lacking(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor, order: float) -> DeviceMemoryError:
+    """The error of a step whose last micro-batch gives an order."""
+    x[5, 3] = order
+    with within(5), pytest.raises(DeviceMemoryError) as raised:
+        pipe.step(x, target=y)
+        pipe.flush()
+    return raised.value
+
+
+@pytest.mark.parametrize("order", [FAILS, FAILS_BACK], ids=["CPU", "CUDA"])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_without_memory_the_instruction_and_the_cure_are_named(schedule: str, order: float) -> None:
+    with trained(schedule) as (pipe, x, y):
+        error = lacking(pipe, x, y, order)
         assert (error.device, error.stage, error.microbatch) == (1, 1, 2)
         assert error.capacity == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         for part in (

@@ -30,7 +30,7 @@ from tests.runtime.test_copies import standing
 from tests.runtime.test_failures import FAILS, FAILS_BACK
 from tests.runtime.test_faults import failing_at
 from tests.runtime.test_mapped import assert_uncopied
-from tests.runtime.test_out_of_memory import Taking
+from tests.runtime.test_out_of_memory import Taking, lacking, trained
 from tests.runtime.test_sparse import NODES, Graphs, Whole, adjacency, graphs
 
 pytestmark = pytest.mark.models
@@ -70,27 +70,12 @@ def test_a_device_with_streams_that_lacks_memory_says_what_was_predicted(dispatc
 @pytest.mark.parametrize("order", [FAILS, FAILS_BACK], ids=["CPU", "CUDA"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_without_memory_the_prediction_is_named(schedule: str, order: float) -> None:
-    x, y = batch()
-    torch.manual_seed(0)
-    with fxpipe.compile(
-        Taking(),
-        ["cpu"] * 2,
-        schedule=schedule,
-        microbatches=3,
-        partition=["second"],
-        loss=functional.cross_entropy,
-        optimizer=adam,
-    ) as pipe:
-        pipe.step(x, target=y)
-        pipe.flush()
+    with trained(schedule) as (pipe, x, y):
         predicted = pipe.simulate().memory[1].peak
-        x[5, 3] = order
-        with within(5), pytest.raises(DeviceMemoryError) as raised:
-            pipe.step(x, target=y)
-            pipe.flush()
-        assert raised.value.predicted == predicted
-        assert f"({predicted} bytes) were predicted at the device's peak, and " in str(raised.value)
-        assert "for the 2 devices that share it" in str(raised.value)
+        error = lacking(pipe, x, y, order)
+        assert error.predicted == predicted
+        assert f"({predicted} bytes) were predicted at the device's peak, and " in str(error)
+        assert "for the 2 devices that share it" in str(error)
 
 
 def test_without_memory_in_the_first_step_there_is_a_prediction_too() -> None:

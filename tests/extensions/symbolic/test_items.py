@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import BaseModelOutput
 
 import fxpipe
-from tests.extensions.symbolic.test_symbolic import Returns, rows, trained_alike, zeros
+from tests.extensions.symbolic.test_symbolic import returned, rows, trained_alike, zeros
 from tests.oracles import loop
 
 
@@ -135,21 +135,10 @@ def _of_transformers(y: Tensor, h: Tensor, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("made", [_ordered, _of_transformers])
 def test_dicts_of_other_classes_are_returned_as_by_the_model(made: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
-    model, x = Returns(made), rows(4)
-    alone = copy.deepcopy(model)
-
     def loss(output: Any) -> Any:
         return next(iter(output.values())).square().mean()
 
-    with fxpipe.compile(
-        model, 2, microbatches=2, loss=loss, partition=["outer"], extensions=["symbolic"]
-    ) as pipe:
-        pipe.step(x)
-        loop.train(alone, 2, x, loss=loss)
-        loop.assert_same(loop.gradients(model), loop.gradients(alone))
-        with torch.no_grad():
-            found, wanted = pipe(x), [alone(part) for part in x.chunk(2)]
+    found, wanted = returned(made, loss, rows(4))
     assert type(found) is type(wanted[0]) and list(found) == list(wanted[0])
     last = [next(iter(output.values())) for output in wanted]
     assert torch.equal(next(iter(found.values())), torch.cat(last))

@@ -331,6 +331,24 @@ class Returns(nn.Module):
         return self.made(self.outer(hidden), hidden, x)
 
 
+def returned(
+    made: Callable[..., Any], loss: Callable[[Any], Tensor], x: Tensor
+) -> tuple[Any, list[Any]]:
+    """What a pipe over ``Returns(made)`` returns, and what the model returns of each micro-batch;
+    after a step whose gradients are those of the loop."""
+    torch.manual_seed(0)
+    model = Returns(made)
+    alone = copy.deepcopy(model)
+    with fxpipe.compile(
+        model, 2, microbatches=2, loss=loss, partition=["outer"], extensions=["symbolic"]
+    ) as pipe:
+        pipe.step(x)
+        loop.train(alone, 2, x, loss=loss)
+        loop.assert_same(loop.gradients(model), loop.gradients(alone))
+        with torch.no_grad():
+            return pipe(x), [alone(part) for part in x.chunk(2)]
+
+
 @pytest.mark.parametrize(
     ("made", "tensors"),
     [
@@ -343,21 +361,10 @@ class Returns(nn.Module):
 def test_named_tuples_and_dataclasses_are_returned_as_by_the_model(
     made: Callable[..., Any], tensors: Callable[[Any], list[Tensor]]
 ) -> None:
-    torch.manual_seed(0)
-    model, x = Returns(made), torch.randn(4, 4)
-    alone = copy.deepcopy(model)
-
     def loss(output: Any) -> Tensor:
         return torch.stack([tensor.square().mean() for tensor in tensors(output)]).sum()
 
-    with fxpipe.compile(
-        model, 2, microbatches=2, loss=loss, partition=["outer"], extensions=["symbolic"]
-    ) as pipe:
-        pipe.step(x)
-        loop.train(alone, 2, x, loss=loss)
-        loop.assert_same(loop.gradients(model), loop.gradients(alone))
-        with torch.no_grad():
-            found, wanted = pipe(x), [alone(part) for part in x.chunk(2)]
+    found, wanted = returned(made, loss, torch.randn(4, 4))
     assert type(found) is type(wanted[0])
     for own, *parts in zip(tensors(found), *map(tensors, wanted), strict=True):
         assert torch.equal(own, torch.cat(parts))
