@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from fxpipe.errors import InputError
 
 REMOVED = {
-    "delay": "write schedule=fxpipe.schedules.two_bw.delayed(2), or of another schedule, or for "
-    '"search" schedule=fxpipe.Search(delay=2)',
+    "delay": "write schedule=fxpipe.schedules.two_bw.delayed(2), for a function of your own "
+    'schedule=fxpipe.Recipe("name", function).delayed(2), or for "search" '
+    "schedule=fxpipe.Search(delay=2)",
     "loss_weight": "write extensions=[fxpipe.LossWeight(the same function)]",
     "dispatch": 'write extensions=[fxpipe.Dispatch("device")], or "thread"; "auto" is what is done '
     "without",
