@@ -15,7 +15,7 @@ from fxpipe.compiler.balance import unbalanced
 from fxpipe.compiler.compiled import Compiled, Kind, agree_on_plans, exchanged, restoring
 from fxpipe.compiler.fingerprint import ModelState, state_text
 from fxpipe.compiler.front_end import Call
-from fxpipe.compiler.objective import Copies, divided, known_buffers, on_device, with_weights
+from fxpipe.compiler.objective import divided, known_buffers, on_device, with_weights
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Graph, Plans
@@ -78,7 +78,6 @@ class Compiler:
         self._since: int | None = None  # that number for the call that ``known`` saw last
         self._programs: dict[Any, Program] = {}
         self._warned = self._balance_told = False
-        self._copies: Copies = {}
         self._state: tuple[Any, ...] = (None,)
         self._told: tuple[tuple[Any, ...], Sequence[str]] | None = None
 
@@ -283,9 +282,9 @@ class Compiler:
             counted = counted and all(term is not None and term.told for term in terms[0])
         if objective.averages and replicas == 1 and not counted:
             return micro  # weighted by samples already
-        if replicas == 1 and (weights := on_device(terms, micro)) is not None:
+        buffers = known_buffers(compiled.traced, self.options.model)
+        if replicas == 1 and (weights := on_device(terms, micro, buffers)) is not None:
             return replace(micro, weights=weights)
-        buffers = known_buffers(compiled.traced, self.options.model, self._copies)
         values = divided(terms, micro, buffers, alone=replicas == 1) if counted else []
         parts = [(objective.counts(micro), values)]
         if replicas > 1:

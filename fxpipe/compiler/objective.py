@@ -14,6 +14,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.tracing.loss_terms import Divisor
 from fxpipe.runtime.batch import Batch, MicroBatches
+from fxpipe.torchtools.copies import current_copy
 
 Loss = Callable[..., Any]
 Reduction = Literal["mean", "sum"]
@@ -125,7 +126,7 @@ def weighed(
 def divided(
     terms: Sequence[Sequence[Divisor | None]],
     micro: MicroBatches,
-    buffer: Callable[[str], Tensor],
+    buffer: Callable[[str, torch.device], Tensor],
     *,
     alone: bool,
 ) -> list[Divided]:
@@ -135,7 +136,7 @@ def divided(
 
     Args:
         terms: micro-batch → the divisor of each term.
-        buffer: name → buffer or constant.
+        buffer: name, device → buffer or constant, there.
         alone: whether there is no other replica; then nothing is counted if no target is ignored.
     """
     values = [
@@ -152,7 +153,11 @@ def divided(
     ]
 
 
-def on_device(terms: Sequence[Sequence[Divisor | None]], micro: MicroBatches) -> Tensor | None:
+def on_device(
+    terms: Sequence[Sequence[Divisor | None]],
+    micro: MicroBatches,
+    buffer: Callable[[str, torch.device], Tensor],
+) -> Tensor | None:
     """The weights of micro-batches, computed on the device of the targets, so that the host does
     not wait for it. None if a loss is not just a mean over targets that are not ignored, or if
     these are on the CPU. NaN if all targets are ignored, as the loss is then."""
@@ -163,9 +168,9 @@ def on_device(terms: Sequence[Sequence[Divisor | None]], micro: MicroBatches) ->
         if len(divisors) != 1 or divisors[0] is None:
             return None
         divisor, arguments = divisors[0], [leaves[i] for i in divisors[0].leaves]
-        if not divisor.counts or divisor.buffers or _place(arguments).type == "cpu":
+        if not divisor.counts or _place(arguments).type == "cpu":
             return None
-        if not isinstance(count := _value(divisor, arguments), Tensor):
+        if not isinstance(count := _value(divisor, arguments, buffer), Tensor):
             return None
         counts.append(count)
     stacked = torch.stack(counts).double()
@@ -211,7 +216,7 @@ def with_weights(
 def _values(
     divisors: Sequence[Divisor | None],
     parts: Sequence[Sequence[Any]],
-    buffer: Callable[[str], Tensor],
+    buffer: Callable[[str, torch.device], Tensor],
 ) -> list[float | Tensor] | None:
     """The value that a term is divided by in each micro-batch, on a device where it is counted
     there. None if computing it fails: the run will then fail with its own error."""
@@ -221,19 +226,22 @@ def _values(
             assert divisor is not None
             if divisor.made is None:
                 return []
-            arguments = [*(leaves[i] for i in divisor.leaves), *map(buffer, divisor.buffers)]
-            values.append(_value(divisor, arguments))
+            inputs = [leaves[i] for i in divisor.leaves]
+            values.append(_value(divisor, inputs, buffer))
     except Exception:
         return None
     return values
 
 
-def _value(divisor: Divisor, arguments: Sequence[Any]) -> float | Tensor:
-    """The value of a divisor; a scalar on a device, for which the host does not wait, if all that
-    it depends on is there."""
+def _value(
+    divisor: Divisor, inputs: Sequence[Any], buffer: Callable[[str, torch.device], Tensor]
+) -> float | Tensor:
+    """The value of a divisor; a scalar on a device, for which the host does not wait, if the
+    inputs that it depends on are there."""
     assert divisor.made is not None
-    place = _place(arguments)
-    value = divisor.made(*arguments, device=place)
+    place = _place(inputs)
+    buffers = [buffer(name, place) for name in divisor.buffers]
+    value = divisor.made(*inputs, *buffers, device=place)
     return value.view(()) if isinstance(value, Tensor) and place.type != "cpu" else float(value)
 
 
@@ -268,16 +276,11 @@ def _near(ratios: Sequence[float], others: Sequence[float]) -> bool:
     )
 
 
-Copies = dict[str, tuple[Tensor, int, Tensor]]
-"""Name → a buffer on a device, its version, and a copy of that on the CPU."""
+def known_buffers(traced: Traced, model: nn.Module) -> Callable[[str, torch.device], Tensor]:
+    """Return a function for ``divided``: name, device → buffer or constant, there. It raises
+    InputError if the buffer has no data."""
 
-
-def known_buffers(traced: Traced, model: nn.Module, copies: Copies) -> Callable[[str], Tensor]:
-    """Return a function for ``divided``: name → buffer or constant, on the CPU. It raises
-    InputError if the buffer has no data. ``copies`` has those of earlier calls, so that the host
-    waits for a device only where a buffer has changed."""
-
-    def buffer(name: str) -> Tensor:
+    def buffer(name: str, device: torch.device) -> Tensor:
         tensor = traced.constants.get(name)
         if tensor is None:
             tensor = model.get_buffer(name)
@@ -286,11 +289,6 @@ def known_buffers(traced: Traced, model: nn.Module, copies: Copies) -> Callable[
                 f"buffer {name!r} says how losses are weighted, which every rank has to know, "
                 'and has no data here; make it with data (device="cpu") where the model is built'
             )
-        if tensor.is_cpu:
-            return tensor
-        before, version, copy = copies.get(name, (None, -1, tensor))
-        if before is not tensor or version != tensor._version:
-            copies[name] = tensor, tensor._version, (copy := tensor.cpu())
-        return copy
+        return current_copy(tensor, device)
 
     return buffer

@@ -24,6 +24,7 @@ from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH
 from fxpipe.random import arguments_of
 from fxpipe.torchtools import source
+from fxpipe.torchtools.copies import current_copy
 
 _SAME = {"alias", "clone", "contiguous", "neg", "reshape", "squeeze", "to", "_to_copy", "view"}
 _SHAPES = _SAME - {"neg"} | {"flatten", "permute", "t", "transpose", "unsqueeze"}
@@ -315,8 +316,9 @@ def _count(
     kept = target != ignored
     if weight is None:
         return kept.sum()
-    total = float(weight.to(target.device, torch.float64)[target[kept]].sum())
-    return math.nan if smooth and not total and bool(kept.any()) else total
+    weights = current_copy(weight, target.device).double()[target.where(kept, 0)]
+    total = weights.where(kept, 0).sum()
+    return total.where((total != 0) | ~kept.any(), math.nan) if smooth else total
 
 
 def _moved(module: fx.GraphModule, graph: fx.Graph, device: torch.device) -> fx.GraphModule:

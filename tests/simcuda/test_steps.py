@@ -100,8 +100,9 @@ def test_targets_on_a_device_that_are_ignored_are_counted_there(loss: str, sched
     assert not waits
 
 
-def test_targets_of_several_terms_are_counted_in_one_wait() -> None:
-    equal, waits = on_devices(ignored_targets, "two terms", "1f1b")
+@pytest.mark.parametrize("loss", ["two terms", "weighted"])
+def test_targets_of_several_terms_or_with_weights_are_counted_in_one_wait(loss: str) -> None:
+    equal, waits = on_devices(ignored_targets, loss, "1f1b")
     assert equal
     assert sum(waits.values()) == 1
 
@@ -115,9 +116,9 @@ def for_replicas() -> tuple[Any, Any, int]:
     with fxpipe.compile(Tokens("plain"), PLACES, microbatches=4, optimizer=sgd) as pipe:
         with patch("fxpipe.compiler.compiler.on_device", wraps=on_device) as asked:
             pipe.step(x, y.to("cuda:0"))
-        terms, micro = asked.call_args.args
+        terms, micro, _ = asked.call_args.args
         cuda.take()
-        counts = divided(terms, micro, lambda name: torch.empty(0), alone=False)
+        counts = divided(terms, micro, lambda name, device: torch.empty(0), alone=False)
         waits = sum(cuda.take().waits.values())
     return counts, [(part != -100).sum().item() for part in y.split(2)], waits
 
