@@ -49,7 +49,9 @@ class Engine:
 
     def __init__(self, options: Options, choice: Choice) -> None:
         """Start as many worker threads as ``choice`` may need to run the devices' lists."""
-        backend = backend_of(options.group, options.here, options.devices)
+        backend = backend_of(
+            options.group, options.here, options.devices, in_order=options.in_order
+        )
         clipping = None
         if options.clips:
             clipping = Clipping(options.clip_norm, options.scaler, options.model)

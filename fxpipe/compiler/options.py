@@ -53,6 +53,7 @@ class Options:
         replicas: how many pipelines train the model side by side.
         sharding: what lets each replica train a part of every parameter; None if nothing does.
         bucket_bytes: the bytes of gradients that are summed over replicas in one bucket.
+        in_order: whether gradients are added in the order of the replicas on every kind of device.
         decides: "search" or "auto" if the first step chooses the schedule, else ""; ``recipe`` then
             only says where the stages are.
 
@@ -81,6 +82,7 @@ class Options:
     replicas: int = 1
     sharding: type[Shards] | None = None
     bucket_bytes: float = 25 * 2**20
+    in_order: bool = False
     decides: str = ""
 
     @property

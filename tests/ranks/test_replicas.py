@@ -70,7 +70,12 @@ def batch(step: int, replica: int, samples: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def pipe_of(
-    mesh: DeviceMesh, *, shards: bool = False, extensions: Sequence[Any] = (), **options: Any
+    mesh: DeviceMesh,
+    *,
+    shards: bool = False,
+    in_order: bool = False,
+    extensions: Sequence[Any] = (),
+    **options: Any,
 ) -> fxpipe.Pipeline:
     """A pipe over replicas, whose sums are in many buckets."""
     devices = mesh["pp"].size()
@@ -82,7 +87,7 @@ def pipe_of(
         "optimizer": OPTIMIZERS["adamw"],
         "partition": cuts[stages],
     }
-    extensions = [fxpipe.Replicas(shards, bucket_cap_mb=1e-4), *extensions]
+    extensions = [fxpipe.Replicas(shards, bucket_cap_mb=1e-4, in_order=in_order), *extensions]
     return fxpipe.compile(made(), mesh, extensions=extensions, **{**defaults, **options})
 
 
@@ -92,7 +97,7 @@ def trained(
     """The losses of some steps, and the whole state after them."""
     replica = mesh["dp"].get_local_rank()
     if scale != 1:
-        options["scaler"] = torch.amp.GradScaler("cpu", init_scale=scale)
+        options["scaler"] = torch.amp.GradScaler(mesh.device_type, init_scale=scale)
     found: Results = {}
     with pipe_of(mesh, optimizer=OPTIMIZERS[optimizer], **options) as pipe:
         for step in range(steps):

@@ -1,4 +1,4 @@
-"""NCCL between processes that have simulated devices: sends and receives alone.
+"""NCCL between processes that have simulated devices.
 
 ``install`` makes it the process group for CUDA tensors, both by its name in
 ``torch.distributed.Backend`` and as ``ProcessGroupNCCL``, which a torch without CUDA lacks.

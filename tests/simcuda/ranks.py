@@ -16,19 +16,27 @@ from tests.simcuda.process import at_once
 dist: Any = torch.distributed
 
 
-def on_devices_of_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``function(mesh, *args)`` on ranks that have a simulated device each.
+def on_devices_of_ranks(
+    size: int, function: Callable[..., Any], *args: Any, replicas: int | None = None
+) -> list[Any]:
+    """Call ``function(mesh, *args)`` on ranks that have a simulated device each. The mesh has the
+    dimension "pp", or with a number of replicas "dp" and "pp".
 
     Raises:
         AssertionError: the function raised on a rank, or its process has ended.
     """
     with tempfile.TemporaryDirectory() as folder:
-        calls = [(rank, size, folder, function, args) for rank in range(size)]
+        calls = [(rank, size, folder, function, args, replicas) for rank in range(size)]
         return at_once(_call, calls, devices=size)
 
 
 def _call(
-    rank: int, size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    size: int,
+    folder: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    replicas: int | None,
 ) -> Any:
     from tests.simcuda import cuda, nccl
 
@@ -37,7 +45,9 @@ def _call(
     cuda.configure(cuda.Mode.LAZY)
     store = dist.FileStore(str(Path(folder, "store")), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    found = function(init_device_mesh("cuda", (size,), mesh_dim_names=("pp",)), *args)
+    names = ("pp",) if replicas is None else ("dp", "pp")
+    shape = (size,) if replicas is None else (replicas, size // replicas)
+    found = function(init_device_mesh("cuda", shape, mesh_dim_names=names), *args)
     torch.cuda.synchronize(rank)  # the others wait for what this process still sends
     dist.barrier()
     return found

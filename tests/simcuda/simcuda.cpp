@@ -1285,6 +1285,7 @@ struct Transfer {
 struct Group {
   void* communicator;
   c10::intrusive_ptr<c10d::Store> store;
+  std::vector<Tensor> kept;
   std::vector<Transfer> transfers;
   MarkPtr start;  // the stream has come to it
   MarkPtr over;   // a mark without a stream
@@ -1371,8 +1372,10 @@ struct TransferWork final : c10d::Work {
   }
 };
 
-// A communicator of NCCL's, for sends and receives: it runs them in the order of the calls on a
-// stream of its own, whatever their tags are, and each ends when its other side is there.
+// A communicator of NCCL's: it runs what it is given in the order of the calls on a stream of its own,
+// whatever the tags are. A send ends when its receive is there. A collective is a group of sends and
+// receives, with this rank too; a sum is then computed from what has come, beginning with the last
+// rank: NCCL's order is its own, but the same on all ranks.
 struct Communicator final : c10d::Backend {
   c10::intrusive_ptr<c10d::Store> store;
   std::map<int, int> streams;  // device → its stream
@@ -1421,32 +1424,111 @@ struct Communicator final : c10d::Backend {
     return work;
   }
 
-  c10::intrusive_ptr<c10d::Work> start() {
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<Tensor>& tensors,
+                                           const c10d::BroadcastOptions& given) override {
+    int root = (int)given.rootRank;
+    if (getRank() != root) return add(tensors, false, root, getRank());
+    startCoalescing();
+    for (int rank = 0; rank < getSize(); rank++)
+      if (rank != root) add(tensors, true, root, rank);
+    return endCoalescing();
+  }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(Tensor& out, Tensor& in,
+                                                 const c10d::AllgatherOptions&) override {
+    return exchange("nccl:all_gather", out, in, true, false);
+  }
+  c10::intrusive_ptr<c10d::Work> alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& to,
+                                               std::vector<int64_t>& from,
+                                               const c10d::AllToAllOptions&) override {
+    TORCH_CHECK(to.empty() && from.empty(), "parts of other sizes are not simulated");
+    return exchange("nccl:all_to_all", out, in, false, false);
+  }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<Tensor>& tensors,
+                                           const c10d::AllreduceOptions& given) override {
+    TORCH_CHECK(given.reduceOp == c10d::ReduceOp::SUM, "only sums are simulated");
+    return exchange("nccl:all_reduce", tensors.at(0), tensors.at(0), true, true);
+  }
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& given) override {
+    TORCH_CHECK(given.reduceOp == c10d::ReduceOp::SUM, "only sums are simulated");
+    return exchange("nccl:reduce_scatter", out, in, false, true);
+  }
+
+  // Give all of `in` to each rank, or to each its part; `out` gets what comes, or the sum of that.
+  c10::intrusive_ptr<c10d::Work> exchange(const char* name, const Tensor& out, const Tensor& in,
+                                          bool whole, bool sums) {
     Locked locked;
-    raise_failure();
-    int device = collected[0].first.tensor.device().index();
-    auto [it, made] = streams.try_emplace(device, 0);
-    if (made) it->second = number(device, 1 + POOL + handed[{device, true}]++ % POOL);
-    int stream = it->second;
-    ::wait(stream, record(current_queue(device)));
-    Group group{this, store};
+    TORCH_CHECK(!aborted, "NCCL communicator was aborted on rank ", getRank());
+    TORCH_CHECK(!open, name, " inside of a group is not simulated");
+    TORCH_CHECK(on_device(in) && on_device(out) && in.is_contiguous() && out.is_contiguous(),
+                name, " takes contiguous tensors of a CUDA device");
+    int64_t size = getSize(), each = in.numel() / (whole ? 1 : size);
+    TORCH_CHECK(in.numel() == each * (whole ? 1 : size) &&
+                    out.numel() == each * (sums ? 1 : size) &&
+                    in.scalar_type() == out.scalar_type(),
+                name, " takes tensors of other sizes");
+    Tensor leaves = whole ? on_host(in).reshape({1, each}).expand({size, each})
+                          : on_host(in).reshape({size, each});
+    Tensor arrived = sums ? at::empty({size, each}, leaves.options())
+                          : on_host(out).view({size, each});
+    for (int rank = 0; rank < size; rank++) {
+      std::string to = c10::str(getRank(), ">", rank, "/"), from = c10::str(rank, ">", getRank(), "/");
+      collected.push_back({{leaves[rank], true, to + std::to_string(count[to]++)}, nullptr});
+      if (rank == getRank())
+        collected.push_back({{arrived[rank], false, collected.back().first.name}, nullptr});
+      else
+        collected.push_back({{arrived[rank], false, from + std::to_string(count[from]++)}, nullptr});
+    }
+    auto work = c10::make_intrusive<TransferWork>();
+    collected.back().second = work;
+    std::function<void()> sum;
+    if (sums) {
+      sum = [arrived, target = on_host(out).view({each})]() mutable {
+        Tensor total = arrived[arrived.size(0) - 1].clone();
+        for (int64_t rank = arrived.size(0) - 1; rank-- > 0;) total.add_(arrived[rank]);
+        target.copy_(total);
+      };
+    }
+    std::vector<Use> uses;
+    if (in.numel()) uses = {use_of(in, false), use_of(out, true)};
+    start(name, {in, out}, uses, sum);
+    return work;
+  }
+
+  c10::intrusive_ptr<c10d::Work> start() {
     std::vector<Use> uses;
     std::vector<Tensor> kept;
     for (auto& [transfer, work] : collected) {
       if (transfer.tensor.numel()) uses.push_back(use_of(transfer.tensor, !transfer.sends));
-      group.transfers.push_back(transfer);
       kept.push_back(transfer.tensor);
     }
-    launch(stream, uses, collected[0].first.sends ? "nccl:send" : "nccl:recv", [] {});
+    auto last = collected.back().second;
+    start(collected[0].first.sends ? "nccl:send" : "nccl:recv", kept, uses, nullptr);
+    return last;
+  }
+
+  // Start what was collected, on the device of the tensors that it keeps, and compute `then` behind it.
+  void start(const char* name, const std::vector<Tensor>& kept, const std::vector<Use>& uses,
+             std::function<void()> then) {
+    Locked locked;
+    raise_failure();
+    int device = kept[0].device().index();
+    auto [it, made] = streams.try_emplace(device, 0);
+    if (made) it->second = number(device, 1 + POOL + handed[{device, true}]++ % POOL);
+    int stream = it->second;
+    ::wait(stream, record(current_queue(device)));
+    Group group{this, store, kept};
+    for (auto& [transfer, work] : collected) group.transfers.push_back(transfer);
+    launch(stream, uses, name, [] {});
     group.start = record(stream);
     group.over = std::make_shared<Mark>();
     queues[stream]->entries.push_back({Entry::WAIT, nullptr, group.over, "the other rank"});
     groups.push_back(group);
+    if (then) launch(stream, uses, name, std::move(then));
     MarkPtr end = record(stream);
-    for (auto& [transfer, work] : collected) work->end = end, work->device = device, work->kept = kept;
-    auto last = collected.back().second;
+    for (auto& [transfer, work] : collected)
+      if (work) work->end = end, work->device = device, work->kept = kept;
     collected.clear();
-    return last;
   }
 };
 

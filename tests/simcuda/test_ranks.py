@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.gpu import test_cuda_ranks as on_gpus
 from tests.helpers.profiles import DEEP
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop
+from tests.ranks.test_equal import CASES as EVERY
 from tests.ranks.test_equal import Results, equal, run_cases
 from tests.simcuda.process import on_devices, simulated
 from tests.simcuda.ranks import on_devices_of_ranks
@@ -100,6 +102,46 @@ def test_reading_what_is_still_received_is_a_race() -> None:
     sender, receiver = on_devices_of_ranks(2, unawaited)
     assert not sender
     assert "aten::add" in receiver[0] and "nccl:recv" in receiver[0]
+
+
+def collected(mesh: DeviceMesh) -> Any:
+    """What collectives make of each rank's numbers, and a race with one that nothing waits for."""
+    from tests.simcuda import cuda
+
+    every, here, size = group(mesh)._get_backend(torch.device("cuda")), mesh.get_rank(), mesh.size()
+    own = torch.arange(2.0 * size, device=f"cuda:{here}") + 10**here
+    total, spread, part = own.clone(), torch.empty_like(own), torch.empty_like(own[:2])
+    first, gathered = own.clone(), own.new_empty(size, 2 * size)
+    torch.cuda.synchronize(here)
+    cuda.take()
+    works = [
+        every.broadcast([first], dist.BroadcastOptions()),
+        every.allreduce([total]),
+        every._allgather_base(gathered, own),
+        every.alltoall_base(spread, own, [], []),
+        every._reduce_scatter_base(part, own, dist.ReduceScatterOptions()),
+    ]
+    for work in works:
+        work.wait()
+    made = [x + 0 for x in (first, total, gathered, spread, part)]
+    noticed = cuda.take()
+    assert not noticed.waits and not noticed.races
+    late = every.allreduce([total])
+    total.add_(1)
+    late.wait()
+    torch.cuda.synchronize(here)
+    assert len(cuda.take().races)
+    return [x.cpu() for x in made]
+
+
+def test_collectives_are_queued_on_streams_and_the_hosts_go_on() -> None:
+    size = 3
+    every = torch.stack([torch.arange(2.0 * size) + 10**rank for rank in range(size)])
+    for rank, found in enumerate(on_devices_of_ranks(size, collected)):
+        own = slice(2 * rank, 2 * rank + 2)
+        spread = torch.cat(list(every[:, own]))
+        wanted = [every[0], every.sum(0), every, spread, every.sum(0)[own]]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def crossed(mesh: DeviceMesh, grouped: bool) -> bool:
@@ -222,6 +264,9 @@ if DEEP:
         3: ["1f1b", "zb-h1", "2bw", "tied", "tied, 2bw"],
         4: ["1f1b", "gpipe", "zb-h1", "pipedream", "tied"],
     }
+
+
+assert EVERY.keys() >= {*chain(*CASES.values())}
 
 
 def run_on_devices(mesh: DeviceMesh, names: Sequence[str], seed: int) -> dict[str, Results]:

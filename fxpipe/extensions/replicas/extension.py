@@ -27,17 +27,21 @@ class Replicas(Extension):
             ``DistributedDataParallel``. A bucket is sent while the last backward computes the next
             ones. ``math.inf`` sums all gradients of a stage at once. The sums are the same to the
             bit.
+        in_order: add up gradients in the order of the replicas on CUDA devices, too, as CPU devices
+            always do. Else NCCL adds them in an order of its own, which takes less memory.
     """
 
     shard_optimizer: bool = False
     bucket_cap_mb: float = 25
+    in_order: bool = False
 
     def options(self, options: Options) -> Options:
         """The options with these. Raises InputError if a value is no flag or no size, or there is
         no optimizer to shard."""
         sharded, cap = self.shard_optimizer, self.bucket_cap_mb
-        if not isinstance(sharded, bool):
-            raise InputError(f"shard_optimizer is {sharded!r}; give True or False")
+        for name in ("shard_optimizer", "in_order"):
+            if not isinstance(flag := getattr(self, name), bool):
+                raise InputError(f"{name} is {flag!r}; give True or False")
         if not isinstance(cap, int | float) or isinstance(cap, bool) or cap <= 0:
             raise InputError(
                 f"bucket_cap_mb is {cap!r}; give a number of MiB above 0, or math.inf to sum all "
@@ -49,4 +53,5 @@ class Replicas(Extension):
                 "parameters: torch.optim.AdamW(parameters), or leave shard_optimizer out"
             )
         sharding = FlatShards if sharded else None
-        return replace(options, sharding=sharding, bucket_bytes=cap * 2**20)
+        bucket, in_order = cap * 2**20, self.in_order
+        return replace(options, sharding=sharding, bucket_bytes=bucket, in_order=in_order)

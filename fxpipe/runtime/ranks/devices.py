@@ -12,11 +12,9 @@ if each send blocks its device until the matching receive is posted.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,15 +38,13 @@ from fxpipe.runtime.devices.launching import (
 from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Stopped
-from fxpipe.runtime.ranks.channels import RankBackend, RankChannels
+from fxpipe.runtime.ranks.channels import RankBackend
+from fxpipe.runtime.ranks.collectives import CollectiveChannels
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.pairs import PairGroups
 
 LOOK = 5e-5
 """Seconds between two checks of whether the device is done."""
-
-PATIENCE = 2.0
-"""Seconds to wait, after a failed transfer, for the other rank's own error, which says more."""
 
 
 class _Posted(NamedTuple):
@@ -76,7 +72,7 @@ class _Receives:
     posted: deque[_Posted] = field(default_factory=deque)
 
 
-class DeviceChannels(RankChannels, LaunchingChannels):
+class DeviceChannels(CollectiveChannels, LaunchingChannels):
     """Channels from this rank's device to the devices of the other ranks, in one run."""
 
     def __init__(
@@ -85,21 +81,21 @@ class DeviceChannels(RankChannels, LaunchingChannels):
         group: RankGroup,
         jobs: Mapping[int, Job],
         pairs: PairGroups,
+        in_order: bool,
     ) -> None:
         """Connect the devices that exchange values by ``pairs``. Raises like PairGroups.connect."""
-        self._stopped = threading.Event()
-        self._pairs = pairs
         self._sent: dict[Buffer, tuple[Tensor, Any]] = {}
         self._awaited: dict[int, _Receives] = {}
         self._pauses: list[int] = []
         self._until: int | None = None  # the position of the next pause
-        super().__init__(program, group, jobs)
+        super().__init__(program, group, jobs, pairs=pairs, in_order=in_order)
         self._followed = frozenset()  # never collect values: the next may be a tensor, sent alone
-        self.events = Events(program, (group.rank,))
+        self.events = Events(program, (group.device,))
         pairs.connect(program)
 
     def prepare(self, machine: LaunchingMachine) -> None:
         """Post the first receives."""
+        super().prepare(machine)
         if not self._awaited:
             for at, x in enumerate(self._program.lists[machine.device]):
                 if isinstance(x, ins.Pause):
@@ -157,11 +153,6 @@ class DeviceChannels(RankChannels, LaunchingChannels):
                 raise Stopped
             time.sleep(LOOK)
 
-    def stop(self) -> None:
-        super().stop()
-        self._stopped.set()
-        self._pairs.give_up()
-
     def _spec(self, buffer: Buffer) -> ValueSpec | None:
         """The shape and dtype of a value that goes from device to device; None for other values."""
         if buffer.kind == "norm":
@@ -202,27 +193,17 @@ class DeviceChannels(RankChannels, LaunchingChannels):
             if buffer.batch in machine.batches:
                 return buffer
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Raise Stopped instead of an error of a transfer that the stop of the run has caused."""
-        try:
-            yield
-        except RuntimeError:
-            if self._stopped.wait(PATIENCE):
-                raise Stopped from None
-            raise
-
 
 class CudaRanks(RankBackend, StreamBackend):
     """Runs the list of this rank's CUDA device."""
 
-    def __init__(self, group: RankGroup, device: torch.device) -> None:
-        """Make the streams of this rank's device."""
+    def __init__(self, group: RankGroup, device: torch.device, in_order: bool) -> None:
+        """Make the streams of this rank's device. ``in_order`` is as in CollectiveChannels."""
         StreamBackend.__init__(self, [Lanes(device)], group)
-        self._pairs = PairGroups(group, device)
+        self._pairs, self._in_order = PairGroups(group, device), in_order
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> DeviceChannels:
-        return DeviceChannels(program, self.group, jobs, self._pairs)
+        return DeviceChannels(program, self.group, jobs, self._pairs, self._in_order)
 
     def end(self) -> None:
         self._pairs.drained()  # after a failure, until no stream waits for other ranks
@@ -237,14 +218,17 @@ class CudaRanks(RankBackend, StreamBackend):
 
     def memory(self, device: int) -> DeviceMemory:
         """The memory of a device; unknown where it belongs to another rank."""
-        if device == self.group.rank:
+        if device == self.group.device:
             return self.lanes[0].memory()
         return DeviceMemory(self.group.members.places[device], None, None)
 
 
-def backend_of(group: RankGroup, here: torch.device, devices: Sequence[Place]) -> Backend:
-    """Return a pipe's backend: of the device ``here`` of several ranks, or of all ``devices``."""
+def backend_of(
+    group: RankGroup, here: torch.device, devices: Sequence[Place], *, in_order: bool = False
+) -> Backend:
+    """Return a pipe's backend: of the device ``here`` of several ranks, or of all ``devices``.
+    ``in_order`` adds up gradients in the order of the replicas, as CPU devices always do."""
     cpu = here.type == "cpu"
     if group.size > 1:
-        return RankBackend(group) if cpu else CudaRanks(group, here)
+        return RankBackend(group) if cpu else CudaRanks(group, here, in_order)
     return Backend() if cpu else StreamBackend([*map(Lanes, devices)])

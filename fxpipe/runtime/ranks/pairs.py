@@ -1,4 +1,4 @@
-"""A process group for each directed pair of ranks whose devices exchange tensors.
+"""A process group for each directed pair of ranks whose devices exchange tensors, and for replicas.
 
 NCCL ignores tags, and runs the operations of a communicator in the order of the calls. So each
 direction has a communicator of its own, used on both sides in the order of the program's lists.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +35,7 @@ BLOCKS = 8
 holds them until its value has come; the communicator's other receives are queued behind it."""
 
 Pair = tuple[int, int]
-"""The sending and the receiving rank."""
+"""The sending and the receiving device of a replica."""
 
 
 def pairs_of(program: Program, device: int) -> Sequence[Pair]:
@@ -50,11 +50,17 @@ def pairs_of(program: Program, device: int) -> Sequence[Pair]:
 
 
 class PairGroups:
-    """The process groups of one rank. Each has two members: 0 sends and 1 receives."""
+    """The process groups of one rank. Those of pairs have two members: 0 sends and 1 receives.
+
+    Attributes:
+        device: where this rank's tensors are.
+        twins: the group of the ranks with the same device in all replicas, once it is made.
+    """
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         """Start without process groups. This rank's tensors are on ``device``."""
         self.device = device
+        self.twins: Any = None
         self._ranks = group
         self._groups: dict[Pair, Any] = {}
         self._aborted: threading.Event | None = None
@@ -68,23 +74,26 @@ class PairGroups:
         Raises:
             RankError: another rank has failed meanwhile, or cannot be reached.
         """
-        pairs = pairs_of(program, self._ranks.rank)
+        pairs = pairs_of(program, self._ranks.device)
         new = [pair for pair in pairs if pair not in self._groups]
-        if not new:
+        joined = self._ranks.replicas == 1 or self.twins is not None
+        if not new and joined:
             return
         try:
             self._groups |= interruptibly(lambda: dict(map(self._open, new)), self._look)
+            if not joined:
+                self.twins = interruptibly(self._open_twins, self._look)
         except BaseException:
             self.give_up()
             raise
 
     def send(self, target: int, value: Tensor) -> Any:
         """Send a dense tensor, which must not change until the returned work is done."""
-        return self._groups[self._ranks.rank, target].send([_bytes(value)], 1, 0)
+        return self._groups[self._ranks.device, target].send([_bytes(value)], 1, 0)
 
     def receive(self, source: int, room: Tensor) -> Any:
         """Receive into a dense tensor, in the order of the calls. Returns the work."""
-        return self._groups[source, self._ranks.rank].recv([_bytes(room)], 0, 0)
+        return self._groups[source, self._ranks.device].recv([_bytes(room)], 0, 0)
 
     def give_up(self) -> None:
         """``close``, and make every later call of the pipe fail on all ranks: a transfer that only
@@ -112,8 +121,8 @@ class PairGroups:
                 rank=self._ranks.rank,
             )
 
-    def make(self, store: Any, member: int) -> Any:
-        """Make a process group of two, in which this process has the number ``member``."""
+    def make(self, store: Any, member: int, size: int = 2) -> Any:
+        """Make a process group, in which this process has the number ``member``."""
         nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined,unused-ignore]
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
         before = os.environ.get(name)
@@ -122,7 +131,7 @@ class PairGroups:
             options = nccl.Options(is_high_priority_stream=True)
             options._timeout = timedelta(seconds=self._ranks.members.timeout)
             options.config.max_ctas = BLOCKS
-            return nccl(store, member, 2, options)
+            return nccl(store, member, size, options)
         finally:
             del os.environ[name]
             if before is not None:
@@ -135,22 +144,39 @@ class PairGroups:
     def _open(self, pair: Pair) -> tuple[Pair, Any]:
         """Make the group of a pair, and send a byte over it: the set-up, for which a rank waits for
         the other, must not be left to the first transfer."""
-        member = pair.index(self._ranks.rank)
-        store = within(self._ranks.members.store, f"{pair[0]}>{pair[1]}")
+        member, ranks = pair.index(self._ranks.device), self._ranks.pipeline
+
+        def first(group: Any, byte: Tensor) -> Any:
+            return group.recv([byte], 0, 0) if member else group.send([byte], 1, 0)
+
+        name = f"{ranks[pair[0]]}>{ranks[pair[1]]}"
+        return pair, self._opened(name, member, [ranks[device] for device in pair], first)
+
+    def _open_twins(self) -> Any:
+        """Make the group of the same device in all replicas, and add up a byte."""
+        name, here = f"twins {self._ranks.device}", self._ranks.replica
+        return self._opened(name, here, self._ranks.twins, lambda g, byte: g.allreduce([byte]))
+
+    def _opened(
+        self, name: str, member: int, ranks: Sequence[int], first: Callable[[Any, Tensor], Any]
+    ) -> Any:
+        """Make a group of some ranks with a first operation, which this rank waits for."""
+        store = within(self._ranks.members.store, name)
         # the current device is set for each thread
         with torch.accelerator.device_index(self.device.index):
             try:
-                group = self.make(store, member)
+                group = self.make(store, member, len(ranks))
                 byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-                (group.recv([byte], 0, 0) if member else group.send([byte], 1, 0)).wait()
+                first(group, byte).wait()
                 byte.item()
             except BaseException as error:
-                other = self._ranks.members.names[pair[1 - member]]
+                others = [rank for rank in ranks if rank != self._ranks.rank]
+                names = " and ".join(self._ranks.members.names[rank] for rank in others)
                 raise RankError(
-                    f"the devices of this rank and of {other} cannot be connected ({told(error)})",
-                    rank=pair[1 - member],
+                    f"the devices of this rank and of {names} cannot be connected ({told(error)})",
+                    rank=others[0],
                 ) from error
-        return pair, group
+        return group
 
     def _look(self) -> None:
         raise_held()
@@ -160,7 +186,8 @@ class PairGroups:
     def _abort(self) -> None:
         assert self._aborted is not None
         try:
-            for group in self._groups.values():
+            twins = [] if self.twins is None else [self.twins]
+            for group in [*self._groups.values(), *twins]:
                 self.abort(group)
         finally:
             self._aborted.set()

@@ -70,11 +70,6 @@ def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
             )
     if mesh.device_type == "cuda" and mesh.size() > 1:
         check_cuda_ranks()
-        if replicas is not None and mesh.shape[replicas] > 1:
-            raise InputError(
-                f"'dp' of the mesh of CUDA devices has {mesh.shape[replicas]} ranks, but so far "
-                'replicas run only on CPUs; give a mesh in which "pp" has all ranks'
-            )
     return pipeline, replicas
 
 

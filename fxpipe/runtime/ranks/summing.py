@@ -109,7 +109,8 @@ def _join(pieces: Pieces, shape: tuple[int, ...], strides: tuple[int, ...]) -> T
     present = [piece for piece in pieces if piece is not None]
     if present[0].layout is not torch.strided:
         return present[0].clone()
-    gradient = torch.empty_strided(shape, strides, dtype=present[0].dtype)
+    like = present[0]
+    gradient = torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
     if gradient.is_contiguous():
         return torch.cat(present, out=gradient.view(-1)).view(shape)
     return gradient.copy_(torch.cat(present).view(shape))

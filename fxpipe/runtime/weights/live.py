@@ -168,6 +168,10 @@ class Weights:
         """Join a stage's new version from its parts, replica → what ``update`` returned there."""
         raise NotImplementedError
 
+    def trained_sizes(self, stage: int) -> list[int]:
+        """The elements of each whole parameter of which ``update`` returns parts."""
+        raise NotImplementedError
+
     def stop(self) -> bool:
         """Let no more updates start. Returns whether one is running, for which the caller waits."""
         with self._lock:
@@ -314,6 +318,9 @@ class LiveWeights(Weights):
                 if parameter.requires_grad:
                     fill(parameter.detach(), next(pieces))
         self._updated.add(stage)
+
+    def trained_sizes(self, stage: int) -> list[int]:
+        return [p.numel() for p in self._parameters[stage] if p.requires_grad]
 
     def outcome(self) -> dict[int, bool | int]:
         """Stage whose update has begun → whether it has ended."""

@@ -195,6 +195,10 @@ class VersionedWeights(Weights):
             with self._updating(stage):
                 weights.gather(parts)
 
+    def trained_sizes(self, stage: int) -> list[int]:
+        parameters = self._stages[stage].parameters.values()
+        return [parameter.numel() for parameter in parameters if parameter.requires_grad]
+
     def _carry(self, stage: int, changed: Sequence[Mapping[str, Any]]) -> None:
         """Set the settings that an optimizer's step changed for later batches, too."""
         optimizer = self._stages[stage].optimizer
