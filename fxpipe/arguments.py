@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from fxpipe.compiler.objective import Objective, Reduction
 from fxpipe.errors import InputError, near
-from fxpipe.extend import Extension, LateSchedule, find, names
+from fxpipe.extend import Extension, LateSchedule, find, names, there
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import Recompute, RecomputeLike
@@ -188,6 +188,17 @@ def read_extensions(extensions: Any) -> tuple[Extension, ...]:
         if type(each) in map(type, read[:place]):
             raise InputError(f"extensions has {type(each).__name__} twice; give it once")
     return tuple(read)
+
+
+def with_automatic(extensions: Sequence[Extension]) -> tuple[Extension, ...]:
+    """The extensions, and the one of the option "fallback" if it is there. It comes last: so its
+    passes come right after those that they stand in for."""
+    if not there("option", "fallback"):
+        return tuple(extensions)
+    automatic = find("option", "fallback")
+    others = [each for each in extensions if not isinstance(each, automatic)]
+    given = [each for each in extensions if isinstance(each, automatic)]
+    return (*others, *(given or [automatic()]))
 
 
 def _is_positive(value: Any) -> bool:

@@ -166,7 +166,7 @@ def compile(
         arguments.check_model(model, torch_devices[0])
         with _compiling:
             _check_free(model)
-        given = arguments.read_extensions(extensions)
+        given = arguments.with_automatic(arguments.read_extensions(extensions))
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
         cuts = read_partition(partition, memory_limits)
         cuts.check(model, len(places))

@@ -16,6 +16,7 @@ from fxpipe.errors import InputError, near
 
 if TYPE_CHECKING:
     from fxpipe.compiler.compiler import Compiler
+    from fxpipe.compiler.fallback import Fallback
     from fxpipe.compiler.options import Options
     from fxpipe.ir.plan import Plan
     from fxpipe.ir.program import Program
@@ -100,6 +101,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     },
     "option": {
         "partitioner": f"{_HERE}.exact_cut.partitioner:ExactCut",
+        "fallback": f"{_HERE}.leaf_modules.extension:LeafModules",
         "guard": f"{_HERE}.python_state.variants:Variants",
         "less_memory": f"{_HERE}.offload.extension:Offload",
         "load": f"{_HERE}.checkpoint_folder.folder:read",
@@ -292,6 +294,10 @@ class Extension:
 
     def partitioner(self) -> Partitioner | None:
         """What divides a model's operations among the stages, or None."""
+        return None
+
+    def fallback(self, options: Options) -> Fallback | None:
+        """What decides about lines that cannot be traced, or None. Called once for a pipe."""
         return None
 
     def tracer(self) -> Tracer | None:

@@ -4,8 +4,7 @@ Tracing changes PyTorch for every thread: while it lasts, a model's tensors are 
 are called differently, and an optimizer that steps in another thread takes the path for traces and
 rounds differently. So a thread that traces waits until no pipe runs, and a thread that calls a pipe
 waits for the trace to end. No thread holds one pipe while it waits for a trace. A pipe's worker
-threads, in which a leaf module may call another pipe, never wait for a trace; the trace waits for
-them.
+threads, in which a module may call another pipe, never wait for a trace; the trace waits for them.
 
 Autograd adds the gradients that a pipe's backward returns to ``.grad`` after the backward has left
 the pipe. A step that ran at that time would lose them, as it replaces ``.grad`` by its own sum. So

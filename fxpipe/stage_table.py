@@ -122,7 +122,7 @@ def _modules(stage: Stage, prefix: str) -> str:
 
 
 def _memory(compiled: Compiled, device: int, peaks: Sequence[int] | None) -> str:
-    """The most that a device is predicted to hold; what leaf modules save is not known."""
+    """The most that a device is predicted to hold; what stages under autograd save is not known."""
     if peaks is None:
         return "–"
     stages = [compiled.plan.stages[stage] for stage in compiled.schedule.held_by(device)]

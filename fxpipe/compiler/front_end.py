@@ -1,7 +1,6 @@
 """The front end: trace a model with its loss on one micro-batch.
 
-It decides which submodules become leaf modules, which are called as they are. The tracing passes
-make the graphs themselves.
+The tracing passes make the graphs. A fallback decides about lines that cannot be traced.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.compiler import passes
+from fxpipe.compiler.fallback import fallback_of
 from fxpipe.compiler.guard import guard_of
-from fxpipe.compiler.leaves import Leaves
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.preflight import output_dims, own_loss, refuse_hidden, refuse_kept_values
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.errors import FxpipeError, TraceError, way_out
+from fxpipe.extend import find
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED, Traced, Value, with_dims
 from fxpipe.log import LOGGER
@@ -29,10 +29,8 @@ from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import LossModule
 from fxpipe.passes.tracing.explain import differing_line, refuse_names, untraceable
-from fxpipe.passes.tracing.leaf_calls import LeafCalls
-from fxpipe.passes.tracing.leaf_nests import REST
-from fxpipe.passes.tracing.rest import ModuleCalls, split
 from fxpipe.passes.tracing.trace import Dims, is_free, shapes_of
+from fxpipe.passes.tracing.tracer import Calls
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
 from fxpipe.torchtools.following import Following
@@ -156,13 +154,14 @@ class FrontEnd:
     """Traces a model with its loss into one graph. The model's state is not changed.
 
     Attributes:
+        fallback: decides about lines that cannot be traced.
         guard: watches what the traces depend on besides the call.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._leaves = Leaves(options)
-        self.guard = guard_of(options, self._leaves.modules)
+        self.fallback = fallback_of(options)
+        self.guard = guard_of(options, self.fallback.called)
         self._written: set[str] = set()  # inputs that the model writes into
         self._told: set[str] = set()  # other warnings that were given
 
@@ -183,15 +182,15 @@ class FrontEnd:
             "tracer": options.tracer,
             "inputs": dict(zip(call.batch.names, call.leaves, strict=True)),
             "size": size,
-            "is_leaf": self._is_leaf,
+            "is_called": self._is_called,
             "told": self._told,
             "keeps_all": call.purpose != "infer" and "R" not in call.schedule.kinds,
             "given_loss": call.with_loss and loss is not None,
             "returned_loss": call.with_loss and loss is None,
-            "leaf_loss": False,
+            "called_loss": False,
             "traced_loss": False,
         }
-        self._leaves.renew()
+        self.fallback.begin()
         run_all(passes.of(self.options, "admit"), facts)
         with (
             untouched(options.model),
@@ -209,16 +208,19 @@ class FrontEnd:
             if call.with_loss and loss is not None:
                 flat, spec = pytree.tree_flatten(taken_apart(output))
                 module = LossModule(options.objective, loss, spec)
-                facts |= {"leaf_loss": traced.leaves, "traced_loss": not traced.leaves}
-                if traced.leaves:
+                called = traced.under_autograd
+                facts |= {"called_loss": called, "traced_loss": not called}
+                if called:
                     facts |= {"loss_module": module, "output": flat}
                 else:
                     dims = [*_output_dims(traced, size), *target_dims]
                     free_too = [*_free_outputs(traced), *free[inputs:]] if free else ()
                     try:
-                        loss_graph = self._traced(module, (*flat, *targets), {}, dims, free_too)
+                        loss_graph = self._traced(
+                            module, (*flat, *targets), {}, dims, free_too, of_loss=True
+                        )
                     except TraceError as error:
-                        self._leaves.take_loss(error)
+                        self.fallback.take_loss(error)
                         return self.trace(call, free=free)
                     source.credit(loss_graph.graph, loss)
                     facts |= {"loss": loss_graph, "tensors": dict(module.named_buffers())}
@@ -233,10 +235,10 @@ class FrontEnd:
         with untouched(model), intra_op_threads(self.options.threads):
             return output_dims(model, args, kwargs, dims, _flat_outputs(traced), call.size)
 
-    def _is_leaf(self, name: str, module: nn.Module) -> bool:
+    def _is_called(self, name: str, module: nn.Module) -> bool:
         """Whether a submodule is called as it is."""
         tracer = self.options.tracer
-        return name in self._leaves.modules or (tracer is not None and tracer.calls(module))
+        return name in self.fallback.called or (tracer is not None and tracer.calls(module))
 
     def refuse_two_traces(self, call: Call, error: TraceError) -> None:
         """Trace twice after a graph was found to be wrong. Raises TraceError with the line in which
@@ -251,13 +253,12 @@ class FrontEnd:
             ) from error
 
     def _run(self, facts: dict[str, Any]) -> Any:
-        """Run the model and return its output. If a line draws from Python's or NumPy's generator,
-        a submodule around it becomes a leaf module."""
+        """Run the model and return its output."""
         while True:
             try:
                 return run_all(passes.of(self.options, "try"), facts)["output"]
             except TraceError as error:
-                if not error.submodules or self._leaves.grow(error) is not None:
+                if not self.fallback.again(error):
                     raise
 
     def _tell_written(self, names: Sequence[str]) -> None:
@@ -273,52 +274,16 @@ class FrontEnd:
     def _traced_model(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, free: Dims
     ) -> Traced:
-        """The model's graph. Submodules with lines that cannot be traced become leaf modules."""
-        traced: Traced | None = None
-        while traced is None:
-            try:
-                traced = self._traced(self.options.model, args, kwargs, dims, free)
-            except TraceError as error:
-                refusal = self._leaves.grow(error)
-                if refusal is not None:
-                    traced = self._before(refusal, args, kwargs)
-        self._leaves.tell()
-        return traced
+        """The model's graph, of which the fallback may have parts called as they are."""
 
-    def _before(self, refusal: TraceError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        """The model's graph up to a line of its own ``forward`` that cannot be traced.
+        def trace(model: nn.Module) -> Traced:
+            known = dims if model is self.options.model else None
+            with self.fallback.calls(model) as calls:
+                return self._traced(model, args, kwargs, known, free, calls)
 
-        The rest of ``forward`` becomes one leaf module.
-        """
-        model = self.options.model
-        # without a line, the error is about a leaf module that the user asked for
-        if self.options.tracer is not None or not refusal.where:
-            self._leaves.shrink()
-            raise refusal
-        calls = ModuleCalls(model, args, kwargs)
-        reached: list[str] = []
-        begins = 0
-
-        def attempt(count: int) -> tuple[Traced | None, int]:
-            nonlocal begins
-            while True:
-                twin = split(model, calls, count, reached)
-                try:
-                    traced = self._traced(twin, args, kwargs, None, ())
-                except TraceError as error:
-                    if self._leaves.grow(error) is not None:
-                        return None, len(reached)
-                else:
-                    begins = count
-                    return traced, count
-
-        traced = calls.latest(attempt)
-        if traced is None:
-            self._leaves.shrink()
-            raise refusal
-        called = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
-        self._leaves.shrink(called)
-        self._leaves.tell_rest(refusal, calls.names, begins)
+        traced = self.fallback.trace(trace, args, kwargs)
+        if traced.under_autograd:
+            find("option", "fallback", "a graph that calls modules")
         return traced
 
     def _traced(
@@ -328,26 +293,19 @@ class FrontEnd:
         kwargs: dict[str, Any],
         dims: Dims | None,
         free: Dims,
+        calls: Calls | None = None,
+        of_loss: bool = False,
     ) -> Traced:
-        """The graph of the model, of the model with its rest as a leaf module, or of the loss.
-        A graph with leaf modules holds for these sizes only."""
-        calls = None
-        has_rest = REST in model._modules
-        not_loss = has_rest or model is self.options.model
-        leaves = dict(self._leaves.modules)
-        if not_loss and self.options.tracer is None and (leaves or has_rest or self._leaves.loss):
-            if has_rest:
-                leaves[REST] = model.get_submodule(REST)
-            calls, free = LeafCalls(leaves, {*self._leaves.unasked, REST}), ()
+        """The graph of the model, or of the loss. One with ``calls`` holds for these sizes only."""
         facts = {
             "model": model,
             "args": args,
             "kwargs": kwargs,
             "dims": dims,
-            "free": free,
+            "free": free if calls is None else (),
             "calls": calls,
-            "leaves": self._leaves.modules.values(),
-            "discards": not_loss,
+            "called": self.fallback.called.values(),
+            "discards": not of_loss,
         }
         try:
             traced: Traced = run_all(passes.of(self.options, "trace"), facts)["traced"]
@@ -360,9 +318,6 @@ class FrontEnd:
                 raise
             # the model itself has run before, so that PyTorch's tracers have failed
             raise untraceable(model, error) from error
-        finally:
-            if calls is not None:
-                calls.forget()
         return traced
 
     def refuse_hidden(self, call: Call, output: Any) -> None:
@@ -391,8 +346,8 @@ class FrontEnd:
         if self._written:
             call = call._mapped(torch.clone)
         args, kwargs, targets = call.batch.unflatten(call.leaves)
-        model, leaves = self.options.model, self._leaves.modules.values()
-        spread = Following(model, leaves) if self.options.apart else nullcontext()
+        model, called = self.options.model, self.fallback.called.values()
+        spread = Following(model, called) if self.options.apart else nullcontext()
         with assigned_in_place(model), checkpoints_opened(), spread:
             output = model(*args, **kwargs)
             if not with_loss:

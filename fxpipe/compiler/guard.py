@@ -42,9 +42,9 @@ class Guard:
     option "guard" watches that, too.
     """
 
-    def __init__(self, options: Options, leaves: Mapping[str, nn.Module]) -> None:
-        """Watch nothing yet. Traces never look into ``leaves``, a mapping that may grow later."""
-        self.options, self.leaves = options, leaves
+    def __init__(self, options: Options, called: Mapping[str, nn.Module]) -> None:
+        """Watch nothing yet. Traces never look into ``called``, a mapping that may grow later."""
+        self.options, self.called = options, called
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -57,7 +57,7 @@ class Guard:
             return run()
 
     def ran(self, code: CodeType) -> bool:
-        """Whether this code ran inside ``reading``, outside of leaf modules."""
+        """Whether this code ran inside ``reading``, outside of the modules ``called``."""
         return False
 
     @property
@@ -94,9 +94,9 @@ def parameters_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return parameters, [each for each in kept if each.layout is torch.strided]
 
 
-def guard_of(options: Options, leaves: Mapping[str, nn.Module]) -> Guard:
+def guard_of(options: Options, called: Mapping[str, nn.Module]) -> Guard:
     """The guard of the extension that has one, or the plain one."""
     if not there("option", "guard"):
-        return Guard(options, leaves)
-    made: Guard = find("option", "guard")(options, leaves)
+        return Guard(options, called)
+    made: Guard = find("option", "guard")(options, called)
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import inf
@@ -42,7 +42,6 @@ class Options:
         torch_devices: device → its torch.device.
         recipe: the schedule of training steps with its delay, which also places the stages.
         objective: the loss, and how the losses of micro-batches make the loss of the batch.
-        leaf_modules: name → submodule that is called as it is.
         dispatch: whether one thread or one per device runs the instruction lists; None to decide
             by the sizes of tensors.
         threads: intra-op threads of a device.
@@ -72,7 +71,6 @@ class Options:
     recompute: RecomputeLike = "never"
     batch_dims: BatchDims = field(default_factory=dict)
     partition: Partition = field(default_factory=Partition)
-    leaf_modules: Mapping[str, nn.Module] = field(default_factory=dict)
     dispatch: Dispatches | None = None
     threads: int = 1
     places: tuple[torch.device, ...] = ()

@@ -39,7 +39,7 @@ from fxpipe.passes.partition.atoms import footprint_of
 from fxpipe.passes.partition.balance import balance, cut_at, judge
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.distinct import distinct, spread
-from fxpipe.passes.partition.measure import measure, measure_leaves
+from fxpipe.passes.partition.measure import measure
 from fxpipe.passes.runner import Pass
 from fxpipe.passes.schedule import (
     add_clip,
@@ -47,9 +47,8 @@ from fxpipe.passes.schedule import (
     add_reduce,
     write_schedule,
 )
-from fxpipe.passes.tracing.attach_loss import attach_leaf_loss, attach_loss, declare_own_loss
+from fxpipe.passes.tracing.attach_loss import attach_loss, declare_own_loss
 from fxpipe.passes.tracing.explain import refuse_control_flow, refuse_sparse_values, refuse_values
-from fxpipe.passes.tracing.leaf_calls import call_leaves, record_leaves
 from fxpipe.passes.tracing.trace import export
 
 SCHEDULE = (
@@ -63,45 +62,37 @@ SCHEDULE = (
 ADMIT = (
     Pass(refuse_lazy, "model", ""),
     Pass(refuse_sparse, "model, inputs, tracer", ""),
-    Pass(refuse_hooks, "model, is_leaf", ""),
+    Pass(refuse_hooks, "model, is_called", ""),
 )
 """Refuse buffers without shapes, sparse tensors, and hooks that no graph could hold."""
 
 TRY = (
     Pass(run_model, "model, guard, args, kwargs", "output"),
-    Pass(tell_checkpoints, "model, guard, is_leaf, told", "", when="keeps_all"),
+    Pass(tell_checkpoints, "model, guard, is_called, told", "", when="keeps_all"),
     Pass(run_loss, "model, guard, objective, output, targets, size", "", when="given_loss"),
     Pass(try_own_loss, "output", "", when="returned_loss"),
 )
 """Run the model and its loss as they are on a micro-batch, before they are traced."""
 
 TRACE = (
-    Pass(record_leaves, "model, calls, args, kwargs", "", when="calls"),
     Pass(
         export,
         "model, args, kwargs, free, calls",
         "program, accepts",
     ),
     Pass(refuse_control_flow, "model, program", ""),
-    Pass(refuse_sparse_values, "model, program", ""),
+    Pass(refuse_sparse_values, "model, program, calls", ""),
     Pass(
         functionalise,
         "program, accepts, model, discards, dims",
         "functional traced",
     ),
     Pass(refuse_values, "model, functional traced", ""),
-    Pass(call_leaves, "functional traced, model, calls, args, kwargs", "traced", when="calls"),
 )
 """A module and one micro-batch → its graph: first for the model, then separately for the loss."""
 
 JOIN = (
     Pass(declare_own_loss, "traced", "complete traced", when="returned_loss"),
-    Pass(
-        attach_leaf_loss,
-        "traced, loss_module, output, targets",
-        "complete traced",
-        when="leaf_loss",
-    ),
     Pass(attach_loss, "traced, loss, tensors", "complete traced", when="traced_loss"),
     Pass(seed_randomness, "complete traced", "seeded traced"),
 )
@@ -129,7 +120,6 @@ operations alone, if nobody needs the plan itself. Its backward has halves if st
 
 MEASURE = (
     Pass(measure, "traced, plan, values, state, whole", "costs", when="not under_autograd"),
-    Pass(measure_leaves, "traced, values", "costs", when="under_autograd"),
     Pass(spread, "costs, equal", "costs", when="reduced"),
 )
 """A graph and that plan → what each node costs. Over several ranks, only rank 0 runs this."""
@@ -163,7 +153,12 @@ FIT = (
 
 PLAN = (
     Pass(cut, "traced, assignment, owners, stage_costs", "plan"),
-    Pass(differentiate, "plan, values, state, wanted, functional", "differentiated plan"),
+    Pass(
+        differentiate,
+        "plan, values, state, wanted, functional",
+        "differentiated plan",
+        when="not under_autograd",
+    ),
     Pass(part_backward, "differentiated plan", "parted plan", when="parted"),
     Pass(part_gradients, "parted plan, bucket_bytes", "plan", when="replicated"),
 )
@@ -223,7 +218,7 @@ def of(options: Options, name: str) -> Sequence[Pass]:
     """
     passes: Sequence[Pass] = LISTS[name]
     if name == "trace" and options.tracer is not None:
-        passes = (Pass(options.tracer.trace, "model, args, kwargs, leaves", "traced"),)
+        passes = (Pass(options.tracer.trace, "model, args, kwargs, called", "traced"),)
     for each in options.extensions:
         for after, own in each.passes(options).get(name, ()):
             names = ["", *(known.name for known in passes)]

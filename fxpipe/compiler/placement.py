@@ -120,7 +120,7 @@ class Placement:
         elsewhere = options.places or options.hollow or options.group.size > 1
         named = options.partition.at is not None and not options.decides
         limited = self._budget is None or self._budget.machine.limited
-        return named and not (elsewhere or limited or traced.leaves or schedule.overlaps)
+        return named and not (elsewhere or limited or traced.under_autograd or schedule.overlaps)
 
     @property
     def unmeasured(self) -> Traced | None:
@@ -173,7 +173,7 @@ class Placement:
         """Measure each different operation of a graph once, as ``measure`` does; returns node → its
         costs."""
         traced = facts["traced"]
-        if traced.leaves or not reducible(traced):
+        if traced.under_autograd or not reducible(traced):
             measured = self.measure(facts, parted=self._parted)
             costs: Mapping[str, NodeCost] = measured["costs"]
             return costs
@@ -190,7 +190,7 @@ class Placement:
     def _by_stage(
         self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]
     ) -> dict[int, StageCosts]:
-        return _by_stage(traced, assignment, costs, halves=self._parted or traced.leaves)
+        return _by_stage(traced, assignment, costs, halves=self._parted or traced.under_autograd)
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
@@ -205,10 +205,10 @@ class Placement:
             "plan": None,
             "owners": {},
             "stage_costs": {},
-            "under_autograd": facts["traced"].leaves,
+            "under_autograd": facts["traced"].under_autograd,
             "whole": self._options.whole and not self._options.apart,
             "reduced": reduced,
-            "functional": parted and not facts["traced"].leaves,
+            "functional": parted and not facts["traced"].under_autograd,
             "threads": self._options.threads,
         }
 

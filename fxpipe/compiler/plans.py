@@ -242,6 +242,7 @@ class Plans:
             "parted": call.parted,
             "functional": call.parted or replicated,
             "replicated": replicated,
+            "under_autograd": graph.traced.under_autograd,
             "bucket_bytes": options.bucket_bytes,
         }
         with untouched(options.model), intra_op_threads(options.threads):

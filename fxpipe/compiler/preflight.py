@@ -78,18 +78,19 @@ def run_model(
 
 
 def tell_checkpoints(
-    model: nn.Module, guard: Guard, is_leaf: Callable[[str, nn.Module], bool], told: set[str]
+    model: nn.Module, guard: Guard, is_called: Callable[[str, nn.Module], bool], told: set[str]
 ) -> None:
     """Warn once if a model that has run uses ``torch.utils.checkpoint``, which graphs leave out.
 
     Some models use it only where there are gradients: ``gradient_checkpointing_enable()`` of
-    transformers and diffusers sets an attribute of their modules. Leaf modules keep it.
+    transformers and diffusers sets an attribute of their modules. Those that are called as they
+    are keep it.
     """
-    leaves = [f"{name}." for name, module in model.named_modules() if is_leaf(name, module)]
+    called = [f"{name}." for name, module in model.named_modules() if is_called(name, module)]
     asks = any(
         getattr(module, "gradient_checkpointing", False) is True
         for name, module in model.named_modules()
-        if not any(f"{name}.".startswith(leaf) for leaf in leaves)
+        if not any(f"{name}.".startswith(each) for each in called)
     )
     if "checkpoints" not in told and (asks or guard.ran(inspect.unwrap(checkpoint).__code__)):
         told.add("checkpoints")
@@ -141,10 +142,10 @@ def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: Tracer | 
             raise InputError(f"{name} is {layout}, which torch.export does not take; {cure}")
 
 
-def refuse_hooks(model: nn.Module, is_leaf: Callable[[str, nn.Module], bool]) -> None:
+def refuse_hooks(model: nn.Module, is_called: Callable[[str, nn.Module], bool]) -> None:
     """Check that no parameter has a hook on its gradient, and no module a backward hook.
 
-    Leaf modules may have backward hooks; ``is_leaf`` tells them from others.
+    Modules that are called as they are, as ``is_called`` tells, may have backward hooks.
 
     Raises:
         TraceError: there is such a hook; names the parameter or the module.
@@ -161,9 +162,9 @@ def refuse_hooks(model: nn.Module, is_leaf: Callable[[str, nn.Module], bool]) ->
             "there is a backward hook for all modules, which no graph would call; remove it "
             "(the handle that register_module_full_backward_hook gave has .remove())"
         )
-    leaves = [name for name, module in model.named_modules() if is_leaf(name, module)]
+    called = [name for name, module in model.named_modules() if is_called(name, module)]
     for name, module in model.named_modules():
-        if any(name == leaf or name.startswith(f"{leaf}.") for leaf in leaves):
+        if any(f"{name}.".startswith(f"{each}.") for each in called):
             continue
         if module._backward_hooks or module._backward_pre_hooks:
             what = f"submodule {name!r}" if name else type(model).__name__

@@ -41,7 +41,8 @@ class Argument:
     """A parameter or a buffer that a stage reads.
 
     Attributes:
-        name: the placeholder in the stage's graph; ``target`` where a leaf module reads it.
+        name: the placeholder in the stage's graph; ``target`` where a module that is called reads
+            it.
         target: the name in the model, as in its state dict.
     """
 
@@ -56,7 +57,7 @@ class Write:
     Attributes:
         target: the buffer's name in the model.
         value: the node whose value becomes the buffer's, after each micro-batch in turn;
-            ``target`` where a leaf module writes it.
+            ``target`` where a module that is called writes it.
     """
 
     target: str
@@ -139,7 +140,7 @@ class Stage:
         buffers: the buffers that it reads.
         writes: the buffers that it writes.
         graph: the functional graph; equality compares its text.
-        leaves: whether it calls leaf modules, and so runs under autograd.
+        under_autograd: whether it calls modules of the model, so that autograd runs its backward.
         modules: the submodules of the model that it runs, for tables and pictures.
         costs: its times on the example, if measured.
         kernel: the kernel that runs it, once the stage is differentiated.
@@ -152,7 +153,7 @@ class Stage:
     buffers: tuple[Argument, ...]
     writes: tuple[Write, ...]
     graph: fx.GraphModule = field(compare=False)
-    leaves: bool = False
+    under_autograd: bool = False
     modules: tuple[str, ...] = field(default=(), compare=False)
     costs: StageCosts | None = field(default=None, compare=False)
     kernel: Kernel | None = field(default=None, compare=False, repr=False)

@@ -18,14 +18,20 @@ SEED = "fxpipe_seed"
 """The placeholder that carries a micro-batch's random seed, in graphs with random operations."""
 
 DRAWS = "fxpipe.draws"
-"""Metadata key of a node, in graphs with leaf modules: whether it draws random numbers."""
+"""Metadata key of a node that calls a module: None if that draws no random numbers, else what seeds
+its draws: a function of an input of the node, the micro-batch's seed and the node's number, which
+returns the input and runs right before the node."""
+
+SEEDS = "fxpipe.seeds"
+"""Metadata key of a node that such a function makes."""
 
 DRAWS_FROM_OTHERS = "fxpipe.draws_from_others"
-"""Metadata key of such a node: whether it draws from Python's or NumPy's global generator."""
+"""Metadata key of a node that calls a module: whether it draws from Python's or NumPy's global
+generator."""
 
 TAKES_TURNS = "fxpipe.takes_turns"
-"""Metadata key of a leaf module's node: whether it calls ``torch.cond`` or the like. PyTorch traces
-these when they run, forward and backward, which only one thread may do at a time."""
+"""Metadata key of a node that calls a module: whether that calls ``torch.cond`` or the like.
+PyTorch traces these when they run, forward and backward, which only one thread may do at a time."""
 
 AUTOCAST = "fxpipe.autocast"
 """Metadata key of a node: the ``Autocasts`` in which the model runs it, if any."""
@@ -76,7 +82,7 @@ class Traced:
         writes: the buffers that it writes.
         outputs: the flat outputs.
         out_spec: how the outputs nest.
-        leaves: whether it calls leaf modules.
+        under_autograd: whether it calls modules of the model, so that autograd runs its backwards.
         accepts: the shapes of the flat inputs → whether the graph holds for them; the shape of what
             is no tensor is None.
         loss: the name of the loss value, if a loss is part of the graph.
@@ -91,7 +97,7 @@ class Traced:
     writes: tuple[Write, ...]
     outputs: tuple[Value | Literal, ...]
     out_spec: TreeSpec = field(compare=False)
-    leaves: bool = False
+    under_autograd: bool = False
     accepts: Callable[[Sequence[tuple[int, ...] | None]], bool] = field(
         default=lambda shapes: True, compare=False
     )

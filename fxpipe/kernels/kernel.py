@@ -1,6 +1,7 @@
 """Kernel: the interface for running a stage, by explicit graphs or by autograd.
 
-``GraphKernel`` and ``AutogradKernel`` implement it; subclasses of ``Wrapping`` wrap either.
+``GraphKernel`` implements it, or what an extension has for stages under autograd; subclasses of
+``Wrapping`` wrap either.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ _here = threading.local()
 def is_recomputing() -> bool:
     """Whether the running forward is a recomputation.
 
-    For leaf modules that count their calls, for example, and should not count recomputations.
+    For modules that are called as they are and count their calls, but no recomputations.
     """
     return bool(getattr(_here, "active", False))
 

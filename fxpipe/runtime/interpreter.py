@@ -208,9 +208,9 @@ class Machine:
         return self.weights.started(x.stage)
 
     def turn(self, stage: int) -> AbstractContextManager[object]:
-        """A lock for leaf modules that several devices call, each with its weights in them."""
+        """A lock for modules that several devices call, each with its weights in them."""
         copied = self.program.copies and self.program.copies_of(stage)
-        return _TURN if copied and self.stages[stage].leaves else _NOBODY_ELSE
+        return _TURN if copied and self.stages[stage].under_autograd else _NOBODY_ELSE
 
     def store_away(self, memories: list[Tensor]) -> offload.OffloadMemory:
         """Begin to copy memory out of the device."""

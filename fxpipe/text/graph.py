@@ -4,7 +4,7 @@
     p_weight = placeholder()
     relu_3 = pop('relu_3')                            # a value from an earlier stage
     conv2d = torch.ops.aten.conv2d.default(x, p_weight, None, [1, 1], [1, 1])
-    h = self.encoder[0].block(conv2d)                 # a leaf module
+    h = self.encoder[0].block(conv2d)                 # a module that is called
     w = self.encoder[0].weight                        # an attribute of the root
     y = h.view(2, 3)                                  # a method of a value
     stash_y = stash('y', y)

@@ -14,7 +14,7 @@ A plan lists its edges, then its stages::
         p_conv_weight = placeholder()
         …
         return (relu, getitem_3)
-    stage 1 leaves
+    stage 1 autograd
       …
 
 A traced graph lists the inputs and outputs of the whole model::
@@ -30,11 +30,11 @@ A traced graph lists the inputs and outputs of the whole model::
       graph
         …
 
-After ``leaves``, a line without ``=`` such as ``parameter conv.weight`` or ``write
-bn.running_mean`` names what a leaf module reads or writes itself. Names of the model are quoted if
-they contain anything but letters, digits, ``_`` and ``.``. The text leaves out a plan's shapes,
-costs and kernels. Of a traced graph it leaves out how the outputs nest, the values of constants,
-and the sizes for which the graph holds. Nothing reads it back.
+After ``autograd``, a line without ``=`` such as ``parameter conv.weight`` or ``write
+bn.running_mean`` names what a module that is called reads or writes itself. Names of the model are
+quoted if they contain anything but letters, digits, ``_`` and ``.``. The text leaves out a plan's
+shapes, costs and kernels. Of a traced graph it leaves out how the outputs nest, the values of
+constants, and the sizes for which the graph holds. Nothing reads it back.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def print_plan(plan: Plan) -> str:
     """Print a plan as text."""
     lines = [f"plan stages={len(plan.stages)}", *(f"edge {edge}" for edge in plan.edges)]
     for stage in plan.stages:
-        lines.append(f"stage {stage.index}" + (" leaves" if stage.leaves else ""))
+        lines.append(f"stage {stage.index}" + (" autograd" if stage.under_autograd else ""))
         lines.extend(_body(stage))
     return "\n".join(lines) + "\n"
 
 
 def print_traced(traced: Traced) -> str:
     """Print a traced graph as text."""
-    lines = ["traced" + (" leaves" if traced.leaves else "")]
+    lines = ["traced" + (" autograd" if traced.under_autograd else "")]
     lines += [f"  input {name}" for name in traced.inputs]
     for out in traced.outputs:
         what = out.name if isinstance(out, Value) else f"literal {print_value(out.value)}"
@@ -78,12 +78,12 @@ def _body(holder: Stage | Traced) -> Iterator[str]:
     for word, arguments in (("parameter", holder.parameters), ("buffer", holder.buffers)):
         for argument in arguments:
             target = _print_target(argument.target)
-            in_leaf = holder.leaves and argument.name == argument.target
-            yield f"  {word} {target}" if in_leaf else f"  {word} {argument.name} = {target}"
+            in_module = holder.under_autograd and argument.name == argument.target
+            yield f"  {word} {target}" if in_module else f"  {word} {argument.name} = {target}"
     for write in holder.writes:
         target = _print_target(write.target)
-        in_leaf = holder.leaves and write.value == write.target
-        yield f"  write {target}" + ("" if in_leaf else f" = {write.value}")
+        in_module = holder.under_autograd and write.value == write.target
+        yield f"  write {target}" + ("" if in_module else f" = {write.value}")
     yield "  graph"
     for line in holder.text.split("\n"):
         yield f"    {line}"

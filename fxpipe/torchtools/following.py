@@ -40,14 +40,14 @@ class Following(TorchFunctionMode):
 
     Args:
         model: the model.
-        leaves: submodules that run as a whole on the device of their parameters and buffers.
+        called: submodules that run as a whole on the device of their parameters and buffers.
     """
 
-    def __init__(self, model: nn.Module, leaves: Collection[nn.Module] = ()) -> None:
+    def __init__(self, model: nn.Module, called: Collection[nn.Module] = ()) -> None:
         super().__init__()
         self._held = {id(x) for x in (*model.parameters(), *model.buffers())}
         self._last: torch.device | None = None
-        self._leaves = leaves
+        self._called = called
         self._outside = ExitStack()
 
     def __enter__(self) -> Following:
@@ -55,11 +55,12 @@ class Following(TorchFunctionMode):
             # so that functions written in Python, which may read weights of several devices, are
             # taken apart into their operations
             stack.enter_context(_taken_apart())
-            for leaf in self._leaves:
-                homes = [x.device for x in (*leaf.parameters(), *leaf.buffers())]
+            for module in self._called:
+                homes = [x.device for x in (*module.parameters(), *module.buffers())]
                 if homes:
                     bring = _bringing(homes[0])
-                    stack.callback(leaf.register_forward_pre_hook(bring, with_kwargs=True).remove)
+                    hook = module.register_forward_pre_hook(bring, with_kwargs=True)
+                    stack.callback(hook.remove)
             super().__enter__()  # type: ignore[no-untyped-call]
             self._outside = stack.pop_all()
         return self

@@ -166,7 +166,7 @@ def of_frame(frame: FrameType, line: int) -> str:
 def of_failure(error: BaseException) -> str:
     """The line of the model that an instruction's exception comes from, or "".
 
-    This is the line that made the failing node, or a line inside the leaf module that it calls.
+    This is the line that made the failing node, or a line inside the module that it calls.
     """
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")

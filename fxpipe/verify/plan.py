@@ -166,14 +166,14 @@ class GraphFaults:
     Attributes:
         subject: the name of the graph's owner in messages; empty for the whole model.
         graph: the graph.
-        leaves: whether it calls leaf modules, and so runs under autograd.
+        under_autograd: whether it may call modules of the model.
         nodes: its nodes by name.
     """
 
-    def __init__(self, subject: str, graph: fx.Graph, *, leaves: bool) -> None:
+    def __init__(self, subject: str, graph: fx.Graph, *, under_autograd: bool) -> None:
         self.subject = subject
         self.graph = graph
-        self.leaves = leaves
+        self.under_autograd = under_autograd
         self.nodes = {node.name: node for node in graph.nodes}
 
     def _fault(self, what: str, cure: str, node: str = "") -> Fault:
@@ -189,7 +189,7 @@ class GraphFaults:
 
     def _functional(self) -> Iterator[Fault]:
         """Check that nothing is written in place and no module called, unless under autograd."""
-        if self.leaves:
+        if self.under_autograd:
             return
         owner = "stage" if self.subject else "graph"
         for node in self.graph.nodes:
@@ -203,15 +203,15 @@ class GraphFaults:
             elif node.op == "call_module":
                 yield self._fault(
                     f"calls the module {node.target}",
-                    f"set the {owner}'s 'leaves', so that it runs under autograd",
+                    f"set the {owner}'s 'under_autograd'",
                     node.name,
                 )
 
     def _own(self, held: Iterable[Argument | Write]) -> Iterator[str]:
-        """The nodes of parameters, buffers or writes, except those that leaf modules access."""
+        """The nodes of parameters, buffers or writes, except those that called modules access."""
         for item in held:
             name = item.name if isinstance(item, Argument) else item.value
-            if not (self.leaves and name == item.target):
+            if not (self.under_autograd and name == item.target):
                 yield name
 
     def _same(
@@ -261,7 +261,8 @@ class GraphFaults:
             returns = node.target._schema.returns
             return len(returns) == 1 and not isinstance(returns[0].type, torch.ListType)
         # In a functional graph, items are taken from tuples only.
-        return self.leaves or all(user.target is not operator.getitem for user in node.users)
+        items = any(user.target is operator.getitem for user in node.users)
+        return self.under_autograd or not items
 
 
 class _StageGraph(GraphFaults):
@@ -270,7 +271,9 @@ class _StageGraph(GraphFaults):
     def __init__(
         self, stage: Stage, position: int, into: Sequence[Edge], out_of: Sequence[Edge]
     ) -> None:
-        super().__init__(f"stage {position}", stage.graph.graph, leaves=stage.leaves)
+        super().__init__(
+            f"stage {position}", stage.graph.graph, under_autograd=stage.under_autograd
+        )
         self.stage = stage
         self.into = into
         self.out_of = out_of

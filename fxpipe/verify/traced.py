@@ -26,7 +26,7 @@ class _TracedGraph(GraphFaults):
     """The rules of the whole model's graph."""
 
     def __init__(self, traced: Traced) -> None:
-        super().__init__("", traced.graph, leaves=traced.leaves)
+        super().__init__("", traced.graph, under_autograd=traced.under_autograd)
         self.traced = traced
 
     def faults(self) -> Iterator[Fault]:
@@ -69,7 +69,7 @@ class _TracedGraph(GraphFaults):
             if count > 1:
                 yield self._of(target, f"is written {count} times", "write its last value alone")
         read = {argument.target for argument in traced.buffers}
-        for target in () if traced.leaves else traced.constants:
+        for target in () if traced.under_autograd else traced.constants:
             if target not in read:
                 yield self._of(target, "is a constant that the graph does not read", "leave it out")
         written = {write.target for write in traced.writes}
@@ -94,15 +94,15 @@ class _TracedGraph(GraphFaults):
                         f"the {word} is {name!r}, which no node makes",
                         "name the node that makes it",
                     )
-                elif not (self.leaves or self._is_single(node)):
+                elif not (self.under_autograd or self._is_single(node)):
                     yield self._fault(
                         f"is the {word}, but not a single value", "name an item", name
                     )
 
     def _returned(self) -> Iterator[Fault]:
         traced = self.traced
-        # in a graph with leaf modules, the modules write the buffers
-        wanted = [] if traced.leaves else [write.value for write in traced.writes]
+        # in a graph that calls modules, these write the buffers
+        wanted = [] if traced.under_autograd else [write.value for write in traced.writes]
         wanted += [out.name for out in traced.outputs if isinstance(out, Value)]
         end = next(iter(reversed(self.graph.nodes)), None)
         if end is not None and end.op == "output" and isinstance(end.args[0], tuple):

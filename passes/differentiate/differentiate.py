@@ -13,10 +13,9 @@ of a gradient is known only when the stage that computes it is traced.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import repeat
 from operator import add
 from typing import Any
 
@@ -28,11 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.ir.plan import Plan, Stage, ValueSpec
 from fxpipe.ir.value import HOST, Edge, gradient_groups, outputs_of
-from fxpipe.kernels.autograd import AutogradKernel
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.passes.differentiate.joint import JointTrace, StageSides, callable_graph
+from fxpipe.passes.differentiate.joint import JointTrace, StageSides
 from fxpipe.passes.differentiate.known_results import KnownResults
-from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import memory, size_in_bytes
 from fxpipe.torchtools.state import under
 
@@ -85,9 +82,6 @@ def differentiate(
         wanted: the gradients to compute; without any, the kernels are for inference.
         functional: whether kernels keep their functional backward, for passes that split it.
     """
-    if any(stage.leaves for stage in plan.stages):
-        with under(()):  # no autocast, as in a stage's thread
-            return _Probe(plan, values, state, wanted).run()
     # anomaly detection looks for NaN, which needs data
     with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
         return OnFakes(plan, values, state, wanted, functional).run()
@@ -120,8 +114,9 @@ def _cut(value: Tensor, requires_grad: bool) -> Tensor:
     return _derived(aten.detach.default, value).requires_grad_(requires_grad)
 
 
-class _Differentiator:
-    """Goes through the stages forward for the values, then backward for the gradients."""
+class Differentiator:
+    """Goes through the stages forward for the values, then backward for the gradients, and gives
+    stages their kernels."""
 
     def __init__(
         self, plan: Plan, values: Mapping[str, Any], state: Mapping[str, Tensor], wanted: Wanted
@@ -208,8 +203,8 @@ class _Differentiator:
         )
 
 
-class OnFakes(_Differentiator):
-    """For stages without leaf modules: traces autograd on fake tensors, into two graphs."""
+class OnFakes(Differentiator):
+    """Traces autograd on fake tensors, into two graphs."""
 
     def __init__(
         self,
@@ -272,54 +267,3 @@ def _is_plain(tensor: Tensor) -> bool:
     whole = tensor.untyped_storage().nbytes() == size_in_bytes(tensor)
     marked = tensor.is_meta or tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
     return whole and not marked and not tensor.is_quantized
-
-
-class _Probe(_Differentiator):
-    """For stages with leaf modules: one real run shows which gradients exist."""
-
-    def forward(self, stage: Stage) -> None:
-        names = self.returned(stage)
-        flags = [self.needs_gradient(edge) for edge in self.incoming(stage)]
-        kernel = self._kernel(stage, flags, flags, [True] * len(names))
-        with source.refusing_failures(gradients=kernel.recording):
-            result = kernel.forward(*self.arguments(stage))
-        self.forwards[stage.index] = result.saved
-        self.note(stage, result.saved[0] if names else [])
-
-    def backward(self, stage: Stage) -> None:
-        names = self.returned(stage)
-        flags = [self.needs_gradient(edge) for edge in self.incoming(stage)]
-        outputs, sources, _ = self.forwards.pop(stage.index) or ([], [], [])
-        totals = [self.total_gradient(name) for name in names]
-        roots = [out for out, total in zip(outputs, totals, strict=True) if total is not None]
-        wanted = [x for x, needs in zip(sources, flags, strict=False) if needs]
-        gradients: Iterator[Tensor | None] = repeat(None)
-        if roots and wanted:
-            seeds = [total for total in totals if total is not None]
-            gradients = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
-        has_gradient: list[bool] = []
-        for edge, needs in zip(self.incoming(stage), flags, strict=True):
-            gradient = next(gradients) if needs else None
-            has_gradient.append(gradient is not None)
-            if gradient is not None:
-                self.gradients[edge.value, stage.index] = gradient
-        output_gradients = [total is not None for total in totals]
-        self.kernels[stage.index] = self._kernel(stage, flags, has_gradient, output_gradients)
-
-    def _kernel(
-        self,
-        stage: Stage,
-        differentiable: Sequence[bool],
-        input_gradients: Sequence[bool],
-        output_gradients: Sequence[bool],
-    ) -> AutogradKernel:
-        return AutogradKernel(
-            callable_graph(stage, self.incoming(stage), self.returned(stage)),
-            parameters=[a.target for a in stage.parameters],
-            buffers=[a.target for a in stage.buffers],
-            written=[write.target for write in stage.writes],
-            differentiable=differentiable,
-            input_gradients=input_gradients,
-            output_gradients=output_gradients,
-            recording=bool(self.wanted.outputs),
-        )

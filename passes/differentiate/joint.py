@@ -23,7 +23,6 @@ from fxpipe.ir.value import Edge
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.record import NotRecorded, Recorder, inherited
 from fxpipe.passes.differentiate.split_joint import split_joint
-from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.torchtools.pytrees import bytes_of
 from fxpipe.torchtools.state import autocasts, uncached, under
 
@@ -332,22 +331,3 @@ def _blamed(
 def _strides(value: Any) -> tuple[int, ...] | None:
     dense = isinstance(value, Tensor) and value.layout is torch.strided
     return value.stride() if dense else None
-
-
-def callable_graph(
-    stage: Stage, incoming: Sequence[Edge], returned: Sequence[str]
-) -> fx.GraphModule:
-    """The graph of a stage with leaf modules, with the values of ``incoming`` edges as inputs and
-    the ``returned`` values as outputs, both in order."""
-    graph = fx.Graph()
-    nodes = {node.name: node for node in stage.graph.graph.nodes}
-    copies: dict[fx.Node, fx.Node] = {}
-    for edge in incoming:
-        copies[nodes[edge.value]] = graph.placeholder(edge.value)
-    for node in stage.graph.graph.nodes:
-        if node in copies or node.op == "output" or node.target is stash:
-            continue
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
-    graph.output(tuple(copies[nodes[name]] for name in returned))
-    graph.lint()
-    return lazy_module(stage.graph, graph, f"Stage{stage.index}Forward")

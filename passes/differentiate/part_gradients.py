@@ -39,7 +39,7 @@ _HALVES = {"B": 0, "W": 1}
 
 
 def part_gradients(plan: Plan, bucket_bytes: float) -> Plan:
-    """Plan → Plan: divide every stage's gradients into buckets, except in stages with leaf modules.
+    """Plan → Plan: divide every stage's gradients into buckets, except in stages under autograd.
 
     Args:
         plan: a differentiated plan; backwards in halves are split, too.

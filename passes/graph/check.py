@@ -98,7 +98,7 @@ def check(
     @contextmanager
     def draws() -> Iterator[None]:
         with ExitStack() as stack:
-            if traced.seeded or traced.leaves:
+            if traced.seeded or traced.under_autograd:
                 stack.enter_context(FixedDraws())
             if any(node.target is random.attention for node in traced.graph.nodes):
                 # fused kernels draw masks of their own

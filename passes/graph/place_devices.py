@@ -17,8 +17,6 @@ from torch import Tensor, fx
 
 from fxpipe.errors import PassError
 from fxpipe.ir.plan import Plan, Stage
-from fxpipe.kernels.autograd import AutogradKernel
-from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.graph.lazy_module import lazy_module
 
 
@@ -45,8 +43,7 @@ def place_devices(plan: Plan, device: torch.device, stage_devices: Sequence[torc
         if same(home, device):
             return stage
         move = functools.partial(moved, traced=device, home=home)
-        kernel = stage.kernel
-        assert kernel is None or isinstance(kernel, GraphKernel | AutogradKernel)
+        kernel: Any = stage.kernel  # one that a pass made, which has ``mapped``
         return replace(
             stage, graph=move(stage.graph), kernel=None if kernel is None else kernel.mapped(move)
         )

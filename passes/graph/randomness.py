@@ -4,10 +4,10 @@ before:  native_dropout = aten.native_dropout.default(relu, 0.1, True)
 after:   native_dropout = fxpipe.random.native_dropout(relu, 0.1, True, fxpipe_seed, 0)
          with ``fxpipe_seed`` a new input; this is the graph's random operation number 0
 
-A leaf module keeps its own operations. Its generator is seeded from the same two numbers.
+A module that is called keeps its own operations. Its draws are seeded from the same two numbers.
 
 before:  drop = self.drop(relu)
-after:   draw_from = fxpipe.random.leaf_draws.draw_from(relu, fxpipe_seed, 0)
+after:   draw_from = fxpipe.extensions.leaf_modules.draws.draw_from(relu, fxpipe_seed, 0)
          drop = self.drop(draw_from)
 
 Inside ``FixedDraws`` the model's own random operations and the seeded ones draw equal numbers, so
@@ -28,9 +28,10 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import random
 from fxpipe.errors import TraceError, way_out
-from fxpipe.ir.traced import DRAWS, DRAWS_FROM_OTHERS, SEED, Traced
+from fxpipe.ir.traced import DRAWS, SEED, SEEDS, Traced
 from fxpipe.passes.graph.lazy_module import copied
-from fxpipe.random.leaf_draws import Draws, draw_from, seed_others
+from fxpipe.random.modes import Draws
+from fxpipe.random.others import seed_others
 from fxpipe.torchtools import source
 
 aten = torch.ops.aten
@@ -52,12 +53,12 @@ def seed_randomness(traced: Traced) -> Traced:
     seed.meta["val"] = torch.zeros((), dtype=torch.int64)
     number = 0
     for node in nodes:
-        if node.meta.get(DRAWS):
+        if (seeds := node.meta.get(DRAWS)) is not None:
             operand = node.all_input_nodes[0]
-            others = (True,) if node.meta.get(DRAWS_FROM_OTHERS) else ()
             with graph.inserting_before(node):
-                seeding = graph.call_function(draw_from, (operand, seed, number, *others))
+                seeding = graph.call_function(seeds, (operand, seed, number))
             seeding.meta.update(operand.meta)
+            seeding.meta[SEEDS] = True
             for key in ("nn_module_stack", "stack_trace"):  # those of the module that draws
                 seeding.meta[key] = node.meta.get(key)
             node.replace_input_with(operand, seeding)

@@ -24,11 +24,11 @@ def check_lowering(
         )
     offloads = {stage for stage, _ in schedule.indices_of("O") - schedule.indices_of("R")}
     for stage in plan.stages:
-        if stage.leaves and stage.index in offloads:
+        if stage.under_autograd and stage.index in offloads:
             raise InputError(
                 f"schedule {schedule.name!r} offloads what stage {stage.index} keeps, and with "
-                "leaf modules autograd keeps it for itself; leave offload out, recompute, or "
-                "trace them"
+                "modules called as they are autograd keeps it for itself; leave offload out, "
+                "recompute, or trace them"
             )
     copied = any(schedule.working)
     if (replicas > 1 or copied) and schedule.trains and "A" not in schedule.kinds:

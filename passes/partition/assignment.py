@@ -12,18 +12,16 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import PartitionError
-from fxpipe.ir.traced import Traced
+from fxpipe.ir.traced import SEEDS, Traced
 from fxpipe.passes.partition.work import Load
-from fxpipe.passes.tracing.leaf_graph import leaf_tensors
-from fxpipe.passes.tracing.objects import makes_object
-from fxpipe.random.leaf_draws import draw_from
+from fxpipe.passes.tracing.tracer import tensors_read
 from fxpipe.torchtools.source import module_paths, module_stack
 
 _SHOWN = 4
@@ -111,8 +109,8 @@ def owners(traced: Traced, assignment: Assignment) -> dict[str, int]:
 
 def readers(traced: Traced) -> dict[str, list[fx.Node]]:
     """Parameter or buffer (its name in the model) → the nodes that read it."""
-    if traced.leaves:
-        return leaf_tensors(traced.module)
+    if traced.under_autograd:
+        return tensors_read(traced.module)
     targets = {a.name: a.target for a in (*traced.parameters, *traced.buffers)}
     return {
         targets[node.name]: list(node.users) for node in traced.graph.nodes if node.name in targets
@@ -124,11 +122,11 @@ def differentiable(traced: Traced, trained: Collection[str]) -> dict[fx.Node, No
 
     Args:
         traced: the graph.
-        trained: the placeholders that get a gradient. With leaf modules any value may get one.
+        trained: the placeholders that get a gradient. Under autograd any value may get one.
     """
     nodes: dict[fx.Node, None] = {}
     for node in traced.graph.nodes:
-        begins = node.name in trained or (traced.leaves and node.op != "placeholder")
+        begins = node.name in trained or (traced.under_autograd and node.op != "placeholder")
         if node.op != "output" and (begins or any(n in nodes for n in node.all_input_nodes)):
             value = node.meta.get("val")
             if value is None or any(map(_is_float, pytree.tree_leaves(value))):
@@ -216,9 +214,9 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[Bond]:
 
     - All nodes that read or write a buffer that is written: the next micro-batch reads what this
       one wrote.
-    - All calls of leaf modules that share a parameter or buffer.
+    - All calls of modules that share a parameter or buffer.
     - An operation with several results, and the nodes that pick one of them.
-    - ``draw_from``, which seeds a leaf module, and that module.
+    - What seeds the draws of a module, and the call of that module.
     - A copy, and the module that may change it in place, which autograd forbids on stage inputs.
     - A constant, which depends on no input, and its first use. A constant without uses, such as a
       counter of calls, shares a stage with its module's first node.
@@ -248,8 +246,8 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[Bond]:
             user
             for user in users
             if is_part(user)
-            or node.target is draw_from
-            or makes_object(node)
+            or SEEDS in node.meta
+            or _makes_object(node)
             or (copied and user.op == "call_module")
         ]
         if parts:
@@ -259,6 +257,12 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[Bond]:
             yield Bond([node, first], "constants and their first uses")
         elif node in constant and (call := calls.get(tuple(module_paths(node)))):
             yield Bond([node, call], "constants and their modules")
+
+
+def _makes_object(node: fx.Node) -> bool:
+    """Whether a node makes the dict or dataclass that a module is given."""
+    kind = node.target
+    return isinstance(kind, type) and (issubclass(kind, dict) or is_dataclass(kind))
 
 
 def is_part(node: fx.Node) -> bool:
@@ -277,11 +281,11 @@ def place_like(traced: Traced, reference: Traced, assignment: Assignment) -> Ass
 
     A node gets the stage of the same call in the same submodule of the reference. Parameters stay
     on their stage. A node without a counterpart gets the stage of its inputs, or that of an earlier
-    reader of these, so that gradients are still added in the model's order; calls of leaf modules,
+    reader of these, so that gradients are still added in the model's order; calls of modules,
     which stay with their parameters, may change that order.
 
     Raises:
-        PartitionError: a submodule is a leaf module here only, and has weights on two stages.
+        PartitionError: a submodule is called as it is here only, and has weights on two stages.
     """
     parameter_stage = owners(reference, assignment)
     floors: defaultdict[str, list[int]] = defaultdict(list)  # the stages of the parameters it reads
@@ -331,7 +335,7 @@ def _settle(traced: Traced, placed: dict[str, int]) -> None:
     before: defaultdict[str, list[str]] = defaultdict(list)
     for node in nodes:
         before[node.name] += (source.name for source in node.all_input_nodes)
-    if not traced.leaves:
+    if not traced.under_autograd:
         for first, second in turns(traced, nodes):
             before[second.name].append(first.name)
     moved = True

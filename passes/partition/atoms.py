@@ -256,8 +256,8 @@ def footprint_of(
     """Estimate what parameters and buffers occupy, and what nodes keep for a micro-batch.
 
     Args:
-        plan: the same graph as a single stage, differentiated; None for a graph with leaf modules,
-            where every value counts as saved.
+        plan: the same graph as a single stage, differentiated; None under autograd, where
+            every value counts as saved.
         copies: how many tensors of its size a trained parameter needs: its versions, its gradient
             and its optimizer state.
     """

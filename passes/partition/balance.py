@@ -38,7 +38,6 @@ from fxpipe.passes.partition.work import (
     default_partitioner,
     weigh,
 )
-from fxpipe.passes.tracing.leaf_nests import REST
 
 
 def balance(
@@ -174,17 +173,17 @@ def cut_at(
 def _nothing_of(name: str, nodes: Sequence[fx.Node]) -> str:
     """The message that a submodule has no nodes, with the reason and what to do."""
     called = [str(node.target) for node in nodes if node.op == "call_module"]
-    for leaf in called:
-        if name.startswith(f"{leaf}."):
+    for each in called:
+        if name.startswith(f"{each}."):
             return (
-                f"submodule {name!r} is inside of {leaf!r}, which is called as it is, so that no "
-                f"cut falls into it; cut at {leaf!r}"
+                f"submodule {name!r} is inside of {each!r}, which is called as it is, so that no "
+                f"cut falls into it; cut at {each!r}"
             )
-    if REST in called:
+    if called:
         return (
-            f"submodule {name!r} is called nowhere before the line of the model's own forward that "
-            "cannot be traced, and all from there on is called as it is, in one stage; cut at a "
-            "submodule that is called before, or move the line into a submodule"
+            f"submodule {name!r} computes nothing outside of what is called as it is, in one stage "
+            f"({', '.join(map(repr, called))}); cut at a submodule that is called before, or move "
+            "the line that cannot be traced into a submodule"
         )
     return f"submodule {name!r} computes nothing; cut at another one"
 

@@ -102,7 +102,7 @@ class _Cutter:
         parameters = [a for a in self.traced.parameters if self.home[a.name] == index]
         buffers = [a for a in self.traced.buffers if index in self._reading_stages(a.target)]
         arriving = [e.value for e in into if e.kind != "skip"]
-        # a leaf graph reads its parameters with get_attr nodes instead, which are ordinary values
+        # under autograd a graph reads parameters with get_attr nodes instead, as ordinary values
         placeholders = {name for name, node in by_name.items() if node.op == "placeholder"}
         held = [a.name for a in (*parameters, *buffers) if a.name in placeholders]
         read = [(name, graph.placeholder(name)) for name in (*held, *arriving)]
@@ -134,13 +134,13 @@ class _Cutter:
             buffers=tuple(buffers),
             writes=writes,
             graph=lazy_module(self.traced.module, graph, f"Stage{index}"),
-            leaves=self.traced.leaves,
+            under_autograd=self.traced.under_autograd,
             modules=self._modules(index),
             costs=self.costs.get(index),
         )
 
     def _writer(self, write: Write) -> int:
-        """The stage that writes a buffer; for a leaf module the one that reads it."""
+        """The stage that writes a buffer; for a module that is called the one that reads it."""
         return self.stage_of.get(write.value, self._first_reader(write.target))
 
     @staticmethod

@@ -7,36 +7,20 @@ after:   (x, target) → conv, mse, with the loss value mse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError, TraceError
 from fxpipe.ir.plan import Argument
-from fxpipe.ir.traced import (
-    AUTOCAST,
-    DRAWS,
-    DRAWS_FROM_OTHERS,
-    TAKES_TURNS,
-    Literal,
-    Traced,
-    Value,
-)
+from fxpipe.ir.traced import Traced, Value
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import compute_nodes
-from fxpipe.random.leaf_draws import DrawsWatched, other_states
-from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import together
 from fxpipe.torchtools.sizes import evaluated, sizes
-from fxpipe.torchtools.state import autocasts
-
-LEAF_LOSS = "fxpipe_loss"
-"""The name of the loss among leaf modules."""
 
 LOSS_GRAPH = "fxpipe.loss_graph"
 """Key of the loss node's metadata: a graph of the loss for analysis, which never runs, and the
@@ -93,7 +77,7 @@ def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) 
         raise InputError("the loss must return one tensor; return a scalar such as its mean")
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    _copy(traced.graph.find_nodes(op="placeholder"), graph, copies)
+    copy_nodes(traced.graph.find_nodes(op="placeholder"), graph, copies)
     placeholders = loss.graph.find_nodes(op="placeholder")
     outputs = [out.name if isinstance(out, Value) else None for out in traced.outputs]
     passed = {a: b for a, b in zip(loss.inputs, outputs, strict=False) if a and b}
@@ -111,10 +95,10 @@ def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) 
             constant = loss.constants[target] if target in loss.constants else tensors[target]
             buffers.append(Argument(copy.name, f"loss:{target}"))
             constants[f"loss:{target}"] = constant
-    _copy(compute_nodes(traced.graph), graph, copies)
+    copy_nodes(compute_nodes(traced.graph), graph, copies)
     ours = {node.name: copy for node, copy in copies.items() if node.graph is traced.graph}
     copies.update((node, ours[passed[node.name]]) for node in placeholders if node.name in passed)
-    _copy(compute_nodes(loss.graph), graph, copies)
+    copy_nodes(compute_nodes(loss.graph), graph, copies)
     theirs = {node.name: copy for node, copy in copies.items() if node.graph is loss.graph}
     value = theirs[loss.outputs[0].name]
     returned = (*(write.value for write in traced.writes), *filter(None, outputs))
@@ -151,80 +135,6 @@ def _both_accept(
         return made is not None and loss.accepts([*made, *shapes[len(inputs) :]])
 
     return accepts
-
-
-def attach_leaf_loss(
-    traced: Traced, loss_module: LossModule, output: Sequence[Any], targets: tuple[Any, ...]
-) -> Traced:
-    """One graph of a model with leaf modules and its loss, which becomes a leaf module, too.
-
-    Raises:
-        InputError: the loss is not a scalar.
-    """
-    module = fx.GraphModule(traced.module, fx.Graph())
-    module.add_submodule(LEAF_LOSS, loss_module)
-    for name, _ in traced.module.named_children():
-        module.add_submodule(name, traced.module.get_submodule(name))
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    _copy(traced.graph.find_nodes(op="placeholder"), graph, copies)
-    leaves, spec = pytree.tree_flatten(targets)
-    names = [f"target_{index}" for index in range(len(leaves))]
-    placeholders = [graph.placeholder(name) for name in names]
-    for node in traced.graph.find_nodes(op="get_attr"):
-        if "." not in (name := str(node.target)):
-            setattr(module, name, getattr(traced.module, name))
-    _copy(compute_nodes(traced.graph), graph, copies)
-    by_name = {node.name: node for node in graph.nodes}
-    outputs = [
-        out.value if isinstance(out, Literal) else by_name[out.name] for out in traced.outputs
-    ]
-    value = graph.call_module(LEAF_LOSS, (*outputs, *pytree.tree_unflatten(placeholders, spec)))
-    before = other_states()
-    with torch.no_grad(), DrawsWatched() as watch:
-        value.meta["val"] = loss_module(*output, *targets)
-    value.meta[DRAWS_FROM_OTHERS] = other_states() != before
-    value.meta[DRAWS] = watch.drew or value.meta[DRAWS_FROM_OTHERS]
-    value.meta[TAKES_TURNS] = watch.traced
-    value.meta[AUTOCAST] = autocasts()
-    with suppress(Exception):  # not every loss can be traced
-        value.meta[LOSS_GRAPH] = _graph_of(loss_module, output, leaves, spec)
-    written = [node for node in outputs if isinstance(node, fx.Node)]
-    graph.output((*written, value))
-    graph.lint()
-    module.graph = graph
-    held = {f"{LEAF_LOSS}.{name}": buffer for name, buffer in loss_module.named_buffers()}
-    return with_loss(
-        replace(
-            traced,
-            module=module,
-            buffers=(*traced.buffers, *(Argument(name, name) for name in held)),
-            constants={**traced.constants, **held},
-            inputs=(*traced.inputs, *names),
-            accepts=lambda shapes: traced.accepts(shapes[: len(traced.inputs)]),
-        ),
-        value.name,
-    )
-
-
-def _graph_of(
-    loss: LossModule, output: Sequence[Any], targets: Sequence[Any], spec: pytree.TreeSpec
-) -> tuple[fx.GraphModule, list[str | None]]:
-    """The value of LOSS_GRAPH for a loss."""
-    examples = [*output, *targets]
-    count = len(output)
-    tensors = {i: value for i, value in enumerate(examples) if isinstance(value, torch.Tensor)}
-
-    def call(*proxies: torch.Tensor) -> Any:
-        values = [*examples]
-        for index, proxy in zip(tensors, proxies, strict=True):
-            values[index] = proxy
-        return loss(*values[:count], *pytree.tree_unflatten(values[count:], spec))
-
-    with torch.no_grad():
-        module = make_fx(call, pre_dispatch=True)(*tensors.values())
-    source.credit(module.graph, loss.function)
-    return module, [f"target_{i - count}" if i >= count else None for i in tensors]
 
 
 def with_loss(traced: Traced, name: str) -> Traced:
@@ -272,6 +182,7 @@ def _named_loss(traced: Traced) -> str | None:
     return output.name if isinstance(output, Value) else None
 
 
-def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
+def copy_nodes(nodes: Iterable[fx.Node], graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
+    """Copy nodes to a graph; ``copies`` has the copies of those that they read, and gets theirs."""
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])

@@ -16,16 +16,17 @@ from torch.export import ExportedProgram
 
 from fxpipe.errors import InputError, TraceError, told, way_out
 from fxpipe.ir.traced import Traced
+from fxpipe.passes.tracing.tracer import Calls
 from fxpipe.torchtools import source
 
 aten = torch.ops.aten
 
 _VALUES = "compute it with torch.where or masks"
-_LEAVES_TORCH = "compute it with PyTorch's own operations"
+_BEYOND_TORCH = "compute it with PyTorch's own operations"
 _CONSTRUCTS: Sequence[tuple[str, str, str]] = (
     (r"\.item\(|\bfloat\(|\bint\(|\bbool\(", "a number read from a tensor's values", _VALUES),
     (r"\.tolist\(", "numbers read from a tensor's values", _VALUES),
-    (r"\.numpy\(|\bnp\.|\bnumpy\.", "a NumPy array made of a tensor", _LEAVES_TORCH),
+    (r"\.numpy\(|\bnp\.|\bnumpy\.", "a NumPy array made of a tensor", _BEYOND_TORCH),
     (r"\bwhile\b", "a loop whose length depends on a tensor's values", _VALUES),
     (r"\bif\b|\bassert\b|\band\b|\bor\b|\bnot\b", "a branch on the values of a tensor", _VALUES),
     (r"\bfor\b", "a loop over the values of a tensor", _VALUES),
@@ -90,7 +91,7 @@ def refuse_values(model: nn.Module, traced: Traced) -> None:
         where = source.of_node(node)
         construct, cure = _construct(where)
         reason = f"{construct}: what it computes depends on the values of a tensor"
-        # a leaf must contain all nodes that depend on the same number or shape
+        # a module that is called must contain all nodes that depend on the same number or shape
         dependent = [_paths(other) for other in free if free[other] & free[node]]
         around = [path for path in _paths(node) if all(path in paths for paths in dependent)]
         raise _error(model, where, reason, cure, around)
@@ -119,8 +120,8 @@ def _is_trained(node: fx.Node) -> bool:
     return any(n.op == "placeholder" and n.meta["val"].requires_grad for n in seen)
 
 
-def refuse_sparse_values(model: nn.Module, program: ExportedProgram) -> None:
-    """Check that no line of a program reads or makes a sparse tensor; leaf modules may.
+def refuse_sparse_values(model: nn.Module, program: ExportedProgram, calls: Calls | None) -> None:
+    """Check that no line of a program reads or makes a sparse tensor; the modules of ``calls`` may.
 
     A trace has no data, so that its sparse tensors have no entries.
 
@@ -131,8 +132,8 @@ def refuse_sparse_values(model: nn.Module, program: ExportedProgram) -> None:
     for node in chain.from_iterable(region.graph.nodes for region in regions):
         values = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
         layouts = {value.layout for value in values if isinstance(value, Tensor)}
-        leaf = node.target in (torch.ops.fxpipe.leaf.default, operator.getitem)
-        if node.op == "call_function" and not leaf and layouts - {torch.strided}:
+        opaque = node.target in (calls and calls.operator, operator.getitem)
+        if node.op == "call_function" and not opaque and layouts - {torch.strided}:
             reason = "a sparse tensor, which no stage's graph can hold"
             cure = "make it dense (to_dense()), or put the line into a submodule of its own"
             raise _error(model, source.of_node(node), reason, cure, _paths(node))

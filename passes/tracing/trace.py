@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -26,12 +26,10 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError, way_out
 from fxpipe.passes.tracing.explain import untraceable
+from fxpipe.passes.tracing.tracer import Calls
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import functions_kept
 from fxpipe.torchtools.pytrees import returning_parts
-
-if TYPE_CHECKING:
-    from fxpipe.passes.tracing.leaf_calls import LeafCalls
 
 Dims = Sequence[tuple[int, ...]]
 """Flat input → some of its dimensions."""
@@ -85,12 +83,12 @@ def export(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     free: Dims,
-    calls: LeafCalls | None,
+    calls: Calls | None,
 ) -> tuple[ExportedProgram, Callable[[Shapes], bool]]:
     """The model's program of ATen operations, and a test of the shapes that it holds for.
 
-    Arguments and errors are those of ``trace``. Each of the ``calls`` of leaf modules is traced as
-    one operation; None if there are no leaf modules.
+    Arguments and errors are those of ``trace``. Each of the ``calls`` is traced as one operation;
+    None if there are none.
     """
     with nullcontext() if calls is None else calls.opaque(model):
         program = trace(model, args, kwargs, free)

@@ -1,17 +1,19 @@
-"""What an extension brings to make graphs in place of ``torch.export``."""
+"""What an extension brings to make graphs, in place of ``torch.export`` or with it."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, fx, nn
 
 from fxpipe.ir.traced import Traced
 
 
 class Tracer(Protocol):
-    """Makes the graphs of models. The graphs have leaf modules, so that autograd runs every
+    """Makes the graphs of models. They call modules of the model, so that autograd runs every
     backward and the loss is called as it is."""
 
     def trace(
@@ -19,7 +21,7 @@ class Tracer(Protocol):
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        leaves: Collection[nn.Module],
+        called: Collection[nn.Module],
     ) -> Traced:
         """The graph of a model in its present mode, for every size of a micro-batch.
 
@@ -27,13 +29,48 @@ class Tracer(Protocol):
             model: the model, whose state is put back afterwards.
             args: positional inputs of one micro-batch.
             kwargs: keyword inputs of one micro-batch.
-            leaves: submodules that have to be called as they are.
+            called: submodules that have to be called as they are.
 
         Raises:
             TraceError: the model cannot be traced. With the names of the submodules around the
-                line, the innermost that can be called as it is becomes a leaf module, and the model
-                is traced again.
+                line, it may be traced again, with one of them among ``called``.
         """
 
     def calls(self, module: nn.Module) -> bool:
         """Whether a submodule is called as it is without being asked to be."""
+
+
+class Calls(Protocol):
+    """The calls, in a run of a model, of submodules that its graph is to call as they are.
+
+    Attributes:
+        operator: the operation that each of them is in a trace.
+    """
+
+    @property
+    def operator(self) -> object: ...
+
+    def opaque(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, each of these calls is one operation, for the model to be traced."""
+
+
+def tensors_read(module: fx.GraphModule) -> dict[str, list[fx.Node]]:
+    """Name in the model of each parameter or buffer → the nodes of a graph that read it themselves,
+    or call a module that has it.
+
+    A tensor with several names is listed under the first that the graph reads.
+    """
+    readers: dict[str, list[fx.Node]] = {}
+    names: dict[int, str] = {}
+    for node in module.graph.nodes:
+        read: dict[str, Any] = {}
+        if node.op == "call_module":
+            called = module.get_submodule(str(node.target))
+            tensors = (*called.named_parameters(), *called.named_buffers())
+            read = {f"{node.target}.{name}": tensor for name, tensor in tensors}
+        elif node.op == "get_attr":
+            read = {str(node.target): operator.attrgetter(str(node.target))(module)}
+        for name, tensor in read.items():
+            if isinstance(tensor, Tensor):
+                readers.setdefault(names.setdefault(id(tensor), name), []).append(node)
+    return readers

@@ -8,7 +8,9 @@ the extension, and all that is in them, cannot be imported. It then imports fxpi
 lowers, verifies and prints every schedule of the library; none of that may load
 an extension but those that are there by default. Then it asks for all names
 that the registry knows: each is found, or the error names a module that is gone. A pipe prints, and
-predicts if the simulator is there. Prints a JSON object: name → "" or the last lines of the error.
+predicts if the simulator is there. A line that cannot be traced is called as it is if leaf modules
+are there, and else refused by its name. Prints a JSON object: name → "" or the last lines of the
+error.
 """
 
 from __future__ import annotations
@@ -44,11 +46,14 @@ class Gone(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-DEFAULT = ("fxpipe.extensions.exact_cut", "fxpipe.extensions.python_state")
+DEFAULT = tuple(
+    f"fxpipe.extensions.{name}" for name in ("exact_cut", "leaf_modules", "python_state")
+)
 """The extensions that ``compile`` uses if they are there."""
 
 
 SIMULATOR = "fxpipe.extensions.simulator"
+LEAF_MODULES = "fxpipe.extensions.leaf_modules"
 
 
 def extensions() -> list[str]:
@@ -125,6 +130,28 @@ def predict(gone: Sequence[str]) -> None:
         refused(lambda: pipe.step(x, target=torch.ones(4, 2)))
 
 
+class Branches(nn.Module):
+    """Branches on the values of a tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh() if x.sum() > 0 else x.sin()
+
+
+def meet_a_branch(gone: Sequence[str]) -> None:
+    """Train a model with a line that cannot be traced: it is called as it is, or named."""
+    import fxpipe
+
+    model, x = nn.Sequential(nn.Linear(3, 4), Branches(), nn.Linear(4, 2)), torch.ones(4, 3)
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=2, loss=mse_loss) as pipe:
+        try:
+            pipe.step(x, target=torch.ones(4, 2))
+        except fxpipe.TraceError as error:
+            assert LEAF_MODULES in gone
+            assert "else x.sin()" in str(error) and "fxpipe.LeafModules('1')" in str(error)
+        else:
+            assert LEAF_MODULES not in gone and model[0].weight.grad is not None
+
+
 def refused(call: Callable[[], object]) -> None:
     """Call what needs the simulator, and expect to be told so."""
     from fxpipe.errors import InputError
@@ -149,6 +176,7 @@ def taken_away(modules: Sequence[str]) -> str:
             use_the_rest()
             ask_for_all(modules)
             predict(modules)
+            meet_a_branch(modules)
         except BaseException:
             told = "".join(traceback.format_exc().splitlines(keepends=True)[-8:])
         with os.fdopen(writing, "w") as out:

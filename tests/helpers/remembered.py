@@ -65,7 +65,7 @@ def run_once(given: Sequence[Pass], facts: Mapping[str, Any]) -> dict[str, Any]:
     it has run on like facts."""
     key: Any = None
     extends = any(set(map(id, each)) <= set(map(id, given)) for each in LISTS)
-    if extends and not facts.get("leaves"):  # which graphs may call
+    if extends and not facts.get("called"):  # which graphs may call
         reads = {name for each in given for name, _ in each.needs}
         reads |= {each.when.removeprefix("not ") for each in given}
         try:
@@ -102,7 +102,7 @@ def _key(value: Any) -> Any:
     """Equal for values of which a trace cannot tell one from the other."""
     if isinstance(value, PLAIN):
         return type(value).__name__, value
-    if isinstance(value, Traced) and value.leaves:  # these are the model's own objects
+    if isinstance(value, Traced) and value.under_autograd:  # these are the model's own objects
         raise _Unknown
     if isinstance(value, Traced):  # its other fields come from its graph
         rest = value.outputs, value.writes, value.deferred, value.loss

@@ -32,8 +32,8 @@ def plan(text: str, root: nn.Module | None = None) -> Plan:
     edges = tuple(read_edge(Line(line, 1)) for line in lines if line.startswith("edge"))
     stages = []
     for part in re.split(r"^(?=stage )", text, flags=re.MULTILINE)[1:]:
-        _, index, *leaves = part.split("\n")[0].split()
-        stages.append(Stage(int(index), *_body(part.splitlines()[1:], root), bool(leaves)))
+        _, index, *autograd = part.split("\n")[0].split()
+        stages.append(Stage(int(index), *_body(part.splitlines()[1:], root), bool(autograd)))
     return Plan(tuple(stages), edges)
 
 
@@ -70,7 +70,7 @@ def traced(text: str, root: nn.Module | None = None) -> Traced:
         writes,
         tuple(outputs),
         pytree.tree_structure([0] * len(outputs)),
-        leaves="leaves" in header,
+        under_autograd="autograd" in header,
         loss=loss,
         deferred=tuple(norms),
     )

@@ -17,10 +17,9 @@ from fxpipe.passes.differentiate.known_results import KnownResults
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.partition.assignment import compute_nodes, one_stage
 from fxpipe.passes.partition.cut import cut
-from fxpipe.passes.partition.distinct import distinct, reducible, spread
+from fxpipe.passes.partition.distinct import distinct, spread
 from fxpipe.passes.partition.measure import NodeCost, measure
 from tests.helpers.fronted import differentiated, front_end, values_of, whole
-from tests.helpers.leaf_tracer import leaf_graph
 
 pytestmark = pytest.mark.traces
 
@@ -190,11 +189,6 @@ def test_graphs_of_any_size_are_measured_at_the_size_of_the_example() -> None:
         for n in compute_nodes(small.graph)
         for a in n.all_input_nodes
     )
-
-
-def test_a_graph_with_leaf_modules_is_measured_whole() -> None:
-    assert reducible(front_end(Net(1), X))
-    assert not reducible(leaf_graph(nn.Sequential(nn.Linear(4, 4)), X))
 
 
 def test_only_the_graphs_of_stages_are_differentiated_whole(

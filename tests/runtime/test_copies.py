@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ from fxpipe.passes.schedule import add_reduce
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine, Store
 from fxpipe.schedules.dualpipe_v import dualpipe
-from tests.helpers.leaf_tracer import LeavesOnly
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD, compiled, make
 from tests.helpers.profiles import DEEP
 from tests.helpers.tiny import batch, pipe_of
@@ -236,41 +235,6 @@ def test_batchnorm_is_refused_unless_its_statistics_wait() -> None:
             states.append(pipe.state_dict())
     loop.assert_same(states[1], states[0], bound=1e-6)
     assert any("running_mean" in name for name in states[0])
-
-
-@pytest.mark.parametrize("leaves", [LeavesOnly(), fxpipe.LeafModules(nn.Linear)])
-def test_leaf_modules_take_turns_on_their_devices(leaves: Any) -> None:
-    model, data = make("mlp", 4, 18)
-    alone = copied(model, find_recipe("chimera")(2, 6), ADAMW)
-    extensions = [fxpipe.Dispatch("device"), leaves]
-    with compiled(model, 2, 6, ADAMW, schedule="chimera", extensions=extensions) as pipe:
-        for x, y in data:
-            assert torch.equal(pipe.step(x, target=y), alone.step(x, y))
-        alone.assert_same(model)
-
-
-class Alone(nn.Module):
-    """It lets other threads run, and tells where one of them is inside, too."""
-
-    inside: ClassVar[list[int]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.inside.append(0)
-        for _ in range(200):
-            x = x + 0
-        assert len(self.inside) == 1, "another device is inside"
-        self.inside.pop()
-        return x
-
-
-def test_no_leaf_module_is_called_by_two_devices_at_once() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), Alone()), nn.Linear(6, 6))
-    x, y = torch.randn(16, 6), torch.randn(16, 6)
-    extensions = [fxpipe.LeafModules(Alone), fxpipe.Dispatch("device")]
-    options: dict[str, Any] = {"extensions": extensions, "partition": ["1"]}
-    with compiled(model, 2, 8, schedule="chimera", **options) as pipe:
-        for _ in range(5):
-            pipe.step(x, target=y)
 
 
 def test_other_devices_are_refused_by_name() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from tests.helpers.leaf_tracer import LeavesOnly
 from tests.helpers.mapped import copied_pages, mapped
 from tests.simcuda import cuda
 from tests.simcuda.process import on_devices, simulated
@@ -189,17 +188,6 @@ def counted(
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
 def test_compiling_takes_no_more_than_steps(optimizer: Optimizer) -> None:
     assert_within(*on_devices(counted, {"schedule": "1f1b"}, optimizer))
-
-
-@pytest.mark.parametrize("optimizer", [SGD, Adam])
-@pytest.mark.parametrize(
-    "options",
-    [{"extensions": [fxpipe.LeafModules("layers.1")]}, {"extensions": [LeavesOnly()]}],
-)
-def test_compiling_stages_that_autograd_differentiates_takes_no_more_than_steps(
-    options: Mapping[str, Any], optimizer: Optimizer
-) -> None:
-    assert_within(*on_devices(counted, options, optimizer))
 
 
 def loaded(folder: Path) -> list[int]:

@@ -43,7 +43,7 @@ stage 1
     relu = placeholder()
     add = torch.ops.aten.add.Tensor(relu, 1)
     return (add,)
-stage 2 leaves
+stage 2 autograd
   parameter p_0 = 'my module.weight'
   graph
     p_0 = placeholder()
@@ -64,7 +64,7 @@ def test_a_plan_is_printed_with_all_that_it_holds() -> None:
     assert plan.stages[0].parameters == (Argument("p_conv_weight", "conv.weight"),)
     assert plan.stages[0].buffers == (Argument("b_bn_mean", "bn.running_mean"),)
     assert plan.stages[0].writes == (Write("bn.running_mean", "getitem_3"),)
-    assert [stage.leaves for stage in plan.stages] == [False, False, True]
+    assert [stage.under_autograd for stage in plan.stages] == [False, False, True]
     assert plan.stages[2].parameters == (Argument("p_0", "my module.weight"),)
     assert str(plan) == TEXT
 
@@ -77,7 +77,7 @@ def test_plans_are_equal_where_their_texts_are() -> None:
         ("edge act add 1->2 gradient", "edge act add 1->2"),
         ("add.Tensor(relu, 1)", "add.Tensor(relu, 2)"),
         ("conv.weight", "conv.bias"),
-        ("stage 2 leaves", "stage 2"),
+        ("stage 2 autograd", "stage 2"),
         ("stage 1\n", "stage 7\n"),
         ("write bn.running_mean", "write bn.running_var"),
     ):

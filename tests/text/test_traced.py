@@ -38,7 +38,7 @@ def test_a_graph_is_printed_with_all_that_it_reads_and_gives() -> None:
     traced = written.traced(TEXT)
     assert traced.inputs == ("x", None)
     assert traced.outputs == (Value("add", (0,)), Literal([1, "two"], ()), Value("add", None))
-    assert traced.loss == "sum_1" and traced.seeded and not traced.leaves
+    assert traced.loss == "sum_1" and traced.seeded and not traced.under_autograd
     assert traced.deferred == (DeferredNorm("moments", "bn.mean", "bn.var", None, 0.1),)
     assert traced.parameters[0].target == "my linear.weight"
     assert traced.writes[0].value == "mul"
@@ -54,7 +54,7 @@ def test_graphs_that_print_otherwise_are_not_equal() -> None:
 def test_a_graph_with_leaf_modules_says_so() -> None:
     root = nn.Module()
     root.act = nn.ReLU()
-    text = TEXT.replace("traced\n", "traced leaves\n").replace("bn.mean = mul", "bn.mean = act")
+    text = TEXT.replace("traced\n", "traced autograd\n").replace("bn.mean = mul", "bn.mean = act")
     text = text.replace("mul = torch.ops.aten.mul.Tensor(b_mean, 0.9)", "act = self.act(b_mean)")
     text = text.replace("(mul, add", "(act, add")
     assert str(written.traced(text, root)) == text

@@ -60,7 +60,7 @@ stage 1
     view = torch.ops.aten.view.default(relu, [size, -1])
     add = torch.ops.aten.addmm.default(b_shared, view, p_tied)
     return (add,)
-stage 2 leaves
+stage 2 autograd
   graph
     add = placeholder()
     t = placeholder()
@@ -204,8 +204,8 @@ MUTANTS = [
         "aten.relu_.default(getitem)",
         "stage 0, node relu: torch.ops.aten.relu_.default writes in place; make the graph",
     ),
-    ("stage 2 leaves", "stage 2", "stage 2, node relu_: torch.ops.aten.relu_.default writes in"),
-    ("stage 2 leaves", "stage 2", "stage 2, node head: calls the module head; set the stage's"),
+    ("stage 2 autograd", "stage 2", "stage 2, node relu_: torch.ops.aten.relu_.default writes in"),
+    ("stage 2 autograd", "stage 2", "stage 2, node head: calls the module head; set the stage's"),
     (
         "torch.ops.aten.relu.default(getitem)",
         "getitem.relu_()",
@@ -253,7 +253,7 @@ def test_one_wrong_thing_gives_one_fault() -> None:
 
 def test_all_faults_are_reported_at_once() -> None:
     text = TEXT.replace("stage 1\n", "stage 9\n").replace("return (add,)", "return add")
-    text = text.replace("= conv.weight", "= tied.weight").replace("stage 2 leaves", "stage 2")
+    text = text.replace("= conv.weight", "= tied.weight").replace("stage 2 autograd", "stage 2")
     with pytest.raises(VerificationError, match="the plan has 5 faults:\n  stage 9: ") as caught:
         verify_plan(written.plan(text, ROOT))
     assert len(caught.value.faults) == 5

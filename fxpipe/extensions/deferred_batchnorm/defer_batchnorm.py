@@ -48,7 +48,7 @@ def defer_batchnorm(traced: Traced, model: nn.Module) -> Traced:
     modules = {w.target: updating[w.target] for w in traced.writes if w.target in updating}
     if not modules:
         return traced
-    return (_Leaves if traced.leaves else _Operations)(copied(traced), modules).run()
+    return (_Leaves if traced.under_autograd else _Operations)(copied(traced), modules).run()
 
 
 @dataclass

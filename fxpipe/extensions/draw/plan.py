@@ -88,7 +88,7 @@ def _stage(stage: Stage, share: str, wrong: Collection[str]) -> str:
     if stage.buffers:
         state.append(_arguments(stage, stage.buffers, "buffer"))
     work = [plural(sum(n.op.startswith("call") for n in stage.graph.graph.nodes), "operation")]
-    if stage.leaves:
+    if stage.under_autograd:
         work.append("leaf modules, under autograd")
     rows = [
         f'<TR><TD BGCOLOR="{FORWARD}" ALIGN="LEFT"><B>{name}</B>'

@@ -58,7 +58,7 @@ def lay_channels_last(plan: Plan) -> Plan:
 
     The plan stays as it is if that would take as many copies as it has convolutions.
     """
-    if any(stage.leaves for stage in plan.stages):
+    if any(stage.under_autograd for stage in plan.stages):
         return plan
     layer = _Layer(plan)
     stages = tuple(map(layer.stage, plan.stages))

@@ -21,23 +21,24 @@ from fxpipe.torchtools.kept import kept
 
 def keep_costs(
     traced: Traced,
-    plan: Plan | None,
+    plan: Plan,
     costs: Mapping[str, NodeCost],
     functional: bool,
     threads: int,
 ) -> Mapping[str, NodeCost]:
     """The costs that a graph's nodes were first measured to have on this machine, so that another
     start makes the same stages, which are compiled already."""
-    graph = None if plan is None else plan.stages[0].forward
-    if graph is None:
-        return costs
+    graph = plan.stages[0].forward
+    assert graph is not None
     names = "\n".join(node.name for node in traced.graph.nodes)
     text = f"{names}\n{functional}\n{graph_text(graph, threads)}"
     made: Any = kept(text, lambda: {name: [*vars(cost).values()] for name, cost in costs.items()})
     return {name: NodeCost(*cost) for name, cost in made.items()}
 
 
-_KEEP = Pass(keep_costs, "traced, plan, costs, functional, threads", "costs")
+_KEEP = Pass(
+    keep_costs, "traced, plan, costs, functional, threads", "costs", when="not under_autograd"
+)
 _LAY = Pass(lay_channels_last, "plan", "plan")
 _LAY_WEIGHTS = Pass(lay_weights, "differentiated plan", "differentiated plan")
 
@@ -76,7 +77,7 @@ class Inductor(Extension):
         """Passes that lay images out, keep costs, and compile."""
         compiles = Pass(self.compile_stages, "plan, threads, own", "plan")
         return {
-            "measure": [("measure_leaves", _KEEP)],
+            "measure": [("measure", _KEEP)],
             "plan": [("cut", _LAY), ("differentiate", _LAY_WEIGHTS)],
             "compile": [("", compiles)],
         }

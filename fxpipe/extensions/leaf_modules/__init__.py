@@ -1,1 +1,2 @@
-"""Submodules that are called as they are because the user asks for it."""
+"""Submodules that are called as they are: those that the user names, and those around lines that
+cannot be traced."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError, near
 from fxpipe.extend import Extension
+from fxpipe.extensions.leaf_modules.calls import call_leaves, record_leaves
+from fxpipe.extensions.leaf_modules.differentiate import differentiate_leaves
+from fxpipe.extensions.leaf_modules.fallback import Leaves
+from fxpipe.extensions.leaf_modules.loss import attach_leaf_loss
+from fxpipe.extensions.leaf_modules.measure import measure_leaves
+from fxpipe.passes.runner import Pass
 
 
 class LeafModules(Extension):
@@ -18,7 +24,7 @@ class LeafModules(Extension):
     Autograd then runs the backward in every stage. The sizes of what a leaf module returns must not
     depend on values, because the graph has the sizes of the first micro-batch. A submodule around
     a line that cannot be traced becomes a leaf module by itself, with a warning; see
-    docs/training.md.
+    docs/training.md. So ``compile`` has this extension, without modules, if it is not given.
 
     Args:
         modules: names of submodules, their classes, or the submodules themselves.
@@ -30,10 +36,28 @@ class LeafModules(Extension):
     def __repr__(self) -> str:
         return f"LeafModules({', '.join(map(repr, self.modules))})"
 
-    def options(self, options: Options) -> Options:
-        """The options with these leaf modules. Raises InputError if an entry is no submodule, or a
-        class that no submodule has."""
-        known = {name: module for name, module in options.model.named_modules() if name}
+    def check(self, options: Options) -> None:
+        """Raise InputError if an entry is no submodule, or a class that no submodule has."""
+        self._named(options.model)
+
+    def fallback(self, options: Options) -> Leaves:
+        """What makes submodules around lines that cannot be traced leaf modules, too."""
+        return Leaves(options.model, self._named(options.model), exported=options.tracer is None)
+
+    def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
+        """The passes for graphs with leaf modules."""
+        lists: dict[str, Sequence[tuple[str, Pass]]] = {
+            "join": [("declare_own_loss", _ATTACH)],
+            "measure": [("measure", _MEASURE)],
+            "plan": [("differentiate", _DIFFERENTIATE)],
+        }
+        if options.tracer is None:
+            lists["trace"] = [("", _RECORD), ("refuse_values", _CALL)]
+        return lists
+
+    def _named(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Name → submodule that is asked for."""
+        known = {name: module for name, module in model.named_modules() if name}
         leaves: dict[str, nn.Module] = {}
         for wanted in self.modules:
             if isinstance(wanted, str) and wanted not in known:
@@ -53,4 +77,21 @@ class LeafModules(Extension):
                     "give submodules of the model (not itself), or their names or classes"
                 )
             leaves |= {name: known[name] for name in names}
-        return replace(options, leaf_modules=leaves)
+        return leaves
+
+
+_RECORD = Pass(record_leaves, "model, calls, args, kwargs", "", when="calls")
+_CALL = Pass(call_leaves, "functional traced, model, calls, args, kwargs", "traced", when="calls")
+_MEASURE = Pass(measure_leaves, "traced, values", "costs", when="under_autograd")
+_DIFFERENTIATE = Pass(
+    differentiate_leaves,
+    "plan, values, state, wanted",
+    "differentiated plan",
+    when="under_autograd",
+)
+_ATTACH = Pass(
+    attach_leaf_loss,
+    "traced, loss_module, output, targets",
+    "complete traced",
+    when="called_loss",
+)

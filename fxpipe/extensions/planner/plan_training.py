@@ -125,7 +125,7 @@ def plan_training(
             cluster,
             batch,
             stale=stale,
-            halves=not cuts.leaves,
+            halves=not cuts.under_autograd,
             recipes=recipes,
             recompute=recompute,
             offload=offload,
@@ -185,9 +185,9 @@ class _Cuts:
             self.profile, self._atoms = _profile(pipe, self._call, self._measured)
 
     @property
-    def leaves(self) -> bool:
-        """Whether the model has leaf modules, which are not measured in halves."""
-        return bool(self._measured[max(self._measured)]["traced"].leaves)
+    def under_autograd(self) -> bool:
+        """Whether autograd runs the backwards, which are then not measured in halves."""
+        return bool(self._measured[max(self._measured)]["traced"].under_autograd)
 
     def taken(self, cut: Cut) -> tuple[Traced, Assignment, Mapping[str, NodeCost]]:
         """The whole graph, the stages of its nodes, and the nodes' costs."""
@@ -300,7 +300,7 @@ def _rehearsed(
 ) -> Rehearsal | None:
     """The times of the whole model as one stage; None if it cannot be rehearsed."""
     compiler, traced, plan = pipe._compiler, measured["traced"], measured["plan"]
-    if plan is None:  # the model has leaf modules
+    if plan is None:  # autograd runs the backwards
         return None
     schedule, updates = compiler.timetable.schedule(1, "step"), pipe._engine.updates
     program = compiler.lowered(plan, schedule, "step", updates)

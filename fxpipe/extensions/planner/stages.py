@@ -356,7 +356,7 @@ class Stages:
             extensions=offloading.with_modes(self._options.extensions, candidate.offload),
         )
         schedule = timetable.schedule(candidate.microbatches, "step")
-        leaves = self._compiled.traced.leaves
+        leaves = self._compiled.traced.under_autograd
         if "I" in schedule.kinds and ("I" not in self._compiled.schedule.kinds or leaves):
             raise InputError(
                 f"schedule {schedule.name!r} has backwards in halves, and these stages have whole "

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError, way_out
-from fxpipe.passes.tracing.leaf_calls import called_instead
-from fxpipe.random.leaf_draws import other_states, put_back_others
+from fxpipe.random.others import other_states, put_back_others
 from fxpipe.torchtools import source
+from fxpipe.torchtools.state import called_instead
 
 _OWN = frozenset(vars(nn.Module()))
 """The attributes that every module has."""

@@ -28,7 +28,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.extensions.python_state.changes import refuse_changes
 from fxpipe.extensions.python_state.snapshot import OUTSIDE, CodeReads, StateSnapshot, top
 from fxpipe.log import LOGGER
-from fxpipe.random.leaf_draws import Draws
+from fxpipe.random.modes import Draws
 from fxpipe.signals import put_back
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Variants(Guard):
         known: dict[int, tuple[CodeType, bool]] = {}
         # the garbage collector calls these at any point
         collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
-        leaves = {id(module) for module in self.leaves.values()}
+        leaves = {id(module) for module in self.called.values()}
         called: Any = nn.Module.__call__
         leaf: FrameType | None = None  # a leaf module reads its attributes anew in every step
         kernel: FrameType | None = None  # an operation, whose kernel runs anew in every step, too
@@ -112,7 +112,7 @@ class Variants(Guard):
 
     def checked(self, run: Callable[[], T]) -> T:
         """Run the model. Raises TraceError like ``refuse_changes``."""
-        result: T = refuse_changes(self.options.model, self.leaves, self.reading()(run))
+        result: T = refuse_changes(self.options.model, self.called, self.reading()(run))
         return result
 
     def ran(self, code: CodeType) -> bool:
@@ -157,7 +157,7 @@ class Variants(Guard):
         self._seen = snapshot
 
     def _snapshot(self, reads: CodeReads) -> StateSnapshot:
-        return StateSnapshot(reads, self.options, self.leaves)
+        return StateSnapshot(reads, self.options, self.called)
 
     def _new(self) -> tuple[_Variant, StateSnapshot]:
         if self._current is not None:

@@ -111,7 +111,7 @@ def rehearse(
     """
     options = compiler.options
     alone = options.group.size == 1 and not options.places
-    if compiled.traced.leaves or options.hollow or not engine.flushed or not alone:
+    if compiled.traced.under_autograd or options.hollow or not engine.flushed or not alone:
         return None
     try:
         engine.check()

@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from fxpipe.extensions.leaf_modules.nests import indices
+from fxpipe.extensions.leaf_modules.objects import WHERE, makes_object
 from fxpipe.ir.traced import Literal, Value
-from fxpipe.passes.tracing.leaf_nests import indices
-from fxpipe.passes.tracing.objects import WHERE, makes_object
 from fxpipe.torchtools.pytrees import Parts
 
 

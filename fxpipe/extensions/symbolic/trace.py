@@ -20,6 +20,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import FxpipeError, TraceError
+from fxpipe.extensions.leaf_modules.graph import Example, reserve_names
+from fxpipe.extensions.leaf_modules.objects import object_of
 from fxpipe.extensions.symbolic.items import (
     make_objects_at_readers,
     take_outputs_apart,
@@ -30,8 +32,7 @@ from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Traced
 from fxpipe.passes.graph.aliasing import is_view
 from fxpipe.passes.tracing.explain import refuse_names, untraceable
-from fxpipe.passes.tracing.leaf_graph import Example, leaf_tensors, reserve_names
-from fxpipe.passes.tracing.objects import object_of
+from fxpipe.passes.tracing.tracer import tensors_read
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import ON_GRADIENTS, functions_kept, unheld
 from fxpipe.torchtools.state import autocasts
@@ -64,11 +65,11 @@ class SymbolicTracer:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        leaves: Collection[nn.Module],
+        called: Collection[nn.Module],
     ) -> Traced:
-        """The model's graph, in which modules of torch.nn and ``leaves`` are called."""
+        """The model's graph, in which modules of torch.nn and those ``called`` are called."""
         try:
-            return trace_symbolically(model, args, kwargs, leaves)
+            return trace_symbolically(model, args, kwargs, called)
         except Exception as error:
             if isinstance(error, FxpipeError) or source.lacks_memory(error):
                 raise
@@ -129,7 +130,7 @@ def trace_symbolically(
     _drop_unused(graph)
     graph.lint()
     module.recompile()
-    held = leaf_tensors(module)
+    held = tensors_read(module)
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     owned = trained | {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return Traced(
@@ -143,7 +144,7 @@ def trace_symbolically(
         writes=tuple(Write(name, name) for name in held if name in written),
         outputs=outputs,
         out_spec=out_spec,
-        leaves=True,
+        under_autograd=True,
     )
 
 

@@ -166,7 +166,7 @@ class CollectiveChannels(RankChannels):
 
     def _check(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
         """Raise InputError if autograd has found no gradient for a trained parameter."""
-        if not self._stages[stage].leaves or not gradients:
+        if not self._stages[stage].under_autograd or not gradients:
             return
         parameters = self._weights.parameters(stage, 0)  # of the oldest version
         named = zip(self._stages[stage].parameters, parameters, gradients, strict=True)

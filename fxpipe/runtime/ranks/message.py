@@ -123,7 +123,8 @@ class _Pickler(pickle.Pickler):
         raise InputError(
             f"a {type(value).__name__} would have to go from one rank to another, and only "
             "tensors, numbers, strings, lists, tuples and dicts can; let a submodule that makes "
-            "and uses it be one leaf module, or keep both on one stage with partition="
+            "and uses it be called as it is (fxpipe.LeafModules), or keep both on one stage with "
+            "partition="
         )
 
     def _tensor(self, value: Tensor) -> Any:
@@ -140,8 +141,8 @@ class _Pickler(pickle.Pickler):
         if value.is_quantized:
             raise InputError(
                 "a quantised tensor would have to go from one rank to another; let a submodule "
-                "that makes and uses it be one leaf module, or keep both on one stage with "
-                "partition="
+                "that makes and uses it be called as it is (fxpipe.LeafModules), or keep both on "
+                "one stage with partition="
             )
         strides, start = value.stride(), value.data_ptr() % _ALIGNED // value.element_size()
         once = value.as_strided(_once(shape, strides), strides)

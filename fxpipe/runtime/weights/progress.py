@@ -155,7 +155,7 @@ class Progress:
         if not self._offered:
             self._offered = {id(parameter): parameter for parameter in read.values()}
         for name, parameter in read.items():
-            # a leaf module that is running in another thread holds plain tensors of some version
+            # a module that is called in another thread holds plain tensors of some version
             trained = isinstance(parameter, nn.Parameter) and parameter.requires_grad
             if trained and id(parameter) not in self._offered:
                 raise InputError(

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from fxpipe import InputError, TraceError
 from fxpipe.torchtools.moments import gather, moments_of
-from tests.helpers.leaf_tracer import LeavesOnly
+from tests.extensions.leaf_modules.leaf_tracer import LeavesOnly
 from tests.oracles import loop
 
 

@@ -120,7 +120,7 @@ def test_elements_are_not_guessed() -> None:
 
 
 def test_leaf_modules_and_buffers_are_told() -> None:
-    stage = stage_of({}, buffers=(Argument("mean", "norm.mean"),), leaves=True)
+    stage = stage_of({}, buffers=(Argument("mean", "norm.mean"),), under_autograd=True)
     shown = texts(draw_plan(Plan((stage,), ())))
     assert "0 parameters · 1 buffer" in shown
     assert "2 operations · leaf modules, under autograd" in shown

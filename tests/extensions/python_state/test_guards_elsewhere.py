@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.compiler.front_end import FrontEnd
 from fxpipe.extensions.python_state.variants import VARIANTS
-from tests.helpers.leaf_tracer import LeavesOnly
+from tests.extensions.leaf_modules.leaf_tracer import LeavesOnly
 from tests.oracles import loop
 
 LEAF_CALLS = {"all": [0]}

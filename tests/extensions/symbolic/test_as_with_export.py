@@ -12,21 +12,23 @@ from torch import Tensor, nn
 from fxpipe.extensions.symbolic.trace import trace_symbolically
 from fxpipe.ir.traced import Traced
 from tests.compiler import test_bad_functions, test_recompute
+from tests.extensions.leaf_modules import (
+    test_leaf_modules,
+    test_objects,
+    test_unasked_leaves,
+    test_what_leaves_do,
+)
 from tests.models import test_autocast, test_determinism, test_peers
 from tests.passes.differentiate import test_lost_gradients
 from tests.passes.graph import test_relay
 from tests.passes.tracing import (
     test_foreign_errors,
     test_hidden_writes,
-    test_leaf_modules,
     test_loss_divisors,
     test_losses,
-    test_objects,
     test_own_backward,
     test_state_reads,
-    test_unasked_leaves,
     test_untraceable,
-    test_what_leaves_do,
 )
 from tests.runtime import test_calls_in_part, test_clipping, test_sparse
 

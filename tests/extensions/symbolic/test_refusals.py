@@ -16,11 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxpipe
 from fxpipe.errors import TraceError
+from tests.extensions.leaf_modules import test_rest
+from tests.extensions.leaf_modules.test_leaf_modules import Around, Does, Unpacks
 from tests.helpers.refusals import refused, stepped
 from tests.helpers.tiny import Tiny
 from tests.oracles import loop
-from tests.passes.tracing import test_rest, test_untraceable
-from tests.passes.tracing.test_leaf_modules import Around, Does, Unpacks
+from tests.passes.tracing import test_untraceable
 from tests.passes.tracing.test_state_reads import Keeps
 
 

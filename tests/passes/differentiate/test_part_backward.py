@@ -16,13 +16,8 @@ from torch.nn.utils import parametrizations
 
 from examples.unet import UNet
 from fxpipe.errors import PassError
-from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
-from fxpipe.passes.differentiate.part_backward import part_backward
-from fxpipe.passes.partition.assignment import Assignment, compute_nodes
-from fxpipe.passes.partition.cut import cut
-from tests.helpers.fronted import differentiated, front_end, in_stages, run_plan, values_of, whole
-from tests.helpers.halves import assert_same, compare, graphs, masks, operations, parted
-from tests.helpers.leaf_tracer import leaf_graph
+from tests.helpers.fronted import differentiated, front_end, in_stages, whole
+from tests.helpers.halves import compare, graphs, masks, operations, parted
 from tests.helpers.profiles import DEEP
 from tests.helpers.random_models import RandomModel, Recipe, recipes
 from tests.passes.differentiate.test_differentiate import cases as shared_cases
@@ -271,36 +266,6 @@ def test_a_kernel_that_is_not_parted_says_so() -> None:
         stage.kernel.input_grad([], [])
     with pytest.raises(PassError, match="run the plan through part_backward"):
         stage.kernel.weight_grad([])
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3])
-def test_a_stage_under_autograd_hands_over_its_gradients_in_two_steps(stages: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 3), nn.Flatten()
-    )
-    x = image()
-    traced = leaf_graph(model, x)
-    nodes = compute_nodes(traced.graph)
-    assignment = Assignment(
-        stages, {node.name: place * stages // len(nodes) for place, node in enumerate(nodes)}
-    )
-    outputs = frozenset(edge.value for edge in cut(traced, assignment, {}).edges if edge.target < 0)
-    wanted = Wanted(outputs, inputs=True)
-    plan = cut(traced, assignment, {})
-    plan = differentiate(plan, values_of(traced, x), traced.state_of(model), wanted)
-    parted = part_backward(plan)
-    for stage in parted.stages:
-        kernel = stage.kernel
-        assert kernel is not None
-        assert stage.input_grad is stage.weight_grad is None
-    found = [
-        run_plan(copy.deepcopy(model), traced, each, x, halves=halves).gradients
-        for each, halves in ((plan, False), (parted, True))
-    ]
-    assert found[0].keys() == found[1].keys()
-    assert len(found[0]) == len(list(model.parameters()))
-    assert_same(list(found[0].values()), list(found[1].values()))
 
 
 @settings(max_examples=150 if DEEP else 7, suppress_health_check=[HealthCheck.too_slow])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PassError
+from fxpipe.extensions.leaf_modules.draws import SeededDraws, draw_from, draw_from_all
 from fxpipe.ir.traced import AUTOCAST, TAKES_TURNS
 from fxpipe.kernels.graph import added, onto, strides_of_sum
 from fxpipe.kernels.kernel import (
@@ -23,7 +24,7 @@ from fxpipe.kernels.kernel import (
     PartialResult,
     Totals,
 )
-from fxpipe.random.leaf_draws import SeededDraws, draw_from, others_kept
+from fxpipe.random.others import others_kept
 from fxpipe.torchtools.state import called_under, uncached, under
 
 _TURN = RLock()
@@ -61,10 +62,10 @@ class AutogradKernel:
 
     def __post_init__(self) -> None:
         nodes = self.forward_graph.graph.nodes
-        draws = [node.args for node in nodes if node.target is draw_from]
+        draws = {node.target for node in nodes} & {draw_from, draw_from_all}
         self._written = frozenset(self.written)
         self._draws = bool(draws)
-        self._draws_from_others = any(True in args[3:] for args in draws)
+        self._draws_from_others = draw_from_all in draws
         self._takes_turns = any(node.meta.get(TAKES_TURNS) for node in nodes)
         self._casts = any(node.meta.get(AUTOCAST) for node in nodes)
         self._run = _under_autocast(self.forward_graph) if self._casts else self.forward_graph

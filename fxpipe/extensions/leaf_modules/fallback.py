@@ -1,22 +1,28 @@
-"""Leaf modules: submodules that are called as they are, without being traced.
+"""Which submodules are leaf modules, and the graph of a model that has some.
 
 The user asks for some. If a line cannot be traced, the smallest submodule around it that can be
-called as it is becomes one, too.
+called as it is becomes one, too. If the line is in the model's own ``forward``, the rest of that
+does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fxpipe.compiler.options import Options
+from fxpipe.compiler.fallback import Fallback
 from fxpipe.errors import TraceError
+from fxpipe.extensions.leaf_modules.calls import LeafCalls
+from fxpipe.extensions.leaf_modules.nests import REST, UnfitLeaf
+from fxpipe.extensions.leaf_modules.rest import ModuleCalls, split
+from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
 from fxpipe.passes.tracing.explain import called
-from fxpipe.passes.tracing.leaf_nests import UnfitLeaf
 
 _COST = (
     "autograd drives backward in every stage, no backward comes in halves, and no stage is "
@@ -24,33 +30,110 @@ _COST = (
 )
 
 
-class Leaves:
+class Leaves(Fallback):
     """The leaf modules of a model, and whether its loss is one.
 
     Attributes:
-        modules: name → submodule.
         unasked: leaf module that the user did not ask for → the line in it that cannot be traced,
             and why.
         loss: whether the loss is called as it is.
     """
 
-    def __init__(self, options: Options) -> None:
-        """Begin with the leaf modules that the user asked for."""
-        self.modules = dict(options.leaf_modules)
+    def __init__(
+        self, model: nn.Module, asked: Mapping[str, nn.Module], *, exported: bool = True
+    ) -> None:
+        """Begin with the leaf modules that the user asked for; ``exported`` if ``torch.export``
+        makes the graphs, and not an extension's tracer."""
+        super().__init__(model)
+        self.called.update(asked)
         self.unasked: dict[str, str] = {}
         self.loss = False
-        self._options = options
+        self._exported = exported
         self._told: set[str] = set()
 
-    def renew(self) -> None:
+    def begin(self) -> None:
         """Look up the leaf modules by name again, in case some were replaced, and add norms whose
         writes to their statistics no trace sees."""
-        named = dict(self._options.model.named_modules())
-        self.modules.update((name, named[name]) for name in self.modules if name in named)
-        for name, module in named.items() if self._options.tracer is None else ():
-            if name not in self.modules and (why := _hides(module)):
-                self.modules[name] = module
+        named = dict(self.model.named_modules())
+        self.called.update((name, named[name]) for name in self.called if name in named)
+        for name, module in named.items() if self._exported else ():
+            if name not in self.called and (why := _hides(module)):
+                self.called[name] = module
                 self.unasked[name] = f"{name!r} ({why})"
+
+    def again(self, error: TraceError) -> bool:
+        """Whether a submodule around a line that draws from Python's or NumPy's generator is a
+        leaf module from now on."""
+        return bool(error.submodules) and self.grow(error) is None
+
+    def trace(
+        self, trace: Callable[[nn.Module], Traced], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Traced:
+        """The model's graph. Submodules with lines that cannot be traced become leaf modules."""
+        traced: Traced | None = None
+        while traced is None:
+            try:
+                traced = trace(self.model)
+            except TraceError as error:
+                refusal = self.grow(error)
+                if refusal is not None:
+                    traced = self._before(refusal, trace, args, kwargs)
+        self.tell()
+        return traced
+
+    def _before(
+        self,
+        refusal: TraceError,
+        trace: Callable[[nn.Module], Traced],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Traced:
+        """The model's graph up to a line of its own ``forward`` that cannot be traced.
+
+        The rest of ``forward`` becomes one leaf module.
+        """
+        # without a line, the error is about a leaf module that the user asked for
+        if not self._exported or not refusal.where:
+            self.shrink()
+            raise refusal
+        calls = ModuleCalls(self.model, args, kwargs)
+        reached: list[str] = []
+        begins = 0
+
+        def attempt(count: int) -> tuple[Traced | None, int]:
+            nonlocal begins
+            while True:
+                try:
+                    traced = trace(split(self.model, calls, count, reached))
+                except TraceError as error:
+                    if self.grow(error) is not None:
+                        return None, len(reached)
+                else:
+                    begins = count
+                    return traced, count
+
+        traced = calls.latest(attempt)
+        if traced is None:
+            self.shrink()
+            raise refusal
+        self.shrink([str(node.target) for node in traced.graph.nodes if node.op == "call_module"])
+        self.tell_rest(refusal, calls.names, begins)
+        return traced
+
+    @contextmanager
+    def calls(self, module: nn.Module) -> Iterator[LeafCalls | None]:
+        """The calls of leaf modules, while the model or its twin with a rest is traced."""
+        leaves = dict(self.called)
+        if rest := module._modules.get(REST):
+            leaves[REST] = rest
+        if not self._exported or not (leaves or self.loss):
+            yield None
+            return
+        calls = LeafCalls(leaves, {*self.unasked, REST})
+        try:
+            yield calls
+        finally:
+            calls.forget()
 
     def grow(self, error: TraceError) -> TraceError | None:
         """Make the smallest submodule around a line that cannot be traced a leaf module, and all
@@ -58,17 +141,17 @@ class Leaves:
         raise if there is no such submodule. See also ``shrink``."""
         where, around = error.where, list(error.submodules)
         if isinstance(error, UnfitLeaf) and error.name in self.unasked:
-            where, around = self.unasked[error.name], called(self._options.model, error)
-            kind = type(self._options.model).__name__
+            where, around = self.unasked[error.name], called(self.model, error)
+            kind = type(self.model).__name__
             error = TraceError(f"{kind} cannot be traced at {where}, and {error}", where)
-        named = dict(self._options.model.named_modules())
-        name = next((n for n in reversed(around) if n in named.keys() - self.modules.keys()), None)
+        named = dict(self.model.named_modules())
+        name = next((n for n in reversed(around) if n in named.keys() - self.called.keys()), None)
         if name is None:
             return error
         inside = (self.unasked[n] for n in self.unasked if n.startswith(f"{name}."))
         where = next(inside, where)
         for each in _alike(named, name):
-            self.modules.setdefault(each, named[each])
+            self.called.setdefault(each, named[each])
             self.unasked.setdefault(each, where)
         return None
 
@@ -76,7 +159,7 @@ class Leaves:
         """Forget leaf modules that the user did not ask for and that no graph calls: neither the
         new one, which calls those in ``called``, nor an earlier one."""
         for name in self.unasked.keys() - self._told - set(called):
-            del self.unasked[name], self.modules[name]
+            del self.unasked[name], self.called[name]
 
     def take_loss(self, error: TraceError) -> None:
         """Call the loss, which cannot be traced, as it is from now on. Raises ``error`` if it names
@@ -102,7 +185,7 @@ class Leaves:
             "%s cannot be traced at %s. That line is in no submodule. %s is therefore called as it "
             "is%s, in one stage: no cut falls into it, %s. With that line in a submodule of its "
             "own, that alone would be called as it is",
-            type(self._options.model).__name__,
+            type(self.model).__name__,
             error.where,
             f"What forward does after its call of {calls[count - 1]!r}" if count else "The model",
             f", with {called}" if later else "",
@@ -115,18 +198,18 @@ class Leaves:
             name
             for name in self.unasked
             if name not in self._told
-            and not any(name.startswith(f"{other}.") for other in self.modules)
+            and not any(name.startswith(f"{other}.") for other in self.called)
         ]
         self._told.update(self.unasked)
         for where in dict.fromkeys(self.unasked[name] for name in new):
             names = [name for name in new if self.unasked[name] == where]
-            kinds = sorted({type(self.modules[name]).__name__ for name in names})
+            kinds = sorted({type(self.called[name]).__name__ for name in names})
             few, listed = len(names) <= 3, ", ".join(map(repr, names))
             LOGGER.warning(
                 "%s cannot be traced at %s. %s therefore called as %s: no cut falls into %s, %s. "
                 "compile(..., extensions=[fxpipe.LeafModules(%s)]) does the same without this "
                 "warning",
-                type(self._options.model).__name__,
+                type(self.model).__name__,
                 where,
                 f"{listed if few else f'{len(names)} submodules, {names[0]!r} …,'} "
                 + ("is" if len(names) == 1 else "are"),

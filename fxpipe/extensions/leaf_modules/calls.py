@@ -12,8 +12,8 @@ modules are called as they are, with their own hooks, control flow and autograd 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +22,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
-from fxpipe.ir.plan import Argument, Write
-from fxpipe.ir.traced import AUTOCAST, Traced, Value
-from fxpipe.passes.tracing.leaf_graph import Example, leaf_tensors, reserve_names
-from fxpipe.passes.tracing.leaf_nests import (
+from fxpipe.extensions.leaf_modules.graph import Example, reserve_names
+from fxpipe.extensions.leaf_modules.nests import (
     TensorPlace,
     UnfitLeaf,
     can_be_given,
@@ -33,9 +31,12 @@ from fxpipe.passes.tracing.leaf_nests import (
     leaf_called,
     with_places,
 )
-from fxpipe.passes.tracing.objects import with_objects
+from fxpipe.extensions.leaf_modules.objects import with_objects
+from fxpipe.ir.plan import Argument, Write
+from fxpipe.ir.traced import AUTOCAST, Traced, Value
+from fxpipe.passes.tracing.tracer import tensors_read
 from fxpipe.torchtools.pytrees import versions
-from fxpipe.torchtools.state import Autocasts, autocasts, tried
+from fxpipe.torchtools.state import Autocasts, autocasts, called_instead, tried
 
 _LIBRARY = torch.library.Library("fxpipe", "FRAGMENT")
 _LIBRARY.define("leaf(Tensor[] inputs, int call) -> Tensor[]")
@@ -86,24 +87,6 @@ class LeafCall:
     casts: Autocasts
 
 
-@contextmanager
-def called_instead(
-    leaves: Mapping[str, nn.Module], function: Callable[[str, nn.Module, Any, Any], Any]
-) -> Iterator[None]:
-    """Inside, ``function(name, module, args, kwargs)`` is called instead of each leaf module and
-    its hooks."""
-    with ExitStack() as undo:
-        for name, module in leaves.items():
-            # the attribute that nn.Module.compile sets: it replaces hooks and forward
-            undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
-
-            def call(*args: Any, name: str = name, module: Any = module, **kwargs: Any) -> Any:
-                return function(name, module, args, kwargs)
-
-            module._compiled_call_impl = call
-        yield
-
-
 class LeafCalls:
     """The calls of leaf modules in one run of a model."""
 
@@ -111,6 +94,7 @@ class LeafCalls:
         """Take the leaf modules by name; ``unasked`` are those that the user did not name, whose
         results' sizes are checked in every step."""
         self.leaves = leaves
+        self.operator = _LEAF
         self.unasked = unasked
         self.calls: list[LeafCall] = []
         self._indices: Iterator[int] = iter(())
@@ -230,7 +214,7 @@ def call_leaves(
     given = {rewriter.names[name]: value for name, value in values if name is not None}
     inputs = [given[n.name] for n in module.graph.nodes if n.op == "placeholder"]
     written = Example(module).written(module, *inputs)
-    held = leaf_tensors(module)
+    held = tensors_read(module)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return replace(
         traced,
@@ -248,7 +232,7 @@ def call_leaves(
             for name in held
             if name in rewriter.writers or (name in written and calls.hold(name))
         ),
-        leaves=True,
+        under_autograd=True,
     )
 
 

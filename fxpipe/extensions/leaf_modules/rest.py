@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
+from fxpipe.extensions.leaf_modules.draws import DrawsWatched
+from fxpipe.extensions.leaf_modules.nests import REST, UnfitLeaf
+from fxpipe.extensions.leaf_modules.watching import Flow, ValueChecks, storage_of, tensors_of
 from fxpipe.ir.traced import Traced
-from fxpipe.passes.tracing.leaf_nests import REST, UnfitLeaf
-from fxpipe.passes.tracing.watching import Flow, ValueChecks, storage_of, tensors_of
-from fxpipe.random.leaf_draws import DrawsWatched
 from fxpipe.torchtools.pytrees import equal, taken_apart
 from fxpipe.torchtools.state import tried
 

@@ -6,7 +6,6 @@ do.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,9 +15,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
+from fxpipe.extensions.leaf_modules.draws import DrawsWatched, draw_from, draw_from_all
+from fxpipe.extensions.leaf_modules.nests import UnfitLeaf
 from fxpipe.ir.traced import AUTOCAST, DRAWS, DRAWS_FROM_OTHERS, TAKES_TURNS
-from fxpipe.passes.tracing.leaf_nests import UnfitLeaf
-from fxpipe.random.leaf_draws import DrawsWatched, other_states
+from fxpipe.random.others import other_states
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import detached, equal, versions
 from fxpipe.torchtools.state import assigned_in_place, tried, under
@@ -30,27 +30,6 @@ def reserve_names(graph: fx.Graph, model: nn.Module, others: Iterable[str] = ())
     """Keep new nodes from taking the names of the model's own tensors, or those of ``others``."""
     for name in (*model._parameters, *model._buffers, *others):
         graph._graph_namespace.create_name(name, None)
-
-
-def leaf_tensors(module: fx.GraphModule) -> dict[str, list[fx.Node]]:
-    """Name in the model of each parameter or buffer → the nodes that read it.
-
-    A tensor with several names is listed under the first that the graph reads.
-    """
-    readers: dict[str, list[fx.Node]] = {}
-    names: dict[int, str] = {}
-    for node in module.graph.nodes:
-        read: dict[str, Any] = {}
-        if node.op == "call_module":
-            leaf = module.get_submodule(str(node.target))
-            tensors = (*leaf.named_parameters(), *leaf.named_buffers())
-            read = {f"{node.target}.{name}": tensor for name, tensor in tensors}
-        elif node.op == "get_attr":
-            read = {str(node.target): operator.attrgetter(str(node.target))(module)}
-        for name, tensor in read.items():
-            if isinstance(tensor, Tensor):
-                readers.setdefault(names.setdefault(id(tensor), name), []).append(node)
-    return readers
 
 
 def _drops(leaf: nn.Module) -> bool:
@@ -119,7 +98,9 @@ class Example(fx.Interpreter):
             )
         n.meta[DRAWS_FROM_OTHERS] = drew_from_others
         drops = leaf is not None and _drops(leaf)
-        n.meta[DRAWS] = (watch.drew or drew_from_others or drops) and bool(n.all_input_nodes)
+        n.meta[DRAWS] = None
+        if n.all_input_nodes and (watch.drew or drew_from_others or drops):
+            n.meta[DRAWS] = draw_from_all if drew_from_others else draw_from
         n.meta[TAKES_TURNS] = watch.traced
         if isinstance(value, Tensor) and value.is_quantized:
             raise TraceError(

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from tests.extensions.leaf_modules.draws import seeded
 from tests.helpers.around import Around
-from tests.helpers.draws import seeded
 from tests.helpers.speech import MODELS, sounds, speech
 from tests.oracles import loop
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxpipe
 from fxpipe.errors import TraceError
-from fxpipe.passes.tracing import leaf_calls
+from fxpipe.extensions.leaf_modules import calls as leaf_calls
 from tests.oracles import loop
 from tests.passes.graph.test_check import Backwards
 

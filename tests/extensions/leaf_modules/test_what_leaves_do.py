@@ -13,12 +13,12 @@ from torch.nn import functional as F
 import fxpipe
 import fxpipe.passes.tracing.trace
 from fxpipe.errors import ExecutionError, PartitionError, TraceError
+from fxpipe.extensions.leaf_modules.draws import SeededDraws, draw_from
 from fxpipe.random import mix
-from fxpipe.random.leaf_draws import SeededDraws, draw_from
+from tests.extensions.leaf_modules.test_unasked_leaves import Does, Function, branches, counts
 from tests.helpers.around import Around
 from tests.helpers.unasked import told, train_both
 from tests.oracles import loop
-from tests.passes.tracing.test_unasked_leaves import Does, Function, branches, counts
 
 
 def drops_layers(net: Any, x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def test_a_size_that_depends_on_values_and_leaves_the_leaf_is_refused(function: 
     x[3] = 1
     before = copy.deepcopy(model.state_dict())
     if function is picks:  # no submodule holds all of it, and what follows is not cut
-        with pytest.raises(PartitionError, match="'last' is called nowhere before the line"):
+        with pytest.raises(PartitionError, match="'last' computes nothing outside of"):
             step(model, x)
     else:
         message = r"leaf module 'inner' returns a tensor of size \[3, 4\], and returned \[1, 4\]"

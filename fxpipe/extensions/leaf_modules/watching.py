@@ -22,7 +22,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxpipe.random.leaf_draws import Draws
+from fxpipe.random.modes import Draws
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import taken_apart
 

@@ -9,9 +9,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.extend import Extension
+from fxpipe.extensions.leaf_modules.graph import Example
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import Traced, Value
-from fxpipe.passes.tracing.leaf_graph import Example, leaf_tensors
+from fxpipe.passes.tracing.tracer import tensors_read
 
 
 class LeafTracer:
@@ -22,16 +23,16 @@ class LeafTracer:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        leaves: Collection[nn.Module] = (),
+        called: Collection[nn.Module] = (),
     ) -> Traced:
-        assert not kwargs and all(map(self.calls, leaves))
+        assert not kwargs and all(map(self.calls, called))
         graph = fx.Tracer().trace(model)
         end = graph.output_node()
         result: Any = end.args[0]
         end.args = ((result,),)
         module = fx.GraphModule(model, graph)
         written = Example(module).written(model, *args)
-        held = leaf_tensors(module)
+        held = tensors_read(module)
         trained = dict(model.named_parameters(remove_duplicate=False))
         return Traced(
             module=module,
@@ -42,7 +43,7 @@ class LeafTracer:
             writes=tuple(Write(name, name) for name in held if name in written),
             outputs=(Value(result.name),),
             out_spec=pytree.tree_structure(0),
-            leaves=True,
+            under_autograd=True,
         )
 
     def calls(self, module: nn.Module) -> bool:

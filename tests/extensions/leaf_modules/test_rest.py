@@ -274,7 +274,7 @@ def test_ctc_models_of_speech_train_by_their_own_loss(base: str) -> None:
 def test_a_cut_in_the_rest_or_in_a_leaf_module_is_refused_with_its_reason() -> None:
     model = Net(masks)
     for partition, why in (
-        (["last"], "submodule 'last' is called nowhere before the line .* cut at a submodule that"),
+        (["last"], "submodule 'last' computes nothing outside of .* cut at a submodule that"),
         (["middle.0"], "submodule 'middle.0' is inside of 'middle', .* cut at 'middle'"),
     ):
         model.middle = nn.Sequential(nn.Linear(4, 4))  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from tests.helpers.draws import seeded
+from tests.extensions.leaf_modules.draws import seeded
 from tests.helpers.profiles import deep
 from tests.oracles import loop
 

@@ -1,0 +1,105 @@
+"""Append the loss to a graph with leaf modules, as one more of them.
+
+before:  model: (x) → y = self.body(x)
+after:   (x, target_0) → y = self.body(x), fxpipe_loss = self.fxpipe_loss(y, target_0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.extensions.leaf_modules.draws import DrawsWatched, draw_from, draw_from_all
+from fxpipe.ir.plan import Argument
+from fxpipe.ir.traced import AUTOCAST, DRAWS, DRAWS_FROM_OTHERS, TAKES_TURNS, Literal, Traced
+from fxpipe.passes.partition.assignment import compute_nodes
+from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH, LossModule, copy_nodes, with_loss
+from fxpipe.random.others import other_states
+from fxpipe.torchtools import source
+from fxpipe.torchtools.state import autocasts
+
+LEAF_LOSS = "fxpipe_loss"
+"""The name of the loss among leaf modules."""
+
+
+def attach_leaf_loss(
+    traced: Traced, loss_module: LossModule, output: Sequence[Any], targets: tuple[Any, ...]
+) -> Traced:
+    """One graph of a model with leaf modules and its loss, which is called as it is, too.
+
+    Raises:
+        InputError: the loss is not a scalar.
+    """
+    module = fx.GraphModule(traced.module, fx.Graph())
+    module.add_submodule(LEAF_LOSS, loss_module)
+    for name, _ in traced.module.named_children():
+        module.add_submodule(name, traced.module.get_submodule(name))
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    copy_nodes(traced.graph.find_nodes(op="placeholder"), graph, copies)
+    leaves, spec = pytree.tree_flatten(targets)
+    names = [f"target_{index}" for index in range(len(leaves))]
+    placeholders = [graph.placeholder(name) for name in names]
+    for node in traced.graph.find_nodes(op="get_attr"):
+        if "." not in (name := str(node.target)):
+            setattr(module, name, getattr(traced.module, name))
+    copy_nodes(compute_nodes(traced.graph), graph, copies)
+    by_name = {node.name: node for node in graph.nodes}
+    outputs = [
+        out.value if isinstance(out, Literal) else by_name[out.name] for out in traced.outputs
+    ]
+    value = graph.call_module(LEAF_LOSS, (*outputs, *pytree.tree_unflatten(placeholders, spec)))
+    before = other_states()
+    with torch.no_grad(), DrawsWatched() as watch:
+        value.meta["val"] = loss_module(*output, *targets)
+    value.meta[DRAWS_FROM_OTHERS] = other_states() != before
+    value.meta[DRAWS] = draw_from if watch.drew else None
+    if value.meta[DRAWS_FROM_OTHERS]:
+        value.meta[DRAWS] = draw_from_all
+    value.meta[TAKES_TURNS] = watch.traced
+    value.meta[AUTOCAST] = autocasts()
+    with suppress(Exception):  # not every loss can be traced
+        value.meta[LOSS_GRAPH] = _graph_of(loss_module, output, leaves, spec)
+    written = [node for node in outputs if isinstance(node, fx.Node)]
+    graph.output((*written, value))
+    graph.lint()
+    module.graph = graph
+    held = {f"{LEAF_LOSS}.{name}": buffer for name, buffer in loss_module.named_buffers()}
+    return with_loss(
+        replace(
+            traced,
+            module=module,
+            buffers=(*traced.buffers, *(Argument(name, name) for name in held)),
+            constants={**traced.constants, **held},
+            inputs=(*traced.inputs, *names),
+            accepts=lambda shapes: traced.accepts(shapes[: len(traced.inputs)]),
+        ),
+        value.name,
+    )
+
+
+def _graph_of(
+    loss: LossModule, output: Sequence[Any], targets: Sequence[Any], spec: pytree.TreeSpec
+) -> tuple[fx.GraphModule, list[str | None]]:
+    """The value of LOSS_GRAPH for a loss."""
+    examples = [*output, *targets]
+    count = len(output)
+    tensors = {i: value for i, value in enumerate(examples) if isinstance(value, torch.Tensor)}
+
+    def call(*proxies: torch.Tensor) -> Any:
+        values = [*examples]
+        for index, proxy in zip(tensors, proxies, strict=True):
+            values[index] = proxy
+        return loss(*values[:count], *pytree.tree_unflatten(values[count:], spec))
+
+    with torch.no_grad():
+        module = make_fx(call, pre_dispatch=True)(*tensors.values())
+    source.credit(module.graph, loss.function)
+    return module, [f"target_{i - count}" if i >= count else None for i in tensors]
