@@ -22,6 +22,7 @@ from fxpipe.compiler.preflight import (
     try_own_loss,
 )
 from fxpipe.errors import PassError, near
+from fxpipe.passes.differentiate.any_size import put_sizes
 from fxpipe.passes.differentiate.differentiate import differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.differentiate.part_gradients import part_gradients
@@ -164,6 +165,12 @@ PLAN = (
 )
 """A graph → the plan with its kernels."""
 
+SIZE = (
+    Pass(put_sizes, "plan, symbols, leaves", "sized plan"),
+    Pass(part_gradients, "sized plan, bucket_bytes", "plan", when="replicated"),
+)
+"""A plan with symbols for sizes → the plan for a size."""
+
 COMPILE = ()
 """A plan → the same plan with other kernels, by extensions: of the stages ``own`` of this process,
 and for ``threads`` intra-op threads."""
@@ -201,6 +208,7 @@ LISTS = {
     "follow": FOLLOW,
     "fit": FIT,
     "plan": PLAN,
+    "size": SIZE,
     "compile": COMPILE,
     "check": CHECK,
     "devices": DEVICES,

@@ -117,6 +117,7 @@ def _key(value: Any, tensors: list[FakeTensor]) -> Hashable:
 def _is_plain(value: FakeTensor) -> bool:
     return (
         value.layout is torch.strided
+        and not value._has_symbolic_sizes_strides
         and value.constant is None
         and not value.dtype.is_complex
         and not value.is_neg()

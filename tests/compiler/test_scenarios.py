@@ -110,6 +110,18 @@ def test_each_graph_is_traced_and_differentiated_once(
     assert passes.taken() == {}
 
 
+def test_lengths_after_the_second_are_neither_traced_nor_differentiated(
+    trained: tuple[Any, Step], passes: Passes
+) -> None:
+    _, step = trained
+    step(16)
+    step(16, length=3)
+    passes.taken()
+    for length in (7, 4, 9, 2):
+        step(16, length)
+    assert passes.taken() == {}
+
+
 def test_a_partial_batch_uses_the_graph_of_whole_ones_where_it_has_micro_batches_of_their_size(
     trained: tuple[Any, Step], passes: Passes
 ) -> None:
