@@ -11,12 +11,14 @@ import faulthandler
 import gc
 import os
 import pickle
+import pkgutil
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +106,15 @@ def _end(server: subprocess.Popen[str]) -> None:
 def _serve() -> None:
     import torch
 
-    import fxpipe  # noqa: F401
+    import fxpipe
     import tests.simcuda.cuda  # noqa: F401
 
+    # all that the first call of a pipe would import in each process
+    for module in pkgutil.walk_packages(fxpipe.__path__, "fxpipe."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
+    for name in ("torch._dynamo", "torch._functorch.aot_autograd", "torch.export._trace"):
+        import_module(name)
     torch.set_num_threads(1)
     gc.freeze()  # collections look at nothing that is imported
     for line in sys.stdin:
