@@ -29,10 +29,6 @@ DRAWS_FROM_OTHERS = "fxpipe.draws_from_others"
 """Metadata key of a node that calls a module: whether it draws from Python's or NumPy's global
 generator."""
 
-TAKES_TURNS = "fxpipe.takes_turns"
-"""Metadata key of a node that calls a module: whether that calls ``torch.cond`` or the like.
-PyTorch traces these when they run, forward and backward, which only one thread may do at a time."""
-
 AUTOCAST = "fxpipe.autocast"
 """Metadata key of a node: the ``Autocasts`` in which the model runs it, if any."""
 

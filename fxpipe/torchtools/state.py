@@ -330,16 +330,6 @@ def uncached(value: Any) -> Any:
     return value.view_as(value) if leaf else value
 
 
-def called_under(casts: Autocasts, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function such that it runs under these autocasts."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with under(casts):
-            return function(*args, **kwargs)
-
-    return called
-
-
 def _set(dtypes: dict[str, torch.dtype], on: dict[str, torch.dtype]) -> None:
     for kind, dtype in dtypes.items():
         torch.set_autocast_enabled(kind, kind in on)

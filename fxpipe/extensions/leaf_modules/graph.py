@@ -15,9 +15,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
-from fxpipe.extensions.leaf_modules.draws import DrawsWatched, draw_from, draw_from_all
+from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, DrawsWatched, draw_from, draw_from_all
 from fxpipe.extensions.leaf_modules.nests import UnfitLeaf
-from fxpipe.ir.traced import AUTOCAST, DRAWS, DRAWS_FROM_OTHERS, TAKES_TURNS
+from fxpipe.ir.traced import AUTOCAST, DRAWS, DRAWS_FROM_OTHERS
 from fxpipe.random.others import other_states
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import detached, equal, versions

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PassError
-from fxpipe.extensions.leaf_modules.draws import SeededDraws, draw_from, draw_from_all
-from fxpipe.ir.traced import AUTOCAST, TAKES_TURNS
+from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, SeededDraws, draw_from, draw_from_all
+from fxpipe.ir.traced import AUTOCAST
 from fxpipe.kernels.graph import added, onto, strides_of_sum
 from fxpipe.kernels.kernel import (
     BackwardResult,
@@ -25,7 +25,7 @@ from fxpipe.kernels.kernel import (
     Totals,
 )
 from fxpipe.random.others import others_kept
-from fxpipe.torchtools.state import called_under, uncached, under
+from fxpipe.torchtools.state import Autocasts, uncached, under
 
 _TURN = RLock()
 """Held while leaf modules may trace, as threads that trace see each other's unfinished state, and
@@ -184,8 +184,18 @@ def _under_autocast(module: fx.GraphModule) -> fx.GraphModule:
             with graph.inserting_before(node):
                 node.args = (graph.get_attr(str(node.target)), *node.args)
             function = nn.Module.__call__
-        node.op, node.target = "call_function", called_under(casts, function)
+        node.op, node.target = "call_function", _called_under(casts, function)
     return fx.GraphModule(module, graph)
+
+
+def _called_under(casts: Autocasts, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function such that it runs under these autocasts."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with under(casts):
+            return function(*args, **kwargs)
+
+    return called
 
 
 def _call_method(name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:

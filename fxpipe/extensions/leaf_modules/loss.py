@@ -16,9 +16,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from fxpipe.extensions.leaf_modules.draws import DrawsWatched, draw_from, draw_from_all
+from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, DrawsWatched, draw_from, draw_from_all
 from fxpipe.ir.plan import Argument
-from fxpipe.ir.traced import AUTOCAST, DRAWS, DRAWS_FROM_OTHERS, TAKES_TURNS, Literal, Traced
+from fxpipe.ir.traced import AUTOCAST, DRAWS, DRAWS_FROM_OTHERS, Literal, Traced
 from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH, LossModule, copy_nodes, with_loss
 from fxpipe.random.others import other_states
