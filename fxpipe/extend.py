@@ -112,6 +112,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "saved": f"{_HERE}.checkpoint_folder.folder:exists",
         "step_peaks": f"{_HERE}.simulator.predict:step_peaks",
         "predict": f"{_HERE}.prediction.stage:PredictedStage",
+        "weighing": f"{_HERE}.loss_weight.weighing:ByDivisors",
     },
     "command": {
         "main": f"{_HERE}.cli:main",

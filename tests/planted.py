@@ -140,7 +140,7 @@ RUNTIME = {
         HOST,
         "(weights * scale).to(dtype).unbind()",
         "(0 * weights + scale / len(weights)).to(dtype).unbind()",
-        "tests/passes/tracing/test_loss_divisors.py tests/runtime/test_batch.py "
+        "tests/extensions/loss_weight/test_loss_divisors.py tests/runtime/test_batch.py "
         "tests/models/test_exactness.py",
     ),
     "all micro-batches draw the same numbers": Fault(

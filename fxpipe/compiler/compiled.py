@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -17,7 +17,6 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.kernels.graph import PEAK, GraphKernel, peak_of
 from fxpipe.kernels.kernel import Discarding, Kernel
-from fxpipe.passes.tracing.loss_terms import Divisor
 from fxpipe.torchtools.functions import unnumbered
 
 
@@ -44,8 +43,8 @@ class Compiled:
         purpose: what the call is for.
         samples: the samples in the first micro-batch.
         threads: how many threads run the devices' instruction lists: 1, or one for each device.
-        terms: micro-batch → the divisor of each term of its loss, see ``loss_terms``; empty if the
-            caller says how losses are weighted.
+        terms: micro-batch → what the weighing of losses knows of its loss; empty if the caller says
+            how losses are weighted.
         specs: micro-batch → the specs of its values.
     """
 
@@ -58,7 +57,7 @@ class Compiled:
     purpose: Purpose
     samples: int
     threads: int
-    terms: Sequence[tuple[Divisor | None, ...]] = ()
+    terms: Sequence[Sequence[Any]] = ()
     specs: Sequence[Mapping[str, ValueSpec]] = ()
 
     @property

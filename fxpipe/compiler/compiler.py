@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,13 +14,13 @@ from fxpipe.compiler.balance import unbalanced
 from fxpipe.compiler.compiled import Compiled, Kind, agree_on_plans, exchanged, restoring
 from fxpipe.compiler.fingerprint import ModelState, state_text
 from fxpipe.compiler.front_end import Call
-from fxpipe.compiler.objective import divided, known_buffers, on_device, with_weights
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Graph, Plans
 from fxpipe.compiler.preflight import refuse_copied
 from fxpipe.compiler.residence import settle
 from fxpipe.compiler.timetable import Purpose, Timetable
+from fxpipe.compiler.weighing import weighing_of
 from fxpipe.errors import InputError, PartitionError
 from fxpipe.extend import find
 from fxpipe.ir.plan import Plan
@@ -35,12 +34,10 @@ from fxpipe.passes.partition.assignment import Assignment, Verdict
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import returned_loss
-from fxpipe.passes.tracing.loss_terms import Divisor, loss_terms
 from fxpipe.passes.tracing.trace import shapes_of
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.signals import SignalsAtOperations
-from fxpipe.torchtools.source import users_level
 from fxpipe.torchtools.state import (
     without_collection,
     without_saved_tensor_hooks,
@@ -77,7 +74,8 @@ class Compiler:
         self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]], int]] = {}
         self._since: int | None = None  # that number for the call that ``known`` saw last
         self._programs: dict[Any, Program] = {}
-        self._warned = self._balance_told = False
+        self._balance_told = False
+        self._weighing = weighing_of(options)
         self._state: tuple[Any, ...] = (None,)
         self._told: tuple[tuple[Any, ...], Sequence[str]] | None = None
 
@@ -224,11 +222,11 @@ class Compiler:
         }
         if purpose != "step" and self.options.loss is None:
             traced = replace(traced, loss=returned_loss(traced))
-        terms: list[tuple[Divisor | None, ...]] = []
+        terms: list[Sequence[Any]] = []
         if traced.loss is not None and self.options.objective.averages:
             split = [index for index, dim in enumerate(batch.dims) if dim is not None]
             terms_of = {
-                size: loss_terms(replace(graph, loss=traced.loss), split)
+                size: self._weighing.terms(replace(graph, loss=traced.loss), split)
                 for size, (graph, _) in plans.items()
             }
             terms = [terms_of[size] for size in sizes]
@@ -267,34 +265,8 @@ class Compiler:
         return state, batch.key, batch.size, wants, len(micro), kind
 
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
-        """Return the same micro-batches, each with the weight of its loss in the batch's loss.
-
-        In a step the batch is that of all replicas, and in a call, which has a loss only if the
-        model returns one, that of this replica. Warns once if the loss is not that of the whole
-        batch. Raises InputError as ``Objective.counts`` and ``Objective.weights``.
-        """
-        if compiled.traced.loss is None:
-            return micro
-        objective, group, terms = self.options.objective, self.options.group, compiled.terms
-        replicas = group.replicas if compiled.purpose == "step" else 1
-        counted = len(micro) * replicas > 1 and any(map(any, terms))
-        if self._warned and replicas == 1:  # only means over targets change the weights
-            counted = counted and all(term is not None and term.told for term in terms[0])
-        if objective.averages and replicas == 1 and not counted:
-            return micro  # weighted by samples already
-        buffers = known_buffers(compiled.traced, self.options.model)
-        if replicas == 1 and (weights := on_device(terms, micro, buffers)) is not None:
-            return replace(micro, weights=weights)
-        values = divided(terms, micro, buffers, alone=replicas == 1) if counted else []
-        parts = [(objective.counts(micro), values)]
-        if replicas > 1:
-            by_rank = group.exchange("the weights", parts[0])
-            parts = [by_rank[rank] for rank in group.twins]
-        micro, wrong = with_weights(micro, objective, next(iter(terms), ()), parts)
-        if wrong is not None and not self._warned:
-            self._warned = True
-            warnings.warn(objective.advice(wrong, micro.batch), stacklevel=users_level())
-        return micro
+        """See ``Weighing.weighed``; the same micro-batches if there is no loss."""
+        return micro if compiled.traced.loss is None else self._weighing.weighed(compiled, micro)
 
     def measured(self, compiled: Compiled) -> Compiled:
         """Return the same call with the costs of its stages, which are measured now if the cut did

@@ -46,8 +46,11 @@ class Gone(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-DEFAULT = tuple(
-    f"fxpipe.extensions.{name}" for name in ("exact_cut", "leaf_modules", "python_state")
+DEFAULT = (
+    "fxpipe.extensions.exact_cut",
+    "fxpipe.extensions.leaf_modules",
+    "fxpipe.extensions.loss_weight",
+    "fxpipe.extensions.python_state",
 )
 """The extensions that ``compile`` uses if they are there."""
 

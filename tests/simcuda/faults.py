@@ -356,7 +356,7 @@ FAULTS = {
         "fxpipe.ir.traced", "if norm.moments in names:", "if False:", ("deferred", "deferred 2bw")
     ),
     "ignored targets are counted on the host": Fault(
-        "fxpipe.compiler.objective",
+        "fxpipe.extensions.loss_weight.weighing",
         "    if not terms:\n        return None\n",
         "    return None\n",
         ("ignored targets",),

@@ -1,1 +1,1 @@
-"""Losses of micro-batches weighted by a function of the user, for ``fxpipe.LossWeight``."""
+"""What the losses of micro-batches are means over, and so how they are weighed."""

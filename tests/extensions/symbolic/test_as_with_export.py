@@ -18,13 +18,13 @@ from tests.extensions.leaf_modules import (
     test_unasked_leaves,
     test_what_leaves_do,
 )
+from tests.extensions.loss_weight import test_loss_divisors
 from tests.models import test_autocast, test_determinism, test_peers
 from tests.passes.differentiate import test_lost_gradients
 from tests.passes.graph import test_relay
 from tests.passes.tracing import (
     test_foreign_errors,
     test_hidden_writes,
-    test_loss_divisors,
     test_losses,
     test_own_backward,
     test_state_reads,

@@ -1,0 +1,266 @@
+"""Weigh the losses of micro-batches by what they are means over, such as targets that count."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.objective import Objective
+from fxpipe.compiler.options import Options
+from fxpipe.compiler.weighing import Weighing, with_weights
+from fxpipe.errors import InputError
+from fxpipe.extensions.loss_weight.terms import Divisor, loss_terms
+from fxpipe.ir.traced import Traced
+from fxpipe.runtime.batch import Batch, MicroBatches
+from fxpipe.torchtools.copies import current_copy
+from fxpipe.torchtools.source import users_level
+
+
+class ByDivisors(Weighing):
+    """Weighs losses by the divisors of their terms, where these are known; else by samples, with
+    one warning if the loss is then not that of the whole batch."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._warned = False
+
+    def terms(self, traced: Traced, split: Collection[int]) -> Sequence[Divisor | None]:
+        """The divisor of each term of a loss; see ``loss_terms``."""
+        return loss_terms(traced, split)
+
+    def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
+        """See ``Weighing.weighed``."""
+        objective, terms, replicas = self.options.objective, compiled.terms, self.replicas(compiled)
+        counted = len(micro) * replicas > 1 and any(map(any, terms))
+        if self._warned and replicas == 1:  # only means over targets change the weights
+            counted = counted and all(term is not None and term.told for term in terms[0])
+        if not counted and replicas == 1:
+            return super().weighed(compiled, micro)
+        buffers = known_buffers(compiled.traced, self.options.model)
+        if replicas == 1 and (there := on_device(terms, micro, buffers)) is not None:
+            return replace(micro, weights=there)
+        values = divided(terms, micro, buffers, alone=replicas == 1) if counted else []
+        parts = self.exchanged(compiled, (objective.counts(micro), values))
+        weights = objective.weights([count for counts, _ in parts for count in counts])
+        every, wrong = [values for _, values in parts], None
+        if every[0] and len({*map(len, every)}) == 1:
+            weights, wrong = weighed(next(iter(terms), ()), together(every), weights)
+        if wrong is not None and not self._warned:
+            self._warned = True
+            advice = _advice(objective, wrong, micro.batch)
+            warnings.warn(advice, stacklevel=users_level())
+        return with_weights(micro, weights)
+
+
+def _advice(objective: Objective, wrong: Divisor, batch: Batch) -> str:
+    """The warning that the losses of micro-batches, which are divided by ``wrong``, do not
+    average to the loss of the batch."""
+    where = f"the loss ({wrong.line})" if wrong.line else "the loss"
+    if wrong.sums:
+        return (
+            f'{where} is a sum over targets, and reduction="mean" averages it over '
+            'micro-batches; give fxpipe.compile(..., reduction="sum"), which adds it up'
+        )
+    name = batch.names[wrong.leaves[0] if wrong.leaves else -1]
+    count = (wrong.told or "({} != -100).sum()").replace("{}", name)
+    arguments = "*target" if name.startswith("target[") else "target"
+    if objective.loss is None:
+        arguments = ", ".join(dict.fromkeys(batch.arguments))
+    return (
+        f"{where} is a mean over targets of which some are ignored, masked or weighted. The "
+        "losses of micro-batches are averaged by their samples, which are not in proportion to "
+        "these targets: the loss is not that of the whole batch, nor are its gradients. Give "
+        "the weight of a micro-batch in that mean: fxpipe.compile(..., "
+        f"extensions=[fxpipe.LossWeight(lambda {arguments}: {count})])"
+    )
+
+
+Divided = Sequence[float] | None
+"""Micro-batch → the value that a term of its loss is divided by; empty if that is not known. None
+if these values are in proportion to the samples."""
+
+
+def weighed(
+    terms: Sequence[Divisor | None], divided: Sequence[Divided], shares: Sequence[float]
+) -> tuple[Sequence[float], Divisor | None]:
+    """Weigh the losses of micro-batches so that their sum is the loss of the batch.
+
+    Args:
+        terms: the divisor of each term of a micro-batch's loss.
+        divided: term → the values of its divisor.
+        shares: micro-batch → its share of the samples.
+
+    Returns:
+        The factor of each micro-batch's loss, and a divisor to warn of, or None. If the divisors of
+        all terms have the same shares, such as of the targets that are not ignored, the factors are
+        these shares. Else they are the shares of the samples, and a divisor with other shares is
+        returned.
+    """
+    ratios_of: list[Sequence[float]] = []
+    wrong: list[Divisor] = []
+    for divisor, values in zip(terms, divided, strict=True):
+        ratios = _ratios(values, shares)
+        ratios_of.append(ratios)
+        if divisor is not None and not _near(ratios, shares):
+            # with the same divisor in every micro-batch, a mean over samples stays one
+            if divisor.told or not _near(ratios, [1 / len(shares)] * len(shares)):
+                wrong.append(divisor)
+    means = all(divisor is not None and divisor.told for divisor in terms)
+    first = ratios_of[0]
+    if means and first and all(ratios == first for ratios in ratios_of):
+        return first, None
+    return shares, wrong[0] if wrong else None
+
+
+def divided(
+    terms: Sequence[Sequence[Divisor | None]],
+    micro: MicroBatches,
+    buffer: Callable[[str, torch.device], Tensor],
+    *,
+    alone: bool,
+) -> list[Divided]:
+    """Compute the values that the terms of each micro-batch's loss are divided by.
+
+    Of targets on a device, all are counted there first, so that the host waits for it once.
+
+    Args:
+        terms: micro-batch → the divisor of each term.
+        buffer: name, device → buffer or constant, there.
+        alone: whether there is no other replica; then nothing is counted if no target is ignored.
+    """
+    values = [
+        None
+        if divisors[0] is None or (alone and _counts_all(divisors[0], micro.batch))
+        else _values(divisors, micro.leaves, buffer)
+        for divisors in zip(*terms, strict=True)
+    ]
+    there = [x.double() for term in values for x in term or () if isinstance(x, Tensor)]
+    read = iter(torch.stack([x.to(there[0].device) for x in there]).tolist() if there else ())
+    return [
+        None if term is None else [next(read) if isinstance(x, Tensor) else x for x in term]
+        for term in values
+    ]
+
+
+def on_device(
+    terms: Sequence[Sequence[Divisor | None]],
+    micro: MicroBatches,
+    buffer: Callable[[str, torch.device], Tensor],
+) -> Tensor | None:
+    """The weights of micro-batches, computed on the device of the targets, so that the host does
+    not wait for it. None if a loss is not just a mean over targets that are not ignored, or if
+    these are on the CPU. NaN if all targets are ignored, as the loss is then."""
+    if not terms:
+        return None
+    counts: list[Tensor] = []
+    for divisors, leaves in zip(terms, micro.leaves, strict=True):
+        if len(divisors) != 1 or divisors[0] is None:
+            return None
+        divisor, arguments = divisors[0], [leaves[i] for i in divisors[0].leaves]
+        if not divisor.counts or _place(arguments).type == "cpu":
+            return None
+        if not isinstance(count := _value(divisor, arguments, buffer), Tensor):
+            return None
+        counts.append(count)
+    stacked = torch.stack(counts).double()
+    return stacked / stacked.sum()
+
+
+def together(parts: Sequence[Sequence[Divided]]) -> list[Divided]:
+    """Join the values of the replicas' micro-batches."""
+    joined: list[Divided] = []
+    for term in zip(*parts, strict=True):
+        values = [part for part in term if part is not None]
+        if len(values) < len(term):
+            joined.append(None)
+        else:
+            joined.append([value for part in values for value in part] if all(values) else [])
+    return joined
+
+
+def _values(
+    divisors: Sequence[Divisor | None],
+    parts: Sequence[Sequence[Any]],
+    buffer: Callable[[str, torch.device], Tensor],
+) -> list[float | Tensor] | None:
+    """The value that a term is divided by in each micro-batch, on a device where it is counted
+    there. None if computing it fails: the run will then fail with its own error."""
+    values: list[float | Tensor] = []
+    try:
+        for divisor, leaves in zip(divisors, parts, strict=True):
+            assert divisor is not None
+            if divisor.made is None:
+                return []
+            inputs = [leaves[i] for i in divisor.leaves]
+            values.append(_value(divisor, inputs, buffer))
+    except Exception:
+        return None
+    return values
+
+
+def _value(
+    divisor: Divisor, inputs: Sequence[Any], buffer: Callable[[str, torch.device], Tensor]
+) -> float | Tensor:
+    """The value of a divisor; a scalar on a device, for which the host does not wait, if the
+    inputs that it depends on are there."""
+    assert divisor.made is not None
+    place = _place(inputs)
+    buffers = [buffer(name, place) for name in divisor.buffers]
+    value = divisor.made(*inputs, *buffers, device=place)
+    return value.view(()) if isinstance(value, Tensor) and place.type != "cpu" else float(value)
+
+
+def _place(arguments: Sequence[Any]) -> torch.device:
+    """The device of all tensors, or else the CPU."""
+    devices = {x.device for x in arguments if isinstance(x, Tensor)}
+    return devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+
+def _ratios(values: Divided, shares: Sequence[float]) -> Sequence[float]:
+    """Each micro-batch's share of a term's divisors; empty if they are not known. If all divisors
+    are 0, as in a batch of ignored targets, the shares of the samples."""
+    if values is None:
+        return shares
+    total = sum(values)
+    if not values or not math.isfinite(total):
+        return []
+    return [value / total for value in values] if total else shares
+
+
+def _counts_all(divisor: Divisor, batch: Batch) -> bool:
+    """Whether no target of the batch is ignored; faster than counting for each micro-batch."""
+    if divisor.ignored is None or not (target := batch.leaves[divisor.leaves[0]]).is_cpu:
+        return False
+    return not bool((target == divisor.ignored).any())
+
+
+def _near(ratios: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether two lists of shares are equal up to rounding in single precision."""
+    return len(ratios) == len(others) and all(
+        math.isclose(a, b, rel_tol=1e-5) for a, b in zip(ratios, others, strict=True)
+    )
+
+
+def known_buffers(traced: Traced, model: nn.Module) -> Callable[[str, torch.device], Tensor]:
+    """Return a function for ``divided``: name, device → buffer or constant, there. It raises
+    InputError if the buffer has no data."""
+
+    def buffer(name: str, device: torch.device) -> Tensor:
+        tensor = traced.constants.get(name)
+        if tensor is None:
+            tensor = model.get_buffer(name)
+        if tensor.is_meta:
+            raise InputError(
+                f"buffer {name!r} says how losses are weighted, which every rank has to know, "
+                'and has no data here; make it with data (device="cpu") where the model is built'
+            )
+        return current_copy(tensor, device)
+
+    return buffer

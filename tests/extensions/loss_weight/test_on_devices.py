@@ -1,0 +1,110 @@
+"""Targets on simulated devices: what counts of them is counted there, and the host waits once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxpipe
+from fxpipe.extensions.loss_weight.weighing import divided, on_device
+from tests.simcuda.process import on_devices, simulated
+from tests.simcuda.test_steps import PLACES, Tokens, tokens
+from tests.simcuda.training import sgd
+
+pytestmark = simulated
+
+
+def losses(
+    loss: str, schedule: str, devices: Sequence[str], place: str
+) -> tuple[list[Tensor], Any]:
+    """Losses and weights of four steps with targets on ``place``, and what the last waited for."""
+    torch.manual_seed(0)
+    waits: Mapping[str, int] = {}
+    options: dict[str, Any] = {"microbatches": 4, "schedule": schedule, "optimizer": sgd}
+    with fxpipe.compile(Tokens(loss), devices, **options) as pipe:
+        made = []
+        for step in range(4):
+            x, y = (tensor.to(place) for tensor in tokens(step))
+            if place != "cpu":
+                from tests.simcuda import cuda
+
+                cuda.take()
+            made.append(pipe.step(x, y))
+            if place != "cpu":
+                noticed = cuda.take()
+                assert not noticed.races
+                waits = noticed.waits
+        pipe.flush()
+        return [x.cpu() + 0 for x in [*made, *pipe.state_dict().values()]], waits
+
+
+def ignored_targets(loss: str, schedule: str) -> Any:
+    from tests.simcuda import cuda
+
+    wanted, _ = losses(loss, schedule, ["cpu"] * 2, "cpu")
+    cuda.configure(cuda.Mode.LAZY)
+    made, waits = losses(loss, schedule, PLACES, "cuda:0")
+    return all(map(torch.equal, made, wanted)), waits
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("loss", ["plain", "shifted"])
+def test_targets_on_a_device_that_are_ignored_are_counted_there(loss: str, schedule: str) -> None:
+    equal, waits = on_devices(ignored_targets, loss, schedule)
+    assert equal
+    assert not waits
+
+
+@pytest.mark.parametrize("loss", ["two terms", "weighted"])
+def test_targets_of_several_terms_or_with_weights_are_counted_in_one_wait(loss: str) -> None:
+    equal, waits = on_devices(ignored_targets, loss, "1f1b")
+    assert equal
+    assert sum(waits.values()) == 1
+
+
+def for_replicas() -> tuple[Any, Any, int]:
+    """How many targets of each micro-batch count, as replicas tell each other, and the waits."""
+    from tests.simcuda import cuda
+
+    cuda.configure(cuda.Mode.LAZY)
+    x, y = tokens(2)
+    with fxpipe.compile(Tokens("plain"), PLACES, microbatches=4, optimizer=sgd) as pipe:
+        with patch("fxpipe.extensions.loss_weight.weighing.on_device", wraps=on_device) as asked:
+            pipe.step(x, y.to("cuda:0"))
+        terms, micro, _ = asked.call_args.args
+        cuda.take()
+        counts = divided(terms, micro, lambda name, device: torch.empty(0), alone=False)
+        waits = sum(cuda.take().waits.values())
+    return counts, [(part != -100).sum().item() for part in y.split(2)], waits
+
+
+def test_targets_are_counted_for_replicas_in_one_wait() -> None:
+    (counts,), expected, waits = on_devices(for_replicas)
+    assert list(counts) == expected
+    assert waits == 1
+
+
+def class_weights() -> Any:
+    from tests.simcuda import cuda
+
+    torch.manual_seed(0)
+    model, told = Tokens("weighted"), []
+    with fxpipe.compile(model, PLACES, microbatches=4, optimizer=sgd) as pipe:
+        for step in range(4):
+            if step == 3:
+                model.weight.mul_(2)
+            cuda.take()
+            pipe.step(*tokens(step))
+            told.append(sum(cuda.take().waits.values()))
+    return told
+
+
+def test_weights_of_classes_on_a_device_are_read_when_they_have_changed() -> None:
+    *_, warm, changed = on_devices(class_weights)
+    assert warm == 0
+    assert changed > 0
