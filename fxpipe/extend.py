@@ -269,9 +269,11 @@ class Extension:
     Attributes:
         holds_saved: whether stages keep what their backwards read in memory of the extension's own,
             so that nothing of it can be offloaded.
+        given: whether it is asked for; ``compile`` has some by itself.
     """
 
     holds_saved: bool = False
+    given: bool = True
 
     def options(self, options: Options) -> Options:
         """The options of a pipe, with those that this sets. Called before any ``check``.

@@ -368,8 +368,8 @@ class Plans:
                 if not (self.proven and isinstance(error, CloseError)):
                     self.front_end.refuse_kept_values(call)
                     self.front_end.refuse_two_traces(call, error)
-                    if options.extensions:
-                        error.add_note(f"without extensions={[*options.extensions]}?")
+                    if given := [each for each in options.extensions if each.given]:
+                        error.add_note(f"without extensions={given}?")
                     raise
                 if not self._doubted:
                     LOGGER.warning("%s. Earlier graphs were right, so training goes on", error)

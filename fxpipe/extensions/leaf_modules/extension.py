@@ -32,6 +32,7 @@ class LeafModules(Extension):
 
     def __init__(self, *modules: str | type[nn.Module] | nn.Module) -> None:
         self.modules = modules
+        self.given = bool(modules)
 
     def __repr__(self) -> str:
         return f"LeafModules({', '.join(map(repr, self.modules))})"
