@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from fxpipe.compiler import passes
@@ -166,7 +167,8 @@ class Placement:
                 self._facts(facts, parted=parted),
                 lambda facts: run_all(passes.of(self._options, "single"), facts),
             )
-            costs = self._options.group.share("costs", lambda: _measured(self._options, facts))
+            run = partial(_measured, self._options)
+            costs = self._options.group.share("costs", lambda: _trying_stand_ins(facts, run))
         return {"traced": facts["traced"], "plan": facts["plan"], "costs": _node_costs(costs)}
 
     def node_costs(self, facts: Mapping[str, Any]) -> Mapping[str, NodeCost]:
@@ -182,10 +184,13 @@ class Placement:
             facts = run_all(passes.of(self._options, "single"), facts)
             return _measured(self._options, facts)
 
+        def run(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
+            return _trying_stand_ins(facts, costs_of)
+
         facts = self._facts(facts, parted=self._parted, reduced=True)
         with self._measuring():
             share = self._options.group.share
-            return _node_costs(share("costs", lambda: _trying_gradients(facts, costs_of)))
+            return _node_costs(share("costs", lambda: _trying_gradients(facts, run)))
 
     def _by_stage(
         self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]
@@ -258,6 +263,19 @@ def _measured(options: Options, facts: Mapping[str, Any]) -> dict[str, Sequence[
     with under(()):  # as the graphs run
         costs: Mapping[str, NodeCost] = run_all(passes.of(options, "measure"), facts)["costs"]
     return {name: tuple(vars(cost).values()) for name, cost in costs.items()}
+
+
+def _trying_stand_ins(facts: Mapping[str, Any], run: Callable[[Mapping[str, Any]], T]) -> T:
+    """What ``run`` makes of the facts where operations get numbers that share memory, so that no
+    activations are kept. If an operation refuses such numbers, as a Cholesky decomposition does, it
+    is made of the values themselves, unless these may not be in memory all at once."""
+    try:
+        return run({**facts, "whole": False})
+    except Exception as error:
+        if not facts["whole"]:
+            raise
+        LOGGER.info("stages are measured with the values of a batch: %s", told(error))
+    return run(facts)
 
 
 def _node_costs(costs: Mapping[str, Any]) -> dict[str, NodeCost]:

@@ -104,12 +104,12 @@ def measure(
     kept = kernel.outputs + kernel.writes
     trained = zip(stage.parameters, kernel.parameter_gradients, strict=True)
     summed = [state[argument.target] for argument, has_gradient in trained if has_gradient]
-    totals = [shared.like(x) for x in summed]  # these may share memory in any case
+    totals = [shared.like(x) for x in summed]  # these and gradients share memory in any case
     with torch.no_grad():
         for _ in range(_ROUNDS):
             flat = forward.run(*arguments)
             if backward is not None:
-                gradients = [torch.ones_like(flat[index]) for index in kernel.gradient_outputs]
+                gradients = [shared.like(flat[index]) for index in kernel.gradient_outputs]
                 backward.run(*flat[kept:], *gradients, *totals)
                 if input_grad is not None:
                     halfway = input_grad.run(*flat[kept:], *gradients)

@@ -1,0 +1,104 @@
+"""What is held while the stages of a model are measured, on CPU devices."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxpipe
+from fxpipe.compiler import placement
+from fxpipe.compiler.options import Options
+from fxpipe.passes.partition.measure import OPERANDS
+
+ROWS = 64
+
+WIDTHS = range(200, 232, 2)
+
+
+class Held(TorchDispatchMode):
+    """Counts the memory of what operations make, as long as it lives.
+
+    Attributes:
+        most: the most bytes at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = 0
+        self._sizes: dict[int, int] = {}
+        self._alive = Counter[int]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {x.data_ptr() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for made in pytree.tree_leaves(result):
+            if isinstance(made, Tensor) and made.data_ptr() not in given:
+                storage = made.untyped_storage()
+                self._sizes[storage.data_ptr()] = storage.nbytes()
+                self._alive[storage.data_ptr()] += 1
+                weakref.finalize(storage, self._drop, storage.data_ptr())
+        self.most = max(self.most, sum(self._sizes[x] for x in self._alive))
+        return result
+
+    def _drop(self, place: int) -> None:
+        self._alive[place] -= 1
+        self._alive += Counter[int]()
+
+
+class Chain(nn.Module):
+    """Layers of different widths; ``decomposes`` what no shared memory holds."""
+
+    def __init__(self, decomposes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        pairs = zip(WIDTHS, [*WIDTHS[1:], WIDTHS[0]], strict=True)
+        self.layers = nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairs))
+        self.decomposes = decomposes
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if self.decomposes:
+            x = x + torch.linalg.cholesky(x.mT @ x + torch.eye(x.shape[1])).sum()
+        return x
+
+
+def most_held(*, decomposes: bool) -> int:
+    held = Held()
+    measured = placement._measured
+
+    def watched(options: Options, facts: Mapping[str, Any]) -> Any:
+        with held:
+            return measured(options, facts)
+
+    x = torch.randn(2 * ROWS, WIDTHS[0])
+    with (
+        patch.object(placement, "_measured", watched),
+        fxpipe.compile(Chain(decomposes), ["cpu"] * 2, microbatches=2, loss=mse_loss) as pipe,
+    ):
+        pipe.step(x, target=x)
+    return held.most
+
+
+def test_measuring_keeps_no_activations() -> None:
+    """Operands share memories, each of which may have been made again for larger ones."""
+    largest = 4 * WIDTHS[-1] ** 2
+    assert most_held(decomposes=False) < 4 * OPERANDS * largest
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_operations_that_refuse_stand_ins_are_measured_with_values() -> None:
+    activations = sum(2 * 4 * ROWS * width for width in WIDTHS)  # of the layers, and of tanh
+    assert most_held(decomposes=True) > activations
