@@ -198,7 +198,7 @@ def compile(
             group=group,
             replicas=group.replicas,
             decides="" if late is None else recipe.name,
-            hollow=bytes_if_hollow(model, torch_devices[0]),
+            hollow=bytes_if_hollow(model),
         )
         for extension in given:
             options = extension.options(options)

@@ -16,6 +16,7 @@ from fxpipe.calls import Calls
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.owned import Owned, joined, load_part, owned, used_tensors
+from fxpipe.compiler.residence import homes
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.extend import View, find
@@ -394,7 +395,7 @@ class Pipeline(nn.Module):
         self._engine.flush()
         if self._group.size == 1 and not self._options.hollow:
             return self._model.load_state_dict(state_dict, *args, **kwargs)
-        return load_part(self._model, self._used(), state_dict, *args, **kwargs)
+        return load_part(self._model, self._used(), self._homes(), state_dict, *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Flush and load; ``load_state_dict`` of a module that holds the pipe calls this."""
@@ -549,7 +550,7 @@ class Pipeline(nn.Module):
 
     def _go_on_from(self, saved: Checkpoint) -> Any:
         plan = self._calls.shown.plan if self._calls.shown else None
-        with allocated(self._used().values() if self._options.hollow else ()):
+        with allocated(self._used().values() if self._options.hollow else (), self._homes()):
             self._engine.progress.restore(saved, plan, lambda: self._group.exchange("checkpoint"))
         self._group.kept = 0
         return saved.extra
@@ -617,6 +618,10 @@ class Pipeline(nn.Module):
     def _owned(self) -> Owned:
         """The tensors that this rank owns or uses."""
         return owned(self._model, self._calls.shown, self._options.owns)
+
+    def _homes(self) -> dict[torch.Tensor, torch.device]:
+        """The tensors that have a device with memory of its own."""
+        return homes(self._options, self._calls.shown)
 
     def _used(self) -> dict[int, torch.Tensor]:
         """Id → parameter or buffer, for those whose values this process needs."""

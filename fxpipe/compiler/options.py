@@ -137,8 +137,9 @@ class Options:
 
     @property
     def spread(self) -> bool:
-        """Whether the model itself can run with its stages on several devices, in this process."""
-        return self.apart and not self.ranks
+        """Whether the model itself can run with its stages on several devices, in this process: it
+        needs data for that."""
+        return self.apart and not self.ranks and not self.hollow
 
     def owns(self, stage: int) -> bool:
         """Whether this process runs a stage, updates its weights and keeps its state, which a

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxpipe.compiler.compiled import Compiled
@@ -103,15 +104,17 @@ def used_tensors(
 def load_part(
     model: nn.Module,
     used: Mapping[int, Tensor],
+    homes: Mapping[Tensor, torch.device],
     state: Mapping[str, Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Load of a state dict the tensors that this process uses; all others keep their values."""
+    """Load of a state dict the tensors that this process uses; all others keep their values. Those
+    without data get memory on their devices, see ``allocated``."""
     kept = model.state_dict(keep_vars=True)
     others = {n: v for n, v in kept.items() if isinstance(v, Tensor) and id(v) not in used}
     loaded = [used[id(v)] for name, v in kept.items() if name in state and id(v) in used]
-    with allocated(loaded):
+    with allocated(loaded, homes):
         return model.load_state_dict(_like(state, {**state, **others}), *args, **kwargs)
 
 

@@ -11,7 +11,7 @@ Over ranks on CPUs, a rank has the parameters of its own stages only, from the f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -44,16 +44,13 @@ def gathered(options: Options, call: Call, graphs: Iterable[Traced]) -> Iterator
     with torch.inference_mode(False), torch.enable_grad():
         model, here = options.model, options.here
         constants = [constant for graph in graphs for constant in graph.constants.values()]
-        place: AbstractContextManager[object]
-        if not options.places and not options.hollow:
-            place = nullcontext()
-        elif not options.places:
-            place = standing_in(model, lambda x: isinstance(x, nn.Parameter) and not options.whole)
-        elif options.apart:
-            place = lent(model, constants, here)
-        else:
-            place = on_device(model, constants, here)
-        with place:
+        with ExitStack() as stack:
+            if options.hollow:
+                shared = nn.Parameter if not options.whole else ()
+                stack.enter_context(standing_in(model, lambda x: isinstance(x, shared)))
+            if options.places:
+                place = lent if options.apart else on_device
+                stack.enter_context(place(model, constants, here))
             yield _on_first(options, call)
 
 
@@ -76,7 +73,16 @@ def settle(options: Options, traced: Traced, plan: Plan, schedule: Schedule) -> 
     The tensors stay the same objects. No two stages have the same parameter or buffer.
     """
     for tensor, device in _homes(options, traced, plan, schedule):
-        move(tensor, device)
+        if not tensor.is_meta:  # it gets its data there later
+            move(tensor, device)
+
+
+def homes(options: Options, compiled: Compiled | None) -> dict[Tensor, torch.device]:
+    """The parameters and buffers of this process's stages, each with its device. Empty if all are
+    on the CPU, or nothing is compiled yet."""
+    if compiled is None:
+        return {}
+    return dict(_homes(options, compiled.traced, compiled.plan, compiled.schedule))
 
 
 def release(options: Options, compiled: Compiled) -> None:

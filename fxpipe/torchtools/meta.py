@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -15,25 +15,14 @@ from fxpipe.errors import InputError
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 
-def bytes_if_hollow(model: nn.Module, place: torch.device) -> int:
+def bytes_if_hollow(model: nn.Module) -> int:
     """Return the bytes that all parameters and buffers of a model will take if some of them are on
     the meta device, else 0.
 
-    Args:
-        model: the model.
-        place: the first device of its pipe.
-
     Raises:
-        InputError: a tensor is on the meta device for which the pipe cannot allocate memory.
+        InputError: a tensor is on the meta device for which a pipe cannot allocate memory.
     """
-    named = dict((*model.named_parameters(), *model.named_buffers()))
-    without_data = [name for name, tensor in named.items() if tensor.is_meta]
-    for name in without_data if place.type != "cpu" else ():
-        raise InputError(
-            f"{name!r} is on the meta device, which only pipes over CPU devices take so far; give "
-            'the model memory first (model.to_empty(device="cpu")), or weights that are read from '
-            "their file (model.load_state_dict(torch.load(path, mmap=True), assign=True))"
-        )
+    tensors = [*model.parameters(), *model.buffers()]
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
@@ -42,7 +31,7 @@ def bytes_if_hollow(model: nn.Module, place: torch.device) -> int:
                     "buffer, so nothing can give it values; make it on a real device "
                     '(device="cpu"), or register_buffer it'
                 )
-    return sum(map(size_in_bytes, named.values())) if without_data else 0
+    return sum(map(size_in_bytes, tensors)) if any(x.is_meta for x in tensors) else 0
 
 
 class Scratch:
@@ -168,16 +157,23 @@ def lent(model: nn.Module, others: Iterable[Tensor], device: torch.device) -> It
 
 
 @contextmanager
-def allocated(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def allocated(
+    tensors: Iterable[Tensor], homes: Mapping[Tensor, torch.device] | None = None
+) -> Iterator[list[Tensor]]:
     """Give uninitialised memory to the tensors on the meta device, which stay the same objects. If
     the block fails, they lose it again.
+
+    Args:
+        tensors: the tensors, others of which keep their memory.
+        homes: tensor → the device of its memory; the CPU for all others.
 
     Yields:
         The tensors that were on the meta device.
     """
     changed = [tensor for tensor in tensors if tensor.is_meta]
     for tensor in changed:
-        become(tensor, torch.empty_like(tensor, device="cpu"))
+        device = (homes or {}).get(tensor, "cpu")
+        become(tensor, torch.empty_like(tensor, device=device))
     try:
         yield changed
     except BaseException:

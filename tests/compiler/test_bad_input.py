@@ -20,7 +20,6 @@ from fxpipe import (
 )
 from fxpipe.errors import near
 from fxpipe.schedules import one_f_one_b
-from fxpipe.torchtools.meta import bytes_if_hollow
 from tests.helpers.refusals import SGD, X, Y, compiled, refused, stepped
 from tests.helpers.tiny import Snapshot, Tiny
 from tests.oracles import loop
@@ -116,13 +115,6 @@ def test_a_module_of_torch_jit_is_named(inside: bool) -> None:
     traced = torch.jit.trace(nn.Linear(3, 3), torch.randn(2, 3))
     model, name = (nn.Sequential(nn.ReLU(), traced), "1") if inside else (traced, "the model")
     refused(InputError, lambda: fxpipe.compile(model, 1), name, "torch.jit", "was made of")
-
-
-def test_a_model_on_another_device_is_refused() -> None:
-    with torch.device("meta"):
-        model = Tiny()
-    part = "'first.0.weight' is on the meta device, which only pipes over CPU devices take so far"
-    refused(InputError, lambda: bytes_if_hollow(model, torch.device("cuda:0")), part)
 
 
 @pytest.mark.parametrize("name", ["first.0.weight", "scale"])

@@ -51,7 +51,9 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randint(11, (8, 5), generator=generator), torch.arange(8)
 
 
-def compiled(devices: DeviceMesh | int, model: nn.Module, **chosen: Any) -> fxpipe.Pipeline:
+def compiled(
+    devices: DeviceMesh | int | list[str], model: nn.Module, **chosen: Any
+) -> fxpipe.Pipeline:
     x, y = batch()
     defaults: dict[str, Any] = {
         "microbatches": 4,
