@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.ir.recipe import Recipe, schedule, vee
+from fxpipe.ir.recipe import schedule, vee
 from fxpipe.ir.task import Pair, Task, U
 from fxpipe.schedules.chimera import both_ways
 from fxpipe.schedules.zero_bubble import spell
@@ -58,13 +58,13 @@ def _words(device: int, devices: int, more: int, both: str) -> str:
     )
 
 
-def _dualpipe(device: int, devices: int, microbatches: int) -> Iterator[Task | Pair]:
+@schedule("dualpipe", placement=both_ways)
+def dualpipe(device: int, devices: int, microbatches: int) -> Iterator[Task | Pair]:
     """Two pipelines in opposite directions, whose forwards and backwards run together as pairs.
 
     DualPipe (DeepSeek, arXiv 2412.19437), in the order of its authors' program. Even micro-batches
-    go down the devices, odd ones up; device d holds stage d and a copy of stage p − 1 − d. Any m
-    will do, but p must be even, so it has no name: ``fxpipe.compile(schedule=dualpipe)`` takes the
-    recipe itself. p = 2, m = 6, all tasks equally long; small letters on the stage that is a copy::
+    go down the devices, odd ones up; device d holds stage d and a copy of stage p − 1 − d. Works
+    for every m and even p. p = 2, m = 6, all tasks equally long; small letters on the copy::
 
         0: F0 f1 F2 b1--- f3&B0--- F4&b3--- f5&B2--- b5--- I4 W4 U
         1: f1 F0 f3 B0--- F2&b1--- f5&B2--- F4&b3--- B4--- i5 w5 U
@@ -81,7 +81,3 @@ def _dualpipe(device: int, devices: int, microbatches: int) -> Iterator[Task | P
     words = _words(stages[0], devices // 2, more, "&")
     yield from spell(words, stages, microbatches, (int(up), int(not up)), step=2)
     yield U(device)
-
-
-dualpipe = Recipe("dualpipe", _dualpipe, placement=both_ways)
-"""Two pipelines in opposite directions whose forwards and backwards run together; even p only."""

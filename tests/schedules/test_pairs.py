@@ -19,6 +19,7 @@ from fxpipe import B, F, InputError, Pair, ParseError, Schedule, Task, U, W
 from fxpipe.ir.recipe import Recipe, find_recipe, fixed
 from fxpipe.passes.schedule import add_recompute, add_reduce, end_with_flush
 from fxpipe.schedules.dualpipe_v import dualpipe
+from fxpipe.schedules.one_f_one_b import grouped
 from tests.helpers.faults import faults_of
 from tests.oracles.small_simulator import HALVES, busy, makespan, simulate
 
@@ -155,6 +156,26 @@ def test_dualpipe_is_as_its_authors_program(table: str) -> None:
     assert replace(own, name=schedule.name) == schedule
 
 
+INTERLEAVED = [t for t in TABLES if "ep-overlap" in t or "kimik2-fused" in t]
+
+
+@pytest.mark.parametrize("table", INTERLEAVED, ids=lambda table: published(table).name)
+def test_overlapped_interleaving_is_as_megatrons_and_kimis(table: str) -> None:
+    schedule = published(table)
+    size = re.search(r"-g(\d+)-", schedule.name)
+    own = grouped(int(size[1]) if size else schedule.devices, pairs=True)
+    made = own(schedule.devices, schedule.microbatches).verify()
+    assert made.paired
+    assert replace(made, name=schedule.name) == schedule
+
+
+def test_groups_in_pairs_are_valid_for_any_size() -> None:
+    for v, p, m in product((2, 3), range(1, 5), range(4, 10)):
+        for size in range(p, m + 1):
+            if not 0 < m % size < p:
+                grouped(size, v, pairs=True)(p, m).verify()
+
+
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 14), (8, 16), (8, 32), (16, 32)])
 @pytest.mark.parametrize(("f", "w"), [(1, 1), (3, 2)])
 def test_dualpipes_published_idle_time_comes_out(p: int, m: int, f: int, w: int) -> None:
@@ -170,6 +191,7 @@ def test_dualpipes_published_idle_time_comes_out(p: int, m: int, f: int, w: int)
 
 
 def test_dualpipe_takes_any_number_of_microbatches_and_even_numbers_of_devices() -> None:
+    assert find_recipe("dualpipe") is dualpipe
     for p, m in product((2, 4, 6, 8), range(1, 20)):
         dualpipe(p, m).verify()
     with pytest.raises(InputError, match="devices is 3; DualPipe needs an even number of them"):
