@@ -55,7 +55,11 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "prediction": f"{_HERE}.prediction.extension:Prediction",
         "symbolic": f"{_HERE}.symbolic.extension:Symbolic",
     },
-    "instruction": {},
+    "instruction": {
+        "offload": f"{_HERE}.offload.opcodes:Offload",
+        "prefetch": f"{_HERE}.offload.opcodes:Prefetch",
+        "await": f"{_HERE}.offload.opcodes:Await",
+    },
     "public": {
         "Choice": f"{_HERE}.planner.choices:Choice",
         "Cluster": f"{_HERE}.planner.cluster:Cluster",
@@ -104,6 +108,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "fallback": f"{_HERE}.leaf_modules.extension:LeafModules",
         "guard": f"{_HERE}.python_state.variants:Variants",
         "less_memory": f"{_HERE}.offload.extension:Offload",
+        "offload": f"{_HERE}.offload.lowering:LowerOffload",
         "load": f"{_HERE}.checkpoint_folder.folder:read",
         "peaks": f"{_HERE}.simulator.predict:peaks",
         "rehearse": f"{_HERE}.simulator.rehearsal:rehearse",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fxpipe.extend import find, names, there
 from fxpipe.ir.opcodes.backward import Backward as Backward
 from fxpipe.ir.opcodes.backward import InputGrad as InputGrad
 from fxpipe.ir.opcodes.backward import PartialBackward as PartialBackward
@@ -26,9 +27,6 @@ from fxpipe.ir.opcodes.moves import Pop as Pop
 from fxpipe.ir.opcodes.moves import Receive as Receive
 from fxpipe.ir.opcodes.moves import Send as Send
 from fxpipe.ir.opcodes.moves import Stash as Stash
-from fxpipe.ir.opcodes.offload import Await as Await
-from fxpipe.ir.opcodes.offload import Offload as Offload
-from fxpipe.ir.opcodes.offload import Prefetch as Prefetch
 from fxpipe.ir.opcodes.own_task import Run as Run
 from fxpipe.ir.opcodes.summing import AllGather as AllGather
 from fxpipe.ir.opcodes.summing import GatherWeights as GatherWeights
@@ -57,10 +55,24 @@ Gathering = AllGather | TakePart | GatherWeights
 OPCODES: dict[str, type[Instruction]] = {
     made.opcode: made
     for made in (
-        *(Load, Output, Send, Receive, Stash, Pop, Offload, Prefetch, Await),
+        *(Load, Output, Send, Receive, Stash, Pop),
         *(Forward, Recompute, PartialBackward, Backward, InputGrad, WeightGrad, Run),
         *(ReduceScatter, AllGather, TakePart, GatherWeights, Share, Give, Add, Norm, Clip),
         *(Free, Barrier, Pause, Update),
     )
 }
-"""Opcode, as texts of programs have it → instruction; ``find_opcode`` also knows your own."""
+"""Opcode, as texts of programs have it → instruction of the core."""
+
+
+def find_opcode(word: str) -> type[Instruction] | None:
+    """The instruction of an opcode: of the core, of an extension that is there, or of your own."""
+    if word not in OPCODES and there("instruction", word):
+        made: type[Instruction] = find("instruction", word)
+        return made
+    return OPCODES.get(word)
+
+
+def every_opcode() -> dict[str, type[Instruction]]:
+    """All opcodes that ``find_opcode`` knows."""
+    words = (*OPCODES, *names("instruction"))
+    return {word: made for word in words if (made := find_opcode(word)) is not None}

@@ -13,9 +13,6 @@ from fxpipe.ir.value import HOST, batch_mark
 COMPUTE = "compute"
 """The stream on which a device computes; all its memory belongs to it."""
 
-OFFLOAD, PREFETCH = "offload", "prefetch"
-"""The streams on which a device stores and fetches what its stages keep."""
-
 
 def arrivals(source: int) -> str:
     """The stream on which values from a device arrive, such as ``in0``; ``in`` for the caller."""

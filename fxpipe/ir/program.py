@@ -15,7 +15,7 @@ from fxpipe.formatting import plural, shown
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Launch
 from fxpipe.ir.schedule import ordered_copies
-from fxpipe.ir.value import COPIED, HOST, Buffer, Edge, Operands, own_buffer
+from fxpipe.ir.value import COPIED, HOST, Buffer, BufferKind, Edge, Operands, own_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -157,24 +157,19 @@ class Program:
         return counts
 
     @cached_property
-    def offloads(self) -> Mapping[tuple[int, int], ins.Forward]:
-        """Stage and micro-batch that are offloaded → their forward."""
-        stored = [x.buffer for x in self._instructions if isinstance(x, ins.Offload)]
-        keys = {(buffer.source, buffer.microbatch) for buffer in stored}
-        forwards = (x for x in self._instructions if keys and isinstance(x, ins.Forward))
-        return {key: x for x in forwards if (key := (x.stage, x.microbatch)) in keys}
+    def away(self) -> Mapping[tuple[int, int], tuple[BufferKind, ins.Forward]]:
+        """Stage and micro-batch of which what is kept is taken away → the kind of the buffer in
+        which it is back before it is used, and the forward."""
+        moves = (x for x in self._instructions if isinstance(x, ins.Move) and x.returns)
+        kinds = {(x.buffer.source, x.buffer.microbatch): x.returns or "" for x in moves}
+        forwards = (x for x in self._instructions if kinds and isinstance(x, ins.Forward))
+        keyed = (((x.stage, x.microbatch), x) for x in forwards)
+        return {key: (kinds[key], x) for key, x in keyed if key in kinds}
 
     def kept(self, stage: int, i: int, batch: int = 0) -> Buffer:
-        """The buffer that a stage's backward uses up: saved for it, or fetched back."""
-        forward = self.offloads.get((stage, i))
-        return own_buffer("fetched" if forward and not forward.again else "saved", stage, i, batch)
-
-    def stored(self, stage: int, i: int, batch: int = 0) -> tuple[Buffer, ...]:
-        """The buffers that an offload stores: those saved, or all that a recompute reads."""
-        forward = self.offloads.get((stage, i))
-        if forward and forward.again:
-            return (own_buffer("state", stage, i, batch), *self.operands_at(stage, i, batch).inputs)
-        return (own_buffer("saved", stage, i, batch),)
+        """The buffer that a stage's backward uses up: saved for it, or brought back."""
+        kind, forward = self.away.get((stage, i), ("saved", None))
+        return own_buffer("saved" if forward and forward.again else kind, stage, i, batch)
 
     def only(self, device: int) -> Program:
         """The part of the program that the process of one device needs.

@@ -72,25 +72,14 @@ def gradient_groups(edges: Iterable[Edge]) -> tuple[tuple[Edge, ...], ...]:
     )
 
 
-BufferKind = Literal[
-    "in",
-    "act",
-    "skip",
-    "out",
-    "grad",
-    "saved",
-    "offloaded",
-    "fetching",
-    "fetched",
-    "deferred",
-    "state",
-    "norm",
-    "weights",
-    "sums",
-]
+BufferKind = str
+"""One of ``Buffer``, or another for what a stage keeps for itself."""
 
-KEPT = ("saved", "offloaded", "fetching", "fetched", "deferred", "state")
-"""The kinds of buffers that a stage keeps for itself."""
+OWN = ("saved", "deferred", "state")
+"""The kinds of buffers that a stage keeps for itself; extensions have further ones."""
+
+BETWEEN = ("in", "act", "skip", "out", "grad", "norm")
+"""The kinds of buffers that go from one stage to another; all others are of one stage."""
 
 COPIED = ("weights", "sums")
 """The kinds of buffers that go between a stage's own device and its copies."""
@@ -106,13 +95,12 @@ class Buffer(NamedTuple):
     - ``saved``: what a stage keeps from forward to backward.
     - ``deferred``: what it keeps from the input-gradient half of a backward to the other half.
     - ``state``: the model's buffers that a forward read, kept until it is recomputed.
-    - ``offloaded``, ``fetching``, ``fetched``: what is saved, or what a recompute reads, while
-      stored elsewhere, on its way back, and back.
     - ``norm``: the norms of a stage's gradients on their way to another stage.
     - ``weights``: a stage's weights and buffers on their way to a copy on another device.
     - ``sums``: the gradients and BatchNorm moments that a copy has summed, on their way back.
 
-    ``weights`` and ``sums`` have the copy's device in place of a micro-batch.
+    ``weights`` and ``sums`` have the copy's device in place of a micro-batch. Extensions have
+    further kinds, for what a stage keeps for itself.
     """
 
     kind: BufferKind
@@ -124,7 +112,7 @@ class Buffer(NamedTuple):
 
     def __str__(self) -> str:
         index = f"[{self.microbatch}{batch_mark(self.batch)}]"
-        if self.kind in KEPT or self.kind in COPIED:
+        if self.kind not in BETWEEN:
             return f"{self.kind}:{self.source}{index}"
         return (
             f"{self.kind}:{self.value}:{stage_name(self.source)}->{stage_name(self.target)}{index}"
@@ -145,8 +133,8 @@ def batch_mark(batch: int) -> str:
 
 
 def own_buffer(kind: BufferKind, stage: int, microbatch: int, batch: int = 0) -> Buffer:
-    """A buffer of one stage alone, of a kind in ``KEPT``, or in ``COPIED``; the latter have the
-    copy's device for a micro-batch."""
+    """A buffer of one stage alone, of no kind in ``BETWEEN``; those in ``COPIED`` have the copy's
+    device for a micro-batch."""
     return Buffer(kind, "", stage, stage, microbatch, batch)
 
 
@@ -172,7 +160,7 @@ class Operands(NamedTuple):
         inputs: what its forward reads.
         outputs: for each value that its forward makes, a buffer for each consumer.
         saved: what its forward keeps.
-        kept: what its backward uses up: ``saved``, or the same when fetched again.
+        kept: what its backward uses up: ``saved``, or the same when it is back.
         gradients: for each value that gets a gradient, the parts in the order of their sum.
         returned: the gradients of its inputs.
     """

@@ -22,7 +22,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer, own_buffer
 from fxpipe.kernels.graph import laid_out
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.runtime import offload
 from fxpipe.runtime.host import Job
 
 if TYPE_CHECKING:
@@ -211,10 +210,6 @@ class Machine:
         """A lock for modules that several devices call, each with its weights in them."""
         copied = self.program.copies and self.program.copies_of(stage)
         return _TURN if copied and self.stages[stage].under_autograd else _NOBODY_ELSE
-
-    def store_away(self, memories: list[Tensor]) -> offload.OffloadMemory:
-        """Begin to copy memory out of the device."""
-        return offload.FileMemory(self.device, memories)
 
     def named(self, buffer: Buffer) -> Buffer:
         """The buffer with its absolute batch number, as other devices name it."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, cast, get_args
+from typing import Any
 
 from fxpipe.errors import near
-from fxpipe.extend import find, there
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE, Event, Launch
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import COPIED, KEPT, Buffer, BufferKind, Edge, stage_name
+from fxpipe.ir.value import BETWEEN, COPIED, OWN, Buffer, Edge, stage_name
 from fxpipe.text.form import Form, options
 from fxpipe.text.scan import Line, end_of, lines_of, print_title
 from fxpipe.text.schedule import parse_place, print_place
@@ -153,16 +152,25 @@ def _buffer(line: Line) -> Buffer:
     """Read a buffer, such as ``act:relu:0->1[2]`` or ``saved:1[2]``."""
     what = "a buffer such as act:x:0->1[0] or saved:0[0]"
     line.gap(what)
-    kind = cast(BufferKind, line.need(_KIND, what)[:-1])
-    if kind in (*KEPT, *COPIED):
+    start = line.at
+    kind = line.need(_KIND, what)[:-1]
+    if kind not in (*BETWEEN, *OWN, *COPIED) and not _of_extension(kind):
+        line.at = start
+        raise line.expected(what)
+    if kind not in BETWEEN:
         fields = _OWN_BUFFER.read(line)
         stage = fields.pop("stage")
         return Buffer(kind, "", stage, stage, **fields)
     return Buffer(kind, **_BUFFER.read(line))
 
 
+def _of_extension(kind: str) -> bool:
+    made = ins.every_opcode().values()
+    return any(kind in each.kinds for each in made if issubclass(each, ins.Move))
+
+
 _WORD = re.compile(r"\w+")
-_KIND = re.compile(rf"({'|'.join(get_args(BufferKind))}):")
+_KIND = re.compile(r"[a-z]+:")
 _STREAM = re.compile(r"[a-z]+[0-9]*")
 
 _HEADER = Form("program {name:title} microbatches={microbatches}", "program 1f1b microbatches=4")
@@ -203,21 +211,15 @@ def _column(instruction: ins.Instruction) -> str:
     return f"{word:<{_WIDTH}} {operands}".rstrip()
 
 
-def _kind(word: str) -> type[ins.Instruction] | None:
-    """The instruction of an opcode: one of the core, or one that is registered."""
-    if word not in ins.OPCODES and there("instruction", word):
-        made: type[ins.Instruction] = find("instruction", word)
-        return made
-    return ins.OPCODES.get(word)
-
-
 def _instruction(line: Line) -> tuple[ins.Instruction, Launch]:
     """Read an instruction and how it is launched."""
     start = line.at
     word = line.need(_WORD, "an instruction such as 'forward s0[0] v0 keep'")
-    kind = _kind(word)
+    kind = ins.find_opcode(word)
     if kind is None:
-        raise line.error(f"there is no instruction {word!r}: {near(word, ins.OPCODES)}", start)
+        raise line.error(
+            f"there is no instruction {word!r}: {near(word, ins.every_opcode())}", start
+        )
     flags, values, launch = dict[str, str](), dict[str, Any](), dict[str, Any]()
     if issubclass(kind, ins.Move):
         values["buffer"] = _buffer(line)

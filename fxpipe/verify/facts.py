@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from fxpipe.errors import Fault
@@ -13,9 +14,9 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import (
+    BETWEEN,
     COPIED,
     HOST,
-    KEPT,
     Buffer,
     forward_buffer,
     gradient_buffer,
@@ -141,7 +142,9 @@ class Facts:
 
 def _window(program: Program) -> Window:
     """Write the compute instructions of a program as tasks of a schedule."""
-    standing = {x.stands_for.letter: x.stands_for for x in ins.OPCODES.values() if x.stands_for}
+    every = chain.from_iterable(program.lists)
+    kinds: list[type[ins.Instruction]] = [*ins.OPCODES.values(), *{type(x): 0 for x in every}]
+    standing = {x.stands_for.letter: x.stands_for for x in kinds if x.stands_for}
     rows: list[tuple[Task, ...]] = []
     positions: list[list[int]] = []
     for instructions in program.lists:
@@ -187,7 +190,7 @@ def _wrong(program: Program) -> Iterator[tuple[Place, ins.Wrong]]:
                 buffer, i = x.buffer, x.buffer.microbatch
                 key = device, type(x), buffer[:4], i if program.copies else 0
                 if key not in verdicts:
-                    exists = buffer[:4] in carried
+                    exists = buffer[:4] in carried or _own(program, buffer)
                     if buffer.kind in COPIED:
                         exists = exists and i in program.copies_of(buffer.source)
                     route = program.ends_of(buffer) if exists else None
@@ -203,7 +206,8 @@ def _wrong(program: Program) -> Iterator[tuple[Place, ins.Wrong]]:
 
 
 def _carried(program: Program) -> set[tuple[object, ...]]:
-    """All buffers that the program can have, without their micro-batches."""
+    """All buffers of the program that go from one stage to another, without their
+    micro-batches."""
     carried: set[tuple[object, ...]] = set()
     for edge in program.edges:
         carried.add(forward_buffer(edge, 0)[:4])
@@ -211,8 +215,14 @@ def _carried(program: Program) -> set[tuple[object, ...]]:
             carried.add(gradient_buffer(edge, 0)[:4])
     for stage in range(program.stages):
         carried.update([norm_buffer(stage, other)[:4] for other in range(program.stages)])
-        carried.update([(kind, "", stage, stage) for kind in (*KEPT, *COPIED)])
     return carried
+
+
+def _own(program: Program, buffer: Buffer) -> bool:
+    """Whether it is a buffer of one of the program's stages."""
+    kind, value, source, target = buffer[:4]
+    own = kind not in BETWEEN and not value and source == target
+    return own and 0 <= source < program.stages
 
 
 def _misrouted(x: ins.Move, device: int, route: tuple[int, int] | None) -> ins.Wrong | None:

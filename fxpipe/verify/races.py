@@ -157,7 +157,7 @@ class _Race:
             read.append((program.origin(x), x.buffer))
         ended: list[Hashable] = [(device, b) for b in x.ends(program)]
         late: list[tuple[Access, str, str]] = []  # those that may not be done when this one starts
-        if not isinstance(x, ins.Free | ins.Offload):
+        if x.takes:
             for by in self.let_go[device].values():
                 if clock[by.stream] < by.number:
                     late.append((by, "takes memory that", "may still use"))
@@ -186,7 +186,7 @@ class _Race:
                 _, target = program.ends_of(x.buffer)
                 if target not in (HOST, device):
                     self.ended[what] = here  # before another device has copied it
-        if not isinstance(x, ins.Arrival | ins.Offload | ins.Prefetch):
+        if x.lets_go:
             self.let_go[device][here.stream] = here
 
     def _told(self, before: Access, here: Access, does: str, did: str) -> Iterator[Fault]:

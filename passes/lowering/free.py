@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.passes.runner import comes_after
@@ -33,13 +34,10 @@ def free(program: Program) -> Program:
           send      act:z:1->2[0]
           free      act:z:1->2[0]
 
-    What a stage saved needs no free, because its backward uses it up. What it offloads is freed
-    once it is stored, and the free waits for that. So that it seldom has to, and the memory stays
-    as predicted, it comes behind the next computation, which overlaps the store::
-
-        offload   offloaded:1[0]
-        forward   s1[1] v0 keep
-        free      saved:1[0]
+    What a stage saved needs no free, because its backward uses it up. What is last used by an
+    instruction of another stream than the one that computes is freed once that is done, and the
+    free waits for that. So that it seldom has to, and the memory stays as predicted, it comes
+    behind the next computation, which overlaps that instruction.
 
     Raises:
         InputError: ``communicate`` has not run yet, or ``free`` has.
@@ -54,23 +52,23 @@ def _freed(
 ) -> Iterator[ins.Instruction]:
     ends = _last_uses(program, instructions)
     for position, x in enumerate(instructions):
-        if isinstance(x, ins.Offload):
-            stored = ends.pop(position, [])
-            ends[_overlapped(instructions, position, x)] += stored
+        if x.stream != COMPUTE and (used := ends.pop(position, [])):
+            ends[_overlapped(program, instructions, position)] += used
     for position, x in enumerate(instructions):
         yield x
         yield from map(ins.Free, ends.get(position, ()))
 
 
-def _overlapped(instructions: Sequence[ins.Instruction], offload: int, what: ins.Offload) -> int:
-    """The last position that a store overlaps: the next computation and what sends its values, but
-    only up to what needs the stored value, or up to a barrier or pause."""
+def _overlapped(program: Program, instructions: Sequence[ins.Instruction], begun: int) -> int:
+    """The last position that an instruction beside the others overlaps: the next computation and
+    what sends its values, but only up to what needs what it makes, or up to a barrier or pause."""
     computed = False
-    for position in range(offload + 1, len(instructions)):
+    made = {buffer[:5] for buffer in instructions[begun].makes(program)}
+    for position in range(begun + 1, len(instructions)):
         x = instructions[position]
         if isinstance(x, ins.Send | ins.Stash | ins.Output):
             continue
-        needed = isinstance(x, ins.Prefetch) and x.buffer[2:5] == what.buffer[2:5]
+        needed = any(buffer[:5] in made for buffer in x.uses(program))
         if computed or needed or isinstance(x, ins.Meeting):
             return position - 1
         computed = isinstance(x, ins.Compute)

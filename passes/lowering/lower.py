@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
+from fxpipe.extend import find
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BESIDE, BUILT_IN, KINDS, Task
-from fxpipe.ir.value import own_buffer
 from fxpipe.passes.lowering.lowerable import check_lowering
 from fxpipe.torchtools.state import without_collection
 
@@ -57,14 +57,6 @@ class Lower:
           partial_backward B s1[1] v0 bucket 0
           backward  s1[1] v0 rest
           reduce_scatter s1
-
-    An O begins to store, and a P begins to fetch. The backward, or an R, first waits for the
-    fetch::
-
-          offload   offloaded:1[0]
-          prefetch  fetching:1[0]
-          await     fetched:1[0]
-          backward  s1[0] v0
 
     With ``shards`` a replica waits for the sum of its own part only, and updates that part of the
     weights. The other parts are gathered as late as possible: before the first task that reads the
@@ -180,6 +172,18 @@ class Lower:
             yield from instructions.gathered(behind)
 
 
+class Beside(Protocol):
+    """What makes the instructions of the tasks that run beside others, of a schedule and a plan."""
+
+    def of(self, task: Task) -> ins.Instruction:
+        """The instruction that begins such a task."""
+        ...
+
+    def before(self, task: Task) -> Iterator[ins.Instruction]:
+        """Yield what another task first waits for."""
+        ...
+
+
 class _Instructions:
     """The instructions of each task of a schedule."""
 
@@ -208,7 +212,11 @@ class _Instructions:
             if (then.kind, then.stage, then.batch) == ("A", task.stage, task.batch)
             if buckets[task.stage] > 1
         }
-        self._recomputed, self._fetched = schedule.indices_of("R"), schedule.indices_of("P")
+        self._recomputed = schedule.indices_of("R")
+        self._beside: Beside | None = None
+        if any(kind in schedule.kinds for kind in BESIDE):
+            find_beside = find("option", "offload", f"the O of schedule {schedule.name!r}")
+            self._beside = find_beside(schedule, lower.plan)
         self._updates = {
             task.stage: (-task.batch, position)
             for row in schedule.rows
@@ -261,8 +269,8 @@ class _Instructions:
         if i is None:
             return ins.Update(stage, batch, batch + 1, batch)
         if kind in BESIDE:
-            buffer = own_buffer("offloaded" if kind == "O" else "fetching", stage, i, batch)
-            return ins.Offload(buffer) if kind == "O" else ins.Prefetch(buffer)
+            assert self._beside is not None
+            return self._beside.of(task)
         if kind == "F":
             again = (stage, i) in self._recomputed
             return ins.Forward(stage, i, version, batch, self._trains and not again, again)
@@ -273,13 +281,12 @@ class _Instructions:
         return (ins.Recompute if kind == "R" else ins.InputGrad)(stage, i, version, batch)
 
     def parts(self, task: Task) -> Iterator[ins.Instruction]:
-        """Yield what comes right before a task: the wait for a prefetch, and the partial backwards
-        of all buckets but the last."""
+        """Yield what comes right before a task: the wait for what runs beside it, and the partial
+        backwards of all buckets but the last."""
         stage, i = task.stage, task.microbatch
         assert stage is not None
-        needs = "R" if (stage, i) in self._recomputed else "BI"
-        if task.kind in needs and i is not None and (stage, i) in self._fetched:
-            yield ins.Await(own_buffer("fetched", stage, i, task.batch))
+        if self._beside is not None:
+            yield from self._beside.before(task)
         for bucket in range(self._parts.get((task.kind, stage, i), 0)):
             assert i is not None
             version = task.batch - self._delay_of(stage, i)

@@ -22,14 +22,6 @@ def check_lowering(
             f"{len(plan.stages)}; cut the model into {schedule.stages} stages or make "
             f"the schedule for {len(plan.stages)}"
         )
-    offloads = {stage for stage, _ in schedule.indices_of("O") - schedule.indices_of("R")}
-    for stage in plan.stages:
-        if stage.under_autograd and stage.index in offloads:
-            raise InputError(
-                f"schedule {schedule.name!r} offloads what stage {stage.index} keeps, and with "
-                "modules called as they are autograd keeps it for itself; leave offload out, "
-                "recompute, or trace them"
-            )
     copied = any(schedule.working)
     if (replicas > 1 or copied) and schedule.trains and "A" not in schedule.kinds:
         who = "copies of a stage" if copied else f"{replicas} replicas"

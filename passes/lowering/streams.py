@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.launch import COMPUTE, OFFLOAD, PREFETCH, Event, Launch, arrivals
+from fxpipe.ir.launch import COMPUTE, Event, Launch, arrivals
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.passes.lowering.launch_order import Ordered, launch_order, source_of
@@ -152,7 +152,7 @@ class _Events:
         needs: set[_Spot | None] = set()
         for buffer in x.uses(program):
             needs.add(_before(self._made.get((device, buffer[:5])), buffer))
-        if isinstance(x, ins.Arrival | ins.Prefetch):
+        if x.takes and self._streams[device][at] != COMPUTE:
             needs.add(memory)
         if isinstance(x, ins.Receiving):
             needs.add(_before(self._made.get((program.origin(x), x.buffer[:5])), x.buffer))
@@ -176,9 +176,7 @@ def _before(spot: _Spot | None, buffer: Buffer) -> _Spot | None:
 def _stream(program: Program, instruction: ins.Instruction) -> str:
     if isinstance(instruction, ins.Arrival):
         return arrivals(source_of(program, instruction))
-    if isinstance(instruction, ins.Offload | ins.Prefetch):
-        return OFFLOAD if isinstance(instruction, ins.Offload) else PREFETCH
-    return COMPUTE
+    return instruction.stream
 
 
 def free_late(

@@ -97,11 +97,15 @@ class Lanes:
         return perf_counter_ns()
 
     def bring(self, stream: str, value: Any) -> Any:
-        assert stream.startswith("in") or stream == "prefetch"
+        assert stream.startswith("in")
         return value.clone() if isinstance(value, Tensor) else value
 
     def take(self, value: Tensor) -> Tensor:
         assert self.log[-1][1].startswith("offload")
+        return value.clone()
+
+    def put(self, value: Tensor) -> Tensor:
+        assert self.log[-1][0] == "prefetch"
         return value.clone()
 
     def room(self, spec: ValueSpec) -> Tensor:

@@ -30,7 +30,7 @@ HANDLERS = interpreter.HANDLERS
 
 REPLICAS = {"PartialBackward", "ReduceScatter", "AllGather", "TakePart", "GatherWeights"}
 COPIES = {"Share", "Give", "Add"}
-KINDS = {kind.__name__ for kind in HANDLERS} - {"Pause"} - REPLICAS - COPIES
+KINDS = {made.__name__ for made in ins.every_opcode().values()} - {"Pause"} - REPLICAS - COPIES
 """All kinds of instructions of a step. A pause is in a differentiable call alone, and some are in
 programs over replicas, or in those with copies of stages."""
 
@@ -144,7 +144,7 @@ class Beside:
 @contextmanager
 def handlers(change: Callable[[Any], Any]) -> Iterator[None]:
     """Inside, instructions run as ``change`` makes of their handlers."""
-    changed = {kind: change(handler) for kind, handler in HANDLERS.items()}
+    changed = {kind: change(HANDLERS[kind]) for kind in ins.every_opcode().values()}
     vars(interpreter)["HANDLERS"] = changed
     try:
         yield

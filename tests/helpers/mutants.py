@@ -182,8 +182,7 @@ def _other_moves(program: Program, instruction: ins.Move) -> Iterator[tuple[str,
                 kind=edge.kind, value=edge.value, source=edge.source, target=edge.target
             )
             yield "change value", make(other)
-    moves = ins.Load, ins.Output, ins.Send, ins.Receive, ins.Stash, ins.Pop, ins.Free
-    for kind in (*moves, ins.Offload, ins.Prefetch, ins.Await):
+    for kind in [made for made in ins.every_opcode().values() if issubclass(made, ins.Move)]:
         if kind is not make:
             yield "change opcode", kind(buffer)
 

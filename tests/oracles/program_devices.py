@@ -28,7 +28,9 @@ class Devices:
         every = [x for own in program.lists for x in own]
         self.again = {(x.stage, x.microbatch) for x in every if isinstance(x, ins.Recompute)}
         self.away = {
-            (x.buffer.source, x.buffer.microbatch) for x in every if isinstance(x, ins.Offload)
+            (x.buffer.source, x.buffer.microbatch)
+            for x in every
+            if x.opcode == "offload" and isinstance(x, ins.Move)
         }
         self.inputs: dict[int, list[int]] = {}
         self.where = {
@@ -38,17 +40,17 @@ class Devices:
             if isinstance(x, ins.Forward) and device in self._copies(x.stage)
         }
 
-    def _offload(self, device: int, x: ins.Offload | ins.Prefetch | ins.Await) -> None:
+    def _offload(self, device: int, x: ins.Move) -> None:
         """Store or fetch a value: stored values stay until freed, fetched ones arrive once."""
         buffer = x.buffer._replace(batch=self.step + x.buffer.batch)
         again = (buffer.source, buffer.microbatch) in self.again
-        kept: BufferKind = "state" if again else "saved"
-        kinds: tuple[BufferKind, ...] = kept, "offloaded", "fetching", "fetched"
-        number = [ins.Offload, ins.Prefetch, ins.Await].index(type(x))
+        kept = "state" if again else "saved"
+        kinds = kept, "offloaded", "fetching", "fetched"
+        number = ["offload", "prefetch", "await"].index(x.opcode)
         if buffer.kind != kinds[number + 1]:
             raise WrongError("it makes something else")
         value = self._read(device, buffer._replace(kind=kinds[number]))
-        if isinstance(x, ins.Offload):
+        if x.opcode == "offload":
             inputs = [
                 self._read(device, Buffer(e.kind, e.value, e.source, e.target, *buffer[4:]))
                 for e in self.program.edges

@@ -98,7 +98,7 @@ class _Run(Devices):
                 if self.step:
                     buffer = buffer._replace(batch=self.step + buffer.batch)
                 return self._move(device, instruction, buffer)
-            case ins.Offload() | ins.Prefetch() | ins.Await():
+            case ins.Move(opcode="offload" | "prefetch" | "await"):
                 self._offload(device, instruction)
             case ins.Barrier() | ins.Pause():
                 return self._meet(device, instruction)

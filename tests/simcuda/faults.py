@@ -106,15 +106,15 @@ FAULTS = {
     ),
     "offloads are on the compute stream": Fault(
         STREAMS,
-        "if isinstance(instruction, ins.Offload | ins.Prefetch):",
-        "if isinstance(instruction, ins.Prefetch):",
+        "return instruction.stream",
+        "return COMPUTE",
         ("offload",),
         "one stream orders more than two: copies overlap nothing",
     ),
     "fetched values are on the stream of offloads": Fault(
         STREAMS,
-        "return OFFLOAD if isinstance(instruction, ins.Offload) else PREFETCH",
-        "return OFFLOAD",
+        "return instruction.stream",
+        'return instruction.stream.replace("prefetch", "offload")',
         ("offload",),
         "one stream orders more than two: the copies to the host and back overlap less",
     ),
@@ -152,8 +152,8 @@ FAULTS = {
     ),
     "what is stored is freed beside its copy": Fault(
         FREE,
-        "ends[_overlapped(instructions, position, x)] += stored",
-        "ends[position] += stored",
+        "ends[_overlapped(program, instructions, position)] += used",
+        "ends[position] += used",
         ("offload",),
         "the free waits for the copy by an event: only the overlap is lost",
     ),
@@ -273,8 +273,9 @@ FAULTS = {
     # memory, and copies
     "memory belongs to the stream that receives": Fault(
         LANES,
-        "        with current(self.stream(COMPUTE)):\n            target =",
-        "        with current(self.stream(stream)):\n            target =",
+        "target = self._like(value)",
+        "with current(self.stream(stream)):\n"
+        "            target = torch.empty_like(value, device=self.device)",
         equivalent="an arrival waits for all that was launched on the compute stream, so each "
         "stream may use its own memory again: only more is kept back",
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast, get_args
 
 import pytest
 from hypothesis import example, given
@@ -14,7 +13,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Event, Launch
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
-from fxpipe.ir.value import COPIED, HOST, KEPT, Buffer, BufferKind, Edge, own_buffer
+from fxpipe.ir.value import BETWEEN, COPIED, HOST, OWN, Buffer, Edge, own_buffer
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -51,9 +50,6 @@ LINES: dict[str, tuple[ins.Instruction, str]] = {
     "add": (ins.Add(2, -1), "add s2'"),
     "norm": (ins.Norm(2), "norm s2"),
     "clip": (ins.Clip(2, -1), "clip s2'"),
-    "offload": (ins.Offload(own_buffer("offloaded", 1, 2)), "offload offloaded:1[2]"),
-    "prefetch": (ins.Prefetch(own_buffer("fetching", 1, 2, -1)), "prefetch fetching:1[2']"),
-    "await": (ins.Await(own_buffer("fetched", 1, 2)), "await fetched:1[2]"),
     "free": (ins.Free(own_buffer("saved", 1, 2)), "free saved:1[2]"),
     "barrier": (ins.Barrier(), "barrier"),
     "pause": (ins.Pause(), "pause"),
@@ -128,13 +124,13 @@ VERSIONS = st.integers(-3, 9)
 
 @st.composite
 def buffers(draw: st.DrawFn) -> Buffer:
-    kind = draw(st.sampled_from(get_args(BufferKind)))
+    kind = draw(st.sampled_from((*BETWEEN, *OWN, *COPIED)))
     microbatch, batch = draw(SMALL), draw(BATCHES)
-    if kind in (*KEPT, *COPIED):
+    if kind not in BETWEEN:
         stage = draw(SMALL)
-        return Buffer(cast(BufferKind, kind), "", stage, stage, microbatch, batch)
+        return Buffer(kind, "", stage, stage, microbatch, batch)
     ends = draw(ENDS), draw(ENDS)
-    return Buffer(cast(BufferKind, kind), draw(NAMES), *ends, microbatch, batch)
+    return Buffer(kind, draw(NAMES), *ends, microbatch, batch)
 
 
 INSTRUCTIONS = st.one_of(
@@ -142,7 +138,6 @@ INSTRUCTIONS = st.one_of(
         st.builds(made, buffers())
         for made in (ins.Load, ins.Output, ins.Send, ins.Receive, ins.Stash, ins.Pop, ins.Free)
     ),
-    *(st.builds(made, buffers()) for made in (ins.Offload, ins.Prefetch, ins.Await)),
     st.builds(ins.Forward, SMALL, SMALL, VERSIONS, BATCHES, st.booleans(), st.booleans()),
     *(st.builds(made, SMALL, SMALL, VERSIONS, BATCHES) for made in (ins.Recompute, ins.InputGrad)),
     *(

@@ -366,7 +366,7 @@ def _box_entries(program: Program, scale: _Scale) -> list[LegendEntry]:
         examples.setdefault(type(instruction), instruction)
     entries: list[LegendEntry] = []
     left_out: list[str] = []
-    for word, kind in ins.OPCODES.items():
+    for word, kind in ins.every_opcode().items():
         if kind not in examples:
             continue
         drawn = instruction_style(examples[kind], program)

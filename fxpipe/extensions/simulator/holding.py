@@ -288,9 +288,11 @@ class Holding:
                 for held in sizes.holds.get(source, ()):
                     yield self._near((held, False), source, i, batch)
             case "offloaded":
-                stored = self.program.stored(source, i, batch)
-                pieces = [piece for b in stored for piece in self._kept[b]]
-                ours = Counter(p.key for b in stored if b.kind != "in" for p in self._kept[b])
+                from fxpipe.extensions.offload.opcodes import stored
+
+                away = stored(self.program, source, i, batch)
+                pieces = [piece for b in away for piece in self._kept[b]]
+                ours = Counter(p.key for b in away if b.kind != "in" for p in self._kept[b])
                 alone = [piece for piece in pieces if self._count[piece.key] == ours[piece.key]]
                 self._stored[source, i, batch] = alone
                 yield from [piece for piece in pieces if piece not in alone]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fxpipe.errors import InputError
 from fxpipe.extensions.simulator.simulation import Events, Simulation, Transfer
 from fxpipe.extensions.simulator.sizes import Sizes
-from fxpipe.extensions.simulator.sums import Sum, awaited_by, begun_by, beside
+from fxpipe.extensions.simulator.sums import Sum, awaited_by, begins, begun_by, beside
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.unroll import blocking, unroll
@@ -61,8 +61,8 @@ def measured_run(
                 events.transfers[instruction.buffer] = Transfer(
                     instruction.buffer, device, target, position, sent, sent, sent
                 )
-            elif isinstance(instruction, ins.Offload | ins.Prefetch):
-                begun_at[instruction.buffer] = position
+            elif (begun_copy := begins(instruction)) is not None:
+                begun_at[begun_copy] = position
             elif (moved := beside(instruction)) is not None:
                 at, here = begun_at.pop(moved), events.ends[device][position]
                 sent = events.ends[device][at]

@@ -26,7 +26,7 @@ import torch
 
 from fxpipe.extensions.simulator.costs import Overheads, Rehearsal
 from fxpipe.extensions.simulator.simulate import simulate
-from fxpipe.extensions.simulator.sums import beside
+from fxpipe.extensions.simulator.sums import begins, beside
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
@@ -36,7 +36,6 @@ from fxpipe.kernels.kernel import BackwardResult, ForwardResult
 from fxpipe.passes.lowering.chain import chain, chain_program
 from fxpipe.runtime.devices.backend import Backend, Worker
 from fxpipe.runtime.host import Job
-from fxpipe.runtime.offload import FileMemory
 from fxpipe.runtime.run import FlushedRun
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.torchtools.kept import kept
@@ -113,8 +112,8 @@ def learned(
                 seconds, before = 1e-9 * (end - before), end
                 letter = instruction.letter
                 moved = beside(instruction)
-                if isinstance(instruction, ins.Offload | ins.Prefetch):
-                    begun[instruction.buffer] = end
+                if (copy := begins(instruction)) is not None:
+                    begun[copy] = end
                 elif moved is not None:
                     way = "O" if moved.kind == "offloaded" else "P"
                     on = way, program.device_of(moved.source, moved.microbatch)
@@ -192,6 +191,8 @@ def away_rates(place: str) -> tuple[float, float]:
 
 
 def _measured_rates(place: str) -> tuple[float, float]:
+    from fxpipe.extensions.offload.storing import FileMemory
+
     memory = torch.ones(1 << 25, dtype=torch.uint8, device=place)
     stored, fetched = [], []
     for _ in range(_ROUNDS):

@@ -103,10 +103,10 @@ def _away_costs(
 ) -> dict[tuple[str, int], float]:
     """The seconds to store what a stage keeps of a micro-batch ("O"), and to fetch it ("P"), at
     these rates, or at those of a type of device."""
-    if not program.offloads or not measured_costs(plan):
+    if not program.away or not measured_costs(plan):
         return {}
     stored: dict[int, list[int]] = {}
-    for (stage, _), forward in program.offloads.items():
+    for (stage, _), (_, forward) in program.away.items():
         inputs = {edge.value: edge.source for edge in program.edges_into[stage]}
         held = inputs if forward.again else sizes.holds.get(stage, ())
         moved = [value for value in held if inputs.get(value) != HOST]

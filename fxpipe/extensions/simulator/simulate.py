@@ -23,7 +23,7 @@ from fxpipe.extensions.simulator.costs import (
 from fxpipe.extensions.simulator.pairs import Saved, saved
 from fxpipe.extensions.simulator.simulation import Events, Simulation, Transfer
 from fxpipe.extensions.simulator.sizes import Sizes
-from fxpipe.extensions.simulator.sums import Sum, awaited_by, begun_by
+from fxpipe.extensions.simulator.sums import Sum, awaited_by, begins, begun_by
 from fxpipe.extensions.simulator.sums import beside as awaits
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program, Turn
@@ -265,18 +265,18 @@ def run(
                         now = max(now, transfers[buffer].end) + overhead
                     case ins.AllGather() | ins.TakePart() | ins.GatherWeights():
                         now = max(now, end_of(awaited_by(instruction))) + overhead
-                    case ins.Offload(buffer) | ins.Prefetch(buffer):
+                    case _ if (copy := begins(instruction)) is not None:
                         now += overhead
                         lane = device, type(instruction)
                         letter, ready = "O", now
-                        if isinstance(instruction, ins.Prefetch):
+                        if copy.kind == "fetching":
                             letter = "P"
-                            ready = max(now, end_of(instruction.stored))
+                            ready = max(now, end_of(copy._replace(kind="offloaded")))
                         start = max(ready, lanes.get(lane, ready))
-                        time = times[letter, buffer.source]
-                        time = each.get((letter, buffer.source, buffer.microbatch), time)
+                        time = times[letter, copy.source]
+                        time = each.get((letter, copy.source, copy.microbatch), time)
                         end = lanes[lane] = start + time
-                        move(buffer, device, ready, start, end)
+                        move(copy, device, ready, start, end)
                         now = now if overlap and beside else end
                     case _ if (moved := awaits(instruction)) is not None:
                         now = max(now, end_of(moved)) + overhead

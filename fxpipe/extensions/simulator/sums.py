@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from fxpipe.extensions.simulator.sizes import Piece, Sizes
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 
@@ -63,13 +64,19 @@ def begun_by(instruction: ins.Instruction, program: Program) -> Sum | None:
     return None
 
 
+def begins(instruction: ins.Instruction) -> Buffer | None:
+    """What an instruction begins to copy to or from where values are offloaded, if anything."""
+    beside = isinstance(instruction, ins.Move) and instruction.stream != COMPUTE
+    return instruction.buffer if beside else None  # type: ignore[attr-defined]
+
+
 def beside(instruction: ins.Instruction) -> Buffer | None:
     """The copy, to or from where values are offloaded, that an instruction waits for, if any."""
     match instruction:
-        case ins.Await(buffer):
-            return buffer._replace(kind="fetching")
         case ins.Free(Buffer("saved" | "state") as buffer):
             return buffer._replace(kind="offloaded")
+        case ins.Move(Buffer("fetched") as buffer):
+            return buffer._replace(kind="fetching")
     return None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
+from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.task import TaskKind
 from fxpipe.ir.value import Buffer, BufferKind, own_buffer
 
@@ -47,6 +48,10 @@ class Instruction:
         stands_for: the kind of task that stands for it where tasks are verified, if it runs none.
         mark: its look, if it runs no task.
         counted: its fields that count batches or versions from the present step.
+        stream: the stream that runs it on devices with streams, unless it brings a value there. On
+            another than the one that computes it goes on beside the instructions behind it.
+        takes: whether it takes memory of its device.
+        lets_go: whether memory of its device may be free for others once it is done.
         stage: its stage; moves and meetings have none.
     """
 
@@ -58,6 +63,9 @@ class Instruction:
     stands_for: ClassVar[TaskKind | None] = None
     mark: ClassVar[Mark] = Mark("?")
     counted: ClassVar[tuple[str, ...]] = ()
+    stream: ClassVar[str] = COMPUTE
+    takes: ClassVar[bool] = True
+    lets_go: ClassVar[bool] = True
     stage: int
 
     @property
@@ -107,8 +115,16 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Move(Instruction):
-    """Base of the instructions that move, make or drop one buffer."""
+    """Base of the instructions that move, make or drop one buffer.
 
+    Attributes:
+        kinds: kinds of buffers that are its own, for what a stage keeps for itself.
+        returns: for one that takes away what a stage keeps of a micro-batch, the kind of the buffer
+            in which that is back before it is used.
+    """
+
+    kinds: ClassVar[tuple[BufferKind, ...]] = ()
+    returns: ClassVar[BufferKind | None] = None
     buffer: Buffer
 
     @property

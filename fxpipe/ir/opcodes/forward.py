@@ -7,7 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
 from fxpipe.ir.opcodes.base import Compute
-from fxpipe.ir.value import Buffer
+from fxpipe.ir.value import Buffer, BufferKind
 
 if TYPE_CHECKING:
     from fxpipe.ir.program import Program
@@ -74,15 +74,18 @@ class Recompute(Compute):
 
     def uses(self, program: Program) -> tuple[Buffer, ...]:
         weights, ends = program.weights_of(self), self.ends(program)
-        fetched = ends[0].kind == "fetched"
-        return (*weights, *ends, *(() if fetched else program.operands_of(self).inputs))
+        inputs = () if self._away(program) else program.operands_of(self).inputs
+        return (*weights, *ends, *inputs)
 
     def makes(self, program: Program) -> tuple[Buffer, ...]:
         return (self.own("saved"),)
 
     def ends(self, program: Program) -> tuple[Buffer, ...]:
-        away = (self.stage, self.microbatch) in program.offloads  # with buffers and inputs
-        return (self.own("fetched" if away else "state"),)
+        away = self._away(program)  # with buffers and inputs
+        return (self.own(away[0] if away else "state"),)
+
+    def _away(self, program: Program) -> tuple[BufferKind, Forward] | None:
+        return program.away.get((self.stage, self.microbatch))
 
     def run(self, machine: Machine) -> None:
         from fxpipe.kernels.recompute import recomputing

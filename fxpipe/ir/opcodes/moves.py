@@ -32,6 +32,7 @@ class Load(_Writing):
     """Take a value from the caller. Roughly: buffers[b] = host.give(b)."""
 
     opcode = "load"
+    lets_go = False
     mark = Mark("L", "input", "faint")
 
     def route(self, device: int, made: int, used: int) -> str:
@@ -98,6 +99,7 @@ class Stash(_Sending):
 
 class _Receiving(_Writing):
     __slots__ = ()
+    lets_go = False
 
     def route(self, device: int, made: int, used: int) -> str:
         right = used == device != made and made != HOST
@@ -134,6 +136,7 @@ class Free(Move):
     """Drop a buffer. Roughly: del buffers[b]."""
 
     opcode = "free"
+    takes = False
     mark = Mark("x", "other", "paper", height=0.4)
 
     def ends(self, program: Program) -> tuple[Buffer, ...]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxpipe.ir.launch import COMPUTE, PREFETCH
+from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.torchtools.accelerator import (
@@ -118,6 +118,15 @@ class Lanes:
         memory before copies from it are done."""
         return _pinned_like(value).copy_(value, non_blocking=True)
 
+    def put(self, value: Tensor) -> Tensor:
+        """Copy what ``take`` returned back to the device's memory, on the current stream. Nobody
+        waits for it: the caller has no such memory to overwrite."""
+        return self._like(value).copy_(value, non_blocking=True)
+
+    def _like(self, value: Tensor) -> Tensor:
+        with current(self.stream(COMPUTE)):
+            return torch.empty_like(value, device=self.device)
+
     def room(self, spec: ValueSpec) -> Tensor:
         """Allocate the device's memory for a value, with the strides that ``bring`` gives it."""
         with current(self.stream(COMPUTE)):
@@ -183,13 +192,12 @@ class Lanes:
     def _copied(self, stream: str, value: Tensor) -> Tensor:
         if value.is_cpu and value.dim() == 0 and not value.is_floating_point():
             return value  # such as a seed: the host would have to wait to read it from the device
-        with current(self.stream(COMPUTE)):
-            target = torch.empty_like(value, device=self.device)
+        target = self._like(value)
         if value.is_cpu:
             # not pin_memory(), which refuses rows that are one in memory
             pinned = value if value.is_pinned() else _pinned_like(value).copy_(value)
             target.copy_(pinned, non_blocking=True)
-            if pinned is value and stream != PREFETCH:  # nobody overwrites what was offloaded
+            if pinned is value:
                 self._reading = self.mark(stream)
             return target
         if value.device == self.device:

@@ -15,10 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.launch import COMPUTE, PREFETCH, Event, Launch
+from fxpipe.ir.launch import COMPUTE, Event, Launch
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
@@ -26,7 +25,6 @@ from fxpipe.runtime.devices.lanes import ALONE, Lanes
 from fxpipe.runtime.failure import DeviceMemory, Launched, Unfinished
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
-from fxpipe.runtime.offload import OffloadMemory
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.text.program import print_instruction
 from fxpipe.torchtools.accelerator import kind_of
@@ -141,23 +139,6 @@ class Events:
             self._changed.notify_all()
 
 
-class HostMemory:
-    """An OffloadMemory that streams copy to the host's memory and back."""
-
-    def __init__(self, lanes: Lanes, memories: list[Tensor]) -> None:
-        """Begin to copy to the host, on the current stream."""
-        self._lanes = lanes
-        self._stored = [lanes.take(memory) for memory in memories]
-
-    def wait(self) -> None:
-        """See OffloadMemory.wait. Nothing to do: streams wait for the copies by events."""
-
-    def fetch(self) -> list[Tensor]:
-        fetched = [self._lanes.bring(PREFETCH, memory) for memory in self._stored]
-        self._stored.clear()
-        return fetched
-
-
 class LaunchingChannels(Channels):
     """Channels between devices with streams. Values are passed by reference; the receiver copies.
 
@@ -212,9 +193,6 @@ class LaunchingMachine(Machine):
             if type(self._launch_next()) is ins.Pause:
                 return False
         return True
-
-    def store_away(self, memories: list[Tensor]) -> OffloadMemory:
-        return HostMemory(self.lanes, memories)
 
     def _launch_next(self) -> ins.Instruction:
         """Launch the instruction at ``position``, move on and return it."""

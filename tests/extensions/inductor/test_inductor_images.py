@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from fxpipe.extensions.inductor import libraries
 from fxpipe.extensions.inductor.channels_last import lay_channels_last
+from fxpipe.extensions.offload import storing
 from fxpipe.kernels import graph
 from fxpipe.runtime import interpreter
 from tests.extensions.inductor.stage_libraries import COMPILERS, MICROBATCHES, gradients, graphs
@@ -137,7 +138,7 @@ def test_a_step_copies_the_weights_of_convolutions_once(
         return made
 
     monkeypatch.setattr(interpreter, "laid_out", laid_out)
-    monkeypatch.setattr(interpreter.Machine, "store_away", lambda machine, memories: Held(memories))
+    monkeypatch.setattr(storing, "memory_of", lambda machine, memories: Held(memories))
     x, y = images()
     schedule = fxpipe.Schedule.parse(KEPT_ELSEWHERE)
     with images_pipe("inductor", schedule, extensions=[fxpipe.Dispatch("device")]) as pipe:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import fxpipe
 from examples.unet import UNet
 from fxpipe.errors import ExecutionError, InputError
+from fxpipe.extensions.offload import opcodes
 from fxpipe.extensions.offload.add_offload import add_offload
-from fxpipe.ir import instruction as ins
+from fxpipe.extensions.offload.storing import FileMemory
 from fxpipe.ir.schedule import Schedule
 from fxpipe.runtime import interpreter
-from fxpipe.runtime.offload import FileMemory
 from fxpipe.schedules import gpipe
 from tests.helpers.eager_lanes import launched
 from tests.helpers.overlapping import ADAMW, compiled, make
@@ -47,7 +47,7 @@ def unet() -> tuple[nn.Module, Tensor, Tensor]:
 
 def stored(pipe: fxpipe.Pipeline) -> int:
     """How often a step stores something."""
-    return sum(isinstance(x, ins.Offload) for own in pipe.program.lists for x in own)
+    return sum(isinstance(x, opcodes.Offload) for own in pipe.program.lists for x in own)
 
 
 @pytest.mark.parametrize(
@@ -200,18 +200,18 @@ def test_a_backward_waits_until_what_it_needs_is_there(monkeypatch: pytest.Monke
     alone = copy.deepcopy(model)
     expected = loop.train(alone, 4, x, loss=nn.functional.mse_loss, target=y)
     waiting = threading.Semaphore(0)
-    read, handler = FileMemory._read, interpreter.HANDLERS[ins.Await]
+    read, handler = FileMemory._read, interpreter.HANDLERS[opcodes.Await]
 
     def late(self: FileMemory, memories: list[Tensor]) -> None:
         waiting.acquire()  # until a device waits for it
         read(self, memories)
 
-    def waits(machine: Any, instruction: ins.Await) -> None:
+    def waits(machine: Any, instruction: opcodes.Await) -> None:
         waiting.release()
         handler(machine, instruction)
 
     monkeypatch.setattr(FileMemory, "_read", late)
-    monkeypatch.setattr(interpreter, "HANDLERS", {**interpreter.HANDLERS, ins.Await: waits})
+    monkeypatch.setitem(interpreter.HANDLERS, opcodes.Await, waits)
     options: dict[str, Any] = {
         "loss": nn.functional.mse_loss,
         "schedule": "gpipe",

@@ -10,7 +10,6 @@ import pytest
 from fxpipe.errors import InputError, VerificationError
 from fxpipe.extensions.simulator import Link, Sizes, simulate
 from fxpipe.extensions.simulator.simulation import task_of
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.instruction import Give, ReduceScatter, Update
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
@@ -180,6 +179,6 @@ def test_a_simulation_names_what_waits_for_a_fetch_that_nothing_begins() -> None
     stored = Schedule.parse(
         "schedule stored stages=1 microbatches=1 delay=0\nplace 0\n0: F0 O0 P0 B0 U\n"
     )
-    program = without(lowered(stored, chain(1)), lambda x: isinstance(x, ins.Prefetch))
+    program = without(lowered(stored, chain(1)), lambda x: x.opcode == "prefetch")
     with pytest.raises(InputError, match=r"await fetched.*: nothing begins what it waits for"):
         simulate(program)

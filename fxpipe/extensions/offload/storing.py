@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxpipe.ir.value import Buffer, own_buffer
-
 if TYPE_CHECKING:
+    from fxpipe.ir import instruction as ins
+    from fxpipe.ir.value import Buffer
+    from fxpipe.runtime.devices.lanes import Lanes
     from fxpipe.runtime.interpreter import Machine
 
 
-class OffloadMemory(Protocol):
+class Memory(Protocol):
     """Memory that is being copied out of a device, or back."""
 
     def wait(self) -> None:
@@ -57,18 +58,18 @@ class Offloaded(NamedTuple):
 
     Attributes:
         values: the values that stay, and a place for each tensor whose memory is elsewhere.
-        away: that memory.
+        memory: that memory.
     """
 
     values: list[Any]
-    away: OffloadMemory
+    memory: Memory
 
 
-def begin(machine: Machine, buffer: Buffer) -> None:
-    """Begin to fill this buffer of memory that is elsewhere, see ins.Offload."""
-    _, _, stage, _, i, batch = buffer
-    values, program = machine.store.values, machine.program
-    stored, forward = program.stored(stage, i, batch), program.offloads[stage, i]
+def store(
+    machine: Machine, forward: ins.Forward, batch: int, stored: Sequence[Buffer]
+) -> Offloaded:
+    """Begin to copy what a forward has kept in these buffers of a batch to memory elsewhere."""
+    values = machine.store.values
     mine = [*values[stored[0]], *(values[buffer] for buffer in stored[1:])]
     others = [v for b, v in values.items() if b not in stored or b.kind == "in"]
     held = {0, *map(_memory, _tensors(others))}
@@ -89,19 +90,37 @@ def begin(machine: Machine, buffer: Buffer) -> None:
             memories.append(torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage))
         offset = int(value.storage_offset())
         kept.append(_Place(number, value.dtype, value.shape, value.stride(), offset))
-    away = machine.store_away(memories)
-    values[buffer] = Offloaded(kept, away)
-    machine.store.busy[stored[0]] = away.wait
+    return Offloaded(kept, memory_of(machine, memories))
 
 
-def prefetch(machine: Machine, buffer: Buffer) -> None:
-    """Begin to fill this buffer of what was offloaded, see ins.Prefetch."""
-    _, _, stage, _, i, batch = buffer
-    kept, away = machine.store.values.pop(own_buffer("offloaded", stage, i, batch))
-    memories = away.fetch()
-    values = [x.tensor(memories) if isinstance(x, _Place) else x for x in kept]
-    machine.store.values[buffer] = Offloaded(values, away)
-    machine.store.busy.pop(machine.program.stored(stage, i, batch)[0], None)
+def fetch(away: Offloaded) -> Offloaded:
+    """Begin to copy it back; the values are in new memory."""
+    memories = away.memory.fetch()
+    values = [x.tensor(memories) if isinstance(x, _Place) else x for x in away.values]
+    return Offloaded(values, away.memory)
+
+
+def memory_of(machine: Machine, memories: list[Tensor]) -> Memory:
+    """Begin to copy memory out of a device: to the host if it has streams, else to a file."""
+    lanes: Lanes | None = getattr(machine, "lanes", None)
+    return FileMemory(machine.device, memories) if lanes is None else HostMemory(lanes, memories)
+
+
+class HostMemory:
+    """Memory that streams copy to the host's memory and back."""
+
+    def __init__(self, lanes: Lanes, memories: list[Tensor]) -> None:
+        """Begin to copy to the host, on the current stream."""
+        self._lanes = lanes
+        self._stored = [lanes.take(memory) for memory in memories]
+
+    def wait(self) -> None:
+        """See Memory.wait. Nothing to do: streams wait for the copies by events."""
+
+    def fetch(self) -> list[Tensor]:
+        fetched = [self._lanes.put(memory) for memory in self._stored]
+        self._stored.clear()
+        return fetched
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
@@ -131,7 +150,7 @@ class FileMemory:
         self._begin("offload", self._write, memories)
 
     def wait(self) -> None:
-        """See OffloadMemory.wait. Raises any error of writing or reading."""
+        """See Memory.wait. Raises any error of writing or reading."""
         self._done.result()
 
     def fetch(self) -> list[Tensor]:

@@ -1,0 +1,69 @@
+"""Texts of the instructions that store and fetch, and what becomes of programs without these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fxpipe import extend
+from fxpipe.errors import InputError, ParseError
+from fxpipe.extensions.offload.opcodes import Await, Offload, Prefetch
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.unroll import blocking, unroll
+from fxpipe.ir.value import own_buffer
+from fxpipe.passes.lowering.chain import chain_program
+from fxpipe.text.program import print_instruction
+
+LINES = {
+    "offload": (Offload(own_buffer("offloaded", 1, 2)), "offload offloaded:1[2]"),
+    "prefetch": (Prefetch(own_buffer("fetching", 1, 2, -1)), "prefetch fetching:1[2']"),
+    "await": (Await(own_buffer("fetched", 1, 2)), "await fetched:1[2]"),
+}
+
+STORED = "schedule stored stages=1 microbatches=1 delay=0\nplace 0\n0: F0 O0 P0 B0 U\n"
+
+
+@pytest.mark.parametrize("word", LINES)
+@pytest.mark.parametrize("launch", ["", " stream=in0 wait=e0 record=e1"])
+def test_every_instruction_is_read_back(word: str, launch: str) -> None:
+    instruction, text = LINES[word]
+    assert ins.find_opcode(word) is type(instruction)
+    assert print_instruction(instruction) == text
+    head = "program mine microbatches=4\nplace 0 | 1\npasses lower\ndevice 0\n"
+    first = f"  load in:x:host->0[0]{' record=e0' if launch else ''}\n"
+    program = Program.parse(f"{head}{first}  {text}{launch}\ndevice 1\n")
+    assert program.lists[0][1] == instruction
+    assert Program.parse(str(program)) == program
+    assert len(unroll(program, 1).launches) == (2 if launch else 0)
+    assert blocking(program).launches == ()
+
+
+def test_the_text_of_a_stored_micro_batch_is_read_back_and_verified() -> None:
+    program = chain_program(Schedule.parse(STORED))
+    assert [x.opcode for x in program.lists[0] if x.opcode in LINES] == [*LINES]
+    assert Program.parse(str(program.verify())) == program
+
+
+@pytest.mark.parametrize("word", ["offload", "prefetch", "await"])
+def test_an_instruction_that_is_left_out_is_reported(word: str) -> None:
+    lines = str(chain_program(Schedule.parse(STORED))).splitlines()
+    text = "\n".join(line for line in lines if line.split()[0] != word)
+    with pytest.raises(Exception, match="program 'stored'"):
+        Program.parse(text).verify()
+
+
+def test_without_the_extension_its_tasks_and_opcodes_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schedule, text = Schedule.parse(STORED), str(chain_program(Schedule.parse(STORED)))
+    doors: Any = extend._REGISTRY
+    gone = "fxpipe.extensions.gone"
+    monkeypatch.setitem(doors["option"], "offload", f"{gone}.lowering:LowerOffload")
+    monkeypatch.setitem(doors["instruction"], "offload", f"{gone}.opcodes:Offload")
+    with pytest.raises(InputError, match="the O of schedule 'stored' needs the extension"):
+        chain_program(schedule)
+    with pytest.raises(ParseError, match="there is no instruction 'offload'"):
+        Program.parse(text)
