@@ -34,8 +34,7 @@ from benchmarks.machine import describe
 from benchmarks.overlap import TASK, lengthen
 from benchmarks.report import Figure, Grid, Report
 from fxpipe.extensions.simulator import Link, Simulation
-from fxpipe.extensions.simulator.sums import Sum
-from fxpipe.ir import instruction as ins
+from fxpipe.extensions.simulator.sums import GATHERING, Sum
 
 LAYERS, WIDTH = 8, 256
 """Of the model whose gradients are summed: 2 MiB of them."""
@@ -132,7 +131,7 @@ def hold_back(group: Any, rate: float) -> None:
 
 def waits(found: Simulation) -> list[float]:
     """Seconds of each wait for other replicas."""
-    return [s.time for s in found.instructions() if isinstance(s.instruction, ins.Gathering)]
+    return [s.time for s in found.instructions() if s.instruction.opcode in GATHERING]
 
 
 def _sum(case: Case, rank: int, meeting: str, rounds: int, end: Connection) -> None:

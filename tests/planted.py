@@ -71,7 +71,7 @@ LOWERING = {
         LOWER,
         "                if waits or reads or later.kind",
         "                if reads or later.kind",
-        "tests/passes/lowering/test_summing.py",
+        "tests/extensions/replicas/test_lowering.py",
     ),
     "a value of the next batch is taken for one of this batch": Fault(
         COMMUNICATE,
@@ -204,10 +204,10 @@ PASSES = {
         "tests/extensions/exact_cut tests/partition/test_partition.py",
     ),
     "a bucket takes its gradients in the order of the parameters": Fault(
-        "fxpipe/passes/differentiate/part_gradients.py",
+        "fxpipe/extensions/replicas/buckets.py",
         "sorted(gradients, key=lambda index: order[_maker(gradients[index])])",
         "sorted(gradients)",
-        "tests/passes/differentiate/test_part_gradients.py",
+        "tests/extensions/replicas/test_buckets.py",
     ),
     "memory is free again while a view of it is still read": Fault(
         "fxpipe/passes/graph/liveness.py",

@@ -17,7 +17,6 @@ from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Graph, Plans
-from fxpipe.compiler.preflight import refuse_copied
 from fxpipe.compiler.residence import settle
 from fxpipe.compiler.timetable import Purpose, Timetable
 from fxpipe.compiler.weighing import weighing_of
@@ -211,7 +210,9 @@ class Compiler:
                 "the loss has a gradient to no parameter, so that a step would train nothing; "
                 "let some parameter that it depends on require a gradient"
             )
-        refuse_copied(schedule, plan, traced.deferred)
+        if any(schedule.working):
+            refuse = find("option", "refuse_copied", f"schedule {schedule.name!r}")
+            refuse(schedule, plan, traced.deferred)
         if kind.outputs:
             traced = self.plans.output_dims(calls[sizes[0]], traced)
         if self.options.group.size > 1:  # the text takes time, and not every value has one

@@ -22,10 +22,11 @@ from fxpipe.compiler.preflight import (
     try_own_loss,
 )
 from fxpipe.errors import PassError, near
+from fxpipe.extend import find
+from fxpipe.ir.plan import Plan
 from fxpipe.passes.differentiate.any_size import put_sizes
 from fxpipe.passes.differentiate.differentiate import differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
-from fxpipe.passes.differentiate.part_gradients import part_gradients
 from fxpipe.passes.graph.check import check
 from fxpipe.passes.graph.fit import localise_sizes, relay
 from fxpipe.passes.graph.functionalise import functionalise
@@ -51,6 +52,15 @@ from fxpipe.passes.schedule import (
 from fxpipe.passes.tracing.attach_loss import attach_loss, declare_own_loss
 from fxpipe.passes.tracing.explain import refuse_control_flow, refuse_sparse_values, refuse_values
 from fxpipe.passes.tracing.trace import export
+
+
+def part_gradients(plan: Plan, bucket_bytes: float) -> Plan:
+    """Plan → Plan: divide every stage's gradients into buckets, which replicas can sum early."""
+    parted: Plan = find("option", "part_gradients", "a pipeline of several replicas")(
+        plan, bucket_bytes
+    )
+    return parted
+
 
 SCHEDULE = (
     Pass(write_schedule, "recipe, devices, microbatches, short", "schedule"),

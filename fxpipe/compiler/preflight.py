@@ -23,28 +23,11 @@ from fxpipe.compiler.guard import Guard
 from fxpipe.compiler.objective import Objective
 from fxpipe.errors import InputError, TraceError, told, way_out
 from fxpipe.formatting import plural
-from fxpipe.ir.plan import Plan
-from fxpipe.ir.schedule import Schedule
 from fxpipe.log import LOGGER
 from fxpipe.passes.tracing.tracer import Tracer
 from fxpipe.torchtools import source
-from fxpipe.torchtools.moments import DeferredNorm
 from fxpipe.torchtools.pytrees import detached, taken_apart
 from fxpipe.torchtools.state import hooked, same_sizes, tried
-
-
-def refuse_copied(schedule: Schedule, plan: Plan, deferred: Sequence[DeferredNorm]) -> None:
-    """Raise InputError if a stage with copies writes a buffer that the next micro-batch reads."""
-    moments = {norm.moments for norm in deferred}
-    for stage, copies in zip(plan.stages, schedule.working, strict=False):
-        written = [write.target for write in stage.writes if write.target not in moments]
-        if copies and written:
-            raise InputError(
-                f"schedule {schedule.name!r} has stage {stage.index} on several devices, and its "
-                f"forward writes {written[0]!r}, which each micro-batch reads as the one before it "
-                "has left it; take a schedule without copies, or, for BatchNorm, give "
-                'extensions=["deferred_batchnorm"]'
-            )
 
 
 def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

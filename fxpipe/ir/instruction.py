@@ -5,7 +5,6 @@ from __future__ import annotations
 from fxpipe.extend import find, names, there
 from fxpipe.ir.opcodes.backward import Backward as Backward
 from fxpipe.ir.opcodes.backward import InputGrad as InputGrad
-from fxpipe.ir.opcodes.backward import PartialBackward as PartialBackward
 from fxpipe.ir.opcodes.backward import WeightGrad as WeightGrad
 from fxpipe.ir.opcodes.base import Compute as Compute
 from fxpipe.ir.opcodes.base import Instruction as Instruction
@@ -15,9 +14,6 @@ from fxpipe.ir.opcodes.base import OncePerStep as OncePerStep
 from fxpipe.ir.opcodes.base import Wrong as Wrong
 from fxpipe.ir.opcodes.clipping import Clip as Clip
 from fxpipe.ir.opcodes.clipping import Norm as Norm
-from fxpipe.ir.opcodes.copies import Add as Add
-from fxpipe.ir.opcodes.copies import Give as Give
-from fxpipe.ir.opcodes.copies import Share as Share
 from fxpipe.ir.opcodes.forward import Forward as Forward
 from fxpipe.ir.opcodes.forward import Recompute as Recompute
 from fxpipe.ir.opcodes.moves import Free as Free
@@ -28,11 +24,6 @@ from fxpipe.ir.opcodes.moves import Receive as Receive
 from fxpipe.ir.opcodes.moves import Send as Send
 from fxpipe.ir.opcodes.moves import Stash as Stash
 from fxpipe.ir.opcodes.own_task import Run as Run
-from fxpipe.ir.opcodes.summing import AllGather as AllGather
-from fxpipe.ir.opcodes.summing import GatherWeights as GatherWeights
-from fxpipe.ir.opcodes.summing import ReduceScatter as ReduceScatter
-from fxpipe.ir.opcodes.summing import Summing as Summing
-from fxpipe.ir.opcodes.summing import TakePart as TakePart
 from fxpipe.ir.opcodes.update import Barrier as Barrier
 from fxpipe.ir.opcodes.update import Pause as Pause
 from fxpipe.ir.opcodes.update import Update as Update
@@ -49,15 +40,12 @@ Arrival = Load | Receiving
 Meeting = Barrier | Pause
 """Instructions at which all devices wait for each other."""
 
-Gathering = AllGather | TakePart | GatherWeights
-"""Instructions that wait for the other replicas."""
-
 OPCODES: dict[str, type[Instruction]] = {
     made.opcode: made
     for made in (
         *(Load, Output, Send, Receive, Stash, Pop),
-        *(Forward, Recompute, PartialBackward, Backward, InputGrad, WeightGrad, Run),
-        *(ReduceScatter, AllGather, TakePart, GatherWeights, Share, Give, Add, Norm, Clip),
+        *(Forward, Recompute, Backward, InputGrad, WeightGrad, Run),
+        *(Norm, Clip),
         *(Free, Barrier, Pause, Update),
     )
 }

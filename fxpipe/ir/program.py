@@ -140,7 +140,7 @@ class Program:
     @cached_property
     def sharded(self) -> frozenset[int]:
         """The stages whose weights are updated in parts, one by each replica."""
-        return frozenset(x.stage for x in self._instructions if isinstance(x, ins.TakePart))
+        return frozenset(x.stage for x in self._instructions if x.shards)
 
     @cached_property
     def clips(self) -> bool:
@@ -152,8 +152,9 @@ class Program:
         """Stage → the number of buckets of its gradients, where that is more than one."""
         counts: dict[int, int] = {}
         for x in self._instructions:
-            if isinstance(x, ins.PartialBackward):
-                counts[x.stage] = max(counts.get(x.stage, 2), x.bucket + 2)
+            if x.partial:
+                bucket: int = getattr(x, "bucket", 0)
+                counts[x.stage] = max(counts.get(x.stage, 2), bucket + 2)
         return counts
 
     @cached_property

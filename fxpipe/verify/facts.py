@@ -142,8 +142,10 @@ class Facts:
 
 def _window(program: Program) -> Window:
     """Write the compute instructions of a program as tasks of a schedule."""
-    every = chain.from_iterable(program.lists)
-    kinds: list[type[ins.Instruction]] = [*ins.OPCODES.values(), *{type(x): 0 for x in every}]
+    kinds: dict[type[ins.Instruction], None] = {type(x): None for x in chain(*program.lists)}
+    # what is missing is of these, too: with replicas or copies of extensions
+    missing = ins.every_opcode() if program.replicas > 1 or program.copies else ins.OPCODES
+    kinds |= dict.fromkeys(missing.values())
     standing = {x.stands_for.letter: x.stands_for for x in kinds if x.stands_for}
     rows: list[tuple[Task, ...]] = []
     positions: list[list[int]] = []
@@ -166,7 +168,7 @@ def _window(program: Program) -> Window:
 
 
 def _task(x: ins.Instruction) -> Task | None:
-    if isinstance(x, ins.PartialBackward):
+    if x.partial:
         return None
     if isinstance(x, ins.Move):
         buffer = x.buffer
@@ -199,7 +201,7 @@ def _wrong(program: Program) -> Iterator[tuple[Place, ins.Wrong]]:
                 wrong = verdicts[key] or wrong_batch(buffer.batch, number, program.microbatches)
             else:
                 wrong = x.wrong(program, device)
-                if wrong is None and isinstance(x, ins.PartialBackward):  # no task of the window
+                if wrong is None and x.partial and isinstance(x, ins.Compute):  # it is no task
                     wrong = wrong_batch(x.batch, x.microbatch, program.microbatches)
             if wrong is not None:
                 yield Place(device, position), wrong

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from numbers import Integral
 
 from fxpipe.errors import Fault, InputError, VerificationError
@@ -245,7 +244,7 @@ def _unmade(facts: Facts, device: int, position: int, x: ins.Compute | ins.Run) 
 
 
 def _buckets(facts: Facts) -> Iterator[Fault]:
-    """Check that the parts of a backward and its reduce_scatter follow each other directly.
+    """Check that what belongs together, as the parts of a backward, follows each other directly.
 
     So nothing adds to a bucket of gradients, or reads it, while it is being summed.
     """
@@ -262,23 +261,9 @@ def _buckets(facts: Facts) -> Iterator[Fault]:
 
 def _out_of_row(before: ins.Instruction | None, x: ins.Instruction) -> ins.Wrong | None:
     """What is wrong with an instruction, given the one before it of the same stage."""
-    if isinstance(before, ins.PartialBackward):
-        rest = ins.Backward if before.kind == "B" else ins.WeightGrad
-        follows = x == replace(before, bucket=before.bucket + 1) or x == rest(
-            before.stage, before.microbatch, before.version, before.batch, rest=True
-        )
-        if not follows:
-            text = print_instruction(before)
-            return f"it comes right behind {text}", "let the rest of that backward come before it"
-    elif isinstance(before, ins.Backward | ins.WeightGrad) and before.rest:
-        if not isinstance(x, ins.ReduceScatter):
-            cure = "let the stage's reduce_scatter come before it"
-            return f"it comes right behind {print_instruction(before)}", cure
-    elif isinstance(x, ins.PartialBackward) and x.bucket:
-        return f"there is no bucket {x.bucket - 1} before it", "begin with bucket 0"
-    elif isinstance(x, ins.Backward | ins.WeightGrad) and x.rest:
-        return "no partial backward has begun it", "remove 'rest'"
-    return None
+    if before is not None and (cure := before.then(x)):
+        return f"it comes right behind {print_instruction(before)}", cure
+    return x.behind(before)
 
 
 def _barriers(facts: Facts) -> Iterator[Fault]:
@@ -305,22 +290,10 @@ def _barriers(facts: Facts) -> Iterator[Fault]:
                     passed = True
                 case ins.Update() if not passed and not overlaps:
                     wrong = "no barrier comes before it", "put one on every device"
-                case _ if passed and isinstance(x, _BEFORE_BARRIER):
+                case _ if passed and x.before_barrier:
                     wrong = "it comes after a barrier", "move the barrier behind it"
             if wrong is not None:
                 yield facts.fault(device, position, *wrong)
-
-
-_BEFORE_BARRIER = (
-    ins.Compute,
-    ins.ReduceScatter,
-    ins.AllGather,
-    ins.TakePart,
-    ins.Share,
-    ins.Give,
-    ins.Add,
-)
-"""Instructions that compute or sum gradients."""
 
 
 def _meetings(facts: Facts) -> Iterator[Fault]:

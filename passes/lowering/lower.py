@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import ClassVar, Protocol
 
 from fxpipe.extend import find
@@ -15,6 +14,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BESIDE, BUILT_IN, KINDS, Task
 from fxpipe.passes.lowering.lowerable import check_lowering
+from fxpipe.passes.lowering.sums import Sums
 from fxpipe.torchtools.state import without_collection
 
 
@@ -45,44 +45,11 @@ class Lower:
     whose micro-batch is recomputed keeps its inputs only. Where stages clip, each tells all others
     the norm of its gradients as soon as these are complete.
 
-    With several replicas an A begins to sum a stage's gradients; with one it becomes nothing. The
-    device waits for the sum as late as possible: before the first task that needs it, or before its
-    first clip, because all stages wait for all norms. If there is no such task, or only updates
-    behind a flush, it waits at the end.
-
-    If the gradients go in buckets and an A comes right behind a backward, that runs bucket by
-    bucket, and the sum of each bucket begins as soon as it is complete. With two buckets, ``B1 A``
-    becomes::
-
-          partial_backward B s1[1] v0 bucket 0
-          backward  s1[1] v0 rest
-          reduce_scatter s1
-
-    With ``shards`` a replica waits for the sum of its own part only, and updates that part of the
-    weights. The other parts are gathered as late as possible: before the first task that reads the
-    version, or with a flush at the end of the step, because the caller may read the weights.
-
-    A stage with copies shares its weights with them at the beginning of the step. An A on a copy
-    gives the copy's gradients to the stage's own device, which adds them as late as possible.
-    Before, with ``place 0 | +0``::
-
-        0: F0 B0 A U
-        1: F1 B1 A
-
-    after::
-
-        device 0
-          share     s0
-          forward   s0[0] v0 keep
-          backward  s0[0] v0
-          add       s0
-          barrier
-          update    s0 v0 -> v1
-        device 1
-          forward   s0[1] v0 keep
-          backward  s0[1] v0
-          give      s0[1]
-          barrier
+    An A begins to sum a stage's gradients over several devices, as a ``Sums`` says: over replicas,
+    or copies of the stage. Where there is one of each it becomes nothing. The device waits for the
+    sum as late as possible: before the first task that needs it, or before its first clip, because
+    all stages wait for all norms. If there is no such task, or only updates behind a flush, it
+    waits at the end.
 
     Attributes:
         plan: the stages and edges.
@@ -115,7 +82,6 @@ class Lower:
             self.plan,
             pause=self.pause,
             replicas=self.replicas,
-            shards=self.shards and self.updates,
         )
         edges = self.plan.edges
         if not schedule.trains:
@@ -142,18 +108,15 @@ class Lower:
         flush = not schedule.overlaps
         row = schedule.rows[device]
         behind: list[ins.Instruction] = []  # what comes behind the barrier
-        for stage, copies in enumerate(schedule.working):
-            if copies and schedule.placement[stage] == device:
-                yield ins.Share(stage)
+        yield from instructions.begin(device)
         for position, task in enumerate(row):
             if task.kind in "BI" and not paused:
                 yield ins.Pause()
                 paused = True
-            if task.kind == "A" and device in instructions.copies_of(task):
-                assert task.stage is not None
-                yield ins.Give(task.stage, device)
+            if task.kind == "U" and not self.updates:
                 continue
-            if (task.kind == "U" and not self.updates) or (task.kind == "A" and self.replicas == 1):
+            if task.kind == "A":
+                yield from instructions.summing(task, device)
                 continue
             yield from instructions.before(device, position)
             yield from instructions.parts(task)
@@ -189,28 +152,14 @@ class _Instructions:
 
     def __init__(self, schedule: Schedule, lower: Lower) -> None:
         self._trains = schedule.trains
-        self._sums = lower.replicas > 1
-        self._shards = lower.shards and lower.updates and self._sums and "U" in schedule.kinds
         self._delay_of = schedule.delay_of
         self._clips = "C" in schedule.kinds
-        self._copies = schedule.working
-        summing = self._sums or any(self._copies)
-        self._gathers = _gathers(schedule, lower.updates) if summing and self._trains else {}
         # stage → the task that completes its gradients
         self._last = {
             task.stage: task
             for row in schedule.rows
             for task in sorted(row, key=lambda task: -task.batch)  # as a batch meets them
             if task.kind in "BW"
-        }
-        buckets = [len(stage.buckets) for stage in lower.plan.stages]
-        self._parts = {
-            (task.kind, task.stage, task.microbatch): buckets[task.stage] - 1
-            for row in schedule.rows
-            for task, then in pairwise(row)
-            if self._sums and task.kind in "BW" and task.stage is not None
-            if (then.kind, then.stage, then.batch) == ("A", task.stage, task.batch)
-            if buckets[task.stage] > 1
         }
         self._recomputed = schedule.indices_of("R")
         self._beside: Beside | None = None
@@ -223,34 +172,28 @@ class _Instructions:
             for position, task in enumerate(row)
             if task.kind == "U" and lower.updates
         }
-        self._first_reads = self._readers(schedule) if self._shards and schedule.overlaps else {}
+        self._sums: Sums | None = None
+        if lower.replicas > 1 or any(schedule.working):
+            name = "sum_replicas" if lower.replicas > 1 else "sum_copies"
+            make = find("option", name, f"schedule {schedule.name!r}")
+            shards = lower.shards and lower.updates
+            self._sums = make(schedule, lower.plan, shards, self.of)
+        summed = self._sums is not None and self._trains
+        self._gathers = _gathers(schedule, lower.updates) if summed else {}
 
-    def _readers(self, schedule: Schedule) -> Mapping[tuple[int, int], ins.GatherWeights]:
-        """(Device, position in its row) → what gathers the weights that are first read there."""
-        first: dict[int, tuple[int, int, int]] = {}
-        for device, row in enumerate(schedule.rows):
-            for position, task in enumerate(row):
-                reader = self.of(task, position)
-                if isinstance(reader, ins.Compute | ins.Run):
-                    # the newer the version, the earlier a batch meets the task
-                    reading = -reader.version, position, device
-                    first[reader.stage] = min(first.get(reader.stage, reading), reading)
-        return {
-            (device, position): ins.GatherWeights(stage, -older - 1)
-            for stage, (older, position, device) in first.items()
-        }
+    def begin(self, device: int) -> Iterator[ins.Instruction]:
+        """Yield what a device's list begins with."""
+        if self._sums is not None:
+            yield from self._sums.begin(device)
+
+    def summing(self, task: Task, device: int) -> Iterator[ins.Instruction]:
+        """Yield what an A becomes."""
+        if self._sums is not None and (begun := self._sums.of(task, device)) is not None:
+            yield begun
 
     def gathered(self, behind: Sequence[ins.Instruction]) -> Iterator[ins.Instruction]:
-        """Yield what comes behind a barrier, with new weights gathered before they are first read,
-        or at the end."""
-        waiting: dict[int, ins.Instruction] = {}
-        for x in behind:
-            if isinstance(x, ins.Update) and self._shards:
-                waiting[x.stage] = ins.GatherWeights(x.stage)
-            elif isinstance(x, ins.Run) and x.stage in waiting:
-                yield waiting.pop(x.stage)
-            yield x
-        yield from waiting.values()
+        """Yield what comes behind a barrier."""
+        yield from behind if self._sums is None else self._sums.gathered(behind)
 
     def of(self, task: Task, position: int) -> ins.Instruction:
         """The instruction that runs a task at a position of its row."""
@@ -262,8 +205,6 @@ class _Instructions:
             if update is not None and update < (-batch, position):
                 version = batch + 1
             return ins.Run(kind, stage, i, version, batch)
-        if kind == "A":
-            return ins.ReduceScatter(stage, batch)
         if kind == "C":
             return ins.Clip(stage, batch)
         if i is None:
@@ -275,46 +216,43 @@ class _Instructions:
             again = (stage, i) in self._recomputed
             return ins.Forward(stage, i, version, batch, self._trains and not again, again)
         if kind == "B":
-            return ins.Backward(stage, i, version, batch, (kind, stage, i) in self._parts)
+            return ins.Backward(stage, i, version, batch, self._rest(task))
         if kind == "W":
-            return ins.WeightGrad(stage, i, version, batch, (kind, stage, i) in self._parts)
+            return ins.WeightGrad(stage, i, version, batch, self._rest(task))
         return (ins.Recompute if kind == "R" else ins.InputGrad)(stage, i, version, batch)
 
     def parts(self, task: Task) -> Iterator[ins.Instruction]:
-        """Yield what comes right before a task: the wait for what runs beside it, and the partial
-        backwards of all buckets but the last."""
-        stage, i = task.stage, task.microbatch
-        assert stage is not None
+        """Yield what comes right before a task: the wait for what runs beside it, and parts of a
+        backward."""
+        assert task.stage is not None
         if self._beside is not None:
             yield from self._beside.before(task)
-        for bucket in range(self._parts.get((task.kind, stage, i), 0)):
-            assert i is not None
-            version = task.batch - self._delay_of(stage, i)
-            yield ins.PartialBackward(stage, i, version, task.batch, task.kind, bucket)
+        if self._sums is not None:
+            version = task.batch - self._delay_of(task.stage, task.microbatch)
+            yield from self._sums.parts(task, version)
 
-    def copies_of(self, task: Task) -> tuple[int, ...]:
-        """The devices of the copies of a task's stage."""
-        return self._copies[task.stage] if self._copies and task.stage is not None else ()
+    def _rest(self, task: Task) -> bool:
+        return self._sums is not None and self._sums.rest(task)
 
     def before(self, device: int, position: int) -> Iterator[ins.Instruction]:
-        """Yield what a position waits for: sums over replicas or copies, with their norms if stages
-        clip, and the weights that it is the first to read."""
+        """Yield what a position waits for: sums, with their norms if stages clip, and the weights
+        that it is the first to read."""
+        if self._sums is None:
+            return
         for stage, batch in self._gathers.get((device, position), ()):
-            if not self._sums and not self._copies[stage]:
+            if (waits := self._sums.waits(stage, batch)) is None:
                 continue
-            waits = ins.TakePart if self._shards else ins.AllGather
-            yield waits(stage, batch) if self._sums else ins.Add(stage, batch)
+            yield waits
             if self._clips:
                 yield ins.Norm(stage, batch)
-        if (weights := self._first_reads.get((device, position))) is not None:
-            yield weights
+        yield from self._sums.reads(device, position)
 
     def after(self, task: Task) -> Iterator[ins.Instruction]:
         """Yield the norm of the gradients that a task completes, if stages clip."""
-        summed = self._sums or self.copies_of(task)
-        if self._clips and not summed and self._last.get(task.stage) == task:
+        if self._clips and self._last.get(task.stage) == task:
             assert task.stage is not None
-            yield ins.Norm(task.stage, task.batch)
+            if self._sums is None or self._sums.waits(task.stage, task.batch) is None:
+                yield ins.Norm(task.stage, task.batch)
 
 
 def _gathers(schedule: Schedule, updates: bool) -> Mapping[tuple[int, int], list[tuple[int, int]]]:

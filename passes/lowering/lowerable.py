@@ -5,12 +5,9 @@ from __future__ import annotations
 from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS
 
 
-def check_lowering(
-    schedule: Schedule, plan: Plan, *, pause: bool, replicas: int, shards: bool
-) -> None:
+def check_lowering(schedule: Schedule, plan: Plan, *, pause: bool, replicas: int) -> None:
     """Check that a schedule can be lowered over a plan; the arguments are those of ``Lower``.
 
     Raises:
@@ -34,29 +31,8 @@ def check_lowering(
             f"schedule {schedule.name!r} has copies of stages, and {replicas} replicas of "
             "the pipeline; use a schedule without copies, or one replica"
         )
-    if shards and replicas > 1:
-        _check_own_tasks(schedule)
     if pause:
         _check_pause(schedule)
-
-
-def _check_own_tasks(schedule: Schedule) -> None:
-    """Check that no user task needs summed gradients, of which each replica has only a part; raises
-    InputError."""
-    for device, row in enumerate(schedule.rows):
-        summed: set[int | None] = set()
-        for _, position in sorted((-task.batch, at) for at, task in enumerate(row)):
-            task = row[position]
-            kind = KINDS[task.kind]
-            if task.kind == "A":
-                summed.add(task.stage)
-            elif task.stage in summed and "gradients" in (*kind.reads, *kind.writes):
-                raise InputError(
-                    f"task {task} of schedule {schedule.name!r}, device {device}, position "
-                    f"{position}, needs the gradients that A has summed, and with sharded "
-                    "optimizers each replica has a part of them; let it come before A, or leave "
-                    "shard_optimizer out"
-                )
 
 
 def _check_pause(schedule: Schedule) -> None:

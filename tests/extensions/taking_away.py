@@ -91,7 +91,8 @@ def use_the_rest() -> None:
     for recipe in RECIPES.values():
         schedule = recipe(2, 4).verify()
         assert fxpipe.Schedule.parse(str(schedule)) == schedule
-        chain_program(schedule).verify()
+        if "A" not in schedule.kinds:
+            chain_program(schedule).verify()
     assert not extensions(), f"what the core does loads {extensions()}"
 
 

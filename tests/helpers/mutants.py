@@ -132,10 +132,6 @@ def _other_instructions(
             return
         case ins.OncePerStep():
             pass
-        case ins.Give():
-            for copy in range(program.devices):
-                if copy != instruction.copy:
-                    yield "change copy", replace(instruction, copy=copy)
         case ins.Update():
             yield "change version", replace(instruction, reads=instruction.reads + 1)
             yield "change version", replace(instruction, writes=instruction.writes - 1)
@@ -149,14 +145,18 @@ def _other_instructions(
         case ins.Move():
             yield from _other_moves(program, instruction)
             return
+    if (mine := getattr(instruction, "copy", None)) is not None:
+        for copy in set(range(program.devices)) - {mine}:
+            yield "change copy", replace(instruction, copy=copy)  # type: ignore[type-var]
     if isinstance(instruction, ins.Backward | ins.WeightGrad):
         yield "change rest", replace(instruction, rest=not instruction.rest)
-    if isinstance(instruction, ins.PartialBackward):
+    if instruction.opcode == "partial_backward":
+        part: Any = instruction
         for bucket in range(-1, 3):
-            if bucket != instruction.bucket:
-                yield "change bucket", replace(instruction, bucket=bucket)
-        for kind in "BWF".replace(instruction.kind, ""):
-            yield "change bucket", replace(instruction, kind=kind)
+            if bucket != part.bucket:
+                yield "change bucket", replace(part, bucket=bucket)
+        for kind in "BWF".replace(part.kind, ""):
+            yield "change bucket", replace(part, kind=kind)
     if isinstance(instruction, ins.Forward):
         yield "change keep", replace(instruction, keeps=not instruction.keeps)
         yield "change keep", replace(instruction, again=not instruction.again)

@@ -122,33 +122,34 @@ class _Run(Devices):
                 if (kind, stage, i, self.step + batch) in self.model.seen:
                     raise WrongError("runs twice")
                 self.model.look(kind, stage, i, self.step + batch, version)
-            case ins.ReduceScatter(stage, batch):
+            case ins.OncePerStep(stage, batch, opcode="reduce_scatter"):
                 batch += self.step
                 self._at_home(device, stage)
                 if (stage, batch) in self.summed or (stage, batch) in self.begun:
                     raise WrongError("summed twice at once, or before a backward is finished")
                 self.complete.discard((stage, batch))
                 self.summed.add((stage, batch))
-            case ins.AllGather(stage, batch) | ins.TakePart(stage, batch):
+            case ins.OncePerStep(stage, batch, opcode="all_gather" | "take_part" as word):
                 batch += self.step
                 self._at_home(device, stage)
                 if (stage, batch) not in self.summed:
                     raise WrongError("nothing is being summed")
                 self.summed.remove((stage, batch))
                 self.model.reduce(stage, batch)
-                if isinstance(instruction, ins.TakePart):
+                if word == "take_part":
                     self.parts.add((stage, batch))
-            case ins.GatherWeights(stage, batch):
+            case ins.OncePerStep(stage, batch, opcode="gather_weights"):
                 self._at_home(device, stage)
                 if (stage, self.step + batch + 1) not in self.apart:
                     raise WrongError("there are no parts of new weights")
                 self.apart.remove((stage, self.step + batch + 1))
-            case ins.Share(stage, batch):
+            case ins.OncePerStep(stage, batch, opcode="share"):
                 self._at_home(device, stage)
                 value = self.model.weights.get((stage, self.step + batch), 0)
                 for copy in self._copies(stage):
                     self._write(device, self._copied("weights", stage, copy, batch), value)
-            case ins.Give(stage, copy, batch):
+            case ins.Instruction(opcode="give", stage=stage, batch=batch):
+                copy = getattr(instruction, "copy", -1)
                 if copy != device or copy not in self._copies(stage):
                     raise WrongError("there is no such copy here")
                 if (stage, device, self.step + batch) not in self.copied:
@@ -157,7 +158,7 @@ class _Run(Devices):
                 value = tensor("sums", *summed)
                 self.sums[value] = summed
                 self._write(device, self._copied("sums", stage, copy, batch), value)
-            case ins.Add(stage, batch):
+            case ins.OncePerStep(stage, batch, opcode="add"):
                 self._at_home(device, stage)
                 for copy in self._copies(stage):
                     given = self._read(device, self._copied("sums", stage, copy, batch))
@@ -207,7 +208,8 @@ class _Run(Devices):
         if begun is not None and begun[:3] != (here, i, version):
             raise WrongError("a backward is not finished")
         match instruction:
-            case ins.PartialBackward(bucket=bucket):
+            case ins.Compute(opcode="partial_backward"):
+                bucket: int = getattr(instruction, "bucket", 0)
                 if bucket != (0 if begun is None else begun[3] + 1):
                     raise WrongError("another bucket is next")
                 self._at_home(device, stage)
@@ -331,8 +333,8 @@ def _batch(instruction: ins.Instruction) -> int:
 
 def _kind(instruction: ins.Compute) -> str | None:
     """The letter of an instruction that runs a part of a backward."""
-    if isinstance(instruction, ins.PartialBackward):
-        return instruction.kind
+    if instruction.opcode == "partial_backward":
+        return str(getattr(instruction, "kind", ""))
     if isinstance(instruction, ins.Backward | ins.WeightGrad) and instruction.rest:
         return instruction.letter
     return None

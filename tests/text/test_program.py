@@ -33,21 +33,10 @@ LINES: dict[str, tuple[ins.Instruction, str]] = {
     "pop": (ins.Pop(SKIP), "pop skip:relu_3:0->2[1]"),
     "forward": (ins.Forward(1, 2, 3), "forward s1[2] v3 keep"),
     "recompute": (ins.Recompute(1, 2, 3), "recompute s1[2] v3"),
-    "partial_backward": (
-        ins.PartialBackward(1, 2, 3, -1, "W", 4),
-        "partial_backward W s1[2'] v3 bucket 4",
-    ),
     "backward": (ins.Backward(1, 2, 3, batch=-1), "backward s1[2'] v3"),
     "input_grad": (ins.InputGrad(1, 2, -1), "input_grad s1[2] v-1"),
     "weight_grad": (ins.WeightGrad(1, 2, -2, -2), "weight_grad s1[2''] v-2"),
     "run": (ins.Run("N", 1, batch=-1), "run N s1' v0"),
-    "reduce_scatter": (ins.ReduceScatter(2), "reduce_scatter s2"),
-    "all_gather": (ins.AllGather(2, -1), "all_gather s2'"),
-    "take_part": (ins.TakePart(1), "take_part s1"),
-    "gather_weights": (ins.GatherWeights(2, -2), "gather_weights s2''"),
-    "share": (ins.Share(2), "share s2"),
-    "give": (ins.Give(2, 1, -1), "give s2[1']"),
-    "add": (ins.Add(2, -1), "add s2'"),
     "norm": (ins.Norm(2), "norm s2"),
     "clip": (ins.Clip(2, -1), "clip s2'"),
     "free": (ins.Free(own_buffer("saved", 1, 2)), "free saved:1[2]"),
@@ -144,14 +133,8 @@ INSTRUCTIONS = st.one_of(
         st.builds(made, SMALL, SMALL, VERSIONS, BATCHES, st.booleans())
         for made in (ins.Backward, ins.WeightGrad)
     ),
-    st.builds(ins.PartialBackward, SMALL, SMALL, VERSIONS, BATCHES, st.sampled_from("BW"), SMALL),
     st.builds(ins.Run, st.sampled_from("NC"), SMALL, st.none() | SMALL, VERSIONS, BATCHES),
-    *(
-        st.builds(made, SMALL, BATCHES)
-        for made in (ins.ReduceScatter, ins.AllGather, ins.TakePart, ins.GatherWeights)
-    ),
-    *(st.builds(made, SMALL, BATCHES) for made in (ins.Share, ins.Add, ins.Norm, ins.Clip)),
-    st.builds(ins.Give, SMALL, SMALL, BATCHES),
+    *(st.builds(made, SMALL, BATCHES) for made in (ins.Norm, ins.Clip)),
     st.builds(ins.Update, SMALL, VERSIONS, VERSIONS, BATCHES),
     st.sampled_from([ins.Barrier(), ins.Pause()]),
 )

@@ -200,8 +200,8 @@ def instruction_style(instruction: ins.Instruction, program: Program) -> Instruc
         task = task_of(instruction)
         if program.stages <= program.devices and not program.copies:
             task = replace(task, stage=None)
-        begins = isinstance(instruction, ins.Give | ins.PartialBackward)
-        look = BoxStyle(TASKS.get(letter, OTHER), GRADIENT if begins else PAPER)
+        border = GRADIENT if instruction.mark.border == "gradient" else PAPER
+        look = BoxStyle(TASKS.get(letter, OTHER), border)
         return InstructionStyle(str(task), look, height=1.0, mark=False)
     label, fill, border, width, height = instruction.mark
     look = BoxStyle(vars(picture)[fill.upper()], vars(picture)[border.upper()], width)

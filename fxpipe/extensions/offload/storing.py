@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fxpipe.runtime.interpreter import Machine
 
 
-class Memory(Protocol):
+class StoredMemory(Protocol):
     """Memory that is being copied out of a device, or back."""
 
     def wait(self) -> None:
@@ -62,7 +62,7 @@ class Offloaded(NamedTuple):
     """
 
     values: list[Any]
-    memory: Memory
+    memory: StoredMemory
 
 
 def store(
@@ -100,7 +100,7 @@ def fetch(away: Offloaded) -> Offloaded:
     return Offloaded(values, away.memory)
 
 
-def memory_of(machine: Machine, memories: list[Tensor]) -> Memory:
+def memory_of(machine: Machine, memories: list[Tensor]) -> StoredMemory:
     """Begin to copy memory out of a device: to the host if it has streams, else to a file."""
     lanes: Lanes | None = getattr(machine, "lanes", None)
     return FileMemory(machine.device, memories) if lanes is None else HostMemory(lanes, memories)
@@ -115,7 +115,7 @@ class HostMemory:
         self._stored = [lanes.take(memory) for memory in memories]
 
     def wait(self) -> None:
-        """See Memory.wait. Nothing to do: streams wait for the copies by events."""
+        """See StoredMemory.wait. Nothing to do: streams wait for the copies by events."""
 
     def fetch(self) -> list[Tensor]:
         fetched = [self._lanes.put(memory) for memory in self._stored]
@@ -150,7 +150,7 @@ class FileMemory:
         self._begin("offload", self._write, memories)
 
     def wait(self) -> None:
-        """See Memory.wait. Raises any error of writing or reading."""
+        """See StoredMemory.wait. Raises any error of writing or reading."""
         self._done.result()
 
     def fetch(self) -> list[Tensor]:

@@ -9,7 +9,7 @@ from math import isclose
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.simulator.simulation import Simulation, Span, Transfer
-from fxpipe.extensions.simulator.sums import Sum, awaited_by, beside
+from fxpipe.extensions.simulator.sums import GATHERING, Sum, awaited_by, beside
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
@@ -91,7 +91,7 @@ def idle_time(simulation: Simulation, device: int) -> Idle:
                 _add(copying, transfer.target, max(min(transfer.end, end) - start, 0))
             case ins.Barrier() | ins.Pause():
                 meeting += end - start
-            case ins.AllGather() | ins.TakePart() | ins.GatherWeights():
+            case x if x.opcode in GATHERING:
                 summing += end - start
             case x if beside(x) is not None:
                 _add(copying, device, end - start)
@@ -152,7 +152,7 @@ def _backwards(simulation: Simulation) -> Iterator[Span | Transfer]:
 def _awaited(simulation: Simulation, instruction: ins.Instruction) -> Transfer | None:
     """The transfer that an instruction waits for, if any."""
     transfers = simulation.events.transfers
-    if isinstance(instruction, ins.Gathering):
+    if instruction.opcode in GATHERING:
         return transfers[awaited_by(instruction)]
     if isinstance(instruction, ins.Receiving):
         return transfers[instruction.buffer]

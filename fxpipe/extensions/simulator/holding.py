@@ -18,8 +18,10 @@ PARTS = ("parameters", "optimizer", "versions", "gradients", "stash", "values", 
 further versions; sums of gradients; what is kept for backward; values and gradients between stages;
 and what the running instruction adds."""
 
-_ADDING = (ins.PartialBackward, ins.Backward, ins.WeightGrad)
-"""Instructions that add to sums of gradients."""
+
+def _adds(x: ins.Instruction) -> bool:
+    """Whether it adds to sums of gradients."""
+    return x.partial or isinstance(x, ins.Backward | ins.WeightGrad)
 
 
 class Holding:
@@ -108,20 +110,20 @@ class Holding:
         for buffer in instruction.makes(self.program):
             pieces = self._kept[buffer] = tuple(filter(None, self._pieces(buffer)))
             self._take(*pieces)
-        if isinstance(instruction, _ADDING):
+        if _adds(instruction):
             before += self._accumulate(instruction.stage, instruction.batch)
-        if isinstance(instruction, ins.PartialBackward):
+        if instruction.partial:
             self._leave(instruction)
-        if isinstance(instruction, ins.AllGather | ins.TakePart):
+        if instruction.opcode in ("all_gather", "take_part"):
             for key in [k for k in self._away if k[:2] == (instruction.stage, instruction.batch)]:
                 self._land(*key)
         more = 0
         match instruction:
             case ins.Update():
                 more = self._update(instruction, position)
-            case ins.AllGather(stage) | ins.GatherWeights(stage):
+            case ins.OncePerStep(stage, opcode="all_gather" | "gather_weights" as word):
                 # the parts of the other replicas arrive; gradients are joined in new memory
-                again = isinstance(instruction, ins.AllGather)
+                again = word == "all_gather"
                 more = (1 + again) * self.sizes.gradients.get(stage, 0) - self._own(stage)
         self._shared = 0
         if isinstance(instruction, ins.InputGrad) and workspace is None:
@@ -154,14 +156,14 @@ class Holding:
             of = instruction.stage, instruction.batch
             ended = (*self._gradients.sums(*of), *self._gradients.parts(*of))
             self._release(*(piece for piece in ended if piece.key in self._count))
-        elif isinstance(instruction, ins.PartialBackward | ins.ReduceScatter):
+        elif instruction.partial or instruction.opcode == "reduce_scatter":
             self._release(*self._used_up)
             self._used_up, bucket = (), getattr(instruction, "bucket", -1)
             self._away.append((instruction.stage, instruction.batch, bucket))
-        elif isinstance(instruction, ins.AllGather):
+        elif instruction.opcode == "all_gather":
             self._take(*self._gradients.sums(instruction.stage, instruction.batch))
             self._release(*self._gradients.parts(instruction.stage, instruction.batch))
-        elif isinstance(instruction, ins.Give):  # the buffer holds them from now on
+        elif instruction.opcode == "give":  # the buffer holds them from now on
             self._release(*self._gradients.sums(instruction.stage, instruction.batch))
 
     def _begin(self, forward: ins.Forward) -> None:
@@ -188,7 +190,7 @@ class Holding:
         """Bytes of earlier gradients to which a step's first ones are added; none on a copy."""
         return self.sizes.started.get(stage, 0) if self._owns(stage) else 0
 
-    def _leave(self, part: ins.PartialBackward) -> None:
+    def _leave(self, part: Any) -> None:
         """Hold what a part of a backward leaves, and mark what was kept for it as used up."""
         left = self.sizes.left.get(graph_of(part))  # type: ignore[arg-type]
         if left is None:
@@ -218,7 +220,7 @@ class Holding:
         key = graph_of(instruction)
         if key is None:
             return None
-        if isinstance(instruction, _ADDING):
+        if _adds(instruction):
             sums = self._gradients.sum_of(instruction.stage, instruction.batch, -1).key
             if sums in self._count or self._started(instruction.stage):
                 return self.sizes.adding.get(key, self.sizes.runs.get(key))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fxpipe.errors import InputError
 from fxpipe.extensions.simulator.simulation import Events, Simulation, Transfer
 from fxpipe.extensions.simulator.sizes import Sizes
-from fxpipe.extensions.simulator.sums import Sum, awaited_by, begins, begun_by, beside
+from fxpipe.extensions.simulator.sums import GATHERING, Sum, awaited_by, begins, begun_by, beside
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.unroll import blocking, unroll
@@ -69,7 +69,7 @@ def measured_run(
                 events.transfers[moved] = Transfer(moved, device, device, at, sent, sent, here)
             elif (begun := begun_by(instruction, program)) is not None:
                 left[begun] = position
-            elif isinstance(instruction, ins.Gathering):
+            elif instruction.opcode in GATHERING:
                 awaited, here = awaited_by(instruction), events.ends[device][position]
                 for sums in [s for s in left if s[:3] == awaited[:3]]:  # all buckets
                     at = left.pop(sums)

@@ -23,7 +23,7 @@ from fxpipe.extensions.simulator.costs import (
 from fxpipe.extensions.simulator.pairs import Saved, saved
 from fxpipe.extensions.simulator.simulation import Events, Simulation, Transfer
 from fxpipe.extensions.simulator.sizes import Sizes
-from fxpipe.extensions.simulator.sums import Sum, awaited_by, begins, begun_by
+from fxpipe.extensions.simulator.sums import GATHERING, Sum, awaited_by, begins, begun_by
 from fxpipe.extensions.simulator.sums import beside as awaits
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program, Turn
@@ -263,7 +263,7 @@ def run(
                         now = now if overlap else end
                     case ins.Receive(buffer) | ins.Pop(buffer):
                         now = max(now, transfers[buffer].end) + overhead
-                    case ins.AllGather() | ins.TakePart() | ins.GatherWeights():
+                    case _ if instruction.opcode in GATHERING:
                         now = max(now, end_of(awaited_by(instruction))) + overhead
                     case _ if (copy := begins(instruction)) is not None:
                         now += overhead
@@ -297,8 +297,8 @@ def run(
 def share_of(instruction: ins.Instruction, program: Program, sizes: Sizes | None = None) -> float:
     """The share of its task's time that an instruction takes; equal parts if none are known."""
     match instruction:
-        case ins.PartialBackward(stage, kind=kind, bucket=bucket):
-            pass
+        case ins.Compute(stage, partial=True):
+            kind, bucket = instruction.letter or "", getattr(instruction, "bucket", 0)
         case ins.Backward(stage, rest=True):
             kind, bucket = "B", -1
         case ins.WeightGrad(stage, rest=True):

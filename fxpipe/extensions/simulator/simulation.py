@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fxpipe.errors import InputError
 from fxpipe.extend import View
 from fxpipe.extensions.simulator.sizes import Sizes
-from fxpipe.extensions.simulator.sums import Sum
+from fxpipe.extensions.simulator.sums import GATHERING, Sum
 from fxpipe.formatting import plural, preformatted
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
@@ -225,7 +225,7 @@ class Simulation:
         does not wait for them. 1 if they take no time."""
         time = sum(t.end - t.start for t in self.transfers if isinstance(t.buffer, Sum))
         waited = sum(
-            span.time for span in self.instructions() if isinstance(span.instruction, ins.Gathering)
+            span.time for span in self.instructions() if span.instruction.opcode in GATHERING
         )
         return 1 - waited / time if time else 1.0
 
@@ -310,7 +310,7 @@ class Simulation:
             task = task_of(span.instruction)
             assert task.stage is not None
             part += span.time
-            if not isinstance(span.instruction, ins.PartialBackward):  # else its rest comes next
+            if not span.instruction.partial:  # else its rest comes next
                 times[task.kind, task.stage].append(part)
                 part = 0
         return {key: sum(spent) / len(spent) for key, spent in times.items()}

@@ -3,6 +3,7 @@ and stages offload what they keep."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from fxpipe.extensions.simulator.sizes import Piece, Sizes
@@ -39,25 +40,27 @@ class Sum(NamedTuple):
         return f"{self.what}:{self.stage}[{self.batch}]{bucket}"
 
 
-_AWAITED: dict[type[ins.Instruction], Summed] = {
-    ins.AllGather: "sum",
-    ins.TakePart: "part",
-    ins.GatherWeights: "weights",
+GATHERING: Mapping[str, Summed] = {
+    "all_gather": "sum",
+    "take_part": "part",
+    "gather_weights": "weights",
 }
+"""Opcode of an instruction that waits for the other replicas → for what."""
 
 
-def awaited_by(gathering: ins.Gathering) -> Sum:
+def awaited_by(gathering: ins.Instruction) -> Sum:
     """What an instruction that gathers waits for: of several buckets the last, as they go one after
     another over the same link."""
-    return Sum(gathering.stage, gathering.batch, _AWAITED[type(gathering)])
+    return Sum(gathering.stage, gathering.batch, GATHERING[gathering.opcode])
 
 
 def begun_by(instruction: ins.Instruction, program: Program) -> Sum | None:
     """What an instruction begins to exchange with the other replicas, if anything."""
     match instruction:
-        case ins.ReduceScatter(stage, batch):
+        case ins.OncePerStep(stage, batch, opcode="reduce_scatter"):
             return Sum(stage, batch, "part" if stage in program.sharded else "sum")
-        case ins.PartialBackward(stage, batch=batch, bucket=bucket):
+        case ins.Compute(stage, batch=batch, partial=True):
+            bucket: int = getattr(instruction, "bucket", 0)
             return Sum(stage, batch, "part" if stage in program.sharded else "sum", bucket)
         case ins.Update(stage, batch=batch) if stage in program.sharded:
             return Sum(stage, batch, "weights")
@@ -129,8 +132,8 @@ def graph_of(instruction: ins.Instruction) -> tuple[str, int] | None:
     if letter is None:
         return None
     match instruction:
-        case ins.PartialBackward(bucket=bucket):
-            letter = f"{letter}{bucket}"
+        case ins.Compute(partial=True):
+            letter = f"{letter}{getattr(instruction, 'bucket', 0)}"
         case ins.Backward(rest=True) | ins.WeightGrad(rest=True):
             letter = f"{letter}-1"
     return letter, instruction.stage

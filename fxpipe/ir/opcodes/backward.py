@@ -1,4 +1,4 @@
-"""A stage's backward: whole, in halves, and in parts that end with a bucket of gradients."""
+"""A stage's backward: whole and in halves."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from itertools import chain
 from operator import add
 from typing import TYPE_CHECKING, ClassVar
 
-from fxpipe.ir.opcodes.base import Compute, Wrong
-from fxpipe.ir.opcodes.summing import ONE_REPLICA
+from fxpipe.ir.opcodes.base import Compute, Instruction, Wrong
 from fxpipe.ir.value import Buffer
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from fxpipe.runtime.interpreter import Machine
 
 
-class _Adding(Compute):
+class Adding(Compute):
     """What adds to a stage's gradients."""
 
     __slots__ = ()
@@ -28,8 +27,24 @@ class _Adding(Compute):
         return "weights", "gradients"
 
 
+class _Whole(Adding):
+    """A backward, or the rest of one of which parts have run."""
+
+    __slots__ = ()
+    rest: bool
+
+    def then(self, x: Instruction) -> str:
+        summed = not self.rest or x.task == "A"
+        return "" if summed else "let the stage's reduce_scatter come before it"
+
+    def behind(self, before: Instruction | None) -> Wrong | None:
+        if self.rest and not (before and before.partial):
+            return "no partial backward has begun it", "remove 'rest'"
+        return None
+
+
 @dataclass(frozen=True, slots=True)
-class Backward(_Adding):
+class Backward(_Whole):
     """Run a stage's backward graph, which uses up ``saved``, and add to its gradients.
 
     Roughly: input_gradients, g = backward(saved, output_gradients); gradients[stage] += g.
@@ -44,7 +59,7 @@ class Backward(_Adding):
     rest: bool = False
 
     def uses(self, program: Program) -> tuple[Buffer, ...]:
-        return _reads(self, program)
+        return reads(self, program)
 
     def makes(self, program: Program) -> tuple[Buffer, ...]:
         return program.operands_of(self).returned
@@ -60,60 +75,9 @@ class Backward(_Adding):
         if self.rest:
             inputs, sums = kernel.partial_backward("B", -1, kept, totals)
         else:
-            inputs, sums = kernel.backward(kept, _output_gradients(machine, self), totals)
+            inputs, sums = kernel.backward(kept, output_gradients(machine, self), totals)
         store.gradients[stage, batch] = sums
         store.values.update(zip(operands.returned, inputs, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class PartialBackward(_Adding):
-    """Run a backward until a bucket of gradients is complete, and begin to sum that.
-
-    Roughly: saved, g = backward(saved, output_gradients); reduce_scatter(gradients[bucket] + g).
-    It is part of the Backward or WeightGrad that follows it, which completes the last bucket.
-
-    Attributes:
-        kind: "B" for a part of a Backward, "W" for a part of a WeightGrad.
-        bucket: the bucket, from 0.
-    """
-
-    opcode = "partial_backward"
-    form = f"{{kind:word}} {Compute.form[0]} bucket {{bucket}}", "B s0[0] v0 bucket 0"
-    kind: str = "B"
-    bucket: int = 0
-
-    @property
-    def letter(self) -> str:
-        return self.kind
-
-    def uses(self, program: Program) -> tuple[Buffer, ...]:
-        return _reads(self, program) if self.kind != "W" else _left(self, program)
-
-    def wrong(self, program: Program, device: int) -> Wrong | None:
-        if program.replicas == 1:
-            return ONE_REPLICA
-        if self.kind not in ("B", "W"):
-            cure = "write B for a whole one, W for its second half"
-            return f"there is no backward {self.kind!r}", cure
-        if not 0 <= self.stage < program.stages or program.placement[self.stage] != device:
-            return f"stage {self.stage} is not on device {device}", "name one that is"
-        return None
-
-    def run(self, machine: Machine) -> None:
-        stage, i, batch = self.stage, self.microbatch, self.batch
-        kind, bucket, store = self.kind, self.bucket, machine.store
-        kept = machine.program.operands[stage, i, batch].kept
-        buffer = kept if kind == "B" else self.own("deferred")
-        left = store.values[buffer]
-        if kind == "B" and bucket == 0:
-            left += _output_gradients(machine, self)
-        kernel, totals = machine.kernel(stage, i, batch), machine.totals(self)
-        store.values[buffer], sums = kernel.partial_backward(kind, bucket, left, totals)
-        complete: list[Tensor | None] = [None] * len(sums)
-        for index in machine.stages[stage].buckets[bucket].parameters:
-            complete[index], sums[index] = sums[index], None
-        store.gradients[stage, batch] = sums
-        machine.replicas.reduce_scatter(stage, machine.step + batch, complete, bucket)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +91,7 @@ class InputGrad(Compute):
     task = "I"
 
     def uses(self, program: Program) -> tuple[Buffer, ...]:
-        return _reads(self, program)
+        return reads(self, program)
 
     def makes(self, program: Program) -> tuple[Buffer, ...]:
         return (self.own("deferred"), *program.operands_of(self).returned)
@@ -140,13 +104,13 @@ class InputGrad(Compute):
         operands, values = machine.program.operands[stage, i, batch], machine.store.values
         kept = values.pop(operands.kept)  # counts as kept until the weight gradient
         kernel = machine.kernel(stage, i, batch)
-        result = kernel.input_grad(kept, _output_gradients(machine, self))
+        result = kernel.input_grad(kept, output_gradients(machine, self))
         values.update(zip(operands.returned, result.inputs, strict=True))
         values[self.own("deferred")] = result.deferred
 
 
 @dataclass(frozen=True, slots=True)
-class WeightGrad(_Adding):
+class WeightGrad(_Whole):
     """Run the other half of a backward; it uses up ``deferred``.
 
     Roughly: gradients[stage] += weight_grad(deferred).
@@ -161,7 +125,7 @@ class WeightGrad(_Adding):
     rest: bool = False
 
     def uses(self, program: Program) -> tuple[Buffer, ...]:
-        return _left(self, program)
+        return left(self, program)
 
     def ends(self, program: Program) -> tuple[Buffer, ...]:
         return (self.own("deferred"),)
@@ -177,16 +141,18 @@ class WeightGrad(_Adding):
         machine.store.gradients[stage, batch] = sums
 
 
-def _reads(x: Compute, program: Program) -> tuple[Buffer, ...]:
+def reads(x: Compute, program: Program) -> tuple[Buffer, ...]:
+    """What a backward reads."""
     operands = program.operands_of(x)
     return (*program.weights_of(x), operands.kept, *chain(*operands.gradients))
 
 
-def _left(x: Compute, program: Program) -> tuple[Buffer, ...]:
+def left(x: Compute, program: Program) -> tuple[Buffer, ...]:
+    """What the second half of a backward reads."""
     return (*program.weights_of(x), x.own("deferred"))
 
 
-def _output_gradients(machine: Machine, x: Compute) -> list[Tensor]:
+def output_gradients(machine: Machine, x: Compute) -> list[Tensor]:
     """For each output of the stage that gets a gradient: the sum over its consumers."""
     groups = machine.program.operands[x.stage, x.microbatch, x.batch].gradients
     values = machine.store.values

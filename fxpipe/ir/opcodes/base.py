@@ -46,12 +46,15 @@ class Instruction:
         flags: word behind the operands → the field that it sets.
         task: the letter of the task that it runs; None for an instruction that computes nothing.
         stands_for: the kind of task that stands for it where tasks are verified, if it runs none.
-        mark: its look, if it runs no task.
+        mark: its look; if it runs a task, only the border.
         counted: its fields that count batches or versions from the present step.
         stream: the stream that runs it on devices with streams, unless it brings a value there. On
             another than the one that computes it goes on beside the instructions behind it.
         takes: whether it takes memory of its device.
         lets_go: whether memory of its device may be free for others once it is done.
+        before_barrier: whether it computes or sums gradients, and so comes before a barrier.
+        partial: whether it runs only a part of a task, which the instruction behind it completes.
+        shards: whether from it on each replica has only a part of the stage's gradients.
         stage: its stage; moves and meetings have none.
     """
 
@@ -66,6 +69,9 @@ class Instruction:
     stream: ClassVar[str] = COMPUTE
     takes: ClassVar[bool] = True
     lets_go: ClassVar[bool] = True
+    before_barrier: ClassVar[bool] = False
+    partial: ClassVar[bool] = False
+    shards: ClassVar[bool] = False
     stage: int
 
     @property
@@ -106,6 +112,14 @@ class Instruction:
 
     def wrong(self, program: Program, device: int) -> Wrong | None:
         """What is wrong with it by itself on a device, whatever comes before and after it."""
+        return None
+
+    def then(self, x: Instruction) -> str:
+        """What to do if another may not be the next one of its stage; empty if it may."""
+        return ""
+
+    def behind(self, before: Instruction | None) -> Wrong | None:
+        """What is wrong with it as the next one of its stage behind another, if any."""
         return None
 
     def run(self, machine: Machine) -> None:
@@ -151,6 +165,7 @@ class Compute(Instruction):
     """
 
     counted = "version", "batch"
+    before_barrier = True
     form = "s{stage}[{microbatch}{batch:batch}] v{version:signed}", "s0[0] v0"
     stage: int
     microbatch: int

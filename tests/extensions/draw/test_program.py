@@ -19,6 +19,7 @@ from fxpipe.extensions.draw.program import (
 )
 from fxpipe.extensions.draw.styles import instruction_style
 from fxpipe.extensions.draw.timeline import Timeline
+from fxpipe.extensions.replicas import opcodes
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket, Plan
 from fxpipe.ir.program import Program
@@ -48,18 +49,10 @@ EVERY: dict[str, ins.Instruction] = {
     "pop": ins.Pop(H),
     "forward": ins.Forward(0, 0),
     "recompute": ins.Recompute(0, 0),
-    "partial_backward": ins.PartialBackward(0, 0),
     "backward": ins.Backward(0, 0),
     "input_grad": ins.InputGrad(0, 0),
     "weight_grad": ins.WeightGrad(0, 0),
     "run": ins.Run("N", 0, 0),
-    "reduce_scatter": ins.ReduceScatter(0),
-    "all_gather": ins.AllGather(0),
-    "take_part": ins.TakePart(0),
-    "gather_weights": ins.GatherWeights(0),
-    "share": ins.Share(0),
-    "give": ins.Give(0, 1),
-    "add": ins.Add(0),
     "norm": ins.Norm(0),
     "clip": ins.Clip(0),
     "free": ins.Free(X),
@@ -159,7 +152,7 @@ def test_the_parts_of_a_backward_take_together_what_a_whole_one_takes() -> None:
     schedule = add_reduce(one_f_one_b(2, 2))
     parted = chain_program(schedule, buckets={0: [Bucket((k,)) for k in range(4)]})
     whole = chain_program(schedule)
-    assert any(isinstance(x, ins.PartialBackward) for x in parted.lists[0])
+    assert any(isinstance(x, opcodes.PartialBackward) for x in parted.lists[0])
     took = [
         sum(s.end - s.start for s in walk_program(program).spans if s.task.letter == "B")
         for program in (parted, whole)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.ir.recipe import find_recipe
+from tests.extensions.copies.test_copies import copied
 from tests.extensions.leaf_modules.leaf_tracer import LeavesOnly
 from tests.helpers.overlapping import ADAMW, compiled, make
-from tests.runtime.test_copies import copied
 
 
 @pytest.mark.parametrize("leaves", [LeavesOnly(), fxpipe.LeafModules(nn.Linear)])

@@ -21,12 +21,12 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.interpreter import HANDLERS
+from tests.extensions.copies.test_copies import standing
 from tests.helpers.eager_lanes import launched
 from tests.helpers.overlapping import ADAMW, compiled, make
 from tests.helpers.own_optimizers import groups
 from tests.helpers.tiny import Tiny, adam, batch, pipe_of, within
 from tests.oracles.delayed_loop import MSE
-from tests.runtime.test_copies import standing
 from tests.runtime.test_failures import FAILS, FAILS_BACK
 from tests.runtime.test_faults import failing_at
 from tests.runtime.test_mapped import assert_uncopied

@@ -16,11 +16,11 @@ from fxpipe.errors import InputError, RankError
 from fxpipe.extensions.simulator.pipe import held as held_of
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.ranks.channels import RankChannels
+from tests.extensions.copies.test_copies_on_ranks import both, compiled, equal
 from tests.helpers.failing import Beside, unchanged
 from tests.helpers.overlapping import make
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import Snapshot, within
-from tests.ranks.test_copies import both, compiled, equal
 from tests.ranks.test_equal import Devices, images, pipe_of, skips, state
 from tests.ranks.test_equal import Results as Found
 from tests.ranks.test_equal import equal as same_bits

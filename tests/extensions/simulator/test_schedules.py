@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from fxpipe.errors import InputError, VerificationError
+from fxpipe.extensions.copies.opcodes import Give
+from fxpipe.extensions.replicas.opcodes import ReduceScatter
 from fxpipe.extensions.simulator import Link, Sizes, simulate
 from fxpipe.extensions.simulator.simulation import task_of
-from fxpipe.ir.instruction import Give, ReduceScatter, Update
+from fxpipe.ir.instruction import Update
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule

@@ -13,11 +13,12 @@ from sympy import Symbol
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.formulas import time
+from fxpipe.extensions.replicas import opcodes
 from fxpipe.extensions.simulator import Link, Simulation, Sizes
 from fxpipe.extensions.simulator.measured import measured_run
 from fxpipe.extensions.simulator.report import chrome_trace
 from fxpipe.extensions.simulator.simulation import Transfer
-from fxpipe.extensions.simulator.sums import Sum
+from fxpipe.extensions.simulator.sums import GATHERING, Sum
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket
 from fxpipe.ir.recipe import RECIPES, find_recipe
@@ -46,7 +47,7 @@ def waits(simulation: Simulation) -> list[tuple[int, float, float]]:
     return [
         (span.instruction.stage, span.start, span.end)
         for span in simulation.instructions()
-        if isinstance(span.instruction, ins.AllGather)
+        if isinstance(span.instruction, opcodes.AllGather)
     ]
 
 
@@ -181,14 +182,14 @@ def test_the_parts_of_others_are_held_until_they_are_summed() -> None:
     instructions: list[str] = [*map(str, found.program.lists[0])]
     levels: dict[str, int] = dict(zip(instructions, found.memory[0].levels, strict=True))
 
-    def level(kind: type[ins.ReduceScatter | ins.AllGather], stage: int) -> int:
+    def level(kind: type[opcodes.ReduceScatter | opcodes.AllGather], stage: int) -> int:
         return levels[str(kind(stage))]
 
     # a third of the sums stays here, and is all that there is until all thirds are joined
-    assert level(ins.ReduceScatter, 1) == 30
-    assert level(ins.ReduceScatter, 0) == 10 + 300
-    assert level(ins.AllGather, 1) == 10 + 300 + 200 + 100  # stage 0 is summed meanwhile
-    assert level(ins.AllGather, 0) == 30 + 100 + 200 + 300
+    assert level(opcodes.ReduceScatter, 1) == 30
+    assert level(opcodes.ReduceScatter, 0) == 10 + 300
+    assert level(opcodes.AllGather, 1) == 10 + 300 + 200 + 100  # stage 0 is summed meanwhile
+    assert level(opcodes.AllGather, 0) == 30 + 100 + 200 + 300
     assert found.memory[0].peak == 630
 
 
@@ -197,7 +198,7 @@ def test_the_sums_are_held_while_the_parts_are_on_their_way() -> None:
     sizes, slow = Sizes(gradients={0: 300, 1: 30}), {(0, 0): Link(latency=5)}
     late = TWO.simulate(free, replicas=3, sizes=sizes, links=slow)
     levels = dict(zip(map(str, late.program.lists[0]), late.memory[0].levels, strict=True))
-    assert levels[str(ins.ReduceScatter(0))] == 330
+    assert levels[str(opcodes.ReduceScatter(0))] == 330
 
 
 def test_updates_that_come_late_for_the_sums_need_no_fewer_copies_of_the_weights() -> None:
@@ -262,7 +263,7 @@ def gathers(simulation: Simulation) -> list[tuple[str, int, float, float]]:
     return [
         (type(span.instruction).__name__, span.instruction.stage, span.start, span.end)
         for span in simulation.instructions()
-        if isinstance(span.instruction, ins.Gathering)
+        if span.instruction.opcode in GATHERING
     ]
 
 
@@ -316,14 +317,14 @@ def test_with_shards_a_replica_keeps_the_sum_of_its_part_alone() -> None:
     found = TWO.simulate(free, replicas=3, sizes=room, shards=True)
     instructions: list[str] = [*map(str, found.program.lists[0])]
     levels: dict[str, int] = dict(zip(instructions, found.memory[0].levels, strict=True))
-    assert levels[str(ins.ReduceScatter(0))] == 10 + 300
-    assert levels[str(ins.TakePart(1))] == 10 + 300 + 200 + 100  # stage 0 is summed meanwhile
-    assert levels[str(ins.TakePart(0))] == 10 + 100
+    assert levels[str(opcodes.ReduceScatter(0))] == 10 + 300
+    assert levels[str(opcodes.TakePart(1))] == 10 + 300 + 200 + 100  # stage 0 is summed meanwhile
+    assert levels[str(opcodes.TakePart(0))] == 10 + 100
     # an update changes the part where it lies in the weights; the other parts arrive beside them
     assert levels[str(ins.Update(0))] == 10 + 100
     assert levels[str(ins.Update(1))] == 10
-    assert levels[str(ins.GatherWeights(0))] == 200
-    assert levels[str(ins.GatherWeights(1))] == 20
+    assert levels[str(opcodes.GatherWeights(0))] == 200
+    assert levels[str(opcodes.GatherWeights(1))] == 20
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fxpipe
+from fxpipe.extensions.replicas import opcodes
 from fxpipe.ir import instruction as ins
 from tests.helpers.failing import at, die
 from tests.helpers.ranks import DeviceMesh
@@ -19,9 +20,9 @@ from tests.ranks.test_replicas import batch, pipe_of
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are killed as POSIX does")
 
 CASES: list[tuple[list[list[int]], type[ins.Instruction], dict[str, Any]]] = [
-    ([[0, 1], [2, 3]], ins.GatherWeights, {"schedule": "2bw", "shards": True}),
-    ([[0], [1], [2]], ins.ReduceScatter, {"schedule": "zb-h1", "clip_norm": 0.1}),
-    ([[0], [1]], ins.TakePart, {"shards": True}),
+    ([[0, 1], [2, 3]], opcodes.GatherWeights, {"schedule": "2bw", "shards": True}),
+    ([[0], [1], [2]], opcodes.ReduceScatter, {"schedule": "zb-h1", "clip_norm": 0.1}),
+    ([[0], [1]], opcodes.TakePart, {"shards": True}),
 ]
 """Replica → its ranks; what the last of all has run when it is killed; and the pipe's options."""
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 class _AtHome(OncePerStep):
     __slots__ = ()
+    before_barrier = True
 
     def wrong(self, program: Program, device: int) -> Wrong | None:
         if program.copies_of(self.stage):
@@ -61,6 +62,8 @@ class Give(Instruction):
     form = "s{stage}[{copy}{batch:batch}]", "s0[1]"
     task = "A"
     counted = ("batch",)
+    before_barrier = True
+    mark = Mark("", border="gradient")
     stage: int
     copy: int
     batch: int = 0

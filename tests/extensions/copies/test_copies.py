@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.arguments import check_copies
 from fxpipe.errors import ExecutionError, InputError
+from fxpipe.extensions.copies.opcodes import Add, Give, Share
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
@@ -202,7 +203,7 @@ def test_calls_and_checkpoints_know_of_no_copies(tmp_path: Path) -> None:
         alone.assert_same(other)
 
 
-@pytest.mark.parametrize("kind", [ins.Share, ins.Give, ins.Add])
+@pytest.mark.parametrize("kind", [Share, Give, Add])
 def test_a_failure_between_copies_leaves_the_weights_as_they_were(
     monkeypatch: pytest.MonkeyPatch, kind: type[ins.Instruction]
 ) -> None:

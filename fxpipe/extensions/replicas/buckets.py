@@ -38,7 +38,7 @@ _HALVES = {"B": 0, "W": 1}
 """Letter of a backward task → index of its time in ``Costs.nodes``."""
 
 
-def part_gradients(plan: Plan, bucket_bytes: float) -> Plan:
+def into_buckets(plan: Plan, bucket_bytes: float) -> Plan:
     """Plan → Plan: divide every stage's gradients into buckets, except in stages under autograd.
 
     Args:

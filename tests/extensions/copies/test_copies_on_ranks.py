@@ -13,8 +13,9 @@ from torch import nn
 
 import fxpipe
 from fxpipe import ExecutionError
-from fxpipe.ir import instruction as ins
+from fxpipe.extensions.copies.opcodes import Add, Give, Share
 from fxpipe.ir.recipe import find_recipe
+from tests.extensions.copies.test_copies import copied
 from tests.helpers.failing import at, die, fail, fails, first_of_each_kind, unchanged
 from tests.helpers.overlapping import ADAMW, make
 from tests.helpers.profiles import DEEP
@@ -24,7 +25,6 @@ from tests.oracles import loop
 from tests.oracles.copied_loop import CopiedLoop
 from tests.oracles.delayed_loop import MSE
 from tests.ranks.test_lost_ranks import survivors, told_of
-from tests.runtime.test_copies import copied
 
 
 def compiled(mesh: DeviceMesh, model: nn.Sequential, **options: Any) -> fxpipe.Pipeline:
@@ -88,11 +88,7 @@ def failing(mesh: DeviceMesh, folder: str) -> set[str]:
     pipe, alone = both(mesh)
     _, [(x, y)] = make("mlp", 1, 8)
     assert torch.equal(pipe.step(x, target=y), alone.step(x, y))
-    told = [
-        each
-        for each in first_of_each_kind(pipe)
-        if isinstance(each[2], ins.Share | ins.Give | ins.Add)
-    ]
+    told = [each for each in first_of_each_kind(pipe) if isinstance(each[2], Share | Give | Add)]
     for rank, position, instruction in told:
         before = Snapshot.of(pipe)
         with (
@@ -106,7 +102,7 @@ def failing(mesh: DeviceMesh, folder: str) -> set[str]:
         assert torch.equal(pipe.step(x, target=y), alone.step(x, y))
         equal(pipe, alone)
         kinds.add(type(instruction).__name__)
-    position = next(at for rank, at, x in told if rank == 1 and isinstance(x, ins.Give))
+    position = next(at for rank, at, x in told if rank == 1 and isinstance(x, Give))
     if here == 1:
         with at(position, die):
             pipe.step(x, target=y)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fxpipe.extensions.replicas.buckets import into_buckets
 from fxpipe.ir.plan import Plan
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.kernel import BackwardResult, Discarding, Totals, Wrapping
 from fxpipe.passes.differentiate.part_backward import part_backward
-from fxpipe.passes.differentiate.part_gradients import part_gradients
 from tests.helpers.fronted import differentiated, front_end, in_stages, run_plan
 from tests.helpers.halves import assert_same
 from tests.passes.differentiate.test_differentiate import cases as shared_cases
@@ -62,7 +62,7 @@ class Bucketed(Wrapping):
 
 def compare(plan: Plan) -> Plan:
     """The same plan, parted into buckets of one gradient, whose kernels compare what they do."""
-    parted = part_gradients(part_backward(plan), 0)
+    parted = into_buckets(part_backward(plan), 0)
     stages = []
     for stage in parted.stages:
         kernel, own = stage.kernel, [each.parameters for each in stage.buckets]
@@ -93,7 +93,7 @@ def layered() -> tuple[nn.Sequential, Any, Plan]:
 
 def test_a_bucket_is_computed_before_the_layers_below_it() -> None:
     _, _, plan = layered()
-    (stage,) = part_gradients(plan, 300).stages
+    (stage,) = into_buckets(plan, 300).stages
     names = [[stage.parameters[k].target for k in each.parameters] for each in stage.buckets]
     assert names[0][:2] == ["4.bias", "4.weight"] or names[0][:2] == ["4.weight", "4.bias"]
     assert isinstance(stage.kernel, GraphKernel)
@@ -110,6 +110,6 @@ def test_a_bucket_is_computed_before_the_layers_below_it() -> None:
 
 def test_gradients_that_fill_one_bucket_are_not_parted() -> None:
     _, _, plan = layered()
-    (stage,) = part_gradients(plan, 2**20).stages
+    (stage,) = into_buckets(plan, 2**20).stages
     assert stage.buckets == () and stage == plan.stages[0]
     assert isinstance(stage.kernel, GraphKernel) and not stage.kernel.buckets

@@ -1,0 +1,1 @@
+"""Copies of stages on further devices, for schedules such as ``chimera``."""

@@ -1,0 +1,173 @@
+"""Sums of gradients over the replicas, and weights that each replica updates a part of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fxpipe.ir.opcodes.backward import (
+    Adding,
+    Backward,
+    WeightGrad,
+    left,
+    output_gradients,
+    reads,
+)
+from fxpipe.ir.opcodes.base import Compute, Instruction, Mark, OncePerStep, Wrong
+from fxpipe.ir.task import TaskKind
+from fxpipe.ir.value import Buffer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fxpipe.ir.program import Program
+    from fxpipe.runtime.interpreter import Machine
+
+ONE_REPLICA = "the program has one replica", "remove it, or give the number of replicas"
+
+
+class Summing(OncePerStep):
+    """Base of the instructions that sum gradients over the replicas, or gather weights."""
+
+    __slots__ = ()
+
+    def lasting(self) -> tuple[str, str]:
+        return "", "gradients"
+
+    def wrong(self, program: Program, device: int) -> Wrong | None:
+        return ONE_REPLICA if program.replicas == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(Summing):
+    """Begin to sum the rest of a stage's gradients over the replicas; it waits for nothing.
+
+    Each replica sums one part. Roughly: peers[r].put(part) for r, part in parts(gradients).
+    """
+
+    opcode = "reduce_scatter"
+    task = "A"
+    before_barrier = True
+
+    def run(self, machine: Machine) -> None:
+        gradients = machine.store.gradients.pop((self.stage, self.batch), [])
+        machine.replicas.reduce_scatter(self.stage, machine.step + self.batch, gradients, -1)
+
+
+class _Taking(Summing):
+    __slots__ = ()
+    before_barrier = True
+
+    def run(self, machine: Machine) -> None:
+        take, count = getattr(machine.replicas, self.opcode), machine.program.buckets
+        sums = take(self.stage, machine.step + self.batch, count.get(self.stage, 1))
+        machine.store.gradients[self.stage, self.batch] = sums
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(_Taking):
+    """Wait for the sums of all replicas. Roughly: gradients[stage] = [peer.sum() for each peer].
+
+    From then on the sums are the stage's gradients.
+    """
+
+    opcode = "all_gather"
+    stands_for = TaskKind("gather", "all_gather", per_microbatch=False, follows="A")
+    mark = Mark("g", border="gradient")
+
+
+@dataclass(frozen=True, slots=True)
+class TakePart(_Taking):
+    """Wait for this replica's part of the sums. Roughly: gradients[stage] = self.sum().
+
+    From then on it is the stage's gradients: all that the replica needs with sharded optimizers.
+    """
+
+    opcode = "take_part"
+    shards = True
+    stands_for = TaskKind("part", "take_part", per_microbatch=False, follows="A")
+    mark = Mark("t", border="gradient")
+
+
+@dataclass(frozen=True, slots=True)
+class GatherWeights(Summing):
+    """Wait for all parts of new weights. Roughly: weights[batch + 1] = [part() for each peer].
+
+    The update of ``batch`` on each replica has made its part and sent it.
+    """
+
+    opcode = "gather_weights"
+    stands_for = TaskKind("weights", "gather_weights", per_microbatch=False, follows="U")
+    mark = Mark("w", "parameter", "paper")
+
+    def lasting(self) -> tuple[str, str]:
+        return "", "weights"
+
+    def run(self, machine: Machine) -> None:
+        batch = machine.step + self.batch
+        parts = machine.replicas.gather_weights(self.stage, batch)
+        machine.weights.gather(self.stage, batch + 1, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialBackward(Adding):
+    """Run a backward until a bucket of gradients is complete, and begin to sum that.
+
+    Roughly: saved, g = backward(saved, output_gradients); reduce_scatter(gradients[bucket] + g).
+    It is part of the Backward or WeightGrad that follows it, which completes the last bucket.
+
+    Attributes:
+        kind: "B" for a part of a Backward, "W" for a part of a WeightGrad.
+        bucket: the bucket, from 0.
+    """
+
+    opcode = "partial_backward"
+    partial = True
+    mark = Mark("", border="gradient")
+    form = f"{{kind:word}} {Compute.form[0]} bucket {{bucket}}", "B s0[0] v0 bucket 0"
+    kind: str = "B"
+    bucket: int = 0
+
+    @property
+    def letter(self) -> str:
+        return self.kind
+
+    def uses(self, program: Program) -> tuple[Buffer, ...]:
+        return reads(self, program) if self.kind != "W" else left(self, program)
+
+    def wrong(self, program: Program, device: int) -> Wrong | None:
+        if program.replicas == 1:
+            return ONE_REPLICA
+        if self.kind not in ("B", "W"):
+            cure = "write B for a whole one, W for its second half"
+            return f"there is no backward {self.kind!r}", cure
+        if not 0 <= self.stage < program.stages or program.placement[self.stage] != device:
+            return f"stage {self.stage} is not on device {device}", "name one that is"
+        return None
+
+    def then(self, x: Instruction) -> str:
+        whole = Backward if self.kind == "B" else WeightGrad
+        rest = whole(self.stage, self.microbatch, self.version, self.batch, rest=True)
+        follows = x in (replace(self, bucket=self.bucket + 1), rest)
+        return "" if follows else "let the rest of that backward come before it"
+
+    def behind(self, before: Instruction | None) -> Wrong | None:
+        if self.bucket and not (before and before.partial):
+            return f"there is no bucket {self.bucket - 1} before it", "begin with bucket 0"
+        return None
+
+    def run(self, machine: Machine) -> None:
+        stage, i, batch = self.stage, self.microbatch, self.batch
+        kind, bucket, store = self.kind, self.bucket, machine.store
+        kept = machine.program.operands[stage, i, batch].kept
+        buffer = kept if kind == "B" else self.own("deferred")
+        left = store.values[buffer]
+        if kind == "B" and bucket == 0:
+            left += output_gradients(machine, self)
+        kernel, totals = machine.kernel(stage, i, batch), machine.totals(self)
+        store.values[buffer], sums = kernel.partial_backward(kind, bucket, left, totals)
+        complete: list[Tensor | None] = [None] * len(sums)
+        for index in machine.stages[stage].buckets[bucket].parameters:
+            complete[index], sums[index] = sums[index], None
+        store.gradients[stage, batch] = sums
+        machine.replicas.reduce_scatter(stage, machine.step + batch, complete, bucket)

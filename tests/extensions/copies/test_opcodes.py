@@ -1,0 +1,54 @@
+"""Texts of the instructions of copies, and what becomes of schedules without these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fxpipe import extend
+from fxpipe.errors import InputError, ParseError
+from fxpipe.extensions.copies.opcodes import Add, Give, Share
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.passes.lowering.chain import chain_program
+from fxpipe.text.program import print_instruction
+
+LINES = {
+    "share": (Share(2), "share s2"),
+    "give": (Give(2, 1, -1), "give s2[1']"),
+    "add": (Add(2, -1), "add s2'"),
+}
+
+
+@pytest.mark.parametrize("word", LINES)
+def test_every_instruction_is_read_back(word: str) -> None:
+    instruction, text = LINES[word]
+    assert ins.find_opcode(word) is type(instruction)
+    assert print_instruction(instruction) == text
+    head = "program mine microbatches=4\nplace 0\npasses lower\ndevice 0\n"
+    program = Program.parse(f"{head}  {text}\n")
+    assert program.lists == ((instruction,),)
+    assert Program.parse(str(program)) == program
+
+
+def test_the_program_of_two_pipelines_is_read_back_and_verified() -> None:
+    program = chain_program(find_recipe("chimera")(2, 2))
+    assert {x.opcode for own in program.lists for x in own} >= {*LINES}
+    assert Program.parse(str(program.verify())) == program
+
+
+def test_without_the_extension_schedules_and_opcodes_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schedule = find_recipe("chimera")(2, 2).verify()
+    text = str(chain_program(schedule))
+    doors: Any = extend._REGISTRY
+    gone = "fxpipe.extensions.gone"
+    monkeypatch.setitem(doors["option"], "sum_copies", f"{gone}.lowering:SumCopies")
+    monkeypatch.setitem(doors["instruction"], "share", f"{gone}.opcodes:Share")
+    with pytest.raises(InputError, match="schedule 'chimera' needs the extension"):
+        chain_program(schedule)
+    with pytest.raises(ParseError, match="there is no instruction 'share'"):
+        Program.parse(text)

@@ -1,0 +1,73 @@
+"""Texts of the instructions that sum over replicas, and what becomes of programs without these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fxpipe import extend
+from fxpipe.errors import InputError, ParseError
+from fxpipe.extensions.replicas.opcodes import (
+    AllGather,
+    GatherWeights,
+    PartialBackward,
+    ReduceScatter,
+    TakePart,
+)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.plan import Bucket
+from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.passes.lowering.chain import chain_program
+from fxpipe.text.program import print_instruction
+
+LINES = {
+    "partial_backward": (
+        PartialBackward(1, 2, 3, -1, "W", 4),
+        "partial_backward W s1[2'] v3 bucket 4",
+    ),
+    "reduce_scatter": (ReduceScatter(2), "reduce_scatter s2"),
+    "all_gather": (AllGather(2, -1), "all_gather s2'"),
+    "take_part": (TakePart(1), "take_part s1"),
+    "gather_weights": (GatherWeights(2, -2), "gather_weights s2''"),
+}
+
+
+@pytest.mark.parametrize("word", LINES)
+def test_every_instruction_is_read_back(word: str) -> None:
+    instruction, text = LINES[word]
+    assert ins.find_opcode(word) is type(instruction)
+    assert print_instruction(instruction) == text
+    head = "program mine microbatches=4\nplace 0\npasses lower\ndevice 0\n"
+    program = Program.parse(f"{head}  {text}\n")
+    assert program.lists == ((instruction,),)
+    assert Program.parse(str(program)) == program
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_the_program_of_replicas_is_read_back_and_verified(shards: bool) -> None:
+    schedule = find_recipe("1f1b")(2, 2)
+    buckets = {0: [Bucket((0,)), Bucket((1,))]}
+    program = chain_program(schedule, replicas=2, shards=shards, buckets=buckets)
+    used = {x.opcode for own in program.lists for x in own} & {*LINES}
+    alone = {"take_part", "gather_weights"} if shards else {"all_gather"}
+    assert used == {"partial_backward", "reduce_scatter", *alone}
+    assert program.sharded == ({0, 1} if shards else set())
+    assert program.buckets == {0: 2}
+    assert Program.parse(str(program.verify())) == program
+
+
+def test_without_the_extension_replicas_and_opcodes_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schedule = find_recipe("1f1b")(2, 2)
+    text = str(chain_program(schedule, replicas=2))
+    doors: Any = extend._REGISTRY
+    gone = "fxpipe.extensions.gone"
+    monkeypatch.setitem(doors["option"], "sum_replicas", f"{gone}.lowering:SumReplicas")
+    monkeypatch.setitem(doors["instruction"], "all_gather", f"{gone}.opcodes:AllGather")
+    with pytest.raises(InputError, match="schedule '1f1b' needs the extension"):
+        chain_program(schedule, replicas=2)
+    with pytest.raises(ParseError, match="there is no instruction 'all_gather'"):
+        Program.parse(text)
