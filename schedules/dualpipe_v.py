@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.ir.recipe import schedule, vee
+from fxpipe.ir.recipe import PARTIAL, Recipe, schedule, vee
 from fxpipe.ir.task import Pair, Task, U
 from fxpipe.schedules.chimera import both_ways
 from fxpipe.schedules.zero_bubble import spell
@@ -58,8 +58,7 @@ def _words(device: int, devices: int, more: int, both: str) -> str:
     )
 
 
-@schedule("dualpipe", placement=both_ways)
-def dualpipe(device: int, devices: int, microbatches: int) -> Iterator[Task | Pair]:
+def _dualpipe(device: int, devices: int, microbatches: int) -> Iterator[Task | Pair]:
     """Two pipelines in opposite directions, whose forwards and backwards run together as pairs.
 
     DualPipe (DeepSeek, arXiv 2412.19437), in the order of its authors' program. Even micro-batches
@@ -81,3 +80,9 @@ def dualpipe(device: int, devices: int, microbatches: int) -> Iterator[Task | Pa
     words = _words(stages[0], devices // 2, more, "&")
     yield from spell(words, stages, microbatches, (int(up), int(not up)), step=2)
     yield U(device)
+
+
+dualpipe = Recipe("dualpipe", _dualpipe, placement=both_ways)
+"""Two pipelines in opposite directions whose forwards and backwards run together; even p only."""
+
+PARTIAL[dualpipe.name] = dualpipe

@@ -303,6 +303,9 @@ def _whole(delay: Delay, microbatches: int) -> Delay:
 RECIPES: dict[str, Recipe] = {}
 """Every registered recipe by name; ``fxpipe.schedules`` fills in the library's own."""
 
+PARTIAL: dict[str, Recipe] = {}
+"""Recipes of the library, by name, that are not for every number of devices."""
+
 
 def schedule(
     name: str,
@@ -340,6 +343,7 @@ def schedule(
 
 def find_recipe(name: str) -> Recipe:
     """The recipe of that name. Raises InputError, with similar names, if there is none."""
-    if name not in RECIPES:
+    recipe = RECIPES.get(name) or PARTIAL.get(name)
+    if recipe is None:
         raise InputError(f"there is no schedule {name!r:.99}: {near(name, RECIPES)}")
-    return RECIPES[name]
+    return recipe

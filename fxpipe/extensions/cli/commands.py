@@ -18,7 +18,7 @@ from fxpipe.extend import commands, there
 from fxpipe.extensions.cli.read import DEVICES, MICROBATCHES, named_schedule, read_costs, read_file
 from fxpipe.formatting import plain_table, table_text
 from fxpipe.ir.program import Program
-from fxpipe.ir.recipe import RECIPES, Recipe
+from fxpipe.ir.recipe import PARTIAL, RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 
 DONE, FAULTY, WRONG = 0, 1, 2
@@ -175,7 +175,7 @@ def list_schedules(given: Namespace) -> bool:
     table.add_column("name", no_wrap=True)
     table.add_column("stages", justify="right")
     table.add_column("what it does")
-    for name, recipe in sorted(RECIPES.items()):
+    for name, recipe in sorted((PARTIAL | RECIPES).items()):
         table.add_row(name, f"{recipe.stages(1)} a device", _summary(recipe))
     print(table_text(table))
     return True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extend import there
 from fxpipe.ir.program import Program
-from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
+from fxpipe.ir.recipe import PARTIAL, RECIPES, Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.python_file import is_python, of_python
 
@@ -97,7 +97,7 @@ def read_file(
         InputError: as for ``named_schedule``, or the text is none of these.
     """
     path = Path(named)
-    if (named in RECIPES and not path.exists()) or is_python(named):
+    if (named in PARTIAL | RECIPES and not path.exists()) or is_python(named):
         return named_schedule(named, devices, microbatches)[0]
     text = _text(path)
     other = _form(path, text)
@@ -118,8 +118,8 @@ def read_file(
 
 
 def _find(named: str) -> Schedule | Recipe:
-    if named in RECIPES:
-        return RECIPES[named]
+    if named in PARTIAL | RECIPES:
+        return find_recipe(named)
     if is_python(named):
         return of_python(named)
     path = Path(named)

@@ -101,7 +101,7 @@ def test_a_pipe_that_is_cut_evenly_is_predicted_as_it_predicts_itself(schedule: 
         assert found.best is None
         assert "KiB" in str(found)
         assert found.measured
-        assert {row.name for row in found.rows} == {*RECIPES} - {"inference", "dualpipe"}
+        assert {row.name for row in found.rows} == {*RECIPES} - {"inference"}
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
