@@ -27,7 +27,6 @@ from fxpipe.ir.plan import Plan
 from fxpipe.passes.differentiate.any_size import put_sizes
 from fxpipe.passes.differentiate.differentiate import differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
-from fxpipe.passes.graph.check import check
 from fxpipe.passes.graph.fit import localise_sizes, relay
 from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.graph.place_devices import place_devices
@@ -185,15 +184,8 @@ COMPILE = ()
 """A plan → the same plan with other kernels, by extensions: of the stages ``own`` of this process,
 and for ``threads`` intra-op threads."""
 
-CHECK = (
-    Pass(
-        check,
-        "traced, plan, values, state, call, differentiated, own, devices",
-        "",
-        when="whole",
-    ),
-)
-"""Check that the plan computes what the model computes."""
+CHECK = ()
+"""Check that the plan computes what the model computes, by an extension."""
 
 DEVICES = (Pass(place_devices, "plan, device, stage_devices", "plan"),)
 """Let stages make their tensors on the devices where they run; for devices with streams."""

@@ -21,7 +21,6 @@ from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.traced import Traced, with_dims
 from fxpipe.log import LOGGER
 from fxpipe.passes.differentiate.any_size import Symbols, free_dims, symbols_as_operands
-from fxpipe.passes.graph.check import CloseError
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.trace import Shapes
@@ -320,7 +319,7 @@ class Plans:
         return compiled
 
     def _check(self, call: Call, traced: Traced, plan: Plan) -> None:
-        """Compare a plan with the model, unless a plan like it was compared before."""
+        """Compare a plan with the model, if an extension does, and no plan like it was compared."""
         gradients = call.purpose != "infer"
         key = (id(traced), gradients, call.parted)
         if key in self._checked:
@@ -346,17 +345,18 @@ class Plans:
             if options.spread
             else [],
         }
+        checks = passes.of(self.options, "check")
         left_out = f"the compiled {call.purpose} is not compared with the model, "
         cure = "; compile a smaller one of its kind to check it"
-        if not options.whole and options.hollow:
+        if checks and not options.whole and options.hollow:
             size = bytes_text(options.hollow)
             LOGGER.info("%swhich has %s, not all with data%s", left_out, size, cure)
-        elif not options.whole:
+        elif checks and not options.whole:
             LOGGER.info("%swhich no rank's device holds as a whole%s", left_out, cure)
         with untouched(model), intra_op_threads(options.threads):
             try:
                 with under(()):  # in graphs, casts are operations
-                    run_all(passes.of(self.options, "check"), facts)
+                    run_all(checks, facts)
             except Exception as error:
                 if options.spread and is_of_devices(error):
                     why = f"which does not run on several devices: {told(error)}"
@@ -365,7 +365,7 @@ class Plans:
                     return
                 if not isinstance(error, TraceError):
                     raise
-                if not (self.proven and isinstance(error, CloseError)):
+                if not (self.proven and error.near):
                     self.front_end.refuse_kept_values(call)
                     self.front_end.refuse_two_traces(call, error)
                     if given := [each for each in options.extensions if each.given]:

@@ -115,7 +115,7 @@ def test_the_check_keeps_no_gradients_of_a_stage_beside_those_of_the_next(schedu
         return run_serially(*args, take=count, **options)
 
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
-    module = "fxpipe.passes.graph.check.run_serially"
+    module = "fxpipe.extensions.model_check.check.run_serially"
     with (
         patch(module, watched),
         fxpipe.compile(

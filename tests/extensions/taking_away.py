@@ -50,6 +50,7 @@ DEFAULT = (
     "fxpipe.extensions.exact_cut",
     "fxpipe.extensions.leaf_modules",
     "fxpipe.extensions.loss_weight",
+    "fxpipe.extensions.model_check",
     "fxpipe.extensions.python_state",
 )
 """The extensions that ``compile`` uses if they are there."""

@@ -23,7 +23,7 @@ def options() -> Options:
 
 def own(options: Options) -> list[Pass]:
     """The passes of the extension that ``compile`` has by itself."""
-    (leaves,) = options.extensions
+    *_, leaves = options.extensions
     return [each for placed in leaves.passes(options).values() for _, each in placed]
 
 

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import fxpipe
 from fxpipe.errors import TraceError
 from fxpipe.extensions.leaf_modules import calls as leaf_calls
+from tests.extensions.model_check.test_check import Backwards
 from tests.oracles import loop
-from tests.passes.graph.test_check import Backwards
 
 
 class Branching(nn.Module):

@@ -21,8 +21,8 @@ from fxpipe.extensions.symbolic.trace import trace_symbolically
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.passes.partition.atoms import Footprint, atoms_of
 from fxpipe.passes.partition.measure import NodeCost
+from tests.extensions.model_check.test_check import Backwards
 from tests.oracles import loop
-from tests.passes.graph.test_check import Backwards
 
 
 def trained_alike(

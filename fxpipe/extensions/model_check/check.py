@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import random
 from fxpipe.errors import TraceError
+from fxpipe.extensions.model_check.fixed_draws import FixedDraws, fixed_others, pattern
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import AUTOCAST, DRAWS_FROM_OTHERS, Traced, Value
 from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.serial import SerialResult, run_serially
-from fxpipe.passes.graph.randomness import FixedDraws, fixed_others, pattern
 from fxpipe.torchtools import moments, source
 from fxpipe.torchtools.pytrees import pieces, taken_apart
 from fxpipe.torchtools.state import brought
@@ -60,6 +60,8 @@ _WITHOUT_GRADIENTS = (
 class CloseError(TraceError):
     """The plan and the model differ by more than is allowed, but by so little that it may yet be
     rounding."""
+
+    near = True
 
 
 def check(

@@ -14,12 +14,12 @@ from torch.nn import functional
 
 import fxpipe
 from fxpipe.errors import TraceError
+from fxpipe.extensions.model_check.check import check
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import BackwardResult
 from fxpipe.kernels.serial import SerialResult, run_serially
 from fxpipe.passes.differentiate.part_backward import part_backward
-from fxpipe.passes.graph.check import check
 from tests.helpers.exported import Recurrent
 from tests.helpers.fronted import differentiated, front_end, in_stages, values_of
 from tests.helpers.tiny import Tiny
@@ -230,7 +230,7 @@ def test_a_gradient_that_is_wrong_for_all_weights_nearby_is_refused(
         calls.append(run_serially(*args, take=spoil, **options))
         return calls[-1]
 
-    module = "fxpipe.passes.graph.check.run_serially"
+    module = "fxpipe.extensions.model_check.check.run_serially"
     with (
         patch(module, spoiled),
         pytest.raises(TraceError, match=r"layer\.weight") if refused else nullcontext(),

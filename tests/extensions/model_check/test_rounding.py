@@ -22,9 +22,9 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 import fxpipe
 from fxpipe import random
 from fxpipe.errors import TraceError
+from fxpipe.extensions.model_check.check import CloseError, check
+from fxpipe.extensions.model_check.fixed_draws import FixedDraws
 from fxpipe.kernels.serial import SerialResult, run_serially
-from fxpipe.passes.graph.check import CloseError, check
-from fxpipe.passes.graph.randomness import FixedDraws
 from tests.helpers.fronted import differentiated, front_end, in_stages, values_of
 from tests.helpers.profiles import DEEP, deep
 
@@ -195,7 +195,7 @@ def off_by(part: float) -> Iterator[None]:
     def spoiled(*args: Any, take: Callable[[str, Tensor], None], **options: Any) -> SerialResult:
         return run_serially(*args, take=lambda k, g: take(k, g * (1 + part)), **options)
 
-    with patch("fxpipe.passes.graph.check.run_serially", spoiled):
+    with patch("fxpipe.extensions.model_check.check.run_serially", spoiled):
         yield
 
 
@@ -220,7 +220,7 @@ def test_few_other_choices_among_close_numbers_may_be_rounding(wrong: int, close
 
     torch.manual_seed(0)
     with (
-        patch("fxpipe.passes.graph.check.run_serially", spoiled),
+        patch("fxpipe.extensions.model_check.check.run_serially", spoiled),
         pytest.raises(TraceError, match=f"{wrong} of its entries differ") as raised,
     ):
         compare(Chooses(), torch.randn(100, 4), aten.argmax.default, lambda node: None)

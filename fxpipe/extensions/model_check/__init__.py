@@ -1,0 +1,1 @@
+"""Plans are compared with the model before they train."""
