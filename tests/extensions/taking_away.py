@@ -92,7 +92,7 @@ def use_the_rest() -> None:
     for recipe in RECIPES.values():
         schedule = recipe(2, 4).verify()
         assert fxpipe.Schedule.parse(str(schedule)) == schedule
-        if "A" not in schedule.kinds:
+        if "A" not in schedule.kinds and not any(schedule.working):
             chain_program(schedule).verify()
     assert not extensions(), f"what the core does loads {extensions()}"
 
