@@ -3,8 +3,8 @@
     python -m tests.simcuda.nightly 1000 [seed]
 
 makes so many runs, ten in each setting, one after another; the seed of the first setting is 0 or
-the given one. It prints what is wrong with each, and in the end how often it met what. Ends with 1
-if anything was wrong.
+the given one. It prints what is wrong with each, and in the end how often it met what, and what
+never. Ends with 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import sys
 import time
 from collections import Counter
 
-from tests.simcuda.drawn import draw, wrong
+from tests.simcuda.drawn import EXTRAS, INPUTS, OPTIONS, SCHEDULES, draw, wrong
+from tests.simcuda.training import MODELS
 
 RUNS = 10
 """A setting: they share what is compiled."""
@@ -39,6 +40,8 @@ def main() -> None:
     print(f"{made} runs in {made // RUNS} settings, {bad} wrong; {refused} settings refused")
     print(f"{took:.1f} s a run")
     print(", ".join(f"{part} {times}" for part, times in met.most_common()))
+    never = [part for part in (*SCHEDULES, *MODELS, *OPTIONS, *EXTRAS, *INPUTS) if not met[part]]
+    print(f"never met: {', '.join(never) or 'nothing'}")
     sys.exit(bool(bad))
 
 

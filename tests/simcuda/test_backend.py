@@ -20,6 +20,7 @@ from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.devices.lanes import ALONE, TRIES, Lanes
 from fxpipe.runtime.devices.launching import StreamBackend
 from fxpipe.text.program import print_instruction
+from tests.helpers.profiles import deep
 from tests.helpers.tiny import Tiny, batch
 from tests.oracles import loop
 from tests.simcuda.process import on_devices, simulated
@@ -60,7 +61,7 @@ def test_profilers_show_what_is_launched_by_the_names_of_instructions(dispatch: 
     on_devices(spans, dispatch)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["2bw", *deep("1f1b")])
 def test_streams_of_one_device_train_as_cpu_devices(schedule: str) -> None:
     setting = Setting("dropout", {"schedule": schedule, "extensions": [fxpipe.Dispatch("thread")]})
     assert not on_devices(compare, setting, ["stream:0", "stream:0"], [(LAZY, 0)])

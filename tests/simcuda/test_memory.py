@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from tests.helpers.mapped import copied_pages, mapped
+from tests.helpers.profiles import deep
 from tests.simcuda import cuda
 from tests.simcuda.process import on_devices, simulated
 
@@ -147,7 +148,7 @@ def lives(folder: Path, optimizer: Optimizer, limit: float) -> list[float]:
         # parameters, gradients, two moments, and what Adam computes from them for a whole stage
         (Adam, 5),
         # parameters, gradients, and one layer's gradient before it is added
-        (SGD, 2.5),
+        *deep((SGD, 2.5)),
     ],
 )
 def test_a_model_of_eight_devices_memory_lives_on_eight_devices(
@@ -185,7 +186,7 @@ def counted(
     return steps, compiling, others
 
 
-@pytest.mark.parametrize("optimizer", [SGD, Adam])
+@pytest.mark.parametrize("optimizer", [Adam, *deep(SGD)])
 def test_compiling_takes_no_more_than_steps(optimizer: Optimizer) -> None:
     assert_within(*on_devices(counted, {"schedule": "1f1b"}, optimizer))
 

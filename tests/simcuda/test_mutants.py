@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+
 import pytest
 
 from tests.helpers.profiles import DEEP
@@ -12,6 +15,14 @@ from tests.simcuda.process import simulated
 pytestmark = simulated
 
 SAMPLE = ("a wait does nothing", "new streams do not follow the caller")
+
+
+def test_every_fault_has_its_place() -> None:
+    """Whoever changes code in which one is planted hears of it at once."""
+    sources = {
+        f.module: inspect.getsource(importlib.import_module(f.module)) for f in FAULTS.values()
+    }
+    assert not [name for name, f in FAULTS.items() if sources[f.module].count(f.before) != 1]
 
 
 @pytest.mark.parametrize("name", FAULTS if DEEP else SAMPLE)

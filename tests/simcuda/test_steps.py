@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy, pad
 
 import fxpipe
 from fxpipe.torchtools.accelerator import current, default_stream, plain
+from tests.helpers.profiles import deep
 from tests.simcuda.process import on_devices, simulated
 from tests.simcuda.training import Setting, compare
 
@@ -56,7 +57,7 @@ def tokens(step: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["2bw", *deep("1f1b")])
 def test_deferred_batchnorm_trains_on_devices(schedule: str) -> None:
     setting = Setting("unet", {"schedule": schedule, "extensions": ["deferred_batchnorm"]})
     assert not on_devices(compare, setting, PLACES, MODES[:2])
@@ -101,8 +102,14 @@ def calls(inputs: str, side: bool) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("side", [False, True])
-@pytest.mark.parametrize("inputs", ["cpu", "cuda:0", "cuda:1"])
+@pytest.mark.parametrize(
+    ("inputs", "side"),
+    [
+        ("cpu", True),
+        ("cuda:1", False),
+        *deep(("cpu", False), ("cuda:0", False), ("cuda:0", True), ("cuda:1", True)),
+    ],
+)
 def test_a_call_and_its_backward_follow_the_callers_streams(inputs: str, side: bool) -> None:
     assert not on_devices(calls, inputs, side)
 
@@ -115,7 +122,7 @@ def test_memory_of_losses_is_not_used_again_while_the_caller_reads_them() -> Non
     assert not on_devices(compare, setting, places, [(RANDOM, 58)])
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+@pytest.mark.parametrize("schedule", ["pipedream", *deep("2bw")])
 def test_the_first_evaluation_leaves_delayed_weights_as_they_were(schedule: str) -> None:
     """It traces the model on the first device, which must not look like a change by the user."""
     setting = Setting("dropout", {"schedule": schedule}, extra="evaluation")
