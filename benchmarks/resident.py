@@ -123,21 +123,27 @@ def main() -> None:
     for case in own.cases or RESIDENT:
         made[case] = measured(case, own.rounds)
         print("\n".join(grid(case, made[case]).markdown()), flush=True)
-    Report(
+        report(made, own.rounds, machine).publish()  # a run that is stopped leaves what it has
+
+
+def report(made: dict[str, dict[str, Resident | str]], rounds: int, machine: Machine) -> Report:
+    """What is measured of these cases so far."""
+    return Report(
         name="resident",
         title="Resident memory of fxpipe beside its peers, on CPU devices",
         settings={
-            "memory": "of Linux, above what each process had after its imports, in MiB, summed "
+            "memory": "of Linux, above what each process had after its imports (with all that an "
+            "export imports, and fxpipe's first compilation), in MiB, summed "
             "over the processes; medians of the rounds, in which all take turns",
             "first step": "at most, with all compiling",
             "steps": f"at most in {STEPS} steps after {WARM_UP}",
-            "rounds": own.rounds,
+            "rounds": rounds,
             **{name: RESIDENT[name].title for name in made},
         },
         figures=[figure for case, found in made.items() for figure in figures(case, found)],
         machine=machine,
         grids=[grid(case, found) for case, found in made.items()],
-    ).publish()
+    )
 
 
 if __name__ == "__main__":

@@ -267,6 +267,8 @@ class Engine:
             for worker in self._workers:
                 worker.close()
             self._options.group.close()
+            # it may outlive the pipe by the threads that end its links, and must not keep the model
+            self._options.group.when_failed(lambda: "")
             self._backend.close()
 
     def _call_failed(self) -> str:

@@ -3,6 +3,8 @@ the memory of the parameters of other ranks' stages when it first runs."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -49,6 +51,26 @@ def test_each_parameter_keeps_its_data_on_the_rank_that_trains_it_alone(whole: i
         assert found["full"].keys() == final.keys()
         assert all(torch.equal(value, final[name]) for name, value in found["full"].items())
         torch.testing.assert_close(found["by hand"], model(batch()[0]))
+
+
+def left(mesh: DeviceMesh) -> list[bool]:
+    """Whether a model lives once its pipe is closed and dropped, while the pipe's group lives, as
+    long as threads may still end its links; before and after."""
+    model = with_data()
+    pipe = compiled(mesh, model)
+    x, y = batch()
+    pipe.step(x, target=y)
+    group, alive = pipe._group, weakref.ref(model)
+    found = [alive() is not None]
+    pipe.close()
+    del model, pipe
+    gc.collect()
+    assert group.closed
+    return [*found, alive() is not None]
+
+
+def test_a_closed_pipe_lets_go_of_the_model_before_its_links_have_ended() -> None:
+    assert on_ranks(2, left) == [[True, False]] * 2
 
 
 class Branches(nn.Module):
