@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from math import inf
 from typing import Any
 
 import torch
@@ -156,10 +155,10 @@ class Options:
         """Whether the devices are those of several ranks."""
         return self.group.size > 1
 
-    def early(self, program: Program) -> float:
+    def early(self, program: Program) -> int:
         """How many values from each other device may be in a device's memory before it receives
         them, see ``Sizes``."""
-        return 0 if not self.ranks else program.window if self.places else inf
+        return program.window if self.ranks else 0
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -84,6 +84,13 @@ class ValueSpec:
     strides: tuple[int, ...] | None = None
     device: str = "cpu"
 
+    def room(self, device: torch.device) -> torch.Tensor:
+        """Allocate memory for the value as ``torch.empty_like`` does: dense, dimensions in its
+        order. Its strides must be known."""
+        assert self.strides is not None
+        like = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+        return torch.empty_like(like, device=device)
+
     @property
     def bytes(self) -> int:
         """The bytes of the value for one micro-batch."""

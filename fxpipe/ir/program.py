@@ -15,7 +15,7 @@ from fxpipe.formatting import plural, shown
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Launch
 from fxpipe.ir.schedule import ordered_copies
-from fxpipe.ir.value import COPIED, HOST, Buffer, BufferKind, Edge, Operands, own_buffer
+from fxpipe.ir.value import COPIED, CROSSING, HOST, Buffer, BufferKind, Edge, Operands, own_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -110,32 +110,35 @@ class Program:
 
     @cached_property
     def window(self) -> int:
-        """The receives from each other device that ranks with streams post ahead of the next one.
+        """The receives from each other device that ranks post ahead of the next one.
 
-        At least 1, and enough for the program to finish though a send waits for its receive.
+        At least 1, and on streams enough for the program to finish though a send waits for its
+        receive.
         """
+        if not self.launches:
+            return 1
         from fxpipe.verify.program import smallest_channel
 
         return max(1, smallest_channel(self))
 
     @cached_property
-    def followed(self) -> frozenset[tuple[object, ...]]:
-        """The values, without batches, right after which their device sends another the same way.
-
-        It computes nothing in between, so that both can travel together.
-        """
-        followed = set[tuple[object, ...]]()
-        for instructions in self.lists:
-            latest: dict[int, tuple[object, ...]] = {}
-            for x in instructions:
-                if isinstance(x, ins.Sending):
-                    target = self.destination(x)
-                    if target in latest:
-                        followed.add(latest[target])
-                    latest[target] = x.buffer[:5]
-                elif not isinstance(x, ins.Free | ins.Output):
-                    latest.clear()
-        return frozenset(followed)
+    def confirmed(self) -> Mapping[tuple[int, int], Buffer]:
+        """Device and position of a receive → the last value that had gone the other way and was
+        received before the sender sent this one. Batches count from the receiver's step."""
+        before: dict[tuple[object, ...], Buffer] = {}
+        for row in self.lists:
+            latest: dict[int, Buffer] = {}  # other device → the last value that came from it
+            for x in row:
+                if isinstance(x, ins.Receiving) and x.buffer.kind in CROSSING:
+                    latest[self.origin(x)] = x.buffer
+                elif isinstance(x, ins.Sending) and (last := latest.get(self.destination(x))):
+                    before[x.buffer[:5]] = last._replace(batch=last.batch - x.buffer.batch)
+        return {
+            (device, at): last._replace(batch=last.batch + x.buffer.batch)
+            for device, row in enumerate(self.lists)
+            for at, x in enumerate(row)
+            if isinstance(x, ins.Receiving) and (last := before.get(x.buffer[:5]))
+        }
 
     @cached_property
     def sharded(self) -> frozenset[int]:
@@ -186,6 +189,9 @@ class Program:
         vars(alone)["_elsewhere"] = self._elsewhere
         if self.launches:
             vars(alone)["window"] = self.window
+        else:
+            own = {at: last for at, last in self.confirmed.items() if at[0] == device}
+            vars(alone)["confirmed"] = own
         return alone
 
     def _grouped(self, ends: list[int]) -> tuple[tuple[Edge, ...], ...]:

@@ -14,10 +14,11 @@ from threading import RLock
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.plan import Stage
+from fxpipe.ir.plan import Stage, ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer, own_buffer
 from fxpipe.kernels.graph import laid_out
@@ -139,6 +140,7 @@ class Machine:
         Raises:
             Stopped: another device failed, or the run was stopped.
         """
+        self.channels.prepare(self)
         instructions = self.program.lists[self.device]
         overlaps = self.program.depth > 0
         end = len(instructions) if end is None else end
@@ -210,6 +212,14 @@ class Machine:
         """A lock for modules that several devices call, each with its weights in them."""
         copied = self.program.copies and self.program.copies_of(stage)
         return _TURN if copied and self.stages[stage].under_autograd else _NOBODY_ELSE
+
+    def room(self, spec: ValueSpec) -> Tensor:
+        """Allocate the device's memory for a value."""
+        return spec.room(torch.device("cpu"))
+
+    def posting(self, source: int) -> AbstractContextManager[None]:
+        """Inside, receives from another device are posted."""
+        return nullcontext()
 
     def named(self, buffer: Buffer) -> Buffer:
         """The buffer with its absolute batch number, as other devices name it."""

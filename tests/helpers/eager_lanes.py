@@ -16,7 +16,6 @@ import fxpipe
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatches
-from fxpipe.runtime.devices.lanes import room
 from fxpipe.runtime.devices.launching import LaunchingChannels, StreamBackend
 from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job
@@ -109,7 +108,7 @@ class Lanes:
         return value.clone()
 
     def room(self, spec: ValueSpec) -> Tensor:
-        return room(spec, torch.device("cpu"))
+        return spec.room(torch.device("cpu"))
 
 
 class Backend(StreamBackend):

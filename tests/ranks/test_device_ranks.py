@@ -46,7 +46,7 @@ def devices_of(pipe: fxpipe.Pipeline) -> CudaRanks:
 def sent_values(mesh: DeviceMesh) -> tuple[int, int]:
     """How many tensors a step has sent over process groups, and how many it should."""
     beside, backend = streaming(mesh, clip_norm=0.1)
-    count, pairs = 0, backend._pairs
+    count, pairs = 0, backend.pairs
     send = pairs.send
 
     def counted(target: int, value: Any) -> Any:
@@ -76,7 +76,8 @@ def lacking(on: Any, text: str, stream: str, name: str) -> Any:
 
 
 def failing(mesh: DeviceMesh) -> list[str]:
-    """An instruction of each kind fails on each rank in turn; then no rank goes on."""
+    """An instruction of each kind fails on each rank in turn; then all ranks go on, unless one has
+    updated."""
     here, told = mesh.get_local_rank(), []
     probe, _ = streaming(mesh, clip_norm=0.1)
     probe.step()
@@ -95,20 +96,20 @@ def failing(mesh: DeviceMesh) -> list[str]:
             beside.pipe.step(x, target=y)
         assert raised.value.device == rank, where
         assert isinstance(raised.value, RankError) == (rank != here), where
+        vars(backend.lanes[0]).pop("on", None)
         if isinstance(instruction, ins.Update):
             with pytest.raises(EndedError, match="updated with this batch"):
-                beside.pipe.state_dict()
+                beside.pipe.step(x, target=y)
         else:
             unchanged(before, beside.pipe, where)
-        with within(10), pytest.raises(RankError, match="start all ranks again, from the last"):
-            beside.pipe.step(x, target=y)
+            beside.step()
         beside.pipe.close()
         told.append(type(instruction).__name__)
     return told
 
 
 @simulated
-def test_after_a_failure_all_ranks_raise_have_their_weights_and_refuse_to_go_on() -> None:
+def test_after_a_failure_all_ranks_raise_have_their_weights_and_go_on() -> None:
     for found in on_devices_of_ranks(2, failing):
         assert {*found} == {kind.__name__ for kind in KINDS}
 
@@ -201,7 +202,7 @@ def blocking(mesh: DeviceMesh, schedule: Any, window: int | None) -> bool:
     are needed if ``window`` says so."""
     beside = Beside(mesh, schedule=schedule, microbatches=4)
     backend = devices_of(beside.pipe)
-    backend._pairs = pairs = Blocking(beside.pipe._group, backend._pairs.device)
+    backend.pairs = pairs = Blocking(beside.pipe._group, backend.pairs.device)
     x, y = batch(8)
     beside.pipe.prepare(x, target=y)
     compiled = beside.pipe._calls.compiled()
@@ -224,7 +225,7 @@ def blocking(mesh: DeviceMesh, schedule: Any, window: int | None) -> bool:
     thread.start()
     thread.join(200 if window is None else 8)
     came = bool(done)
-    pairs.close()  # ends the waits
+    pairs.abort()  # ends the waits
     thread.join()
     return came
 

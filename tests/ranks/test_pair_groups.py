@@ -37,7 +37,7 @@ def test_communicators_share_no_stream_with_computations_and_few_multiprocessors
     """Our streams have the default priority, and torch's pool keeps those of high priority apart;
     a receive that is posted early must leave the device to computations."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    ranks: Any = SimpleNamespace(members=SimpleNamespace(timeout=7))
+    ranks: Any = SimpleNamespace(members=SimpleNamespace(timeout=7), epoch=0)
     made = PairGroups(ranks, torch.device("cuda:0")).make(None, 1)
     assert (made.rank, made.size) == (1, 2)
     assert made.options.is_high_priority_stream

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import unroll
+from fxpipe.ir.value import CROSSING, Buffer
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -194,22 +194,36 @@ def test_a_channel_that_is_no_count_is_refused(channel: Any) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_values_travel_together_that_leave_for_one_device_before_anything_else_happens(
-    name: str,
-) -> None:
+def test_what_is_let_go_of_at_a_receive_had_arrived_before_that_value_was_sent(name: str) -> None:
     for p, m in [(2, 4), (4, 8)]:
         schedule = RECIPES[name](p, m)
         for plan in (chain, skipping) if schedule.stages > 2 else (chain,):
             program = free(communicate(Lower(plan(schedule.stages))(schedule)))
-            for own in unroll(program, 2 + program.depth).lists:
-                for at, x in enumerate(own):
-                    if isinstance(x, ins.Send | ins.Stash):
-                        rest = takewhile(lambda y: isinstance(y, ins.Move) and leaves(y), own[at:])
-                        others = [y for y in rest if isinstance(y, ins.Send | ins.Stash)][1:]
-                        home = program.destination(x)
-                        follows = any(program.destination(y) == home for y in others)
-                        assert (x.buffer[:5] in program.followed) == follows
+            steps = 2 + program.depth
+            runs = [*map(places, unroll(program, steps).lists)]
+            confirms = set[tuple[int, int]]()
+            for (device, at), last in program.confirmed.items():
+                x = program.lists[device][at]
+                assert isinstance(x, ins.Receive | ins.Pop)
+                source = program.origin(x)
+                confirms.add((device, source))
+                for shift in range(-program.depth, steps + program.depth):
+                    value = x.buffer._replace(batch=x.buffer.batch + shift)
+                    before = last._replace(batch=last.batch + shift)
+                    if value in runs[device] and before in runs[device]:
+                        assert runs[device][before] < runs[device][value]
+                        assert runs[source][before] < runs[source][value]
+            both = {
+                (device, program.origin(x))
+                for device, row in enumerate(program.lists)
+                for x in row
+                if isinstance(x, ins.Receive | ins.Pop) and x.buffer.kind in CROSSING
+            }
+            two_way = {(a, b) for a, b in both if (b, a) in both}
+            assert confirms <= two_way and bool(confirms) == bool(two_way)
 
 
-def leaves(instruction: ins.Move) -> bool:
-    return not isinstance(instruction, ins.Arrival)
+def places(row: Sequence[ins.Instruction]) -> dict[Buffer, int]:
+    """Where a device's list sends or receives each value that crosses to another device."""
+    kinds = ins.Send | ins.Stash | ins.Receive | ins.Pop
+    return {x.buffer: at for at, x in enumerate(row) if isinstance(x, kinds)}

@@ -111,7 +111,7 @@ class _Receiving(_Writing):
         )
 
     def run(self, machine: Machine) -> None:
-        value = machine.channels.get(machine.device, machine.named(self.buffer))
+        value = machine.channels.arrive(machine, machine.named(self.buffer))
         machine.store.values[self.buffer] = value
 
 

@@ -193,6 +193,13 @@ class Channels:
             raise Stopped
         return item
 
+    def prepare(self, machine: Machine) -> None:
+        """Prepare a device that is about to run its list, or to go on after a pause."""
+
+    def arrive(self, machine: Machine, buffer: Buffer) -> Any:
+        """Receive the value that a device's instruction asks for. Raises like ``get``."""
+        return self.get(machine.device, buffer)
+
     def meet(self) -> None:
         """Wait until every thread has called this. Raises Stopped when the run is stopped."""
         try:

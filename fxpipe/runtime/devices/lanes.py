@@ -130,7 +130,7 @@ class Lanes:
     def room(self, spec: ValueSpec) -> Tensor:
         """Allocate the device's memory for a value, with the strides that ``bring`` gives it."""
         with current(self.stream(COMPUTE)):
-            return room(spec, self.device)
+            return spec.room(self.device)
 
     def begin(self, before: Mapping[torch.device, torch.Event]) -> None:
         """Order all streams after an event on their device. The caller holds ``ALONE``."""
@@ -244,13 +244,6 @@ def _stream(device: torch.device, *, computes: bool = False) -> torch.Stream:
         if stream not in taken:
             break
     return stream
-
-
-def room(spec: ValueSpec, device: torch.device) -> Tensor:
-    """Allocate memory for a value as ``torch.empty_like`` does: dense, dimensions in its order."""
-    assert spec.strides is not None
-    like = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
-    return torch.empty_like(like, device=device)
 
 
 def _pinned_like(value: Tensor) -> Tensor:

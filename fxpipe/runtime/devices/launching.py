@@ -15,9 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.launch import COMPUTE, Event, Launch
+from fxpipe.ir.launch import COMPUTE, Event, Launch, arrivals
+from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
@@ -150,11 +152,11 @@ class LaunchingChannels(Channels):
         super().__init__(program, threads)
         self.events = Events(program)
 
-    def prepare(self, machine: LaunchingMachine) -> None:
-        """Prepare a device that is about to run its list, or to go on after a pause."""
-
-    def arrive(self, machine: LaunchingMachine, stream: str, buffer: Buffer) -> Any:
-        """Receive a value for a device, and copy it to its memory on a stream."""
+    def arrive(self, machine: Machine, buffer: Buffer) -> Any:
+        """Receive a value for a device, and copy it to its memory on the stream of the running
+        instruction."""
+        assert isinstance(machine, LaunchingMachine)
+        stream = machine.program.launches[machine.device][machine.position].stream
         return machine.lanes.bring(stream, self.get(machine.device, buffer))
 
     def leave(self, buffer: Buffer) -> None:
@@ -193,6 +195,12 @@ class LaunchingMachine(Machine):
             if type(self._launch_next()) is ins.Pause:
                 return False
         return True
+
+    def room(self, spec: ValueSpec) -> Tensor:
+        return self.lanes.room(spec)
+
+    def posting(self, source: int) -> AbstractContextManager[None]:
+        return self.lanes.on(arrivals(source), "post receives")
 
     def _launch_next(self) -> ins.Instruction:
         """Launch the instruction at ``position``, move on and return it."""
@@ -233,9 +241,6 @@ class LaunchingMachine(Machine):
                 buffer = instruction.buffer
                 value = self.jobs[self.step + buffer.batch].host.give(buffer)
                 self.store.values[buffer] = self.lanes.bring(launch.stream, value)
-            elif isinstance(instruction, ins.Arrival):
-                value = self.channels.arrive(self, launch.stream, self.named(instruction.buffer))
-                self.store.values[instruction.buffer] = value
             else:
                 if isinstance(instruction, ins.Free):
                     self.channels.leave(self.named(instruction.buffer))

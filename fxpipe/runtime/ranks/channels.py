@@ -1,29 +1,70 @@
-"""The backend for ranks: this process runs the list of one device, other ranks run the rest."""
+"""The backend for ranks: this process runs the list of one device, other ranks run the rest.
+
+Tensors whose shapes the plan says go from device to device over ``PairGroups``, in the order of the
+lists. Receives are posted ahead, into the memory in which the values stay. Everything else (losses,
+outputs, norms, values that are no tensors) goes by messages.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from fxpipe.errors import RankError
+from fxpipe.errors import InputError, RankError
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import Buffer
+from fxpipe.ir.value import CROSSING, Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job, alone
-from fxpipe.runtime.interpreter import Stopped
+from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.inbox import POLL, failure_of
 from fxpipe.runtime.ranks.message import Message
+from fxpipe.runtime.ranks.pairs import PairGroups
 from fxpipe.runtime.ranks.summing import Part, Pieces, RunningSum, cut, joined, merged
 from fxpipe.runtime.weights.clipping import norms_of
 
 SMALL = 4096
 """Published tensors of fewer bytes are collected and sent together."""
+
+PATIENCE = 2.0
+"""Seconds to wait, after a failed transfer, for the other rank's own error, which says more."""
+
+
+class _Posted(NamedTuple):
+    """A posted receive: the value, its memory, and the work that fills it."""
+
+    buffer: Buffer
+    room: Tensor
+    work: Any
+
+
+@dataclass
+class _Receives:
+    """The receives from one other device.
+
+    Attributes:
+        step: the step of the receive to be posted next.
+        index: its index in ``receives``.
+        receives: position and buffer of each receive in this rank's list.
+        posted: the receives that are posted, and whose instructions have not run yet.
+    """
+
+    step: int
+    index: int = 0
+    receives: list[tuple[int, Buffer]] = field(default_factory=list)
+    posted: deque[_Posted] = field(default_factory=deque)
 
 
 class RankChannels(Channels):
@@ -44,15 +85,20 @@ class RankChannels(Channels):
         program: Program,
         group: RankGroup,
         jobs: Mapping[int, Job],
+        pairs: PairGroups,
     ) -> None:
-        """Make empty channels."""
+        """Make empty channels over the groups of ``pairs``, which are connected."""
         super().__init__(program, 1)
+        self._pairs, self._stopped = pairs, threading.Event()
+        # device → what was sent to it and may not be there yet
+        self._sent: dict[int, deque[tuple[Buffer, Tensor, Any]]] = {}
+        self._awaited: dict[int, _Receives] = {}
+        self._pauses: list[int] = []
+        self._until: int | None = None  # the position of the next pause
         self.failure: RankError | None = None
         assert group.links is not None
         self._group, self._links, self._jobs = group, group.links, jobs
         self._program, self._overlaps = program, program.depth > 0
-        self._followed = program.followed
-        self._together: dict[int, tuple[list[Buffer], list[Any]]] = {}  # to send in one message
         self._unsent: list[tuple[Any, Any]] = []  # published here
         self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}  # of batches not fed yet
         self._sums: dict[tuple[int, int, int], RunningSum] = {}
@@ -67,16 +113,122 @@ class RankChannels(Channels):
         if self.failure is not None:
             failed(self.failure)
 
+    def prepare(self, machine: Machine) -> None:
+        """Post the first receives."""
+        if not self._awaited:
+            for at, x in enumerate(self._program.lists[machine.device]):
+                if isinstance(x, ins.Pause):
+                    self._pauses.append(at)
+                elif isinstance(x, ins.Receiving) and x.buffer.kind in CROSSING:
+                    origin = self._program.origin(x)
+                    awaited = self._awaited.setdefault(origin, _Receives(machine.step))
+                    awaited.receives.append((at, x.buffer))
+        self._until = next((at for at in self._pauses if at >= machine.position), None)
+        for source, awaited in self._awaited.items():
+            with machine.posting(source):
+                self._post(machine, source, awaited, self._program.window)
+
     def put(self, device: int, buffer: Buffer, value: Any) -> None:
-        if device == self._group.device:
-            super().put(device, buffer, value)
+        spec = self._spec(buffer)
+        if spec is None:
+            message = _values(self._run, [buffer], [value])
+            self._links.send(self._group.pipeline[device], message)
             return
-        buffers, values = self._together.setdefault(device, ([], []))
-        buffers.append(buffer)
-        values.append(value)
-        if buffer[:5] not in self._followed:
-            del self._together[device]
-            self._links.send(self._group.pipeline[device], _values(self._run, buffers, values))
+        if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
+            raise InputError(
+                f"{buffer.value} has the shape {tuple(value.shape)} and {value.dtype}, but the "
+                f"device that receives it expects {spec.shape} and {spec.dtype}, as in the trace; "
+                "if the size of a value changes, make and use it on the same stage"
+            )
+        sent, strides = value.detach().resolve_conj().resolve_neg(), _strides(spec)
+        if sent.stride() != strides:
+            sent = sent.new_empty_strided(spec.shape, strides).copy_(sent)
+        with self._explained():
+            work = self._pairs.send(device, sent)
+            self.keep(device, buffer, sent, work)
+
+    def keep(self, device: int, buffer: Buffer, sent: Tensor, work: Any) -> None:
+        """Keep what was sent until it is known to have arrived. Nobody waits for that: gloo's wait
+        for a send may last for ever where the other process ends at the wrong moment."""
+        kept = self._sent.setdefault(device, deque())
+        # what a caller has the loss of has arrived, apart from gradients
+        while kept and kept[0][0].batch < buffer.batch - 1 and kept[0][0].kind != "grad":
+            kept.popleft()
+        kept.append((buffer, sent, work))
+
+    def arrive(self, machine: Machine, buffer: Buffer) -> Any:
+        if self._spec(buffer) is None:
+            return self.get(machine.device, buffer)
+        source = self._program.ends_of(buffer)[0]
+        awaited = self._awaited[source]
+        self._post(machine, source, awaited, self._program.window + 1)
+        first = awaited.posted.popleft()
+        assert first.buffer == buffer, "values are received in the order of the list"
+        with self._explained():
+            first.work.wait()
+        self.arrived(machine, source)
+        return first.room
+
+    def arrived(self, machine: Machine, source: int) -> None:
+        """Let go of what the sender of a value had received before it sent that."""
+        confirmed = self._program.confirmed.get((machine.device, machine.position))
+        kept = self._sent.get(source)
+        if confirmed is None or kept is None:
+            return
+        last = machine.named(confirmed)
+        if any(buffer == last for buffer, _, _ in kept):
+            while kept.popleft()[0] != last:
+                pass
+
+    def _spec(self, buffer: Buffer) -> ValueSpec | None:
+        """The shape and dtype of a value that goes from device to device; None for other values."""
+        if buffer.kind not in CROSSING:
+            return None
+        spec = self._jobs[buffer.batch].specs[buffer.microbatch].get(buffer.value)
+        if spec is None or spec.strides is None or spec.device != self._pairs.device.type:
+            return None
+        return spec if spec.bytes else None
+
+    def _post(self, machine: Machine, source: int, awaited: _Receives, most: int) -> None:
+        """Post receives until ``most`` are posted or no more are known."""
+        while len(awaited.posted) < most:
+            buffer = self._upcoming(machine, awaited)
+            if buffer is None:
+                return
+            spec = self._spec(buffer)
+            if spec is not None:
+                memory = machine.room(spec)
+                with self._explained():
+                    work = self._pairs.receive(source, memory)
+                awaited.posted.append(_Posted(buffer, memory, work))
+
+    def _upcoming(self, machine: Machine, awaited: _Receives) -> Buffer | None:
+        """Return the next buffer to receive; None if the caller has not decided yet whether there
+        is another batch, or whether the run goes on after a pause."""
+        while True:
+            if awaited.index == len(awaited.receives):
+                if not self._overlaps:
+                    return None
+                awaited.step, awaited.index = awaited.step + 1, 0
+            position, relative = awaited.receives[awaited.index]
+            if self._until is not None and position > self._until:
+                return None
+            buffer = relative._replace(batch=awaited.step + relative.batch)
+            if awaited.step > machine.step and buffer.batch >= machine.batches.stop:
+                return None
+            awaited.index += 1
+            if buffer.batch in machine.batches:
+                return buffer
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise Stopped instead of an error of a transfer that the stop of the run has caused."""
+        try:
+            yield
+        except RuntimeError:
+            if self._stopped.wait(PATIENCE):
+                raise Stopped from None
+            raise
 
     def start(self) -> None:
         self.running = True
@@ -246,6 +398,8 @@ class RankChannels(Channels):
     def stop(self) -> None:
         super().stop()
         self._met.put(None)
+        self._stopped.set()
+        self._pairs.abort()
 
     def deliver(self, rank: int, message: Message) -> None:
         """Handle a message from another rank; called by a thread that reads messages."""
@@ -293,14 +447,45 @@ def _values(run: Any, buffers: Sequence[Buffer], values: Sequence[Any]) -> Messa
     return Message("values", (run, [*map(tuple, buffers)]), [*values])
 
 
+@functools.cache
+def _strides(spec: ValueSpec) -> tuple[int, ...]:
+    """The strides of what is sent for a spec, which has no gaps."""
+    return spec.room(torch.device("meta")).stride()
+
+
 class RankBackend(Backend):
-    """Runs the list of this rank's CPU device."""
+    """Runs the list of this rank's device, on a CPU."""
+
+    pairs: PairGroups
+
+    def __init__(self, group: RankGroup) -> None:
+        """Make no process groups yet."""
+        super().__init__(group)
+        self.pairs = PairGroups(group, torch.device("cpu"))
 
     def devices(self, program: Program) -> Sequence[int]:
         return (self.group.device,)
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Channels:
-        return RankChannels(program, self.group, jobs)
+        return RankChannels(program, self.group, jobs, self.connected(program))
+
+    def connected(self, program: Program) -> PairGroups:
+        """The process groups that a program needs, made now where they do not exist yet; all anew
+        after a failure. Raises like PairGroups.connect."""
+        if self.pairs.number != self.group.epoch:
+            self.pairs.abort()
+            self.pairs.drained()
+            self.pairs = PairGroups(self.group, self.pairs.device)
+        self.pairs.connect(program)
+        return self.pairs
+
+    def end(self) -> None:
+        self.pairs.drained()  # after a failure, until no stream waits for other ranks
+        super().end()
+
+    def close(self) -> None:
+        self.pairs.abort()
+        super().close()
 
     def memory(self, device: int) -> DeviceMemory:
         """The memory of a device's host, which all ranks of that host share."""

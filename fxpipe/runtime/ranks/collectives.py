@@ -10,9 +10,7 @@ Tensors of one data type are sent together, in rows: one for each replica, fille
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +19,9 @@ from torch import Tensor
 
 from fxpipe.errors import InputError
 from fxpipe.ir.value import part_of
-from fxpipe.runtime.devices.launching import LaunchingMachine
-from fxpipe.runtime.interpreter import Stopped
+from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.ranks.channels import RankChannels
-from fxpipe.runtime.ranks.pairs import PairGroups
 from fxpipe.runtime.ranks.summing import Layouts, Part, Pieces, cut, joined, merged
-
-PATIENCE = 2.0
-"""Seconds to wait, after a failed transfer, for the other rank's own error, which says more."""
 
 Kinds = Sequence[tuple[torch.dtype, int] | None]
 """The data type and the number of elements of each whole tensor; None where there is none."""
@@ -58,18 +51,17 @@ class _Begun(NamedTuple):
 class CollectiveChannels(RankChannels):
     """Channels of a device with streams, whose sums over the replicas are collectives."""
 
-    def __init__(self, *args: Any, pairs: PairGroups, in_order: bool) -> None:
+    def __init__(self, *args: Any, in_order: bool) -> None:
         """Make channels as RankChannels does. ``in_order`` adds the contributions in the order of
         the replicas, not in that of the backend."""
-        self._stopped = threading.Event()
-        self._pairs, self._in_order = pairs, in_order
+        self._in_order = in_order
         self._summing: dict[tuple[int, int, int], _Begun] = {}
         self._updated: dict[tuple[int, int], _Begun] = {}
         super().__init__(*args)
 
-    def prepare(self, machine: LaunchingMachine) -> None:
-        """See LaunchingChannels."""
+    def prepare(self, machine: Machine) -> None:
         self._weights, self._stages = machine.weights, machine.stages
+        super().prepare(machine)
 
     def reduce_scatter(
         self, stage: int, batch: int, gradients: list[Tensor | None], bucket: int
@@ -159,11 +151,6 @@ class CollectiveChannels(RankChannels):
             for replica in range(self._group.replicas if whole else 1)
         ]
 
-    def stop(self) -> None:
-        super().stop()
-        self._stopped.set()
-        self._pairs.give_up()
-
     def _check(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
         """Raise InputError if autograd has found no gradient for a trained parameter."""
         if not self._stages[stage].under_autograd or not gradients:
@@ -207,16 +194,6 @@ class CollectiveChannels(RankChannels):
         """Replica → its parts of tensors."""
         replicas = range(self._group.replicas)
         return [_pieces(rows, replica, kinds, replica, len(replicas)) for replica in replicas]
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Raise Stopped instead of an error of a transfer that the stop of the run has caused."""
-        try:
-            yield
-        except RuntimeError:
-            if self._stopped.wait(PATIENCE):
-                raise Stopped from None
-            raise
 
 
 def rows_of(parts: Sequence[Sequence[Tensor | None]], kinds: Kinds, replicas: int) -> Rows:

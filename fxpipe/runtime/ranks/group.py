@@ -79,6 +79,8 @@ class RankGroup:
         kept: how many runs have changed the model since the last checkpoint was loaded. The count
             is the same on all ranks, unless one failed while the others committed a run.
         failures: how many calls have failed; alike on all ranks, whatever each had done before.
+        epoch: how often the process groups of devices were given up after a failure: those of this
+            number are used, once a call has begun on all ranks.
         summed: the bytes that this rank has sent to sum gradients over the replicas.
         closed: whether ``close`` was called.
         inbox: the values and failures that other ranks have sent.
@@ -92,11 +94,10 @@ class RankGroup:
         self._devices = self.size // self.replicas
         self.replica, self.device = divmod(self.rank, self._devices)
         self.call = self.kept = self.failures = 0
-        self.summed = 0
+        self.summed = self.epoch = 0
         self.closed = False
         self.inbox = Inbox(members.names, members.rank)
         self.delivery = Delivery(self.inbox.changed)
-        self._given_up = ""  # why no rank can make a call any more
         self._what = ""  # the name of the running call; empty between calls
         self._exchanges = 0  # completed exchanges of this call
         self._settled = False  # whether all ranks have done the call's work, and only return
@@ -170,10 +171,6 @@ class RankGroup:
     def called(self) -> bool:
         """Whether all ranks are in the same call, so that all of them hear of a failure."""
         return self.size == 1 or bool(self._what)
-
-    def give_up(self, why: str) -> None:
-        """Make later calls fail on all ranks; the message is this rank's name and ``why``."""
-        self._given_up = why
 
     def check(self) -> None:
         """Check that calls can be made.
@@ -316,11 +313,10 @@ class RankGroup:
 
     def _begin(self, what: str) -> None:
         """Check that all ranks make the same call, and have kept the results of as many runs."""
-        calls = self.exchange("the beginning of a call", [what, self.kept, self._given_up])
+        calls = self.exchange("the beginning of a call", [what, self.kept, self.epoch])
         names = self.members.names
-        for rank, (call, kept, given_up) in enumerate(calls):
-            if given_up:
-                raise RankError(f"{names[rank]} {given_up}", rank=rank)
+        self.epoch = max(epoch for _, _, epoch in calls)
+        for rank, (call, kept, _) in enumerate(calls):
             if call != calls[0][0]:
                 raise RankError(
                     f"{names[rank]} calls {call} while {names[0]} calls {calls[0][0]}; "

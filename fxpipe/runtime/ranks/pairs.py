@@ -1,7 +1,10 @@
-"""A process group for each directed pair of ranks whose devices exchange tensors, and for replicas.
+"""A process group for each two ranks that a program lets exchange tensors, and for replicas.
 
-NCCL ignores tags, and runs the operations of a communicator in the order of the calls. So each
-direction has a communicator of its own, used on both sides in the order of the program's lists.
+NCCL ignores tags, and runs the operations of a communicator in the order of the calls. So on
+accelerators each direction has a communicator of its own, used on both sides in the order of the
+program's lists. gloo keeps the order of each direction by itself, so that CPU ranks need one group
+for both. Groups have two members, as gloo ends a pending receive only together with all that is
+pending in its group.
 
 A communicator takes a stream of torch's pool. If it got one that we compute on, computations behind
 a pending receive would wait for it, and its sender perhaps for them. So communicators use streams
@@ -13,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +27,7 @@ from torch import Tensor
 from fxpipe.errors import RankError, told
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
+from fxpipe.ir.value import CROSSING
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.rendezvous import interruptibly, within
 from fxpipe.signals import raise_held
@@ -34,35 +39,35 @@ BLOCKS = 8
 """Multiprocessors that a communicator may occupy, of an H100's 132. A receive that is posted early
 holds them until its value has come; the communicator's other receives are queued behind it."""
 
+_VALUES, _POISON = range(2)  # gloo's tags
+
 Pair = tuple[int, int]
-"""The sending and the receiving device of a replica."""
-
-
-def pairs_of(program: Program, device: int) -> Sequence[Pair]:
-    """Return the directed pairs of a device in a program, in an order that all ranks share."""
-    pairs: set[Pair] = set()
-    for x in program.lists[device]:
-        if isinstance(x, ins.Sending) and x.buffer.kind != "norm":
-            pairs.add((device, program.destination(x)))
-        elif isinstance(x, ins.Receiving) and x.buffer.kind != "norm":
-            pairs.add((program.origin(x), device))
-    return sorted(pairs)
+"""Two devices of a replica: on accelerators the sending one and the receiving one, else the lower
+one first."""
 
 
 class PairGroups:
-    """The process groups of one rank. Those of pairs have two members: 0 sends and 1 receives.
+    """The process groups of one rank, for as long as no transfer has failed.
+
+    A transfer that only one side has started cannot be taken back. So a failure ends all groups,
+    and the ranks agree, when their next call begins, on the number of the groups that follow.
 
     Attributes:
         device: where this rank's tensors are.
-        twins: the group of the ranks with the same device in all replicas, once it is made.
+        twins: the group of the ranks with the same device in all replicas, once it is made; not
+            on CPUs.
+        number: how often this pipe's groups were made anew.
     """
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
-        """Start without process groups. This rank's tensors are on ``device``."""
+        """Start without process groups."""
         self.device = device
         self.twins: Any = None
+        self.number = group.epoch
         self._ranks = group
+        self._directed = device.type != "cpu"
         self._groups: dict[Pair, Any] = {}
+        self._aborting = threading.Lock()
         self._aborted: threading.Event | None = None
 
     def connect(self, program: Program) -> None:
@@ -74,9 +79,8 @@ class PairGroups:
         Raises:
             RankError: another rank has failed meanwhile, or cannot be reached.
         """
-        pairs = pairs_of(program, self._ranks.device)
-        new = [pair for pair in pairs if pair not in self._groups]
-        joined = self._ranks.replicas == 1 or self.twins is not None
+        new = [pair for pair in self.pairs_of(program) if pair not in self._groups]
+        joined = self._ranks.replicas == 1 or self.twins is not None or not self._directed
         if not new and joined:
             return
         try:
@@ -84,32 +88,42 @@ class PairGroups:
             if not joined:
                 self.twins = interruptibly(self._open_twins, self._look)
         except BaseException:
-            self.give_up()
+            self.abort()
             raise
 
+    def pairs_of(self, program: Program) -> Sequence[Pair]:
+        """Return this rank's pairs in a program, in an order that all ranks share."""
+        here, pairs = self._ranks.device, set[Pair]()
+        for x in program.lists[here]:
+            if isinstance(x, ins.Sending) and x.buffer.kind in CROSSING:
+                pairs.add(self._pair(here, program.destination(x)))
+            elif isinstance(x, ins.Receiving) and x.buffer.kind in CROSSING:
+                pairs.add(self._pair(program.origin(x), here))
+        return sorted(pairs)
+
     def send(self, target: int, value: Tensor) -> Any:
-        """Send a dense tensor, which must not change until the returned work is done."""
-        return self._groups[self._ranks.device, target].send([_bytes(value)], 1, 0)
+        """Send a dense tensor, which must not change, and be kept with the returned work, until it
+        is there."""
+        pair = self._pair(self._ranks.device, target)
+        return self._groups[pair].send([_bytes(value)], pair.index(target), _VALUES)
 
     def receive(self, source: int, room: Tensor) -> Any:
         """Receive into a dense tensor, in the order of the calls. Returns the work."""
-        return self._groups[source, self._ranks.device].recv([_bytes(room)], 0, 0)
+        pair = self._pair(source, self._ranks.device)
+        return self._groups[pair].recv([_bytes(room)], pair.index(source), _VALUES)
 
-    def give_up(self) -> None:
-        """``close``, and make every later call of the pipe fail on all ranks: a transfer that only
-        one side has started cannot be taken back."""
-        if self._aborted is None:
-            self._ranks.give_up(
-                "has given up its transfers between devices after a failure: those that were "
-                "pending cannot be taken back; start all ranks again, from the last checkpoint"
-            )
-            self.close()
-
-    def close(self) -> None:
-        """Abort all pending transfers, in another thread."""
-        if self._aborted is None:
+    def abort(self) -> None:
+        """End all pending transfers, here and at the other ends, for good; later calls of the pipe
+        use other groups. NCCL's take time, so that another thread ends them."""
+        with self._aborting:
+            if self._aborted is not None:
+                return
             self._aborted = threading.Event()
+        self._ranks.epoch = max(self._ranks.epoch, self.number + 1)
+        if self._directed:
             threading.Thread(target=self._abort, name="fxpipe-abort", daemon=True).start()
+        else:
+            self._abort()
 
     def drained(self) -> None:
         """Wait for the end of the abort, if one was started: then no stream waits for another rank.
@@ -123,13 +137,16 @@ class PairGroups:
 
     def make(self, store: Any, member: int, size: int = 2) -> Any:
         """Make a process group, in which this process has the number ``member``."""
+        timeout = timedelta(seconds=self._ranks.members.timeout)
+        if not self._directed:
+            return dist.ProcessGroupGloo(store, member, size, timeout)
         nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined,unused-ignore]
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
         before = os.environ.get(name)
         os.environ[name] = "0"  # else torch ends this process when another rank has died
         try:
             options = nccl.Options(is_high_priority_stream=True)
-            options._timeout = timedelta(seconds=self._ranks.members.timeout)
+            options._timeout = timeout
             options.config.max_ctas = BLOCKS
             return nccl(store, member, size, options)
         finally:
@@ -137,13 +154,12 @@ class PairGroups:
             if before is not None:
                 os.environ[name] = before
 
-    def abort(self, group: Any) -> None:
-        """End the pending transfers of a process group."""
-        group.abort()
+    def _pair(self, source: int, target: int) -> Pair:
+        return (source, target) if self._directed or source < target else (target, source)
 
     def _open(self, pair: Pair) -> tuple[Pair, Any]:
-        """Make the group of a pair, and send a byte over it: the set-up, for which a rank waits for
-        the other, must not be left to the first transfer."""
+        """Make the group of a pair. On accelerators, send a byte over it: the set-up, for which a
+        rank waits for the other, must not be left to the first transfer."""
         member, ranks = pair.index(self._ranks.device), self._ranks.pipeline
 
         def first(group: Any, byte: Tensor) -> Any:
@@ -160,15 +176,17 @@ class PairGroups:
     def _opened(
         self, name: str, member: int, ranks: Sequence[int], first: Callable[[Any, Tensor], Any]
     ) -> Any:
-        """Make a group of some ranks with a first operation, which this rank waits for."""
-        store = within(self._ranks.members.store, name)
+        """Make a group of some ranks; on accelerators with a first operation, which this rank waits
+        for."""
+        store = within(self._ranks.members.store, f"{self.number}/{name}")
         # the current device is set for each thread
         with torch.accelerator.device_index(self.device.index):
             try:
                 group = self.make(store, member, len(ranks))
-                byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-                first(group, byte).wait()
-                byte.item()
+                if self._directed:
+                    byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+                    first(group, byte).wait()
+                    byte.item()
             except BaseException as error:
                 others = [rank for rank in ranks if rank != self._ranks.rank]
                 names = " and ".join(self._ranks.members.names[rank] for rank in others)
@@ -186,11 +204,23 @@ class PairGroups:
     def _abort(self) -> None:
         assert self._aborted is not None
         try:
-            twins = [] if self.twins is None else [self.twins]
-            for group in [*self._groups.values(), *twins]:
-                self.abort(group)
+            if self._directed:
+                twins = [] if self.twins is None else [self.twins]
+                for group in [*self._groups.values(), *twins]:
+                    group.abort()
+            else:
+                for pair, group in self._groups.items():
+                    poison(group, 1 - pair.index(self._ranks.device))
         finally:
             self._aborted.set()
+
+
+def poison(group: Any, other: int) -> None:
+    """End all that is pending in a gloo group of two, here and there, for good: a wait that times
+    out does so, and nothing else does."""
+    with suppress(RuntimeError):
+        byte = torch.empty(1, dtype=torch.uint8)
+        group.recv([byte], other, _POISON).wait(timedelta(milliseconds=1))
 
 
 def _bytes(dense: Tensor) -> Tensor:
