@@ -213,7 +213,7 @@ def test_ranks_that_compile_with_other_options_are_told_the_first_that_differs()
             assert told[number].startswith("RankError: what fxpipe.compile was given differs")
             assert word in told[number]
     assert ranks[0][5].startswith("RankError: rank 1 ") and ranks[1][5].startswith("InputError")
-    assert all("bucket_cap_mb=1)" in told[6] for told in ranks)
+    assert all("bucket_cap_mb=1, " in told[6] for told in ranks)
     assert all("weight: (2, 3)" in told[7] and "weight: (2, 2)" in told[7] for told in ranks)
 
 
