@@ -191,18 +191,14 @@ def read_extensions(extensions: Any) -> tuple[Extension, ...]:
 
 
 def with_automatic(extensions: Sequence[Extension]) -> tuple[Extension, ...]:
-    """The extensions, and those of the options "check" and "fallback" that are there. These come
-    last: so their passes come right after those that they stand in for."""
-    others, last = [*extensions], list[Extension]()
-    for kind in (find("option", name) for name in _AUTOMATIC if there("option", name)):
-        own = next((each for each in others if isinstance(each, kind)), None)
-        others = [each for each in others if each is not own]
-        last.append(kind() if own is None else own)
-    return (*others, *last)
-
-
-_AUTOMATIC = ("check", "fallback")
-"""Options whose extensions ``compile`` has by itself."""
+    """The extensions, and the one of the option "fallback" if it is there. It comes last: so its
+    passes come right after those that they stand in for."""
+    if not there("option", "fallback"):
+        return tuple(extensions)
+    automatic = find("option", "fallback")
+    others = [each for each in extensions if not isinstance(each, automatic)]
+    given = [each for each in extensions if isinstance(each, automatic)]
+    return (*others, *(given or [automatic()]))
 
 
 def _is_positive(value: Any) -> bool:

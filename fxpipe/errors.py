@@ -41,10 +41,7 @@ class TraceError(FxpipeError):
     Attributes:
         where: the line that cannot be traced and why, or "" if no line is known.
         submodules: the names of the submodules that were being called there, outermost first.
-        near: whether the graph computes so nearly the same that the rest may be rounding.
     """
-
-    near = False
 
     def __init__(self, message: str, where: str = "", submodules: Sequence[str] = ()) -> None:
         super().__init__(message)

@@ -113,7 +113,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     },
     "option": {
         "partitioner": f"{_HERE}.exact_cut.partitioner:ExactCut",
-        "check": f"{_HERE}.model_check.extension:ModelCheck",
+        "check": f"{_HERE}.model_check.checking:Checking",
         "fallback": f"{_HERE}.leaf_modules.extension:LeafModules",
         "guard": f"{_HERE}.python_state.variants:Variants",
         "less_memory": f"{_HERE}.offload.extension:Offload",

@@ -18,9 +18,9 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.fallback import fallback_of
 from fxpipe.compiler.guard import guard_of
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.preflight import output_dims, own_loss, refuse_hidden, refuse_kept_values
+from fxpipe.compiler.preflight import output_dims, own_loss
 from fxpipe.compiler.timetable import Purpose
-from fxpipe.errors import FxpipeError, TraceError, way_out
+from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.extend import find
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED, Traced, Value, with_dims
@@ -28,7 +28,7 @@ from fxpipe.log import LOGGER
 from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import LossModule
-from fxpipe.passes.tracing.explain import differing_line, refuse_names, untraceable
+from fxpipe.passes.tracing.explain import refuse_names, untraceable
 from fxpipe.passes.tracing.trace import Dims, is_free, shapes_of
 from fxpipe.passes.tracing.tracer import Calls
 from fxpipe.runtime.batch import Batch
@@ -240,18 +240,6 @@ class FrontEnd:
         tracer = self.options.tracer
         return name in self.fallback.called or (tracer is not None and tracer.calls(module))
 
-    def refuse_two_traces(self, call: Call, error: TraceError) -> None:
-        """Trace twice after a graph was found to be wrong. Raises TraceError with the line in which
-        the traces differ, if they do: then tracing is not deterministic."""
-        graphs = [self.trace(call) for _ in range(2)]
-        line = differing_line(*(traced.graph for traced in graphs))
-        if line:
-            raise TraceError(
-                f"{type(self.options.model).__name__} cannot be traced at {line} (tracing is not "
-                "deterministic: two traces differ there); let it depend on the inputs and the "
-                f"model's parameters and buffers alone, or {way_out('')}"
-            ) from error
-
     def _run(self, facts: dict[str, Any]) -> Any:
         """Run the model and return its output."""
         while True:
@@ -319,27 +307,6 @@ class FrontEnd:
             # the model itself has run before, so that PyTorch's tracers have failed
             raise untraceable(model, error) from error
         return traced
-
-    def refuse_hidden(self, call: Call, output: Any) -> None:
-        """Raise TraceError if a backward from the model's ``output`` would give a gradient to a
-        tensor that is neither a parameter nor an input."""
-        args, kwargs, _ = call.batch.unflatten(call.leaves)
-
-        def again() -> Any:
-            return taken_apart(self.call(call, False)[0])
-
-        refuse_hidden(self.options.model, (args, kwargs), taken_apart(output), again)
-
-    def refuse_kept_values(self, call: Call) -> None:
-        """Raise TraceError if the loss reads a value that the model computes and keeps elsewhere
-        than in its output, such as a forward hook's."""
-        loss = self.options.objective.loss
-        if loss is None or not call.with_loss:
-            return
-        _, _, targets = call.batch.unflatten(call.leaves)
-        with torch.enable_grad():
-            output, _ = self.call(call, False)
-            refuse_kept_values(self.options.model, loss, output, targets)
 
     def call(self, call: Call, with_loss: bool) -> tuple[Any, Tensor | None]:
         """Call the model itself on one micro-batch; returns its output, and its loss or None."""

@@ -184,9 +184,6 @@ COMPILE = ()
 """A plan → the same plan with other kernels, by extensions: of the stages ``own`` of this process,
 and for ``threads`` intra-op threads."""
 
-CHECK = ()
-"""Check that the plan computes what the model computes, by an extension."""
-
 DEVICES = (Pass(place_devices, "plan, device, stage_devices", "plan"),)
 """Let stages make their tensors on the devices where they run; for devices with streams."""
 
@@ -212,7 +209,6 @@ LISTS = {
     "plan": PLAN,
     "size": SIZE,
     "compile": COMPILE,
-    "check": CHECK,
     "devices": DEVICES,
     "program": PROGRAM,
 }

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.front_end import Call, FrontEnd
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.residence import gathered, settle, settled
-from fxpipe.errors import TraceError, told
-from fxpipe.formatting import bytes_text
+from fxpipe.errors import told
+from fxpipe.extend import find, there
 from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.traced import Traced, with_dims
 from fxpipe.log import LOGGER
@@ -24,8 +23,11 @@ from fxpipe.passes.differentiate.any_size import Symbols, free_dims, symbols_as_
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.trace import Shapes
-from fxpipe.torchtools.following import is_of_devices
-from fxpipe.torchtools.state import autocasts, intra_op_threads, under, untouched
+from fxpipe.torchtools.state import intra_op_threads, under, untouched
+
+Compare = Callable[[Call, Traced, Plan], bool]
+"""Compares a plan with the model on the example of a call. Returns whether it could; raises
+TraceError if they differ."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ class Plans:
         self.front_end = FrontEnd(options)
         self.graphs: dict[Any, Graph] = {}
         self.proven = False
-        self._doubted = False  # whether that warning was given
+        self._compare: Compare | None = None
+        if there("option", "check"):
+            self._compare = find("option", "check")(self)
         self._placement = placement
         # kind of call → the first shapes, which have a graph of their own; None if they do not
         self._first: dict[Any, Shapes | None] = {}
@@ -320,66 +324,13 @@ class Plans:
 
     def _check(self, call: Call, traced: Traced, plan: Plan) -> None:
         """Compare a plan with the model, if an extension does, and no plan like it was compared."""
-        gradients = call.purpose != "infer"
-        key = (id(traced), gradients, call.parted)
+        key = (id(traced), call.purpose != "infer", call.parted)
         if key in self._checked:
             return
-        options, model = self.options, self.options.model
-
-        def run() -> tuple[Any, Tensor | None]:
-            with under(casts):
-                output, loss = self.front_end.call(call, call.with_loss)
-            outputs[:] = [output]
-            return output, loss
-
-        outputs: list[Any] = []
-        casts = autocasts()
-        facts = {
-            **call.facts(traced, model),
-            "plan": plan,
-            "call": run,
-            "differentiated": gradients,
-            "own": [s.index for s in plan.stages if options.owns(s.index)],
-            "whole": options.whole,
-            "devices": [options.places[device] for device in call.schedule.placement]
-            if options.spread
-            else [],
-        }
-        checks = passes.of(self.options, "check")
-        left_out = f"the compiled {call.purpose} is not compared with the model, "
-        cure = "; compile a smaller one of its kind to check it"
-        if checks and not options.whole and options.hollow:
-            size = bytes_text(options.hollow)
-            LOGGER.info("%swhich has %s, not all with data%s", left_out, size, cure)
-        elif checks and not options.whole:
-            LOGGER.info("%swhich no rank's device holds as a whole%s", left_out, cure)
-        with untouched(model), intra_op_threads(options.threads):
-            try:
-                with under(()):  # in graphs, casts are operations
-                    run_all(checks, facts)
-            except Exception as error:
-                if options.spread and is_of_devices(error):
-                    why = f"which does not run on several devices: {told(error)}"
-                    LOGGER.info("%s%s%s", left_out, why, cure)
-                    self._checked.add(key)
-                    return
-                if not isinstance(error, TraceError):
-                    raise
-                if not (self.proven and error.near):
-                    self.front_end.refuse_kept_values(call)
-                    self.front_end.refuse_two_traces(call, error)
-                    if given := [each for each in options.extensions if each.given]:
-                        error.add_note(f"without extensions={given}?")
-                    raise
-                if not self._doubted:
-                    LOGGER.warning("%s. Earlier graphs were right, so training goes on", error)
-                self._doubted = True
-            if gradients:
-                with torch.enable_grad():
-                    self.front_end.refuse_hidden(call, outputs.pop() if outputs else run()[0])
+        if self._compare is None or self._compare(call, traced, plan):
+            self.proven = True
+            self.front_end.guard.settle()  # attributes that this run has set make no new variant
         self._checked.add(key)
-        self.proven = True
-        self.front_end.guard.settle()  # attributes that this run has set make no new variant
 
     def _graph(self, call: Call) -> Graph:
         key = self._graph_key(call)

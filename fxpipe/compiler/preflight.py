@@ -252,38 +252,11 @@ def run_loss(
         )
 
 
-def refuse_hidden(model: nn.Module, inputs: Any, output: Any, again: Callable[[], Any]) -> None:
-    """Check that a backward through the model gives gradients to its parameters and inputs only.
-
-    A graph would take another tensor, such as a parameter in a plain list, for a constant, which
-    would silently get no gradient. A tensor that each run makes anew, such as
-    ``torch.zeros(3, requires_grad=True)`` in forward, does no harm.
-
-    Args:
-        output: the model's output for the inputs, computed with gradients enabled.
-        again: runs the model once more, to find the tensors that each run makes.
-
-    Raises:
-        TraceError: there is such a tensor.
-    """
-    known = {*map(id, model.parameters()), *map(id, pytree.tree_leaves(inputs))}
-    hidden = [tensor for tensor in _trained(output) if id(tensor) not in known]
-    later = {id(tensor) for tensor in _trained(again())} if hidden else set()
-    for tensor in hidden:
-        if id(tensor) in later:
-            raise TraceError(
-                f"{type(model).__name__} reads a tensor of shape {tuple(tensor.shape)} that "
-                "requires a gradient and is no parameter of it, so that a pipeline would never "
-                "give it one; register it (nn.Parameter as an attribute, nn.ParameterList for "
-                "several), or detach it"
-            )
-
-
 def _refuse_hidden_in_loss(model: nn.Module, loss: Any, inputs: Any) -> None:
     """Raise InputError if the loss has a gradient to another tensor than its inputs."""
     known = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for tensor in _trained(loss):
+    for tensor in trained_by(loss):
         if id(tensor) in known:
             continue
         if id(tensor) in names:
@@ -299,26 +272,7 @@ def _refuse_hidden_in_loss(model: nn.Module, loss: Any, inputs: Any) -> None:
         )
 
 
-def refuse_kept_values(
-    model: nn.Module, loss: Callable[..., Any], output: Any, targets: Sequence[Any]
-) -> None:
-    """Check that the loss reads nothing of the model's run but its ``output``.
-
-    Raises:
-        TraceError: it does, so that a gradient to the model's parameters comes another way.
-    """
-    parameters = {id(parameter) for parameter in model.parameters()}
-    alone = pytree.tree_map_only(Tensor, Tensor.detach, output)
-    if any(id(tensor) in parameters for tensor in _trained(loss(alone, *targets))):
-        raise TraceError(
-            f"the loss reads a value that {type(model).__name__} computes and keeps elsewhere than "
-            "in its output, as a forward hook does; a stage hands on what forward returns alone, "
-            "so return that value beside the output, and let the loss take it from there: "
-            "loss(output, ...) gets all that forward returns"
-        )
-
-
-def _trained(output: Any) -> Iterator[Tensor]:
+def trained_by(output: Any) -> Iterator[Tensor]:
     """The tensors to whose ``.grad`` a backward from ``output`` adds."""
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     yield from (leaf for leaf in tensors if leaf.is_leaf and leaf.requires_grad)

@@ -159,15 +159,6 @@ def at_node(message: str, node: fx.Node, reason: str) -> TraceError:
     return TraceError(message, f"{source.of_node(node)} ({reason})", _paths(node))
 
 
-def differing_line(first: fx.Graph, second: fx.Graph) -> str:
-    """The first line at which two traces of a model differ, or ""."""
-    for a, b in zip(first.nodes, second.nodes, strict=False):
-        texts = {(n.op, str(n.target), str(n.args), str(n.kwargs)) for n in (a, b)}
-        if len(texts) > 1:
-            return source.of_node(b) or source.of_node(a)
-    return ""
-
-
 def refuse_names(model: nn.Module) -> None:
     """Check that no attribute of a model has a name that ``fx.GraphModule`` has for its own.
 

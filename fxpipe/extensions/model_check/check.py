@@ -61,8 +61,6 @@ class CloseError(TraceError):
     """The plan and the model differ by more than is allowed, but by so little that it may yet be
     rounding."""
 
-    near = True
-
 
 def check(
     traced: Traced,
