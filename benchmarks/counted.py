@@ -115,7 +115,8 @@ def counted(pipe: fxpipe.Pipeline) -> Iterator[list[Counted]]:
 
         return call
 
-    handlers = {kind: counting(handler) for kind, handler in interpreter.HANDLERS.items()}
+    kinds = ins.every_opcode().values()
+    handlers = {kind: counting(interpreter.HANDLERS[kind]) for kind in kinds}
     with (
         patch.object(interpreter, "HANDLERS", handlers),
         patch.object(RankChannels, "get", got),

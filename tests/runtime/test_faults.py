@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fxpipe
 from fxpipe import EndedError, ExecutionError
-from fxpipe.ir.instruction import Barrier, Instruction, Pause, Update
+from fxpipe.ir.instruction import Barrier, Instruction, Pause, Update, every_opcode
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.interpreter import Machine
@@ -43,7 +43,7 @@ def failing_at(device: int, position: int, *, after: bool) -> Handlers:
 
         return run
 
-    return {kind: wrapped(handler) for kind, handler in HANDLERS.items()}
+    return {kind: wrapped(HANDLERS[kind]) for kind in every_opcode().values()}
 
 
 def everywhere(pipe: fxpipe.Pipeline) -> Iterator[tuple[int, int, Instruction]]:

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 import fxpipe
-from fxpipe.ir.instruction import Barrier
+from fxpipe.ir.instruction import Barrier, every_opcode
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.weights.live import LiveWeights
@@ -70,7 +70,7 @@ def calling_at(device: int, position: int, call: Callable[[Machine], None]) -> I
 
         return run
 
-    table = {kind: wrapped(handler) for kind, handler in HANDLERS.items()}
+    table = {kind: wrapped(HANDLERS[kind]) for kind in every_opcode().values()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "HANDLERS", table)
         yield
