@@ -4,6 +4,7 @@ the memory of the parameters of other ranks' stages when it first runs."""
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.compiler import options
+from fxpipe.runtime.ranks.channels import RankChannels
+from tests.helpers.failing import Beside, at, fail, pipe_of
 from tests.helpers.ranks import DeviceMesh, on_ranks
+from tests.helpers.tiny import batch as tiny_batch
 from tests.ranks.test_meta import assert_same, batch, compiled, trained, with_data
 
 
@@ -71,6 +75,52 @@ def left(mesh: DeviceMesh) -> list[bool]:
 
 def test_a_closed_pipe_lets_go_of_the_model_before_its_links_have_ended() -> None:
     assert on_ranks(2, left) == [[True, False]] * 2
+
+
+def kept(mesh: DeviceMesh, schedule: str) -> tuple[int, int]:
+    """The most values that a rank keeps at once of what it has sent in steps of 16 micro-batches,
+    and how many of them it keeps at the end of the last one."""
+    counts: list[int] = []
+    keep = RankChannels.keep
+
+    def counted(self: RankChannels, device: int, *what: Any) -> None:
+        keep(self, device, *what)
+        counts.append(len(self._sent[device]))
+
+    RankChannels.keep = counted  # type: ignore[method-assign,assignment]
+    with pipe_of(mesh, schedule=schedule, microbatches=16) as pipe:
+        x, y = tiny_batch(32)
+        for _ in range(4):
+            pipe.step(x, target=y)
+    return max(counts), counts[-1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_what_was_sent_is_let_go_of_while_the_step_runs(schedule: str) -> None:
+    for most, last in on_ranks(2, kept, schedule):
+        assert 1 <= last <= most <= 8
+
+
+def failing_often(mesh: DeviceMesh) -> list[tuple[int, int]]:
+    """The threads and open files after each of some steps that fail and some that do not."""
+    beside, here, found = Beside(mesh), mesh.get_local_rank(), []
+    beside.step()
+    for _ in range(4):
+        x, y = beside.batch()
+        with at(3 if here == 1 else -1, fail), pytest.raises(fxpipe.ExecutionError):
+            beside.pipe.step(x, target=y)
+        beside.step()
+        gc.collect()
+        found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    beside.pipe.close()
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="Linux tells of threads there")
+def test_groups_that_a_failure_has_ended_leave_no_threads_and_no_files() -> None:
+    for found in on_ranks(2, failing_often):
+        for first, last in zip(found[0], found[-1], strict=True):
+            assert last <= first + 1, found  # a thread may be about to end
 
 
 class Branches(nn.Module):
