@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from itertools import product
+from math import ceil, floor, inf
 from random import Random
 
 from fxpipe.errors import VerificationError
@@ -74,17 +75,23 @@ class Local:
         assert order is not None
         return order
 
-    def run(self, enough: float, go_on: Callable[[], bool]) -> None:
+    def run(
+        self,
+        enough: float,
+        go_on: Callable[[], bool],
+        given_go_on: Callable[[], bool] | None = None,
+    ) -> None:
         """Search until a time is at most ``enough`` or ``go_on()`` is false, but try one policy at
         least if there is no order yet.
 
-        The given policies come first, and then random ones and changes of the best.
+        The given policies come first, and then random ones and changes of the best. The given ones
+        may go on for longer, until ``given_go_on()`` is false.
         """
         problem = self.problem
         seeds = given_policies(problem)
         for policy in seeds:
             known = self.best is not None or self.refused is not None
-            if known and (self.value <= enough or not go_on()):
+            if known and (self.value <= enough or not (given_go_on or go_on)()):
                 return
             self._try(policy)
         tries = 0
@@ -121,8 +128,9 @@ class Local:
             )
             self.passes += 1
             self.offer(value, order)  # type: ignore[arg-type]
+            same = again and value == least
             least = min(least, value)
-            if value == inf:
+            if value == inf or same:
                 break
             release = [time - min(done) for time in done]
         return least
@@ -251,22 +259,20 @@ def search_of(
 def given_policies(problem: Problem) -> Iterator[Policy]:
     """Yield fixed policies, the most promising first, zero-bubble's heuristic among them."""
     single = all(len(stages) <= 1 for stages in problem.held)
-    yield from greedy_policies(problem)
-    styles = ("input", "turns", "forward") if single else ("ideal", "deep", "input", "forward")
+    styles = ("turns", "input", "forward") if single else ("ideal", "deep", "input", "forward")
     others = ((0.0, 0.0), (1.0, 0.0)) if single else ((0.0, 1.0), (0.0, 0.0))
-    for style in styles:
-        for share in (1.0, 1.1, 0.85, 1.25, 0.7, inf):
-            limits = limits_of(problem, share)
-            for gap in _GAPS:
-                for room_gap, hold in others:
-                    yield Policy(
-                        tuple(
-                            Habit(
-                                limit, *turns(problem, style, s, limit), gap, room_gap, 10**6, hold
-                            )
-                            for s, limit in enumerate(limits)
-                        )
-                    )
+    shares = ((share, ceil) for share in (1.0, 1.1, 0.85, 1.25, 0.7, inf))
+    for number, (share, rounded) in enumerate(((1.0, floor), *shares)):
+        limits = limits_of(problem, share, rounded)
+        for gap, (room_gap, hold), style in product(_GAPS, others, styles):
+            yield Policy(
+                tuple(
+                    Habit(limit, *turns(problem, style, s, limit), gap, room_gap, 10**6, hold)
+                    for s, limit in enumerate(limits)
+                )
+            )
+            if not number and (gap, room_gap, hold, style) == (_GAPS[0], *others[0], styles[-1]):
+                yield from greedy_policies(problem)
 
 
 def greedy_policies(problem: Problem) -> Iterator[Policy]:
@@ -290,16 +296,18 @@ def greedy_policies(problem: Problem) -> Iterator[Policy]:
                 yield Policy(tuple(habits), even)
 
 
-def limits_of(problem: Problem, share: float) -> list[int]:
+def limits_of(problem: Problem, share: float, rounded: Callable[[float], int] = ceil) -> list[int]:
     """Stage → a limit of micro-batches in flight: this share of as many as keep the stage busy with
-    forwards while one goes to the last stage and back."""
+    forwards while one goes to the last stage and back. Rounded down, no forward delays the first
+    input gradient on its way back."""
     limits = []
     for s in range(problem.stages):
         most = room(problem, s)
         if share < inf:
             pace = max(problem.forward[s], 1e-9 * lag(problem, s), 1e-300)
             wanted = share * (lag(problem, s) - problem.backward[s]) / pace
-            most = min(most, max(1, ceil(min(wanted, 1e9) - 1e-9)))
+            slight = 1e-9 if rounded is ceil else -1e-9
+            most = min(most, max(1, rounded(min(wanted, 1e9) - slight)))
         limits.append(most)
     return limits
 

@@ -29,8 +29,13 @@ from fxpipe.ir.schedule import Schedule
 _FIRST = 0.2, 0.1
 """Share of the time for list schedules, if only swaps follow, and if the solver does, too."""
 
+_GIVEN = 0.5
+"""Share of the time for the list schedules by fixed rules, which are the first; in a short or large
+search they may need more than the share for all."""
+
 _SWAPPED = 1_000_000
-"""No swaps follow with more pairs of tasks to order: there is no time for enough of them."""
+"""No swaps follow with more pairs of tasks to order: there is no time for enough of them. Ten times
+as many where devices hold several stages, for which list schedules are worse."""
 
 _THEN = 0.3, 0.7
 """If the solver follows: the share of the time after which swaps end, and after which windows
@@ -259,9 +264,19 @@ class _Limits:
 
     def __init__(self, problem: Problem, given: Given) -> None:
         self._problem, self._given = problem, given
-        self._sizes = given.sizes if given.memory is not None else None
+        sizes = given.sizes if given.memory is not None else None
+        # the problem itself counts what forwards save, and what waits for weight gradients
+        if sizes is not None and not given.delay:
+            counted = Sizes(saved=sizes.saved, deferred=sizes.deferred)
+            sizes = None if sizes == counted else sizes
+        self._sizes = sizes
         self._most = given.limits(problem.devices)
         self._over: dict[Order, tuple[float, ...]] = {}
+
+    @property
+    def simulated(self) -> bool:
+        """Whether orders that fit the problem may not fit a simulation."""
+        return self._sizes is not None
 
     def over(self, order: Order) -> tuple[float, ...]:
         """Device → by how many bytes it is above its limit."""
@@ -292,7 +307,7 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> Result:
     best: tuple[float, Order] | None = None
     for left in range(_TIGHTENED - 1, -1, -1):
         # half of the time that is left, as the first schedule mostly fits
-        share = budget.part(2 if left and given.sizes is not None else 1)
+        share = budget.part(2 if left and limits.simulated else 1)
         least = bound if tight is problem else best_bound(tight)
         local, least = _solve(tight, least, share, known, limits.fitting)
         if tight is problem:
@@ -350,7 +365,8 @@ def _solve(
         if fits(problem, candidate):
             local.offer(value, candidate)
     pairs = solver.literals(problem)
-    swapped = not problem.delay and pairs <= _SWAPPED
+    several = any(len(stages) > 1 for stages in problem.held)
+    swapped = not problem.delay and pairs <= _SWAPPED * (10 if several else 1)
     small = budget.exact and not problem.delay and pairs <= solver.LITERALS
 
     def lasting(share: float) -> Callable[[], bool]:
@@ -361,7 +377,8 @@ def _solve(
         return lambda: perf_counter() < until
 
     enough = bound.time * (1 + 1e-12)
-    local.run(enough, lasting(_FIRST[small] if swapped else 1.0))
+    first = _FIRST[small] if swapped else 1.0
+    local.run(enough, lasting(first), lasting(max(first, _GIVEN)))
     if local.best is not None:
         local.offer(value_of(problem, local.best), local.best)
     if swapped:

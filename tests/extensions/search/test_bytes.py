@@ -142,7 +142,7 @@ def test_searches_with_less_memory_are_a_part_of_the_seconds(
     monkeypatch.setattr(search, "best_bound", lambda problem: low)
     one_more = SimpleNamespace(memory=(SimpleNamespace(peak=31),) * 2)
     monkeypatch.setattr(Schedule, "simulate", lambda *given, **named: one_more)
-    sizes = Sizes(saved={0: 4, 1: 4}, deferred={0: 2, 1: 2})
+    sizes = Sizes(saved={0: 4, 1: 4}, deferred={0: 2, 1: 2}, optimizer={0: 0})
     with pytest.raises(InputError, match=r"holds .* bytes more than it may"):
         search_schedule({"F": 1, "I": 1, "W": 1}, 4, devices=2, sizes=sizes, memory=30, seconds=20)
     assert now[0] <= 20 + 3 + 1
