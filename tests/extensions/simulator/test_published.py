@@ -6,6 +6,7 @@ The files in tests/published name their sources.
 from __future__ import annotations
 
 import csv
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,29 @@ def test_the_librarys_is_as_fast_and_as_small_as_the_published(name: str) -> Non
     times = {"F": 1, "I": 1, "W": 1, "B": 2, "U": 0}
     assert own.simulate(times).makespan <= published.simulate(times).makespan
     assert held(own) <= held(published)
+
+
+SLICED = (FOLDER / "seq1f1b.txt").read_text().split("\n\n")
+
+
+@pytest.mark.parametrize("table", SLICED)
+def test_slices_of_a_sequence_are_micro_batches_to_the_language(table: str) -> None:
+    lines = [line for line in table.strip().splitlines() if not line.startswith("#")]
+    p, m, slices = (int(word.partition("=")[2]) for word in lines[0].split()[1:])
+    rows = [
+        re.sub(r"(\d+)\.(\d+)", lambda task: str(slices * int(task[1]) + int(task[2])), row) + " U"
+        for row in lines[1:]
+    ]
+    head = f"schedule seq1f1b stages={p} microbatches={m * slices} delay=0"
+    place = "place " + " | ".join(map(str, range(p)))
+    schedule = Schedule.parse("\n".join([head, place, *rows])).verify()
+    for row in schedule.rows:
+        for kind, sign in (("F", 1), ("B", -1)):
+            order = [t.microbatch for t in row if t.kind == kind and t.microbatch is not None]
+            assert sorted(order, key=lambda i: (i // slices, sign * i)) == order
+    # in as many slices, the step is shorter than with whole micro-batches
+    whole = one_f_one_b(p, m).simulate({"F": slices, "B": 2 * slices, "U": 0}).makespan
+    assert schedule.simulate({"F": 1, "B": 2, "U": 0}).makespan < whole
 
 
 def held(schedule: Schedule) -> int:
