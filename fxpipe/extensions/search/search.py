@@ -29,9 +29,9 @@ from fxpipe.ir.schedule import Schedule
 _FIRST = 0.2, 0.1
 """Share of the time for list schedules, if only swaps follow, and if the solver does, too."""
 
-_GIVEN = 0.5
-"""Share of the time for the list schedules by fixed rules, which are the first; in a short or large
-search they may need more than the share for all."""
+_GIVEN = 0.5, 0.15
+"""The same for the list schedules by fixed rules, which are the first; in a short or large search
+they may need more than the share for all."""
 
 _SWAPPED = 1_000_000
 """No swaps follow with more pairs of tasks to order: there is no time for enough of them. Ten times
@@ -378,7 +378,7 @@ def _solve(
 
     enough = bound.time * (1 + 1e-12)
     first = _FIRST[small] if swapped else 1.0
-    local.run(enough, lasting(first), lasting(max(first, _GIVEN)))
+    local.run(enough, lasting(first), lasting(max(first, _GIVEN[small])))
     if local.best is not None:
         local.offer(value_of(problem, local.best), local.best)
     if swapped:
