@@ -36,7 +36,7 @@ def measured_run(
     Raises:
         InputError: the steps have more or fewer instructions than ran.
     """
-    flat = unroll(program, steps)
+    flat = launched = unroll(program, steps)
     if [len(row) for row in times] != [2 * len(list_) for list_ in flat.lists]:
         raise InputError(
             f"what ran is not {steps} steps of program {program.name!r}: give batches that are "
@@ -75,7 +75,16 @@ def measured_run(
                     at = left.pop(sums)
                     sent = events.ends[device][at]
                     events.transfers[sums] = Transfer(sums, device, device, at, sent, sent, here)
-    return Simulation(flat, program, steps, events, sizes, measured=True, seconds=True)
+    return Simulation(
+        flat,
+        program,
+        steps,
+        events,
+        sizes,
+        measured=True,
+        seconds=True,
+        launched=None if flat is launched else launched,
+    )
 
 
 def _rearranged(

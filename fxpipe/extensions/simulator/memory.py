@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -42,24 +42,43 @@ def memory_over_time(simulation: Simulation, sizes: Sizes) -> tuple[Memory, ...]
     other instructions, outputs count from the start, and inputs that are used up count until the
     end. A value that arrives counts from its receive, or, with ``sizes.early``, from its arrival or
     from when its receive is posted. Memory that several buffers share counts once, until the last
-    of them is gone.
+    of them is gone. Devices with streams take and free memory in the order of their launches.
     """
+    program = simulation.launched or simulation.program
     return tuple(
-        _memory(simulation, Holding(simulation.program, sizes, device))
-        for device in range(simulation.devices)
+        _memory(simulation, Holding(program, sizes, device)) for device in range(simulation.devices)
     )
 
 
-def _early(simulation: Simulation, holding: Holding) -> list[tuple[float, int, int]]:
+def _launches(simulation: Simulation, device: int) -> tuple[list[int], list[float]]:
+    """For each instruction in the order of launches: its position in the simulated list, and when
+    it is launched. An arrival follows the instruction before it at once."""
+    list_, starts = simulation.program.lists[device], simulation.events.starts[device]
+    if simulation.launched is None:
+        return [*range(len(list_))], [*starts]
+    places: defaultdict[ins.Instruction, deque[int]] = defaultdict(deque)
+    for at, x in enumerate(list_):
+        places[x].append(at)
+    order, begun, now = list[int](), list[float](), 0.0
+    for x in simulation.launched.lists[device]:
+        order.append(places[x].popleft())
+        now = now if isinstance(x, ins.Arrival) else max(now, starts[order[-1]])
+        begun.append(now)
+    return order, begun
+
+
+def _early(
+    simulation: Simulation, holding: Holding, starts: Sequence[float]
+) -> list[tuple[float, int, int]]:
     """For each value that is in memory before its receive: since when, the position of its receive
     and its bytes."""
     most = holding.sizes.early
     if not most:
         return []
-    list_, sizes = simulation.program.lists[holding.device], holding.sizes
+    list_, sizes = holding.program.lists[holding.device], holding.sizes
     received = {x.buffer: at for at, x in enumerate(list_) if isinstance(x, ins.Receiving)}
     if most < inf:  # its memory is taken when its receive is posted, at an earlier receive
-        starts, ahead = simulation.events.starts[holding.device], int(most)
+        ahead = int(most)
         places: defaultdict[int, list[int]] = defaultdict(list)
         posted = []
         for buffer, at in received.items():
@@ -76,10 +95,10 @@ def _early(simulation: Simulation, holding: Holding) -> list[tuple[float, int, i
 
 
 def _memory(simulation: Simulation, holding: Holding) -> Memory:
-    starts = simulation.events.starts[holding.device]
+    order, starts = _launches(simulation, holding.device)
     resting = holding.bytes
-    levels: list[int] = []
-    early = deque(_early(simulation, holding))
+    levels = [0] * len(order)
+    early = deque(_early(simulation, holding, starts))
     waiting: dict[int, int] = {}
     summed = {
         (sum_.stage, sum_.batch, sum_.bucket): transfer.end
@@ -94,7 +113,7 @@ def _memory(simulation: Simulation, holding: Holding) -> Memory:
             waiting[received] = size
         waiting = {received: size for received, size in waiting.items() if received > position}
         level, beside = holding.run(position), sum(waiting.values())
-        levels.append(level + beside)
+        levels[order[position]] = level + beside
         if level + beside > peak:
             peak, parts = level + beside, holding.parts_of(level)
             parts["values"] += beside
@@ -102,4 +121,5 @@ def _memory(simulation: Simulation, holding: Holding) -> Memory:
     if not levels:
         return Memory(resting, 0, 0, (), resting, parts)
     position = levels.index(peak)
-    return Memory(peak, starts[position], position, tuple(levels), resting, parts)
+    time = simulation.events.starts[holding.device][position]
+    return Memory(peak, time, position, tuple(levels), resting, parts)

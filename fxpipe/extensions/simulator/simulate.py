@@ -82,7 +82,7 @@ def simulate(
             f"program {program.name!r} has no communication yet, and nothing would wait for "
             "anything; run it through communicate first"
         )
-    program = blocking(program)
+    given, program = program, blocking(program)
     times, each = task_times(program, costs), each_of(costs)
     for letter, stage, i in each:
         if i not in range(program.microbatches):
@@ -119,7 +119,7 @@ def simulate(
         )
     less = saved(pairs, times, each, costs)
     events = run(flat, walked.turns, times, each=each, less=less, **settings)
-    same = partial(simulate, program, costs, pairs=pairs, **settings)
+    same = partial(simulate, given, costs, pairs=pairs, **settings)
     return Simulation(
         flat,
         program,
@@ -129,6 +129,7 @@ def simulate(
         serial,
         again=lambda more: same(steps=more),
         pairs=pairs,
+        launched=unroll(given, count) if given.launches else None,
     )
 
 

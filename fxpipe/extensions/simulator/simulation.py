@@ -113,6 +113,8 @@ class Simulation:
             that is not known.
         again: number of steps → the same simulation for so many.
         pairs: the tasks that run together.
+        launched: the lists in the order in which devices with streams launch them, arrivals ahead
+            of the computations that they overlap; None without streams.
     """
 
     program: Program
@@ -127,6 +129,7 @@ class Simulation:
     off: float | None = None
     again: Callable[[int], Simulation] | None = field(default=None, repr=False, compare=False)
     pairs: Pairs = field(default_factory=dict, repr=False)
+    launched: Program | None = field(default=None, repr=False, compare=False)
 
     @property
     def devices(self) -> int:
