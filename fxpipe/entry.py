@@ -57,6 +57,13 @@ def compile(
 ) -> Pipeline:
     """Cut a model into stages, one or more for each device, and return a pipeline that trains it.
 
+    Most need no more than ``devices``, ``loss`` and ``optimizer``. The arguments come in groups:
+
+    - how a step runs: ``schedule``, ``microbatches``, ``memory_limits``, ``recompute``
+    - what it trains: ``loss``, ``reduction``, ``optimizer``, ``clip_norm``, ``scaler``
+    - what it is compiled for, and how it is cut: ``example``, ``batch_dims``, ``partition``
+    - whatever few need: ``extensions``
+
     The Python state that the model's code reads (attributes, globals, hooks, functions) may change
     between steps: the model is then traced again. docs/tracing.md lists the changes that are
     noticed.
