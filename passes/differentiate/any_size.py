@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -69,6 +68,8 @@ class Symbols:
                 self._expressions.append((index, [*map(_expression, _described(named))]))
 
     def _named(self, name: str, leaf: Tensor, free: Sequence[int]) -> FakeTensor:
+        from torch._dynamo.source import ConstantSource  # imported here because it is slow
+
         dims = [DimDynamic.DYNAMIC if d in free else DimDynamic.STATIC for d in range(leaf.dim())]
         return self._mode.from_tensor(
             torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device),
