@@ -141,7 +141,7 @@ def profiled(compiled: Any, work: Workload) -> Covered:
         kept.append((unroll(program, steps), times))
         return measured_run(program, steps, times, *sizes)
 
-    with compiled() as pipe, mock.patch("fxpipe.calls.measured_run", keep):
+    with compiled() as pipe, mock.patch("fxpipe.extensions.simulator.pipe.measured_run", keep):
         for _ in range(WARM_UP):
             pipe.step(x, target=y)
         pipe.profile(x, target=y, steps=STEPS)
