@@ -32,9 +32,19 @@ class Weighing:
         model returns one, that of this replica. Raises InputError as ``Objective.counts`` and
         ``Objective.weights``.
         """
+        if self.options.objective.averages and self.replicas(compiled) == 1:
+            if not self.counts_others(compiled, len(micro)):
+                return micro  # weighted by samples already
+        return self.joined(compiled, micro)
+
+    def counts_others(self, compiled: Compiled, microbatches: int) -> bool:
+        """Whether the loss may be a mean over others than samples, so that its value for so many
+        micro-batches is not that of the batch."""
+        return False
+
+    def joined(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
+        """``weighed`` where micro-batches are not just weighted by their samples."""
         objective = self.options.objective
-        if objective.averages and self.replicas(compiled) == 1:
-            return micro  # weighted by samples already
         parts = self.exchanged(compiled, objective.counts(micro))
         return with_weights(micro, objective.weights([x for part in parts for x in part]))
 

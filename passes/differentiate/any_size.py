@@ -18,11 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
 from torch.utils._mode_utils import no_dispatch
 
 from fxpipe.ir.plan import Plan, Stage
@@ -56,6 +51,8 @@ class Symbols:
         traced: the graph.
         leaves: the flat inputs and targets of one micro-batch, for which the graph holds.
         """
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # slow to import
+
         self._env = ShapeEnv(
             duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
         )
@@ -68,7 +65,8 @@ class Symbols:
                 self._expressions.append((index, [*map(_expression, _described(named))]))
 
     def _named(self, name: str, leaf: Tensor, free: Sequence[int]) -> FakeTensor:
-        from torch._dynamo.source import ConstantSource  # imported here because it is slow
+        from torch._dynamo.source import ConstantSource  # slow to import, as is the other one
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
         dims = [DimDynamic.DYNAMIC if d in free else DimDynamic.STATIC for d in range(leaf.dim())]
         return self._mode.from_tensor(

@@ -269,7 +269,7 @@ FAULTS = {
     "the end of a copy of pinned inputs is not kept": Fault(
         LANES, "self._reading = self.mark(stream)", "pass", ("pinned",)
     ),
-    "any input of the host is waited for": Fault(LANES, "if pinned is value and", "if"),
+    "any input of the host is waited for": Fault(LANES, "if pinned is value:", "if True:"),
     # memory, and copies
     "memory belongs to the stream that receives": Fault(
         LANES,

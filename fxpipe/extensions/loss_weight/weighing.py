@@ -35,14 +35,18 @@ class ByDivisors(Weighing):
         """The divisor of each term of a loss; see ``loss_terms``."""
         return loss_terms(traced, split)
 
-    def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
-        """See ``Weighing.weighed``."""
-        objective, terms, replicas = self.options.objective, compiled.terms, self.replicas(compiled)
-        counted = len(micro) * replicas > 1 and any(map(any, terms))
+    def counts_others(self, compiled: Compiled, microbatches: int) -> bool:
+        terms, replicas = compiled.terms, self.replicas(compiled)
+        counted = microbatches * replicas > 1 and any(map(any, terms))
         if self._warned and replicas == 1:  # only means over targets change the weights
             counted = counted and all(term is not None and term.told for term in terms[0])
+        return counted
+
+    def joined(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
+        objective, terms, replicas = self.options.objective, compiled.terms, self.replicas(compiled)
+        counted = self.counts_others(compiled, len(micro))
         if not counted and replicas == 1:
-            return super().weighed(compiled, micro)
+            return super().joined(compiled, micro)
         buffers = known_buffers(compiled.traced, self.options.model)
         if replicas == 1 and (there := on_device(terms, micro, buffers)) is not None:
             return replace(micro, weights=there)

@@ -6,7 +6,6 @@ import gc
 import socket
 import time
 from dataclasses import replace
-from math import inf
 from typing import Any
 from unittest.mock import patch
 
@@ -46,11 +45,11 @@ def pipe_of(devices: DeviceMesh | int, **options: Any) -> fxpipe.Pipeline:
 
 
 def peaks(pipe: fxpipe.Pipeline) -> list[tuple[float, float]]:
-    """Device → the most bytes that it holds at once, where values are read as they arrive, as ranks
-    do; and those that it always holds."""
+    """Device → the most bytes that it holds at once, where one value from each other device may
+    arrive ahead, as over ranks; and those that it always holds."""
     found = pipe.simulate(COSTS)
     assert found.sizes is not None
-    early = simulate(pipe.program, COSTS, sizes=replace(found.sizes, early=inf))
+    early = simulate(pipe.program, COSTS, sizes=replace(found.sizes, early=1))
     if pipe._group.size > 1:
         assert found.memory == early.memory
     return [(each.peak, each.resting) for each in early.memory]
