@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
 import fxpipe
 from benchmarks.machine import describe
-from benchmarks.report import Figure, Grid, Report
+from benchmarks.report import Figure, Grid, Report, finished, store
 from fxpipe.extensions.simulator import Link, Sizes
 from fxpipe.ir.recipe import Placement
 
@@ -125,26 +124,17 @@ def run(case: Case, seconds: float) -> Row:
     return Row(case.name, 1 - work / found.value, 1 - work / found.bound, case.published, took)
 
 
-def finished(path: Path) -> dict[str, Row]:
-    if not path.exists():
-        return {}
-    rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()]
-    return {row.name: row for row in rows}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--seconds", type=float, default=10, help="that each search may take")
     parser.add_argument("--progress", type=Path, default=PROGRESS, help="file that stores the rows")
     given = parser.parse_args()
-    machine, done, rows = describe(), finished(given.progress), []
+    machine, done, rows = describe(), finished(Row, given.progress), []
     for case in sorted(cases(), key=lambda case: case.devices * case.microbatches):
         row = done.get(case.name)
         if row is None:
             row = run(case, given.seconds)
-            given.progress.parent.mkdir(parents=True, exist_ok=True)
-            with given.progress.open("a") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
+            store(row, given.progress)
         rows.append(row)
         print(
             f"{row.name:26} found {row.rate:.4f} published {row.published:.4f} "

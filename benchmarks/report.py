@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -126,3 +126,16 @@ def spread(name: str, seconds: Sequence[float]) -> list[Figure]:
         Figure(f"{name}, first decile", 1e3 * deciles[0], "ms"),
         Figure(f"{name}, last decile", 1e3 * deciles[-1], "ms"),
     ]
+
+
+def finished(kind: type[Result], path: Path) -> dict[str, Result]:
+    """The rows that a long benchmark has stored in a file, a line each, by their names."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {fields["name"]: kind(**fields) for fields in map(json.loads, lines)}
+
+
+def store(row: Any, path: Path) -> None:
+    """Store one more row, an instance of a dataclass."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(row)) + "\n")

@@ -8,10 +8,9 @@ last one when it is started again; ``--rows 5-makespan,5-span`` runs only these 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from random import Random
@@ -21,7 +20,7 @@ from typing import Any
 
 import fxpipe
 from benchmarks.machine import describe
-from benchmarks.report import Figure, Grid, Report
+from benchmarks.report import Figure, Grid, Report, finished, store
 from fxpipe.extensions.search import exact
 from fxpipe.extensions.search.listing import list_schedule
 from fxpipe.extensions.search.local import greedy_policies
@@ -155,13 +154,6 @@ def best_of_others(found: Found) -> float:
     return least
 
 
-def finished(path: Path) -> dict[str, Row]:
-    if not path.exists():
-        return {}
-    rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()]
-    return {row.name: row for row in rows}
-
-
 def figures_of(rows: list[Row]) -> Iterator[Figure]:
     for group in dict.fromkeys(row.group for row in rows):
         own = [row for row in rows if row.group == group]
@@ -189,7 +181,7 @@ def main() -> int:
     given = parser.parse_args()
     machine = describe()
     named = given.rows.split(",") if given.rows else None
-    done = {} if named else finished(given.progress)
+    done = {} if named else finished(Row, given.progress)
     rows = []
     for case in cases(given.seed):
         if named is not None and case.name not in named:
@@ -198,9 +190,7 @@ def main() -> int:
         if row is None:
             row = run(case)
             if named is None:
-                given.progress.parent.mkdir(parents=True, exist_ok=True)
-                with given.progress.open("a") as file:
-                    file.write(json.dumps(asdict(row)) + "\n")
+                store(row, given.progress)
         rows.append(row)
         print(
             f"{row.name:24} {row.value:9.6g} bound {row.bound:9.6g} {row.why:7} gap {row.gap:7.3%} "

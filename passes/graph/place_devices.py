@@ -63,13 +63,20 @@ def moved(module: fx.GraphModule, traced: torch.device, home: torch.device) -> f
         node.args = fx.node.map_aggregate(node.args, exchange)
         node.kwargs = fx.node.map_aggregate(node.kwargs, exchange)
     result = lazy_module(module, graph)
-    for node in graph.find_nodes(op="get_attr"):
-        owner, _, name = str(node.target).rpartition(".")
-        holder = result.get_submodule(owner)
-        value = getattr(holder, name)
-        if isinstance(value, Tensor) and same(value.device, traced):
-            setattr(holder, name, value.to(home))
+    move_constants(result, home, traced)
     return result
+
+
+def move_constants(
+    module: fx.GraphModule, home: torch.device, traced: torch.device | None = None
+) -> None:
+    """Move the constants of a graph to a device, or only those on the device ``traced``."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        owner, _, name = str(node.target).rpartition(".")
+        holder = module.get_submodule(owner)
+        value = getattr(holder, name)
+        if isinstance(value, Tensor) and (traced is None or same(value.device, traced)):
+            setattr(holder, name, value.to(home))
 
 
 def _exchanged(value: Any, traced: torch.device, home: torch.device, node: fx.Node) -> Any:

@@ -21,6 +21,7 @@ from torch.nn import functional
 from fxpipe.ir.traced import DRAWS, Traced
 from fxpipe.passes.differentiate.extract import ancestors, extract
 from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.passes.graph.place_devices import move_constants
 from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH
 from fxpipe.random import arguments_of
 from fxpipe.torchtools import source
@@ -332,9 +333,5 @@ def _moved(module: fx.GraphModule, graph: fx.Graph, device: torch.device) -> fx.
         node.args = fx.node.map_aggregate(node.args, exchange)
         node.kwargs = fx.node.map_aggregate(node.kwargs, exchange)
     result = lazy_module(module, graph)
-    for node in graph.find_nodes(op="get_attr"):
-        owner, _, name = str(node.target).rpartition(".")
-        holder = result.get_submodule(owner)
-        if isinstance(value := getattr(holder, name), Tensor):
-            setattr(holder, name, value.to(device))
+    move_constants(result, device)
     return result

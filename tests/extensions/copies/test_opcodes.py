@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from fxpipe import extend
 from fxpipe.errors import InputError, ParseError
 from fxpipe.extensions.copies.opcodes import Add, Give, Share
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.lowering.chain import chain_program
-from fxpipe.text.program import print_instruction
+from tests.helpers.opcodes import assert_read_back, take_away
 
 LINES = {
     "share": (Share(2), "share s2"),
@@ -24,13 +20,7 @@ LINES = {
 
 @pytest.mark.parametrize("word", LINES)
 def test_every_instruction_is_read_back(word: str) -> None:
-    instruction, text = LINES[word]
-    assert ins.find_opcode(word) is type(instruction)
-    assert print_instruction(instruction) == text
-    head = "program mine microbatches=4\nplace 0\npasses lower\ndevice 0\n"
-    program = Program.parse(f"{head}  {text}\n")
-    assert program.lists == ((instruction,),)
-    assert Program.parse(str(program)) == program
+    assert_read_back(word, *LINES[word])
 
 
 def test_the_program_of_two_pipelines_is_read_back_and_verified() -> None:
@@ -44,10 +34,7 @@ def test_without_the_extension_schedules_and_opcodes_are_refused(
 ) -> None:
     schedule = find_recipe("chimera")(2, 2).verify()
     text = str(chain_program(schedule))
-    doors: Any = extend._REGISTRY
-    gone = "fxpipe.extensions.gone"
-    monkeypatch.setitem(doors["option"], "sum_copies", f"{gone}.lowering:SumCopies")
-    monkeypatch.setitem(doors["instruction"], "share", f"{gone}.opcodes:Share")
+    take_away(monkeypatch, "sum_copies", "share")
     with pytest.raises(InputError, match="schedule 'chimera' needs the extension"):
         chain_program(schedule)
     with pytest.raises(ParseError, match="there is no instruction 'share'"):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from fxpipe import extend
 from fxpipe.errors import InputError, ParseError
 from fxpipe.extensions.offload.opcodes import Await, Offload, Prefetch
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.ir.value import own_buffer
 from fxpipe.passes.lowering.chain import chain_program
-from fxpipe.text.program import print_instruction
+from tests.helpers.opcodes import assert_read_back, take_away
 
 LINES = {
     "offload": (Offload(own_buffer("offloaded", 1, 2)), "offload offloaded:1[2]"),
@@ -30,8 +26,7 @@ STORED = "schedule stored stages=1 microbatches=1 delay=0\nplace 0\n0: F0 O0 P0 
 @pytest.mark.parametrize("launch", ["", " stream=in0 wait=e0 record=e1"])
 def test_every_instruction_is_read_back(word: str, launch: str) -> None:
     instruction, text = LINES[word]
-    assert ins.find_opcode(word) is type(instruction)
-    assert print_instruction(instruction) == text
+    assert_read_back(word, instruction, text)
     head = "program mine microbatches=4\nplace 0 | 1\npasses lower\ndevice 0\n"
     first = f"  load in:x:host->0[0]{' record=e0' if launch else ''}\n"
     program = Program.parse(f"{head}{first}  {text}{launch}\ndevice 1\n")
@@ -59,10 +54,7 @@ def test_without_the_extension_its_tasks_and_opcodes_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     schedule, text = Schedule.parse(STORED), str(chain_program(Schedule.parse(STORED)))
-    doors: Any = extend._REGISTRY
-    gone = "fxpipe.extensions.gone"
-    monkeypatch.setitem(doors["option"], "offload", f"{gone}.lowering:LowerOffload")
-    monkeypatch.setitem(doors["instruction"], "offload", f"{gone}.opcodes:Offload")
+    take_away(monkeypatch, "offload", "offload")
     with pytest.raises(InputError, match="the O of schedule 'stored' needs the extension"):
         chain_program(schedule)
     with pytest.raises(ParseError, match="there is no instruction 'offload'"):

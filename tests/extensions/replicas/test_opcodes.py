@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from fxpipe import extend
 from fxpipe.errors import InputError, ParseError
 from fxpipe.extensions.replicas.opcodes import (
     AllGather,
@@ -15,12 +12,11 @@ from fxpipe.extensions.replicas.opcodes import (
     ReduceScatter,
     TakePart,
 )
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.lowering.chain import chain_program
-from fxpipe.text.program import print_instruction
+from tests.helpers.opcodes import assert_read_back, take_away
 
 LINES = {
     "partial_backward": (
@@ -36,13 +32,7 @@ LINES = {
 
 @pytest.mark.parametrize("word", LINES)
 def test_every_instruction_is_read_back(word: str) -> None:
-    instruction, text = LINES[word]
-    assert ins.find_opcode(word) is type(instruction)
-    assert print_instruction(instruction) == text
-    head = "program mine microbatches=4\nplace 0\npasses lower\ndevice 0\n"
-    program = Program.parse(f"{head}  {text}\n")
-    assert program.lists == ((instruction,),)
-    assert Program.parse(str(program)) == program
+    assert_read_back(word, *LINES[word])
 
 
 @pytest.mark.parametrize("shards", [False, True])
@@ -63,10 +53,7 @@ def test_without_the_extension_replicas_and_opcodes_are_refused(
 ) -> None:
     schedule = find_recipe("1f1b")(2, 2)
     text = str(chain_program(schedule, replicas=2))
-    doors: Any = extend._REGISTRY
-    gone = "fxpipe.extensions.gone"
-    monkeypatch.setitem(doors["option"], "sum_replicas", f"{gone}.lowering:SumReplicas")
-    monkeypatch.setitem(doors["instruction"], "all_gather", f"{gone}.opcodes:AllGather")
+    take_away(monkeypatch, "sum_replicas", "all_gather")
     with pytest.raises(InputError, match="schedule '1f1b' needs the extension"):
         chain_program(schedule, replicas=2)
     with pytest.raises(ParseError, match="there is no instruction 'all_gather'"):
