@@ -89,7 +89,9 @@ def test_targets_are_counted_for_replicas_in_one_wait() -> None:
     assert waits == 1
 
 
-def class_weights() -> Any:
+def class_weights(place: str) -> list[int]:
+    """What the host waits for in each step, whose losses are those of whole batches; before the
+    last one the weights of the classes change."""
     from tests.simcuda import cuda
 
     torch.manual_seed(0)
@@ -97,14 +99,22 @@ def class_weights() -> Any:
     with fxpipe.compile(model, PLACES, microbatches=4, optimizer=sgd) as pipe:
         for step in range(4):
             if step == 3:
-                model.weight.mul_(2)
+                model.weight.copy_(model.weight.flip(0))
+            alone = Tokens("weighted")
+            alone.load_state_dict({name: x.cpu() for name, x in pipe.state_dict().items()})
+            x, y = tokens(step)
+            given = x.to(place), y.to(place)
             cuda.take()
-            pipe.step(*tokens(step))
+            loss = pipe.step(*given)
             told.append(sum(cuda.take().waits.values()))
+            torch.testing.assert_close(loss.cpu(), alone(x, y))
     return told
 
 
-def test_weights_of_classes_on_a_device_are_read_when_they_have_changed() -> None:
-    *_, warm, changed = on_devices(class_weights)
-    assert warm == 0
+@pytest.mark.parametrize(("place", "once"), [("cpu", 0), ("cuda:0", 1)])
+def test_weights_of_classes_on_a_device_are_read_when_they_have_changed(
+    place: str, once: int
+) -> None:
+    *_, warm, changed = on_devices(class_weights, place)
+    assert warm == once
     assert changed > 0
