@@ -131,3 +131,19 @@ def test_a_plan_is_refused_for_sizes_that_its_operations_do_not_take() -> None:
         put_sizes(plan, symbols, [torch.randn(5, 4), torch.randn(9, 4)])
     with pytest.raises(SizeError, match="another layout"):
         put_sizes(plan, symbols, [torch.randn(4, 5).T, torch.randn(10, 4)])
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 6, 9])
+def test_a_plan_is_refused_for_sizes_for_which_an_operation_would_decide_otherwise(
+    rows: int,
+) -> None:
+    args = (torch.randn(5, 4),)
+    program = trace(nn.Linear(4, 4), args, {}, [(0,)])
+    symbols = Symbols(functionalise(program, accepts(program, args, {})), args)
+    assert symbols.leaves[0].shape[0] > 3  # decided for five rows, and noted
+    given = [torch.randn(rows, 4)]
+    if rows > 3:
+        assert [*symbols.numbers(given).values()] == [rows]
+    else:
+        with pytest.raises(SizeError, match="is not true"):
+            symbols.numbers(given)
