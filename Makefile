@@ -72,7 +72,7 @@ format: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools
-	$(INSTALL) --no-build-isolation --editable '.[test,demo,html,frameworks,search]'
+	$(INSTALL) --no-build-isolation --editable '.[test,demo,frameworks,search]'
 	touch $@
 
 $(VENV)/docs: $(READY)

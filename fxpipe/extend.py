@@ -108,7 +108,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Schedule.grid": f"{_HERE}.draw.grid:schedule_grid",
         "Schedule.simulate": f"{_HERE}.simulator:simulate_schedule",
         "Simulation.draw": f"{_HERE}.draw.schedule:draw_simulations",
-        "Simulation.html": f"{_HERE}.page.page:simulation_page",
         "VerificationError.draw": f"{_HERE}.draw.faults:draw_faults",
     },
     "option": {

@@ -42,7 +42,6 @@ QUICK = (
     "extensions/draw",
     "extensions/exact_cut",
     "extensions/formulas",
-    "extensions/page",
     "extensions/simulator",
     "ir",
     "schedules",

@@ -235,11 +235,11 @@ def test_what_a_test_uses_of_extensions_is_found_inside_functions_too() -> None:
 import torch.profiler
 def test():
     from fxpipe.extensions.offload import add_offload
-    from tests.extensions.page.test_page import shown
+    from tests.extensions.draw.test_picture import shown
     torch.profiler.profile
     return pipe.simulate()
 """
-    assert extensions_of(ast.parse(source)) == {"offload", "page", "simulator"}
+    assert extensions_of(ast.parse(source)) == {"draw", "offload", "simulator"}
 
 
 ORACLES = sorted((ROOT / "tests" / "oracles").glob("*.py"))

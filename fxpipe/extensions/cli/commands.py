@@ -107,7 +107,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--text", action="store_true", help="print only its text")
     add("--csv", metavar="FILE", help="write it as the CSV of torch.distributed.pipelining")
     add("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
-    add("--html", metavar="FILE", help="write a page for a browser, to zoom and search in")
     add("--trace", metavar="FILE", help="write a trace that https://ui.perfetto.dev opens")
     given = "how long tasks take, on all stages or on one: F=1,F@3=1.5"
     add("--costs", metavar="F=1,B=2", help=given)
@@ -189,7 +188,7 @@ def show_schedule(given: Namespace) -> bool:
     sound = fault is None
     tasks = sum(map(len, schedule.rows)) * (given.steps or 1)
     shown = given.all or tasks <= _SHOWN
-    for option in ("csv", "trace", "html") if not sound else ():
+    for option in ("csv", "trace") if not sound else ():
         if vars(given)[option] is not None:
             raise InputError(
                 f"schedule {schedule.name!r} has faults, and is not written; leave --{option} out "
@@ -201,15 +200,11 @@ def show_schedule(given: Namespace) -> bool:
     if given.draw is not None:
         _wrote(schedule.draw(costs=costs, steps=given.steps).render(given.draw))
     simulation = None
-    written = {given.trace, given.html} != {None}
-    if sound and (written or (shown and not given.text)):
+    if sound and (given.trace is not None or (shown and not given.text)):
         simulation = schedule.simulate(costs, steps=given.steps)
         if given.trace is not None:
             simulation.trace(given.trace)
             _wrote(given.trace)
-        if given.html is not None:
-            Path(given.html).write_text(simulation.html(), encoding="utf-8")
-            _wrote(given.html)
     if given.text:
         print(schedule, end="")
         return sound

@@ -330,8 +330,6 @@ class Simulation:
 
         write_trace(path, self, *beside)
 
-    html = View()
-
     def __str__(self) -> str:
         """A table: each device's work, idle time by cause, and what it holds."""
         from fxpipe.extensions.simulator.report import simulation_table

@@ -114,19 +114,9 @@ def test_a_trace_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert run(capsys, "schedule", "gpipe", "-p", "2", "-m", "2", "--trace", path, "--text")[0] == 0
     events = json.loads(path.read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 10
-
-
-def test_a_page_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("bokeh", reason="bokeh is not installed: pip install fxpipe[html]")
-    path = tmp_path / "page.html"
-    line = ["schedule", "gpipe", "-p", "2", "-m", "2"]
-    assert run(capsys, *line, "--html", path, "--text") == (0, str(gpipe(2, 2)), f"wrote {path}\n")
-    assert "<title>gpipe · fxpipe</title>" in path.read_text()
-    status, _, err = run(capsys, *line, "--html", tmp_path / "nowhere" / "page.html")
-    assert (status, err) == (
-        2,
-        f"fxpipe: {tmp_path}/nowhere/page.html: No such file or directory\n",
-    )
+    nowhere = tmp_path / "nowhere" / "schedule.csv"
+    status, _, err = run(capsys, "schedule", "gpipe", "-p", "2", "-m", "2", "--csv", nowhere)
+    assert (status, err) == (2, f"fxpipe: {nowhere}: No such file or directory\n")
 
 
 def test_schedules_of_a_python_file(capsys: pytest.CaptureFixture[str], own: Path) -> None:
@@ -146,7 +136,7 @@ def test_a_schedule_with_faults_is_shown_with_them(
     assert (status, err) == (1, "")
     golden("cli_faults.txt", out)
     assert run(capsys, *line, "--text")[0] == 1
-    for option in ("--trace", "--html"):
+    for option in ("--trace", "--csv"):
         status, out, err = run(capsys, *line, option, tmp_path / "file")
         assert (status, out) == (2, "")
         assert f"has faults, and is not written; leave {option} out" in err

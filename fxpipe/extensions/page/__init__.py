@@ -1,1 +1,0 @@
-"""An interactive page of simulations, drawn by bokeh."""
