@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extend import there
@@ -15,9 +15,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import PARTIAL, RECIPES, Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.python_file import is_python, of_python
-
-if TYPE_CHECKING:
-    from fxpipe.extensions.peers.actions import Actions
 
 DEVICES, MICROBATCHES = 4, 8
 """The default numbers of devices and micro-batches of a schedule that works with any."""
@@ -86,12 +83,8 @@ def _sized(
     return schedule, source
 
 
-def read_file(
-    named: str, devices: int | None, microbatches: int | None
-) -> Schedule | Program | Actions:
+def read_file(named: str, devices: int | None, microbatches: int | None) -> Schedule | Program:
     """Read a schedule or program from a file, or a schedule by its name.
-
-    The actions in a CSV stay as they are, so that the verifier sees the faults that torch would.
 
     Raises:
         InputError: as for ``named_schedule``, or the text is none of these.
@@ -100,14 +93,9 @@ def read_file(
     if (named in PARTIAL | RECIPES and not path.exists()) or is_python(named):
         return named_schedule(named, devices, microbatches)[0]
     text = _text(path)
-    other = _form(path, text)
-    if other == "csv":
-        from fxpipe.extensions.peers.actions import Actions
-
-        return _parsed(named, partial(Actions.parse, name=path.stem), text)
     lines = (line.split("#")[0].split() for line in text.splitlines())
     first = next((words[0] for words in lines if words), "")
-    if first == "schedule" or other == "nodes":
+    if first == "schedule" or _form(path, text):
         return _sized(named, _of_text(named, text), devices, microbatches)[0]
     if first == "program":
         return _parsed(named, Program.parse, text)

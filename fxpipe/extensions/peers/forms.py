@@ -1,6 +1,6 @@
 """Schedules in the formats of other libraries.
 
-``parse_actions`` and ``print_actions``: the CSV of torch.distributed.pipelining, a row per rank:
+``parse_csv`` and ``schedule_csv``: the CSV of torch.distributed.pipelining, a row per rank:
 
     0F0,0F1,0B0,0B1
     ,1F0,1B0,(1F1;1B1)OVERLAP_F_B
@@ -23,21 +23,19 @@ from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.walk import Place, Wait, needs_of, walk
 from fxpipe.text.scan import Line, lines_of
 
-COMPUTE = ("F", "B", "I", "W")
-SENDS = ("SEND_F", "SEND_B")
-RECEIVES = ("RECV_F", "RECV_B")
-WAITS = ("WAIT_SEND_F", "WAIT_SEND_B")
-PER_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
+_COMPUTE = ("F", "B", "I", "W")
+_TRANSFERS = ("SEND_F", "SEND_B", "RECV_F", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")
+_PER_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
 """Actions of a whole stage, without a micro-batch. REDUCE_GRAD scales the stage's gradients and
 sums them over the replicas."""
 
-_KINDS = (*COMPUTE, *SENDS, *RECEIVES, *WAITS, *PER_STAGE)
+_KINDS = (*_COMPUTE, *_TRANSFERS, *_PER_STAGE)
 _PAIR = "OVERLAP_F_B"
 _STAGE = re.compile(r"[0-9]+")
 _WORD = re.compile(r"[A-Z_]*")
 _CELL = re.compile(r"[^,]*")
 _SEPARATOR = re.compile(r"[;)]")
-_TASKS = {**{kind: kind for kind in COMPUTE}, "REDUCE_GRAD": "A"}
+_TASKS = {**{kind: kind for kind in _COMPUTE}, "REDUCE_GRAD": "A"}
 """Action → letter of its task."""
 
 _IMPLICIT = "UA"
@@ -104,7 +102,7 @@ def _cell(line: Line) -> Iterator[Action]:
         return
     while True:
         line.take(re.compile(r" *"))
-        yield _action(line, COMPUTE)
+        yield _action(line, _COMPUTE)
         line.take(re.compile(r" *"))
         if line.need(_SEPARATOR, "';' or ')' behind an action of an overlapped pair") == ")":
             break
@@ -122,35 +120,34 @@ def _action(line: Line, kinds: Sequence[str]) -> Action:
         raise line.error("an older form: write I for its B and B for its BW", at)
     if kind not in kinds:
         raise line.error(f"there is no action {kind!r} here; write one of {', '.join(kinds)}", at)
-    if kind in PER_STAGE:
+    if kind in _PER_STAGE:
         return Action(kind, stage, None)
     return Action(kind, stage, line.integer(f"a micro-batch, such as {stage}{kind}0"))
 
 
-def home_of(rows: Rows) -> dict[int, int]:
-    """Stage → the first rank that computes on it."""
-    home: dict[int, int] = {}
-    for rank, row in enumerate(rows):
-        for cell in row:
-            for action in cell:
-                if action.kind in COMPUTE:
-                    home.setdefault(action.stage, rank)
-    return home
-
-
-def schedule_of(rows: Rows, name: str) -> Schedule:
-    """Turn the actions of a CSV into a Schedule.
+def parse_csv(text: str, *, name: str = "csv", check: bool = True) -> Schedule:
+    """Read the CSV of torch.distributed.pipelining: a row a rank, cells such as ``2F0``.
 
     An overlapped forward and backward of two micro-batches become a pair, any other overlapped
     actions their tasks one after another. REDUCE_GRAD becomes ``A``, and each row ends with the
     updates of its stages. Sends and receives are dropped, as the compiler derives
-    them.
+    them: whether torch's runtime would match them is not checked.
+
+    Args:
+        text: what its ``_dump_csv`` writes, as "compute_only" or with sends and receives.
+        name: the schedule's name.
+        check: whether to refuse a CSV that is no valid schedule.
 
     Raises:
+        ParseError: a cell is no action; with line and column.
         InputError: a stage is missing, or computes on two ranks.
+        VerificationError: with all faults of the schedule.
     """
-    actions = [[a for cell in row for a in cell if a.kind in _TASKS] for row in rows]
-    tasks = [[Task(_TASKS[a.kind], a.microbatch, a.stage) for a in row] for row in actions]
+    rows = parse_actions(text)
+    tasks = [
+        [Task(_TASKS[a.kind], a.microbatch, a.stage) for c in row for a in c if a.kind in _TASKS]
+        for row in rows
+    ]
     paired = {
         Task("B", cell[1].microbatch, cell[1].stage)
         for row in rows
@@ -158,7 +155,8 @@ def schedule_of(rows: Rows, name: str) -> Schedule:
         if [action.kind for action in cell] == ["F", "B"]
         if cell[0].microbatch != cell[1].microbatch
     }
-    return replace(_schedule(name, tasks), paired=frozenset(paired))
+    schedule = replace(_schedule(name, tasks), paired=frozenset(paired))
+    return schedule.verify() if check else schedule
 
 
 def _schedule(name: str, rows: Sequence[list[Task]]) -> Schedule:
