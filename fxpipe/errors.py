@@ -202,17 +202,8 @@ class DeviceMemoryError(ExecutionError):
 
 
 class DeviceError(ExecutionError):
-    """A device reports, late, that an earlier instruction failed, without saying which one.
-
-    ``device``, ``instruction``, ``stage`` and ``microbatch`` are those of the first suspect.
-
-    Attributes:
-        suspects: the instructions that may have failed, as text.
-    """
-
-    def __init__(self, message: str, *, suspects: tuple[str, ...], **place: Any) -> None:
-        super().__init__(message, **place)
-        self.suspects = suspects
+    """A device reports, late, that an earlier instruction failed, without saying which one, so that
+    ``device`` is −1 and ``instruction`` empty."""
 
 
 class RankError(ExecutionError):

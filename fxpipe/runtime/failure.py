@@ -1,6 +1,4 @@
-"""The errors of a run, which name the device and the instruction that it was running; and what
-devices report for them: launched and unfinished instructions, and their memory.
-"""
+"""The errors of a run, which name the device and the instruction that it was running."""
 
 from __future__ import annotations
 
@@ -19,42 +17,6 @@ if TYPE_CHECKING:
 
 Expected = Callable[[], Sequence[int]]
 """Predicts for each device the most bytes that it holds."""
-
-SHOWN = 4
-"""How many of a stream's suspected instructions a message names at most from the start and from the
-end."""
-
-
-class Launched(NamedTuple):
-    """An instruction that was launched on a device.
-
-    Attributes:
-        position: its index in the device's list.
-        instruction: the instruction.
-        step: the step in which it was launched.
-    """
-
-    position: int
-    instruction: ins.Instruction
-    step: int
-
-
-class Unfinished(NamedTuple):
-    """The instructions that one stream may not have finished.
-
-    Attributes:
-        device: index of the device in the program.
-        place: the device's name, such as ``cuda:1``.
-        stream: the stream's name in programs.
-        done: the last instruction that is known to be done, or None.
-        since: the instructions that were launched after it, in order.
-    """
-
-    device: int
-    place: str
-    stream: str
-    done: Launched | None
-    since: tuple[Launched, ...]
 
 
 class DeviceMemory(NamedTuple):
@@ -114,32 +76,23 @@ def explained(
     return error
 
 
-def explained_late(
-    cause: BaseException, when: str, backend: Backend, noticed: int | None = None
-) -> DeviceError | None:
+def explained_late(cause: BaseException, when: str, backend: Backend) -> DeviceError | None:
     """Make the error for a failure that a device reports late; None if ``cause`` is not one.
 
-    ``when`` says in one clause what was running when it was raised. The suspects of the device that
-    ``noticed`` it come first.
+    ``when`` says in one clause what was running when it was raised.
     """
-    left = sorted(backend.unfinished(cause), key=lambda stream: stream.device != noticed)
-    if not left:
+    if not backend.is_late(cause):
         return None
-    suspects = tuple(print_instruction(x.instruction) for stream in left for x in stream.since)
-    first = left[0].since[0]
-    stage, microbatch = _place(first.instruction)
-    streams = "".join(f"\n  {_suspected(stream)}" for stream in left)
     return DeviceError(
         f"when {when}, a device reported that an instruction launched earlier had failed "
-        f"({told(cause)}). As far as is known it is one of these:{streams}\n"
-        "Run it again with launches that wait, on CUDA with the environment variable "
-        "CUDA_LAUNCH_BLOCKING=1: then the error names the instruction itself. All that this "
-        "process had on the device is lost: start it again, from the last checkpoint",
-        suspects=suspects,
-        device=left[0].device,
-        instruction=suspects[0],
-        stage=stage,
-        microbatch=microbatch,
+        f"({told(cause)}), and does not say which. Run it again with launches that wait, on CUDA "
+        "with the environment variable CUDA_LAUNCH_BLOCKING=1: then the error names the "
+        "instruction. All that this process had on the device is lost: start it again, from the "
+        "last checkpoint",
+        device=-1,
+        instruction="",
+        stage=None,
+        microbatch=None,
         source="",
     )
 
@@ -186,24 +139,6 @@ def _peaks(expected: Expected | None) -> Sequence[int] | None:
         return expected()
     except FxpipeError:  # a prediction that fails must not hide the actual failure
         return None
-
-
-def _suspected(stream: Unfinished) -> str:
-    """``device 1 (cuda:1), stream compute, since forward s1[0] v0 was done: …``."""
-    since = [*map(_line, stream.since)]
-    if len(since) > 2 * SHOWN + 1:
-        left_out = len(since) - 2 * SHOWN
-        since[SHOWN:-SHOWN] = [f"… ({left_out} more)"]
-    after = "" if stream.done is None else f", since {_line(stream.done)} was done"
-    return (
-        f"device {stream.device} ({stream.place}), stream {stream.stream}{after}: "
-        f"{', '.join(since)}"
-    )
-
-
-def _line(launched: Launched) -> str:
-    text = print_instruction(launched.instruction)
-    return f"{text} (step {launched.step}, at {launched.position})"
 
 
 def _place(instruction: ins.Instruction) -> tuple[int | None, int | None]:

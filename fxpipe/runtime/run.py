@@ -259,7 +259,7 @@ class Run(Generic[W]):
         machine = next(machine for machine in self.machines if machine.device == device)
         position, step = machine.position, machine.step
         self._group.announce(explained(machine, cause, "", self._backend))
-        late = self._lost(cause, f"device {device} was given {given(machine)}", device)
+        late = self._lost(cause, f"device {device} was given {given(machine)}")
         if late is not None:
             return late
         consequence = self._give_up()
@@ -274,12 +274,10 @@ class Run(Generic[W]):
         machine = next(machine for machine in self.machines if machine.device == report.device)
         return explained(machine, cast(BaseException, report.error), means, self._backend)
 
-    def _lost(
-        self, cause: BaseException, when: str, noticed: int | None = None
-    ) -> DeviceError | None:
+    def _lost(self, cause: BaseException, when: str) -> DeviceError | None:
         """Give up if a device reports a failure late, and return the error, else None. Rolling back
         may fail, too, then."""
-        late = explained_late(cause, when, self._backend, noticed)
+        late = explained_late(cause, when, self._backend)
         if late is not None:
             with suppress(Exception):
                 self._give_up()

@@ -263,7 +263,7 @@ cuda.configure(cuda.Mode.{})
 """
 
 LATE = """
-import torch, fxpipe
+import contextlib, torch, fxpipe
 from torch import nn
 if __name__ == "__main__":
     torch.manual_seed(0)
@@ -275,15 +275,17 @@ if __name__ == "__main__":
     torch.cuda.synchronize()
     x[5, 0] = 1 << 20  # outside of the table: the kernel asserts, on the device
     try:
-        for _ in range(50):
+        for _ in range(2):
             pipe.step(x, target=y)
+            with contextlib.suppress(torch.AcceleratorError):
+                torch.cuda.synchronize()
     except fxpipe.ExecutionError as error:
-        print(type(error).__name__, "|", getattr(error, "suspects", error.instruction), flush=True)
+        print(type(error).__name__, "|", error, flush=True)
 """
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_a_kernel_that_fails_is_among_the_suspects(blocking: bool) -> None:
+def test_a_kernel_that_fails_is_told_by_name_if_launches_wait(blocking: bool) -> None:
     """In a process of its own, which cannot use the device any more after that."""
     first = SIMULATOR.format("EAGER" if blocking else "LAZY") if SIMULATED else ""
     done = subprocess.run(
@@ -297,7 +299,7 @@ def test_a_kernel_that_fails_is_among_the_suspects(blocking: bool) -> None:
     )
     kind, _, told = done.stdout.partition("|")
     assert kind.strip() == ("ExecutionError" if blocking else "DeviceError"), done.stderr
-    assert "s0[2]" in told
+    assert ("s0[2]" if blocking else "CUDA_LAUNCH_BLOCKING=1") in told
 
 
 @pytest.mark.parametrize("dispatch", ["device", "thread"])

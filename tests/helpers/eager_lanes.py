@@ -42,8 +42,8 @@ class Lanes:
         marks: how many marks there are.
         lacks: the text of the instruction that finds no memory.
         breaks: the text of the instruction after which the device fails.
-        broken: the number of marks when it did: those before it were reached.
-        asked: how far a mark may be behind before somebody who asks is told of a failure.
+        broken: the number of marks when it did.
+        asked: how many marks are made before the device tells of a failure.
     """
 
     number: int
@@ -74,17 +74,12 @@ class Lanes:
 
     def mark(self, stream: str) -> Any:
         self.marks += 1
+        if self.broken is not None and self.marks > self.broken + self.asked:
+            raise LateError("something failed")
         return self.number, stream, self.marks
 
     def close(self) -> None:
         pass
-
-    def reached(self, mark: Any) -> bool:
-        if self.broken is None:
-            return True
-        if self.marks >= self.broken + self.asked:
-            raise LateError("something failed")
-        return bool(mark[2] <= self.broken)
 
     def follow(self, stream: str) -> None:
         self.log.append((stream, "followed"))

@@ -193,7 +193,7 @@ def test_statistics_of_a_batch_are_computed_where_its_forwards_are(dispatch: Dis
 
 @both
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_what_fails_late_is_among_the_suspects(schedule: str, dispatch: Dispatches) -> None:
+def test_what_fails_late_is_told_with_how_to_find_it(schedule: str, dispatch: Dispatches) -> None:
     torch.manual_seed(0)
     options = {} if schedule == "1f1b" else {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
     pipe, backend = launched(Tiny(), 2, dispatch, schedule=schedule, **options)
@@ -210,27 +210,10 @@ def test_what_fails_late_is_among_the_suspects(schedule: str, dispatch: Dispatch
             for _ in range(3):
                 pipe.step(x, target=y)
             pipe.flush()
-        error = caught.value
-        assert isinstance(error.__cause__, LateError)
-        assert error.instruction == error.suspects[0]
-        assert lanes.breaks in error.suspects
-        text = str(error)
-        assert "device 1 (fake:1), stream compute, since " in text
+        assert isinstance(caught.value.__cause__, LateError)
+        text = str(caught.value)
+        assert "when device 1 was given" in text
         assert "CUDA_LAUNCH_BLOCKING=1" in text and "start it again" in text
-
-
-def test_what_is_known_to_be_done_is_not_suspected() -> None:
-    torch.manual_seed(0)
-    pipe, backend = launched(Tiny(), 2)
-    x, y = batch(8)
-    with pipe, within(60):
-        pipe.step(x, target=y)
-        backend.lanes[0].breaks, backend.lanes[0].asked = "backward s0[3] v0", 0
-        with pytest.raises(DeviceError) as caught:
-            pipe.step(x, target=y)
-            pipe.step(x, target=y)
-        assert "forward s0[0] v0 keep" not in caught.value.suspects
-        assert not any(" s1[" in suspect for suspect in caught.value.suspects)
 
 
 def test_a_failure_that_nobody_asked_about_is_told_when_the_next_step_begins() -> None:
@@ -241,10 +224,8 @@ def test_a_failure_that_nobody_asked_about_is_told_when_the_next_step_begins() -
         pipe.step(x, target=y)
         backend.lanes[0].breaks, backend.lanes[0].asked = "backward s0[3] v0", 1000
         pipe.step(x, target=y)
-        backend.lanes[0].asked = 0
-        with pytest.raises(DeviceError, match="when a step began or ended") as caught:
+        with pytest.raises(DeviceError, match="when a step began or ended"):
             pipe.step(x, target=y)
-        assert "backward s0[3] v0" in caught.value.suspects
 
 
 def test_who_waits_for_an_event_is_woken_when_the_run_stops() -> None:

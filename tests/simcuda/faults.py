@@ -170,15 +170,17 @@ FAULTS = {
     ),
     "events are recorded on the compute stream": Fault(
         LAUNCHING,
-        "self.channels.events.record(event, self._mark(launch.stream))",
-        'self.channels.events.record(event, self._mark("compute"))',
+        "self.channels.events.record(event, self.lanes.mark(launch.stream))",
+        'self.channels.events.record(event, self.lanes.mark("compute"))',
     ),
     "events are recorded before their instruction": Fault(
         LAUNCHING,
-        "            self.trail.give(launch.stream, Launched(",
-        "            early = self._mark(launch.stream)\n"
-        "            self._mark = lambda stream: early\n"
-        "            self.trail.give(launch.stream, Launched(",
+        "            self._launch(instruction, launch)",
+        "            early = self.lanes.mark(launch.stream)\n"
+        "            self.channels.events.record = lambda event, mark: Events.record(\n"
+        "                self.channels.events, event, early\n"
+        "            )\n"
+        "            self._launch(instruction, launch)",
     ),
     "all is launched on the compute stream, and events on others": Fault(
         LAUNCHING,

@@ -18,7 +18,7 @@ from torch import Tensor
 from fxpipe.errors import InputError, RankError
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.failure import DeviceMemory, Unfinished
+from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.ranks.group import RankGroup
@@ -300,7 +300,6 @@ class Backend:
         """Name of each device with its own random number generator → that generator."""
         return {}
 
-    def unfinished(self, error: BaseException) -> Sequence[Unfinished]:
-        """What the devices may not have finished, if they report such an error late; else
-        nothing."""
-        return ()
+    def is_late(self, error: BaseException) -> bool:
+        """Whether an error is a device's late report of an earlier instruction's failure."""
+        return False

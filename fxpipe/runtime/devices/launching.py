@@ -7,9 +7,9 @@ for an event to be recorded.
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,75 +24,12 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.devices.lanes import ALONE, Lanes
-from fxpipe.runtime.failure import DeviceMemory, Launched, Unfinished
+from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.text.program import print_instruction
 from fxpipe.torchtools.accelerator import kind_of
-
-
-class _Stream:
-    """The instructions launched on one stream.
-
-    Attributes:
-        done: the last instruction that is known to be done, or None.
-        open: the instructions that were launched after it.
-        marked: the marks not known to be reached, each with the last instruction before it.
-    """
-
-    def __init__(self) -> None:
-        self.done: Launched | None = None
-        self.open: deque[Launched] = deque()
-        self.marked: deque[tuple[Any, Launched]] = deque()
-
-
-class Trail:
-    """The instructions launched on one device, and which of them are known to be done.
-
-    A device reports a failure at any later call, and afterwards no longer says what is done.
-    So a trail asks while it launches. It is kept from run to run, and several threads may use it.
-    """
-
-    def __init__(self, device: int, place: str) -> None:
-        """Nothing is launched yet; messages call the device ``place``."""
-        self._device, self._place = device, place
-        self._streams: dict[str, _Stream] = {}
-        self._lock = threading.Lock()
-
-    def give(self, stream: str, launched: Launched) -> None:
-        """Note that an instruction is about to be launched on a stream."""
-        with self._lock:
-            self._streams.setdefault(stream, _Stream()).open.append(launched)
-
-    def mark(self, stream: str, mark: Any) -> None:
-        """Note a mark after everything that was launched on a stream so far."""
-        with self._lock:
-            work = self._streams.get(stream)
-            if work is not None and work.open:
-                work.marked.append((mark, work.open[-1]))
-
-    def look(self, stream: str, reached: Callable[[Any], bool]) -> None:
-        """Find out which marks a stream has reached. Raises any error that the device reports."""
-        with self._lock:
-            work = self._streams.get(stream)
-            while work is not None and work.marked and reached(work.marked[0][0]):
-                _, last = work.marked.popleft()
-                while work.done is not last:
-                    work.done = work.open.popleft()
-
-    def unfinished(self, reached: Callable[[Any], bool]) -> list[Unfinished]:
-        """The streams that may not have finished all their instructions. ``reached`` may raise, as
-        a device does that has failed."""
-        for name in tuple(self._streams):
-            with suppress(RuntimeError):
-                self.look(name, reached)
-        with self._lock:
-            return [
-                Unfinished(self._device, self._place, name, work.done, tuple(work.open))
-                for name, work in self._streams.items()
-                if work.open
-            ]
 
 
 class Events:
@@ -178,13 +115,11 @@ class LaunchingMachine(Machine):
 
     Attributes:
         lanes: the device's streams.
-        trail: the instructions launched on the device, and which are known to be done.
         first: the first step of the run. Events of earlier steps are past and are not waited for.
     """
 
     lanes: Lanes
     channels: LaunchingChannels
-    trail: Trail
     first: int = 0
 
     def run(self, end: int | None = None) -> bool:
@@ -213,7 +148,6 @@ class LaunchingMachine(Machine):
             if at.batch >= self.first and (mark := self.channels.events.find(at)) is not None:
                 self.lanes.wait(launch.stream, mark)
         if not self.program.depth or self.step + instruction.batch in self.batches:
-            self.trail.give(launch.stream, Launched(self.position, instruction, self.step))
             if self.times is not None:
                 self.times.append(self.lanes.moment(launch.stream))
             self._launch(instruction, launch)
@@ -221,19 +155,13 @@ class LaunchingMachine(Machine):
                 self.times.append(self.lanes.moment(launch.stream))
         if launch.record is not None:
             event = launch.record._replace(batch=self.step + launch.record.batch)
-            self.channels.events.record(event, self._mark(launch.stream))
+            self.channels.events.record(event, self.lanes.mark(launch.stream))
         last = self.position + 1 == len(self.program.lists[self.device])
         if last or type(instruction) is ins.Pause:
             streams = sorted({launch.stream for launch in self.program.launches[self.device]})
-            self.channels.finish(self.lanes, [self._mark(stream) for stream in streams])
+            self.channels.finish(self.lanes, [self.lanes.mark(stream) for stream in streams])
         self.position += 1
         return instruction
-
-    def _mark(self, stream: str) -> Any:
-        mark = self.lanes.mark(stream)
-        self.trail.mark(stream, mark)
-        self.trail.look(stream, self.lanes.reached)
-        return mark
 
     def _launch(self, instruction: ins.Instruction, launch: Launch) -> None:
         with self.lanes.on(launch.stream, print_instruction(instruction)):
@@ -256,9 +184,6 @@ class StreamBackend(Backend):
         super().__init__(group)
         self.lanes = lanes
         self._first = self.group.device  # of those that this process runs
-        self._trails = [
-            Trail(device, str(own.device)) for device, own in enumerate(lanes, self._first)
-        ]
         self._callers: Sequence[torch.Stream] = ()
 
     def close(self) -> None:
@@ -275,7 +200,6 @@ class StreamBackend(Backend):
         return partial(
             LaunchingMachine,
             lanes=self.lanes[own],
-            trail=self._trails[own],
             first=first,
             device=device,
             step=first,
@@ -331,11 +255,5 @@ class StreamBackend(Backend):
         devices = dict.fromkeys(lanes.device for lanes in self.lanes)
         return {str(device): kind_of(device).generator(device) for device in devices}
 
-    def unfinished(self, error: BaseException) -> Sequence[Unfinished]:
-        if not self.lanes[0].kind.is_late(error):
-            return ()
-        return [
-            stream
-            for lanes, trail in zip(self.lanes, self._trails, strict=True)
-            for stream in trail.unfinished(lanes.reached)
-        ]
+    def is_late(self, error: BaseException) -> bool:
+        return self.lanes[0].kind.is_late(error)
