@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from fxpipe.extensions.prediction.extension import Prediction
     from fxpipe.extensions.replicas.extension import Replicas
     from fxpipe.extensions.search.search import search_schedule
-    from fxpipe.extensions.symbolic.extension import Symbolic
     from fxpipe.kernels.recompute import is_recomputing
     from fxpipe.passes.partition.options import Partition
     from fxpipe.pipeline import Pipeline
@@ -112,7 +111,6 @@ __all__ = [
     "Replicas",
     "Schedule",
     "Search",
-    "Symbolic",
     "Task",
     "TaskContext",
     "TraceError",

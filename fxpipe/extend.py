@@ -53,7 +53,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "inductor": f"{_HERE}.inductor.extension:Inductor",
         "offload": f"{_HERE}.offload.extension:Offload",
         "prediction": f"{_HERE}.prediction.extension:Prediction",
-        "symbolic": f"{_HERE}.symbolic.extension:Symbolic",
     },
     "instruction": {
         "offload": f"{_HERE}.offload.opcodes:Offload",
@@ -82,7 +81,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Offload": f"{_HERE}.offload.extension:Offload",
         "Prediction": f"{_HERE}.prediction.extension:Prediction",
         "Search": f"{_HERE}.planner.auto:Search",
-        "Symbolic": f"{_HERE}.symbolic.extension:Symbolic",
         "Replicas": f"{_HERE}.replicas.extension:Replicas",
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
         "compare": f"{_HERE}.comparison.comparison:compare",

@@ -19,7 +19,7 @@ REMOVED = {
     "stage_compiler": 'write extensions=[fxpipe.Inductor()], or for "auto" '
     "fxpipe.Inductor(only_faster=True)",
     "deferred_batchnorm": "write extensions=[fxpipe.DeferredBatchNorm()]",
-    "tracer": 'for "symbolic" write extensions=[fxpipe.Symbolic()], and for "export" leave it out',
+    "tracer": "leave it out; models are traced by torch.export",
     "cuda_graphs": "write extensions=[fxpipe.CudaGraphs()]",
     "shard_optimizer": "write extensions=[fxpipe.Replicas(shard_optimizer=True)]",
     "bucket_cap_mb": "write extensions=[fxpipe.Replicas(bucket_cap_mb=25)]",
@@ -33,6 +33,8 @@ REMOVED = {
 """Argument of ``fxpipe.compile`` → what to do now. docs/removed.md has the reasons."""
 
 GONE = {
+    "fxpipe.Symbolic": "leave it out; torch.export traces models. A tracer of your own is an "
+    "extension, see docs/extensions.md",
     "fxpipe.prefetch": "iterate the loader, with pin_memory=True; a step copies its micro-batches "
     "beside the computations",
     "fxpipe.simulator": "write from fxpipe.extensions.simulator import Link, Sizes, Simulation",

@@ -49,12 +49,8 @@ _ON_VALUES = ("DataDependent", "data-dependent", "cannot be used as inputs to co
 _OUTSIDE = (".numpy()", "np.ndarray")
 
 
-def untraceable(model: nn.Module, error: Exception, other: str = "") -> TraceError:
-    """Return a TraceError that explains the exception of a tracer.
-
-    Args:
-        other: what to do instead of changing the model, if the tracer knows.
-    """
+def untraceable(model: nn.Module, error: Exception) -> TraceError:
+    """Return a TraceError that explains the exception of a tracer."""
     if isinstance(error, TraceError):
         return error
     where = source.of_exception(error)
@@ -73,7 +69,6 @@ def untraceable(model: nn.Module, error: Exception, other: str = "") -> TraceErr
         cure = "make that line independent of the size, or give inputs of one size"
     else:
         reason, cure = summary[:300], "rewrite that line"
-    cure = f"{other}, or {cure}" if other else cure
     return _error(model, where, reason, cure, called(model, error))
 
 

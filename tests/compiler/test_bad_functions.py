@@ -50,10 +50,10 @@ def test_a_loss_that_is_no_scalar_with_a_gradient_is_refused(
     refused(InputError, lambda: stepped(loss=loss), part)
 
 
-def test_a_matrix_for_a_loss_is_refused_by_its_shape(extensions: Any = ()) -> None:
+def test_a_matrix_for_a_loss_is_refused_by_its_shape() -> None:
     part = "the loss has shape (3, 3); reduce it to a scalar, as with .mean()"
     loss = functools.partial(functional.mse_loss, reduction="none")
-    refused(InputError, lambda: stepped(target=X[:, :3], loss=loss, extensions=extensions), part)
+    refused(InputError, lambda: stepped(target=X[:, :3], loss=loss), part)
 
 
 def test_a_loss_that_raises_names_its_line() -> None:
@@ -276,19 +276,17 @@ class AddsInto(nn.Module):
         return torch.add(x, 1, out=torch.empty_like(x))  # not differentiable
 
 
-def test_a_call_that_has_no_gradient_names_its_line(extensions: Any = ()) -> None:
+def test_a_call_that_has_no_gradient_names_its_line() -> None:
     model = nn.Sequential(nn.Linear(4, 4), AddsInto(), nn.Linear(4, 3))
     start = "the model fails on the first micro-batch with gradients enabled, at "
     parts = start, "torch.add(x, 1, out=", "don't support automatic differentiation"
-    refused(InputError, lambda: stepped(model, extensions=extensions), *parts)
+    refused(InputError, lambda: stepped(model), *parts)
 
 
-def test_a_model_that_fails_only_where_gradients_are_wanted_names_its_line(
-    extensions: Any = (),
-) -> None:
+def test_a_model_that_fails_only_where_gradients_are_wanted_names_its_line() -> None:
     def call() -> object:
         model = nn.Sequential(nn.Linear(4, 4), WritesSplits(), nn.Linear(2, 3))
-        given = [fxpipe.LeafModules(WritesSplits), *extensions]
+        given = [fxpipe.LeafModules(WritesSplits)]
         return stepped(model, extensions=given)
 
     start = "the model fails on the first micro-batch with gradients enabled, at "

@@ -102,13 +102,12 @@ def test_what_autocast_is_around_runs_under_it_and_backward_does_not(
     options: dict[str, Any],
     around: Callable[[], AbstractContextManager[Any]],
     recompute: str,
-    extensions: Any = (),
 ) -> None:
     torch.manual_seed(0)
     model = make()
     alone = copy.deepcopy(model)
     mse = nn.functional.mse_loss
-    options = {**options, "extensions": extensions, "recompute": recompute}
+    options = {**options, "recompute": recompute}
     with fxpipe.compile(model, ["cpu"] * 2, microbatches=2, loss=mse, **options) as pipe:
         for _ in range(2):
             x, y = torch.randn(6, 8), torch.randn(6, 3)

@@ -123,7 +123,7 @@ def test_leaf_modules_draw_the_same_on_any_stage() -> None:
     assert first != second
 
 
-def test_a_dropout_inside_of_a_leaf_module_may_begin_after_the_trace(extensions: Any = ()) -> None:
+def test_a_dropout_inside_of_a_leaf_module_may_begin_after_the_trace() -> None:
     """What a leaf module reads causes no new trace; a recomputation draws what its forward drew."""
     found: list[tuple[Tensor, dict[str, Tensor | None]]] = []
     modes: tuple[Recompute, ...] = ("never", "always")
@@ -138,7 +138,7 @@ def test_a_dropout_inside_of_a_leaf_module_may_begin_after_the_trace(extensions:
             ["cpu"] * stages,
             microbatches=3,
             loss=mse_loss,
-            extensions=[fxpipe.LeafModules("1"), *extensions],
+            extensions=[fxpipe.LeafModules("1")],
             recompute=recompute,
         ) as pipe:
             without = pipe.step(x, target=y)
@@ -176,11 +176,9 @@ class Masks(nn.Module):
         return self.first(x * self.gain), self.second(x * self.gain)
 
 
-def test_dropout_drops_at_its_rate_and_each_place_and_microbatch_drops_others(
-    extensions: Any = (),
-) -> None:
+def test_dropout_drops_at_its_rate_and_each_place_and_microbatch_drops_others() -> None:
     torch.manual_seed(0)
-    with fxpipe.compile(Masks(), ["cpu"] * 2, microbatches=4, extensions=extensions) as pipe:
+    with fxpipe.compile(Masks(), ["cpu"] * 2, microbatches=4) as pipe:
         first, second = pipe(torch.ones(8, 5000))
         again, _ = pipe(torch.ones(8, 5000))
     for mask in (first, second, again):

@@ -237,11 +237,9 @@ class OddSkips(nn.Module):
         return z
 
 
-def test_skips_may_be_integers_booleans_and_detached(extensions: Any = ()) -> None:
+def test_skips_may_be_integers_booleans_and_detached() -> None:
     torch.manual_seed(0)
-    assert_as_the_loop(
-        OddSkips(), torch.randn(8, 4), partition=["middle", "last"], extensions=extensions
-    )
+    assert_as_the_loop(OddSkips(), torch.randn(8, 4), partition=["middle", "last"])
 
 
 def test_autocast_around_a_step_reaches_every_device() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ class Heads(nn.Module):
 )
 @pytest.mark.parametrize("leaves", [[], ["second"]])
 def test_what_only_unused_outputs_read_gets_no_gradient(
-    leaves: Sequence[str], used: Sequence[str], extensions: Any = ()
+    leaves: Sequence[str], used: Sequence[str]
 ) -> None:
     model, x = Heads(), torch.linspace(-1, 1, 16).view(4, 4)
     other = copy.deepcopy(model)
@@ -53,7 +52,7 @@ def test_what_only_unused_outputs_read_gets_no_gradient(
         ["cpu"] * 2,
         microbatches=2,
         partition=["second"],
-        extensions=[fxpipe.LeafModules(*leaves), *extensions],
+        extensions=[fxpipe.LeafModules(*leaves)],
     ) as pipe:
         output = pipe(given)
         sum((output[name] ** 2).sum() for name in used).backward()

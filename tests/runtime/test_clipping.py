@@ -110,12 +110,12 @@ class Unordered(nn.Module):
         return x
 
 
-def test_norms_are_added_in_the_order_of_the_models_parameters(extensions: Any = ()) -> None:
+def test_norms_are_added_in_the_order_of_the_models_parameters() -> None:
     """To the bit those of a loop, in whatever order the stages have the parameters."""
     torch.manual_seed(0)
     model = Unordered()
     expected = ClippedLoop.beside(model, SGD, 2, delay=0)
-    options: dict[str, Any] = {"extensions": extensions, "partition": ["layer2"]}
+    options: dict[str, Any] = {"partition": ["layer2"]}
     with compiled(model, 2, 2, schedule="1f1b", clip_norm=LIMIT, **options) as pipe:
         for _ in range(8):
             x, y = torch.randn(2, 4, 16)

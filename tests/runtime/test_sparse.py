@@ -76,9 +76,7 @@ def graphs(count: int = 8) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sparse_buffer_is_read_by_every_stage(
-    layout: torch.layout, stages: int, extensions: Any = ()
-) -> None:
+def test_a_sparse_buffer_is_read_by_every_stage(layout: torch.layout, stages: int) -> None:
     torch.manual_seed(0)
     model, alone = twins(layout)
     x, y = graphs()
@@ -88,7 +86,6 @@ def test_a_sparse_buffer_is_read_by_every_stage(
         partition=["layers.1", "layers.2"][: stages - 1],
         microbatches=4,
         loss=mse_loss,
-        extensions=extensions,
     )
     with pipe:
         made = pipe.step(x, target=y)
@@ -173,12 +170,12 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("leaves", [[], ["second"]])
-def test_a_leaf_takes_a_sparse_input(leaves: list[str], extensions: Any = ()) -> None:
+def test_a_leaf_takes_a_sparse_input(leaves: list[str]) -> None:
     torch.manual_seed(6)
     model, adj = Whole(), adjacency()
     alone = copy.deepcopy(model)
     x, y = torch.randn(8, NODES), torch.randn(8, NODES)
-    given = [fxpipe.LeafModules(*leaves), *extensions]
+    given = [fxpipe.LeafModules(*leaves)]
     options: dict[str, Any] = {"batch_dims": {"adj": None}, "extensions": given}
     with fxpipe.compile(model, 2, microbatches=4, loss=mse_loss, **options) as pipe:
         pipe.step(x, adj, target=y)

@@ -13,11 +13,8 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
-WHERE = ("nn_module_stack", "stack_trace")
-"""Metadata of a node that tells its place in the user's code."""
 
-
-def object_of(value: Any, owner: fx.Tracer | fx.Graph) -> fx.Node | None:
+def _object_of(value: Any, graph: fx.Graph) -> fx.Node | None:
     """Create a node that makes an ordered dict or a dataclass; None for all other values.
 
     torch.fx itself takes an ordered dict for a plain dict, and a dataclass that is also a dict, as
@@ -30,10 +27,8 @@ def object_of(value: Any, owner: fx.Tracer | fx.Graph) -> fx.Node | None:
         items = {field.name: getattr(value, field.name) for field in fields(kind)}
     else:
         return None
-    if isinstance(owner, fx.Tracer):
-        items = {key: owner.create_arg(item) for key, item in items.items()}
     args, kwargs = ((), items) if is_dataclass(kind) else ((items,), {})
-    return owner.create_node("call_function", kind, args, kwargs)
+    return graph.create_node("call_function", kind, args, kwargs)
 
 
 def with_objects(value: Any, call: fx.Node) -> Any:
@@ -44,14 +39,10 @@ def with_objects(value: Any, call: fx.Node) -> Any:
         return value
     container = pytree.tree_unflatten([with_objects(item, call) for item in items], spec)
     with call.graph.inserting_before(call):
-        node = object_of(container, call.graph)
+        node = _object_of(container, call.graph)
     if node is None:
         return container
-    node.meta.update({key: call.meta[key] for key in WHERE if key in call.meta})
+    node.meta.update(
+        {key: call.meta[key] for key in ("nn_module_stack", "stack_trace") if key in call.meta}
+    )
     return node
-
-
-def makes_object(node: fx.Node) -> bool:
-    """Whether a node is one that ``object_of`` creates."""
-    kind = node.target
-    return isinstance(kind, type) and (issubclass(kind, dict) or is_dataclass(kind))

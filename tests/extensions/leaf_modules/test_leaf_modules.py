@@ -135,17 +135,17 @@ class Around(nn.Module):
         return out
 
 
-def test_leaves_of_ones_own_branch_on_values(extensions: Any = ()) -> None:
+def test_leaves_of_ones_own_branch_on_values() -> None:
     torch.manual_seed(0)
     model = Around(Branching(4))
-    alone = train_both(model, ["last"], ["inner"], extensions)
+    alone = train_both(model, ["last"], ["inner"])
     assert isinstance(model.inner, Branching)
     assert isinstance(alone.inner, Branching)
     assert model.inner.seen[-2:] == alone.inner.seen[-2:]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_of_leaves_run_in_every_step(when: str, extensions: Any = ()) -> None:
+def test_hooks_of_leaves_run_in_every_step(when: str) -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     if when == "before":
@@ -154,7 +154,7 @@ def test_hooks_of_leaves_run_in_every_step(when: str, extensions: Any = ()) -> N
         )
     else:
         inner.register_forward_hook(lambda module, args, out: Backwards.apply(out))  # type: ignore[no-untyped-call]
-    train_both(Around(inner), ["last"], [inner], extensions)
+    train_both(Around(inner), ["last"], [inner])
 
 
 def test_a_leaf_inside_of_a_leaf_is_the_outer_ones_affair() -> None:
@@ -275,9 +275,9 @@ class Unpacks(nn.Module):
         ("counts", "'inner.inner' returns int"),
     ],
 )
-def test_what_a_leaf_may_not_do_is_refused(what: str, message: str, extensions: Any = ()) -> None:
+def test_what_a_leaf_may_not_do_is_refused(what: str, message: str) -> None:
     with pytest.raises(TraceError, match=message):
-        compiled(Around(Unpacks(Does(what))), ["inner.inner"], extensions)
+        compiled(Around(Unpacks(Does(what))), ["inner.inner"])
     train_both(Around(Unpacks(Does(what))), ["last"], ["inner"])
 
 
@@ -291,7 +291,7 @@ class Watching(nn.Linear):
         return super().forward(x)
 
 
-def test_a_leaf_sees_gradients_enabled_where_there_will_be_a_backward(extensions: Any = ()) -> None:
+def test_a_leaf_sees_gradients_enabled_where_there_will_be_a_backward() -> None:
     watching = Watching(4, 4)
     watching.seen = []
     x = torch.randn(4, 4)
@@ -300,7 +300,7 @@ def test_a_leaf_sees_gradients_enabled_where_there_will_be_a_backward(extensions
         ["cpu"] * 2,
         microbatches=2,
         loss=mse_loss,
-        extensions=[fxpipe.LeafModules("inner"), *extensions],
+        extensions=[fxpipe.LeafModules("inner")],
     ) as pipe:
 
         def infer() -> None:
@@ -349,7 +349,7 @@ def test_tracing_leaves_the_leaves_as_they_were() -> None:
     assert leaf_calls._known == {}
 
 
-def test_a_tensor_that_is_no_buffer_is_read(extensions: Any = ()) -> None:
+def test_a_tensor_that_is_no_buffer_is_read() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -364,7 +364,7 @@ def test_a_tensor_that_is_no_buffer_is_read(extensions: Any = ()) -> None:
     model = Scaled()
     alone = copy.deepcopy(model)
     x = torch.randn(4, 4)
-    options: Any = {"loss": mse_loss, "extensions": extensions}
+    options: Any = {"loss": mse_loss}
     with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, **options) as pipe:
         made = pipe.step(x, target=x)
     assert torch.equal(made, loop.train(alone, 2, x, loss=mse_loss, target=x).loss)

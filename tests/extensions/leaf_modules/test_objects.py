@@ -59,13 +59,11 @@ class Gives(nn.Module):
         lambda y, x: Pair([Pair(y)], {"x": OrderedDict(x=x)}),
     ],
 )
-def test_a_leaf_is_given_an_object_of_its_class(
-    made: Callable[..., Any], extensions: Any = ()
-) -> None:
+def test_a_leaf_is_given_an_object_of_its_class(made: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     model, x = Gives(made), torch.randn(4, 4)
     alone = copy.deepcopy(model)
-    given = [fxpipe.LeafModules(Adds), *extensions]
+    given = [fxpipe.LeafModules(Adds)]
     options: Any = {"extensions": given, "partition": ["last"]}
     with fxpipe.compile(model, 2, microbatches=2, loss=torch.sum, **options) as pipe:
         pipe.step(x)

@@ -132,12 +132,11 @@ def test_the_smallest_submodule_that_can_be_called_is_and_a_warning_says_so(
     inner: Callable[[], nn.Module],
     leaf: str,
     caplog: pytest.LogCaptureFixture,
-    extensions: Any = (),
 ) -> None:
     torch.manual_seed(0)
     model = Around(inner())
     with told(caplog) as messages:
-        train_both(model, torch.randn(8, 4), torch.randn(8, 4), extensions=extensions)
+        train_both(model, torch.randn(8, 4), torch.randn(8, 4))
     (message,) = messages
     assert message.startswith("Around cannot be traced at ")
     assert f"{__file__}:" in message

@@ -219,9 +219,9 @@ class Clamps(nn.Module):
         return x.clamp(max=1) if x.sum() < 100 else x
 
 
-def test_a_model_with_leaves_may_be_called_in_inference_mode_first(extensions: Any = ()) -> None:
+def test_a_model_with_leaves_may_be_called_in_inference_mode_first() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), Clamps())
-    given = [fxpipe.LeafModules(Clamps), *extensions]
+    given = [fxpipe.LeafModules(Clamps)]
     options: Any = {"loss": F.mse_loss, "extensions": given}
     with fxpipe.compile(model, 1, microbatches=2, **options) as pipe, torch.inference_mode():
         x = torch.randn(4, 4)
@@ -239,11 +239,11 @@ class Restores(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_a_quantised_tensor_stays_inside_of_a_leaf(extensions: Any = ()) -> None:
+def test_a_quantised_tensor_stays_inside_of_a_leaf() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Quantises(), Restores()))
     options: Any = {"loss": F.mse_loss, "microbatches": 2}
     apart = fxpipe.compile(
-        model, 1, extensions=[fxpipe.LeafModules(Quantises, Restores), *extensions], **options
+        model, 1, extensions=[fxpipe.LeafModules(Quantises, Restores)], **options
     )
     with apart, torch.no_grad(), pytest.raises(TraceError, match="quantised"):
         apart(torch.ones(4, 4))
@@ -280,11 +280,9 @@ class Adding(nn.Module):
         return loss
 
 
-def test_what_a_leaf_sets_in_every_call_is_read_by_no_code_outside_of_it(
-    extensions: Any = (),
-) -> None:
+def test_what_a_leaf_sets_in_every_call_is_read_by_no_code_outside_of_it() -> None:
     """What it adds to the loss is too little for the graph's values to tell."""
-    given = [fxpipe.LeafModules(Balanced), *extensions]
+    given = [fxpipe.LeafModules(Balanced)]
     options: Any = {"microbatches": 2, "extensions": given}
     with (
         fxpipe.compile(Adding(kept=False), 1, **options) as pipe,

@@ -59,12 +59,10 @@ TARGETS = st.lists(st.tuples(*3 * [st.sampled_from([IGNORED, *range(5)])]), min_
 
 @pytest.mark.parametrize(("loss", "divisor"), DIVIDED.items())
 def test_what_divides_a_loss_weighs_its_micro_batches(
-    loss: Callable[..., Tensor], divisor: Callable[[Tensor], Tensor], extensions: Any = ()
+    loss: Callable[..., Tensor], divisor: Callable[[Tensor], Tensor]
 ) -> None:
     model, alone, whole = net(), net(), net()
-    with fxpipe.compile(
-        model, ["cpu"] * 2, microbatches=3, loss=loss, extensions=extensions
-    ) as pipe:
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, loss=loss) as pipe:
 
         @given(TARGETS)
         def equal(targets: list[tuple[int, ...]]) -> None:
@@ -133,11 +131,11 @@ def tuple_mean(output: Tensor, scale: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [masked_mean, masked_quotient, tuple_mean])
 def test_what_is_not_told_from_a_loss_is_asked_for_once_with_the_line_to_paste(
-    loss: Callable[..., Tensor], extensions: Any = ()
+    loss: Callable[..., Tensor],
 ) -> None:
     x, y = rows(8)
     target: Any = (torch.ones(8, dtype=torch.float64), y) if loss is tuple_mean else y
-    options: dict[str, Any] = {"loss": loss, "microbatches": 4, "extensions": extensions}
+    options: dict[str, Any] = {"loss": loss, "microbatches": 4}
     with fxpipe.compile(net(), ["cpu"], **options) as pipe:
         pipe.step(x, target=target)  # all count
         y[:3] = IGNORED
@@ -147,10 +145,10 @@ def test_what_is_not_told_from_a_loss_is_asked_for_once_with_the_line_to_paste(
     line = re.search(r"extensions=(\[.*\])\)$", str(warned[0].message))
     assert line is not None and loss.__name__ in str(warned[0].message)
     assert warned[0].filename == __file__
-    assert_whole(loss, x, target, 4, extensions=[*eval(line[1]), *extensions])
+    assert_whole(loss, x, target, 4, extensions=[*eval(line[1])])
 
 
-def test_a_mean_over_what_a_mask_selects_is_weighted_or_asked_for(extensions: Any = ()) -> None:
+def test_a_mean_over_what_a_mask_selects_is_weighted_or_asked_for() -> None:
     """A mask of the targets is known before the run; one of the outputs is not."""
 
     def by_target(output: Tensor, target: Tensor) -> Tensor:
@@ -163,11 +161,9 @@ def test_a_mean_over_what_a_mask_selects_is_weighted_or_asked_for(extensions: An
 
     x, y = rows(8)
     y.copy_(torch.tensor([0, 0, 1, 3, 4, 2, 2, 3]))
-    assert_whole(by_target, x, y, 4, extensions=extensions)  # a warning would be an error
+    assert_whole(by_target, x, y, 4)  # a warning would be an error
     with (
-        fxpipe.compile(
-            net(), ["cpu"], microbatches=4, loss=by_output, extensions=extensions
-        ) as pipe,
+        fxpipe.compile(net(), ["cpu"], microbatches=4, loss=by_output) as pipe,
         pytest.warns(UserWarning, match="is not that of the whole batch.*LossWeight\\(lambda"),
     ):
         pipe.step(x, target=y)
@@ -213,10 +209,6 @@ PLAIN: list[Callable[..., Tensor]] = [
 
 
 @pytest.mark.parametrize("loss", PLAIN)
-def test_nothing_is_said_of_means_over_samples(
-    loss: Callable[..., Tensor], extensions: Any = ()
-) -> None:
+def test_nothing_is_said_of_means_over_samples(loss: Callable[..., Tensor]) -> None:
     for samples in (6, 7):  # a warning would be an error
-        assert_whole(
-            loss, *rows(samples), 3, lambda *given: loss(*given).mean(), extensions=extensions
-        )
+        assert_whole(loss, *rows(samples), 3, lambda *given: loss(*given).mean())

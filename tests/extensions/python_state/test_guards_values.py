@@ -124,9 +124,7 @@ CASES: dict[type[Gained], Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_plain_number_that_a_graph_holds_counts_from_the_next_step_on(
-    case: type[Gained], extensions: Any = ()
-) -> None:
+def test_a_plain_number_that_a_graph_holds_counts_from_the_next_step_on(case: type[Gained]) -> None:
     GAIN.fill_(1.0)
     torch.manual_seed(0)
     model = case()
@@ -137,7 +135,6 @@ def test_a_plain_number_that_a_graph_holds_counts_from_the_next_step_on(
         microbatches=2,
         loss=F.cross_entropy,
         partition=["last"],
-        extensions=extensions,
     ) as pipe:
         before = pipe.step(x, target=target)
         CASES[case](model)

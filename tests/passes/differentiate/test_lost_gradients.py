@@ -51,15 +51,13 @@ def step(
     [lambda net, x: x + TINY * net.held[0], lambda net, x: x + TINY * OUTSIDE],
     ids=["a parameter in a list", "a tensor from outside"],
 )
-def test_a_tensor_that_is_no_parameter_and_needs_a_gradient_is_refused(
-    between: Any, extensions: Any = ()
-) -> None:
+def test_a_tensor_that_is_no_parameter_and_needs_a_gradient_is_refused(between: Any) -> None:
     message = r"Net reads a tensor of shape \(4,\) that requires a gradient.*register it"
     with pytest.raises(fxpipe.TraceError, match=message):
-        step(Net(between), extensions=extensions)
+        step(Net(between))
 
 
-def test_a_loss_that_adds_the_models_weights_is_refused(extensions: Any = ()) -> None:
+def test_a_loss_that_adds_the_models_weights_is_refused() -> None:
     model = Net(lambda net, x: x)
     message = r"the loss reads the model's parameter '.*', to which it would give no gradient"
     with pytest.raises(fxpipe.InputError, match=message):
@@ -69,7 +67,6 @@ def test_a_loss_that_adds_the_models_weights_is_refused(extensions: Any = ()) ->
                 F.cross_entropy(output, target)
                 + TINY * sum(p.square().sum() for p in model.parameters())
             ),
-            extensions,
         )
 
 
@@ -114,11 +111,9 @@ ON_VALUES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("between", "message"), ON_VALUES)
-def test_a_hook_on_a_value_is_refused_with_its_line(
-    between: Any, message: str, extensions: Any = ()
-) -> None:
+def test_a_hook_on_a_value_is_refused_with_its_line(between: Any, message: str) -> None:
     with pytest.raises(fxpipe.TraceError, match=message):
-        step(Net(between), extensions=extensions)
+        step(Net(between))
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda gradient: gradient * 2)  # elsewhere hooks work on
     x.sum().backward()
@@ -165,7 +160,7 @@ LEAVES: list[tuple[Any, list[Any]]] = [
 
 @pytest.mark.parametrize(("inner", "leaves"), LEAVES)
 def test_a_leaf_that_needs_gradients_in_forward_trains_and_is_refused_without_them(
-    inner: Any, leaves: Any, extensions: Any = ()
+    inner: Any, leaves: Any
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), inner(), nn.Linear(4, 4), nn.Linear(4, 3))
@@ -176,7 +171,7 @@ def test_a_leaf_that_needs_gradients_in_forward_trains_and_is_refused_without_th
         2 * ["cpu"],
         microbatches=2,
         loss=F.cross_entropy,
-        extensions=[fxpipe.LeafModules(*leaves), *extensions],
+        extensions=[fxpipe.LeafModules(*leaves)],
     ) as pipe:
         pipe.step(x, target=target)
         loop.train(alone, 2, x, loss=F.cross_entropy, target=target)
@@ -189,14 +184,10 @@ def test_a_leaf_that_needs_gradients_in_forward_trains_and_is_refused_without_th
 
 
 @pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_a_parameter_is_refused_and_works_again_once_removed(
-    name: str, extensions: Any = ()
-) -> None:
+def test_a_hook_on_a_parameter_is_refused_and_works_again_once_removed(name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     x, target = torch.randn(8, 4), torch.randint(3, (8,))
-    with fxpipe.compile(
-        model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy, extensions=extensions
-    ) as pipe:
+    with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
         pipe.step(x, target=target)
         handle = getattr(model[0].weight, name)(lambda gradient: None)
         with pytest.raises(fxpipe.TraceError, match=r"parameter '0\.weight' has a hook"):

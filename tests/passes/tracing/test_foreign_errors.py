@@ -109,11 +109,9 @@ class Named(nn.Module):
     ("kind", "name"),
     [("buffer", "code"), ("buffer", "graph"), ("parameter", "graph"), ("submodule", "graph")],
 )
-def test_a_name_of_torch_fx_is_refused_and_the_advised_one_works(
-    kind: str, name: str, extensions: Any = ()
-) -> None:
+def test_a_name_of_torch_fx_is_refused_and_the_advised_one_works(kind: str, name: str) -> None:
     def step(name: str) -> Tensor:
-        options: Any = {"microbatches": 2, "loss": F.mse_loss, "extensions": extensions}
+        options: Any = {"microbatches": 2, "loss": F.mse_loss}
         with fxpipe.compile(Named(kind, name), 1, **options) as pipe:
             loss: Tensor = pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
             return loss

@@ -255,12 +255,10 @@ def test_a_model_that_is_trained_for_quantisation_equals_the_loop() -> None:
     step_as_the_loop(model, "1f1b")
 
 
-def test_sparse_gradients_are_refused_by_name(extensions: Any = ()) -> None:
+def test_sparse_gradients_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
     with (
-        fxpipe.compile(
-            model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy, extensions=extensions
-        ) as pipe,
+        fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe,
         pytest.raises(fxpipe.TraceError, match=r"'0\.weight' is torch\.sparse_coo.*sparse=False"),
     ):
         pipe.step(torch.randint(5, (4, 2)), target=torch.randint(3, (4,)))
@@ -298,14 +296,11 @@ def test_what_a_model_writes_into_its_input_is_seen_by_itself_alone(
     write: Callable[[Tensor], Any],
     schedule: str,
     caplog: pytest.LogCaptureFixture,
-    extensions: Any = (),
 ) -> None:
     torch.manual_seed(0)
     model = Writing(write)
     alone = copy.deepcopy(model)
-    with fxpipe.compile(
-        model, 2, schedule=schedule, microbatches=3, loss=F.mse_loss, extensions=extensions
-    ) as pipe:
+    with fxpipe.compile(model, 2, schedule=schedule, microbatches=3, loss=F.mse_loss) as pipe:
         for rows in (6, 6, 7):
             x, y = torch.randn(rows, 16), torch.randn(rows, 3)
             before = x.clone()

@@ -227,12 +227,10 @@ def test_checkpoints_inside_of_a_model_change_nothing(reentrant: bool, dropout: 
     loop.assert_same(found[0], found[1])
 
 
-def test_a_model_with_a_function_of_its_own_is_given_up_with_its_pipe(extensions: Any = ()) -> None:
+def test_a_model_with_a_function_of_its_own_is_given_up_with_its_pipe() -> None:
     model = Model(lambda model, x: applied(Reverse, x, 2.0))
     known = weakref.ref(model)
-    with fxpipe.compile(
-        model, ["cpu"], microbatches=2, loss=mse_loss, extensions=extensions
-    ) as pipe:
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=mse_loss) as pipe:
         pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
     del model, pipe
     gc.collect()

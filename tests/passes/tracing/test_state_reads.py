@@ -57,14 +57,12 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_what_is_made_of_a_tensor_follows_the_tensor(read: str, extensions: Any = ()) -> None:
+def test_what_is_made_of_a_tensor_follows_the_tensor(read: str) -> None:
     SHARED.fill_(1.0)
     torch.manual_seed(0)
     model = Keeps(READS[read])
     x, target = torch.randn(8, 4), torch.randint(3, (8,))
-    with fxpipe.compile(
-        model, ["cpu"], microbatches=2, loss=F.cross_entropy, extensions=extensions
-    ) as pipe:
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
         before = pipe.step(x, target=target)
         with torch.no_grad():
             for tensor in (model.table, model.weight, model.plain, model.listed[0], SHARED):

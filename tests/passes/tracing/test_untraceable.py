@@ -122,14 +122,14 @@ def counts_outside(self: Inner, y: Tensor) -> Tensor:
     ],
 )
 def test_a_refusal_shows_the_line_the_construct_and_the_way_out(
-    function: Callable[[Any, Tensor], Tensor], construct: str, extensions: Any = ()
+    function: Callable[[Any, Tensor], Tensor], construct: str
 ) -> None:
     # in a submodule it is called as it is; what depends on values also here, see test_rest.py
     inner = Inner(function)
     called = function in (branches, loops, array, rolls, rolls_numpy)
     model = inner if called else Around(inner)
     with pytest.raises(TraceError) as caught:
-        compiled(model, extensions)
+        compiled(model)
     message = str(caught.value)
     assert f"{type(model).__name__} cannot be traced at" in message
     assert f"{__file__}:" in message
@@ -138,20 +138,18 @@ def test_a_refusal_shows_the_line_the_construct_and_the_way_out(
     assert "fxpipe.LeafModules(" in message
 
 
-def test_two_traces_that_differ_are_told_with_the_line_where_they_part(
-    extensions: Any = (),
-) -> None:
+def test_two_traces_that_differ_are_told_with_the_line_where_they_part() -> None:
     with pytest.raises(
         TraceError, match=r"tracing is not deterministic.*fxpipe.LeafModules"
     ) as caught:
-        compiled(Around(Inner(counts_outside)), extensions)
+        compiled(Around(Inner(counts_outside)))
     assert f"cannot be traced at {__file__}:" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "function", [branches, loops, array, counts, appends, remembers, rolls, rolls_numpy]
 )
-def test_the_way_out_leads_out(function: Any, extensions: Any = ()) -> None:
+def test_the_way_out_leads_out(function: Any) -> None:
     inner = Inner(function)
     if function in (array, remembers):
         # what it computes differs from call to call, so that it cannot be compared with itself
@@ -160,7 +158,7 @@ def test_the_way_out_leads_out(function: Any, extensions: Any = ()) -> None:
             pytest.skip("the check of the graph would see another result")
     if function in (counts, appends):
         inner.function = lambda self, y: (function(self, y), y)[1]
-    compiled(Around(inner), [fxpipe.LeafModules("inner"), *extensions])
+    compiled(Around(inner), [fxpipe.LeafModules("inner")])
 
 
 def test_a_refused_model_keeps_its_python_state() -> None:
@@ -212,9 +210,7 @@ class Graphs(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_a_sparse_input_is_whole_in_every_microbatch(
-    layout: torch.layout, extensions: Any = ()
-) -> None:
+def test_a_sparse_input_is_whole_in_every_microbatch(layout: torch.layout) -> None:
     torch.manual_seed(0)
     model = Graphs()
     alone = copy.deepcopy(model)
@@ -225,11 +221,9 @@ def test_a_sparse_input_is_whole_in_every_microbatch(
         2,
         microbatches=2,
         loss=mse_loss,
-        extensions=extensions,
-        partition=["last"] if extensions else "auto",  # else a leaf, from the product on
         batch_dims={"adjacency": None},
     ) as pipe:
-        if not extensions and layout is torch.sparse_csr:
+        if layout is torch.sparse_csr:
             with pytest.raises(
                 fxpipe.InputError, match=r"adjacency.*_csr.*adjacency.to_sparse_coo"
             ):

@@ -1,1 +1,0 @@
-"""Graphs by ``torch.fx`` in place of ``torch.export``, for ``fxpipe.Symbolic``."""
