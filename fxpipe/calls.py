@@ -21,7 +21,7 @@ from fxpipe.errors import InputError
 from fxpipe.extend import find
 from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
 from fxpipe.runtime.devices.backend import is_worker
-from fxpipe.signals import SignalsAtOperations
+from fxpipe.signals import HeldSignals
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.pytrees import together
 
@@ -59,7 +59,7 @@ class Calls:
         """Train on a batch; returns its loss, or loss and output."""
         ranks = self._options.ranks
         called = self._group.calling("step") if ranks else nullcontext()
-        with SignalsAtOperations() as signals, called:
+        with HeldSignals() as signals, called:
             meter = self._engine.meter
             if meter is not None:
                 meter.begin()

@@ -30,7 +30,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable is slow to 
 from fxpipe.errors import FxpipeError, PassError, TraceError
 from fxpipe.log import LOGGER
 from fxpipe.runtime.devices.backend import Worker, is_worker
-from fxpipe.signals import SignalsAtOperations, raise_held
+from fxpipe.signals import HeldSignals, raise_held
 from fxpipe.torchtools.source import called_by_ours
 
 POLL = 0.01
@@ -112,7 +112,7 @@ class PipeLock:
         if is_worker():
             yield
             return
-        with SignalsAtOperations():
+        with HeldSignals():
             self._waits = self._inside == threading.get_ident()
             try:
                 while not PipeLock._tracing.acquire(timeout=POLL):

@@ -18,6 +18,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.log import telling
+from fxpipe.signals import raise_held
 from fxpipe.verify.plan import verify_plan
 from fxpipe.verify.program import verify_program
 from fxpipe.verify.schedule import verify_schedule
@@ -130,6 +131,7 @@ def run_all(passes: Sequence[Pass], given: Mapping[str, Any]) -> dict[str, Any]:
     for step in passes:
         if not step.runs(facts):
             continue
+        raise_held()  # Ctrl-C takes effect between passes
         for name, _ in step.needs:
             if name not in facts:
                 raise PassError(f"pass {step.name!r} requires {name!r}, which nothing made")

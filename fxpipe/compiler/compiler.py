@@ -36,7 +36,7 @@ from fxpipe.passes.tracing.attach_loss import returned_loss
 from fxpipe.passes.tracing.trace import shapes_of
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
-from fxpipe.signals import SignalsAtOperations
+from fxpipe.signals import HeldSignals
 from fxpipe.torchtools.state import (
     without_collection,
     without_saved_tensor_hooks,
@@ -148,7 +148,7 @@ class Compiler:
     @contextmanager
     def _compiling(self, what: str) -> Iterator[None]:
         with (
-            SignalsAtOperations(),
+            HeldSignals(),
             reported(what, line=self.options.group.rank == 0),
             without_collection(),
             sources_forgotten(),

@@ -15,7 +15,7 @@ from torch._C import _autograd
 
 from fxpipe.errors import TraceError
 from fxpipe.random.others import others_kept
-from fxpipe.signals import SignalsAtOperations
+from fxpipe.signals import HeldSignals
 from fxpipe.torchtools.accelerator import kind_here, random_kept, reaches
 from fxpipe.torchtools.source import lacks_memory
 
@@ -28,9 +28,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Restore the model's buffers and all random generators after the block; also the weights of
     embeddings with ``max_norm``, which rescale them when they run.
 
-    Ctrl-C takes effect at the next operation.
+    Ctrl-C takes effect after the block.
     """
-    with SignalsAtOperations():
+    with HeldSignals():
         # buffers that repeat their elements, as ``expand`` makes them, cannot be written at all
         writable = [x for x in model.buffers() if not _repeats(x)] + _rescaled(model)
         before = [(tensor, tensor.detach().clone()) for tensor in writable]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 
 import pytest
 
-from fxpipe.signals import HeldSignals, SignalsAtOperations
+from fxpipe.passes.runner import Pass, run_all
+from fxpipe.signals import HeldSignals
 from tests.helpers.tiny import raise_signal
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are sent as POSIX does")
 
 
 def test_of_two_that_hold_signals_the_inner_one_does() -> None:
-    with HeldSignals(lambda: None) as outer:
-        with pytest.raises(KeyboardInterrupt), HeldSignals(lambda: None) as inner:
+    with HeldSignals() as outer:
+        with pytest.raises(KeyboardInterrupt), HeldSignals() as inner:
             raise_signal()
             assert isinstance(inner.held, KeyboardInterrupt)
             assert outer.held is None
@@ -28,11 +26,11 @@ def test_of_two_that_hold_signals_the_inner_one_does() -> None:
 
 def test_handlers_are_as_before_after_a_step_and_stay_as_they_were_changed() -> None:
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    with HeldSignals(lambda: None):
+    with HeldSignals():
         assert signal.getsignal(signal.SIGINT) is not before[signal.SIGINT]
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
     try:
-        with pytest.raises(KeyboardInterrupt), HeldSignals(lambda: None) as signals:
+        with pytest.raises(KeyboardInterrupt), HeldSignals() as signals:
             raise_signal()
             assert isinstance(signals.held, KeyboardInterrupt)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a handler may do
@@ -41,35 +39,15 @@ def test_handlers_are_as_before_after_a_step_and_stay_as_they_were_changed() -> 
         signal.signal(signal.SIGINT, before[signal.SIGINT])
 
 
-def test_an_interrupt_of_a_trace_comes_at_an_operation_and_never_while_a_context_changes() -> None:
+def test_an_interrupt_while_passes_run_comes_before_the_next_one() -> None:
     came: list[str] = []
 
-    @contextmanager
-    def changing() -> Iterator[None]:
+    def first(number: int) -> int:
         raise_signal()
-        operation("while entering")
-        yield
+        came.append("first")
+        return number
 
-    def operation(word: str) -> None:
-        run_node()
-        came.append(word)
-
-    def run_node() -> None:
-        pass
-
-    with pytest.raises(KeyboardInterrupt), SignalsAtOperations(), changing():
-        came.append("entered")
-        operation("inside")
-    assert came == ["while entering", "entered"]
-    assert sys.getprofile() is None
-
-
-def test_an_interrupt_that_something_swallows_comes_in_the_end() -> None:
-    def run_node() -> None:
-        pass
-
-    with pytest.raises(KeyboardInterrupt), SignalsAtOperations():
-        raise_signal()
-        with suppress(KeyboardInterrupt):
-            run_node()
-            pytest.fail("it was not raised")
+    passes = [Pass(first, "number", "number"), Pass(lambda number: came.append("second"), "number", "")]
+    with pytest.raises(KeyboardInterrupt), HeldSignals():
+        run_all(passes, {"number": 1})
+    assert came == ["first"]

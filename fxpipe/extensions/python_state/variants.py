@@ -29,7 +29,6 @@ from fxpipe.extensions.python_state.changes import refuse_changes
 from fxpipe.extensions.python_state.snapshot import OUTSIDE, CodeReads, StateSnapshot, top
 from fxpipe.log import LOGGER
 from fxpipe.random.modes import Draws
-from fxpipe.signals import put_back
 
 T = TypeVar("T")
 
@@ -284,3 +283,15 @@ class _Lists(TorchFunctionMode):
         if getattr(func, "__name__", "") in _LISTS:
             self._note(args[:1])
         return func(*args, **(kwargs or {}))
+
+
+def put_back(profiler: Any) -> None:
+    """Set the thread's profiler to one that ``sys.getprofile`` returned before.
+
+    A profiler written in C, such as cProfile's, is not callable and enables itself.
+    """
+    if profiler is None or callable(profiler):
+        sys.setprofile(profiler)
+    else:
+        sys.setprofile(None)
+        profiler.enable()

@@ -36,7 +36,7 @@ from fxpipe.runtime.host import BatchHost, Job
 from fxpipe.runtime.run import FlushedRun
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.runtime.weights.optimizer_state import frozen
-from fxpipe.signals import SignalsAtOperations
+from fxpipe.signals import HeldSignals
 from fxpipe.torchtools.optimizers import alone
 
 _LEAST, _MOST, _SECONDS = 4, 20, 0.5
@@ -160,7 +160,7 @@ class _Steps:
         compiled, engine, compiler = self._compiled, self._engine, self._compiler
         times: list[list[int]] = [[] for _ in self._program.lists]
         start = perf_counter()
-        with SignalsAtOperations():
+        with HeldSignals():
             args, kwargs, targets = self._arguments
             options = compiler.options
             Batch.of(options.model, args, kwargs, targets, options.batch_dims)  # for its time

@@ -24,7 +24,7 @@ from fxpipe.runtime.ranks.inbox import (
 )
 from fxpipe.runtime.ranks.links import CLOSED, Links, close_all
 from fxpipe.runtime.ranks.message import Message
-from fxpipe.signals import signals_at_operations
+from fxpipe.signals import held_once
 
 
 class Membership(NamedTuple):
@@ -148,7 +148,7 @@ class RankGroup:
                 self._settled = False  # the outer call goes on
             return
         self._check_open()
-        with signals_at_operations():
+        with held_once():
             self.call, self._exchanges = self.call + 1, 0
             self._what, self._told, self._settled, self._outcome_told = what, False, False, False
             self.delivery.begin(self.call)

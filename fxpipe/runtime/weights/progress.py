@@ -281,7 +281,7 @@ class Progress:
             take_back()
             raise
         # a signal must not interrupt these changes halfway
-        with HeldSignals(wake=lambda: None), torch.no_grad():
+        with HeldSignals(), torch.no_grad():
             self.ended = "a checkpoint was restored only in part"
             for name, tensor in (*parameters.items(), *buffers.items()):
                 if name in values:

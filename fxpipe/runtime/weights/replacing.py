@@ -79,7 +79,7 @@ def _exchange(unfinished: Path, target: Path) -> None:
         unfinished.replace(target)
         return
     shutil.rmtree(_old(target), ignore_errors=True)
-    with HeldSignals(wake=lambda: None):  # a signal must not interrupt between the two steps
+    with HeldSignals():  # a signal must not interrupt between the two steps
         target.rename(_old(target))
         try:
             unfinished.replace(target)
