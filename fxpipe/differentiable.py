@@ -18,7 +18,7 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import InputError
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.ir.value import HOST
-from fxpipe.locks import PipeLock, locked_in_backward
+from fxpipe.locks import PipeLock, locked
 from fxpipe.passes.partition.assignment import readers
 from fxpipe.runtime.devices.backend import Backend
 from fxpipe.runtime.host import BatchHost, draw_seed
@@ -45,8 +45,7 @@ def differentiable_call(
     """Run the forwards and return the flat outputs with a backward for autograd. An input that the
     model returns unchanged is returned as it is.
 
-    Backward may be called from any thread. It waits until no other thread uses the pipe, and other
-    threads cannot use the pipe before autograd has added to ``.grad``.
+    Backward may be called from any thread. It waits until no other thread uses the pipe.
     """
     inputs = {
         name: leaf
@@ -107,10 +106,9 @@ class _Call:
         names = (out.name for out in self.compiled.traced.outputs if isinstance(out, Value))
         return [name for name in dict.fromkeys(names) if name in back]
 
-    @locked_in_backward
+    @locked
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Let the pipeline drain; see torch.autograd.Function."""
-        self._lock.until_pass_ends()
         with self._group.calling("backward"):
             run = self.run
             if run is None:

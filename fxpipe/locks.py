@@ -5,11 +5,6 @@ are called differently, and an optimizer that steps in another thread takes the 
 rounds differently. So a thread that traces waits until no pipe runs, and a thread that calls a pipe
 waits for the trace to end. No thread holds one pipe while it waits for a trace. A pipe's worker
 threads, in which a module may call another pipe, never wait for a trace; the trace waits for them.
-
-Autograd adds the gradients that a pipe's backward returns to ``.grad`` after the backward has left
-the pipe. A step that ran at that time would lose them, as it replaces ``.grad`` by its own sum. So
-other threads cannot enter the pipe until the whole backward pass has ended; only other backward
-passes can, and the forwards that they run again.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
-import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable is slow to import
 
 from fxpipe.errors import FxpipeError, PassError, TraceError
@@ -54,7 +48,6 @@ class PipeLock:
         self._lock = threading.RLock()
         self._inside: int | None = None  # the thread that is inside
         self._waits = False  # whether that thread is waiting to trace
-        self._passes: dict[threading.Event, int] = {}  # backward pass: when it ends → its thread
         PipeLock._every[id(self)] = self
 
     def call(
@@ -62,49 +55,21 @@ class PipeLock:
         do: Callable[..., R],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        in_backward: bool = False,
     ) -> R:
-        """Call a function as the only thread inside, besides the pipe's own workers.
-
-        With ``in_backward``, which backward passes set, it does not wait for the backward passes of
-        other threads: they may be waiting for this one.
-        """
+        """Call a function as the only thread inside, besides the pipe's own workers."""
         me = threading.get_ident()
         if self._inside == me or threading.current_thread() in self._threads:
             return do(*args, **kwargs)
         while True:
             with self._lock:
-                others = () if in_backward else self._others(me)
-                if not others and (PipeLock._tracer in (None, me) or is_worker()):
+                if PipeLock._tracer in (None, me) or is_worker():
                     self._inside = me
                     try:
                         return do(*args, **kwargs)
                     finally:
                         self._inside = None
-            for ended in others:
-                ended.wait()
             with PipeLock._tracing:
                 pass  # the trace of another thread is over
-
-    def until_pass_ends(self) -> None:
-        """Keep other threads out until this thread's backward pass ends, even by an error."""
-
-        def callback() -> None: ...
-
-        ended = threading.Event()
-        self._passes[ended] = threading.get_ident()
-        # Autograd drops the callback at the end of the pass. It does not call it if the pass fails.
-        weakref.finalize(callback, self._end, ended).atexit = False
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-    def _end(self, ended: threading.Event) -> None:
-        del self._passes[ended]
-        ended.set()
-
-    def _others(self, me: int) -> Sequence[threading.Event]:
-        """The events at the ends of other threads' backward passes."""
-        return [ended for ended, thread in self._passes.copy().items() if thread != me]
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -144,7 +109,6 @@ class PipeLock:
         cls._tracing, cls._tracer = threading.RLock(), None
         for lock in cls._known():
             lock._lock, lock._inside, lock._waits = threading.RLock(), None, False
-            lock._passes = {}
 
     @classmethod
     def _known(cls) -> list[PipeLock]:
@@ -161,19 +125,11 @@ def locked(method: M) -> M:
 
     ``torch.compile`` leaves the method as it is: what a pipe runs is compiled already.
     """
-    return _locking(method, in_backward=False)
 
-
-def locked_in_backward(method: M) -> M:
-    """Decorate like ``locked`` a method that runs in backward passes."""
-    return _locking(method, in_backward=True)
-
-
-def _locking(method: M, *, in_backward: bool) -> M:
     @functools.wraps(method)
     def call_locked(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._lock.call(method, (self, *args), kwargs, in_backward=in_backward)
+            return self._lock.call(method, (self, *args), kwargs)
         except PassError:  # a bug of a pass: the traceback is what matters
             raise
         except FxpipeError as error:  # names the user's line; the traceback goes to the log

@@ -25,7 +25,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
-from fxpipe.locks import locked, locked_in_backward
+from fxpipe.locks import locked
 from fxpipe.metrics import Meter
 from fxpipe.removed import gone
 from fxpipe.runtime.ranks.group import refuse_on_ranks
@@ -48,7 +48,9 @@ class Pipeline(nn.Module):
     on one batch; calling the pipe runs the model's forward. A pipe cannot be moved or copied,
     because compiled graphs refer to its tensors.
 
-    Several threads may use a pipe, one at a time, and several pipes may run at once. Tracing a
+    Several threads may use a pipe, one at a time, and several pipes may run at once. Autograd adds
+    to ``.grad`` after the pipe's part of a backward pass: keep other threads from ``step`` until
+    ``backward`` has returned. Tracing a
     model, as in the first step, changes PyTorch for all threads: meanwhile no pipe runs, and your
     own PyTorch code should not run either. Change the model's tensors yourself only while no step
     runs. A forked process cannot run the pipe.
@@ -136,7 +138,7 @@ class Pipeline(nn.Module):
         self._engine.flush()
 
     @SignedLikeTheModel
-    @locked_in_backward
+    @locked
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for a batch.
 

@@ -194,97 +194,29 @@ def test_nothing_runs_in_any_pipe_while_a_model_is_traced(schedule: str) -> None
     assert len(compiling) == 2 * len(data)
 
 
-def test_backward_in_another_thread_waits_for_the_step_that_runs() -> None:
-    model = normed()
+def test_backwards_and_steps_of_two_threads_that_take_turns_add_up() -> None:
+    model, turn = normed(), threading.Lock()
     alone, data = copy.deepcopy(model), batches(12)
     with fxpipe.compile(model, 2, microbatches=4, loss=CROSS_ENTROPY) as pipe:
         outputs = [pipe(x) for x, _ in data[::2]]
 
         def backward(made: list[Tensor]) -> None:
             for out in made:
-                out.sum().backward()
+                with turn:
+                    out.sum().backward()
 
-        together(
-            lambda: backward(outputs),
-            lambda: [pipe.step(x, target=y) for x, y in data[1::2]],
-        )
+        def step() -> None:
+            for x, y in data[1::2]:
+                with turn:
+                    pipe.step(x, target=y)
+
+        together(lambda: backward(outputs), step)
     for x, _ in data[::2]:
         for part in x.tensor_split(4):
             alone(part).sum().backward()
     for x, y in data[1::2]:
         loop.train(alone, 4, x, loss=CROSS_ENTROPY, target=y)
     loop.assert_same(loop.gradients(model), loop.gradients(alone), 1e-12)
-
-
-def test_a_step_waits_until_another_threads_backward_has_added_its_gradients() -> None:
-    armed, left, entered, added = (threading.Event() for _ in range(4))
-    ran: list[bool] = []
-
-    class Lingering(nn.Module):
-        """A leaf: a step stays inside, behind its first backward, until gradients were added."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            ran.append(armed.is_set())
-            if sum(ran) == 2:
-                entered.set()
-                added.wait(60)
-            return x.clone()
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), Lingering(), nn.Linear(8, 3)).double()
-    alone = copy.deepcopy(model)
-    (x, _), (other, target) = batches(2)
-    with fxpipe.compile(
-        model,
-        2,
-        schedule="1f1b",
-        microbatches=4,
-        loss=CROSS_ENTROPY,
-        extensions=[fxpipe.LeafModules(Lingering)],
-        partition=["1"],
-    ) as pipe:
-        pipe.step(other, target=target)
-        out = pipe(x)
-        armed.set()
-
-        def linger(_: Tensor) -> None:
-            for hook in hooks:  # which a step refuses
-                hook.remove()
-            left.set()
-            entered.wait(0.3)  # in vain, unless a step runs before gradients are added
-
-        def backward() -> None:
-            out.sum().backward()
-            added.set()
-
-        def step() -> None:
-            left.wait(60)
-            pipe.step(other, target=target)
-
-        hooks = [each.register_hook(linger) for each in model.parameters()]
-        together(backward, step)
-    loop.train(alone, 4, other, loss=CROSS_ENTROPY, target=target)
-    for part in x.detach().tensor_split(4):
-        alone(part).sum().backward()
-    loop.train(alone, 4, other, loss=CROSS_ENTROPY, target=target)
-    loop.assert_same(loop.gradients(model), loop.gradients(alone), 1e-12)
-
-
-def test_a_backward_pass_that_fails_keeps_no_other_thread_out() -> None:
-    def fail(_: Tensor) -> None:
-        raise ArithmeticError
-
-    model = normed()
-    alone, ((x, y),) = copy.deepcopy(model), batches(1)
-    with fxpipe.compile(model, 2, microbatches=4, loss=CROSS_ENTROPY) as pipe:
-        failing = x.clone().requires_grad_()
-        failing.register_hook(fail)
-        with pytest.raises(ArithmeticError):
-            pipe(failing).sum().backward()
-        model.zero_grad()
-        together(lambda: pipe.step(x, target=y))
-    loop.train(alone, 4, x, loss=CROSS_ENTROPY, target=y)
-    loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
 def test_a_loss_may_be_read_in_another_thread_than_the_one_that_steps() -> None:
