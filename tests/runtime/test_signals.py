@@ -47,10 +47,7 @@ def test_an_interrupt_while_passes_run_comes_before_the_next_one() -> None:
         came.append("first")
         return number
 
-    passes = [
-        Pass(first, "number", "number"),
-        Pass(lambda number: came.append("second"), "number", ""),
-    ]
+    second = Pass(lambda number: came.append("second"), "number", "")
     with pytest.raises(KeyboardInterrupt), HeldSignals():
         run_all([Pass(first, "number", "number"), second], {"number": 1})
     assert came == ["first"]
