@@ -211,7 +211,7 @@ class Placement:
             "owners": {},
             "stage_costs": {},
             "under_autograd": facts["traced"].under_autograd,
-            "whole": self._options.whole and not self._options.apart,
+            "whole": self._options.whole,
             "reduced": reduced,
             "functional": parted and not facts["traced"].under_autograd,
             "threads": self._options.threads,

@@ -26,7 +26,6 @@ from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.serial import SerialResult, run_serially
 from fxpipe.torchtools import moments, source
 from fxpipe.torchtools.pytrees import pieces, taken_apart
-from fxpipe.torchtools.state import brought
 
 _RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """How much two runs of the same operations may differ, as a part of the greatest entry; a wrong
@@ -70,7 +69,6 @@ def check(
     call: Callable[[], tuple[Any, Tensor | None]],
     differentiated: bool,
     own: Collection[int],
-    devices: Sequence[torch.device] = (),
 ) -> None:
     """Compare a differentiated plan with the model; split backwards are run whole and in halves.
 
@@ -84,7 +82,6 @@ def check(
         differentiated: whether gradients are compared as well.
         own: the stages whose parameters' gradients are compared; a rank has no memory for those of
             other ranks.
-        devices: stage → the device of its parameters, if they are on several.
 
     Raises:
         TraceError: the plan and the model differ; names the output or parameter.
@@ -138,7 +135,6 @@ def check(
                 seeds,
                 halves=halves,
                 own=own,
-                devices=devices,
                 take=take,
             )
 
@@ -181,9 +177,6 @@ def check(
             of_model: dict[str, Tensor] = {}
             if differentiated:
                 seeds, of_model = _gradients(plan, state, own, traced.loss, outputs, loss)
-            if devices:  # which have no memory for two sets of gradients beside the weights
-                of_model = {name: gradient.cpu() for name, gradient in of_model.items()}
-                _let_go(devices)
             for halves in (True, False) if parted else (False,):
                 left = dict(of_model)
                 if not halves:  # the last run
@@ -346,15 +339,6 @@ def _gradients(
     return seeds, of_model
 
 
-def _let_go(devices: Sequence[torch.device]) -> None:
-    """Make autograd's thread of each device let go of the gradients of its last backward, which it
-    may hold until it begins another."""
-    with torch.enable_grad():
-        for device in {*devices}:
-            number = torch.zeros((), device=device, requires_grad=True)
-            torch.autograd.grad(2 * number, number)
-
-
 def _refusal(what: str, difference: str, cure: str) -> TraceError:
     return TraceError(
         "the traced graph does not compute what the model computes: "
@@ -382,7 +366,7 @@ def _apart(here: Tensor, there: Tensor) -> float:
     """How far two tensors differ; 0 if that is no number, as for other shapes, or whole numbers."""
     if here.shape != there.shape or here.layout is not torch.strided or not _rounds(here):
         return 0.0
-    return _greatest(brought(here.detach(), there.device) - there.detach())
+    return _greatest(here.detach() - there.detach())
 
 
 def _rounds(tensor: Tensor) -> bool:
@@ -392,7 +376,7 @@ def _rounds(tensor: Tensor) -> bool:
 def _difference(here: Tensor, there: Tensor, allowed: float, few: float = 0.0) -> str:
     """How two tensors differ if it is by more than allowed, or in more than a part of ``few`` whole
     numbers; an empty string if they agree."""
-    here, there = brought(here.detach(), there.device), there.detach()
+    here, there = here.detach(), there.detach()
     if here.layout is not there.layout:
         return f"{here.layout}, not {there.layout}"
     if here.layout is not torch.strided:
