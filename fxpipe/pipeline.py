@@ -348,11 +348,11 @@ class Pipeline(nn.Module):
         first ``simulate`` on."""
         shown = self._calls.shown
         ended = bool(self._engine.progress.ended)  # then nothing is known of its memory
-        verdict = self._compiler.verdict
+        loads = self._compiler.loads
         places = self._group.members.places or [*map(str, self.devices)]
         peaks = None if shown is None or ended else self._engine.peaks(shown)
         replicas = self._options.replicas
-        return stage_table(self._model, shown, places, verdict, peaks, replicas)
+        return stage_table(self._model, shown, places, loads, peaks, replicas)
 
     def _repr_html_(self) -> str:
         return preformatted(repr(self))

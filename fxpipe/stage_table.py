@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from torch import nn
 
-from fxpipe.compiler.balance import HEAVY, proven, ratio
+from fxpipe.compiler.balance import HEAVY, ratio
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.formatting import (
     bytes_text,
@@ -20,7 +20,7 @@ from fxpipe.formatting import (
 )
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import GraphKernel, peak_of
-from fxpipe.passes.partition.assignment import Verdict
+from fxpipe.passes.partition.work import Load
 
 _MODULES = 12
 """The most modules of a stage that are named, where runs of numbers count once."""
@@ -36,13 +36,14 @@ def stage_table(
     model: nn.Module,
     compiled: Compiled | None,
     places: Sequence[str],
-    verdict: Verdict | None,
+    loads: Sequence[Load],
     peaks: Sequence[int] | None,
     replicas: int,
 ) -> str:
     """Return the table of the stages, their modules, and a line on their balance.
 
-    ``places`` are the locations of the devices, ``peaks`` the bytes that they are predicted to hold
+    ``places`` are the locations of the devices, ``loads`` those of the stages, or empty, ``peaks``
+    the bytes that they are predicted to hold
     at most, if that is known. What the columns mean is told by the first table of a process.
     """
     title = f"fxpipe.Pipeline of {type(model).__name__} over {len(places)} devices"
@@ -56,11 +57,11 @@ def stage_table(
     table.add_column("memory", justify="right")
     counts = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
     seconds = [0.0 if s.costs is None else s.costs.forward + s.costs.backward for s in plan.stages]
-    loads = seconds if verdict is None else [load.seconds for load in verdict.loads]
-    heavy = HEAVY * sum(loads) / len(loads)
+    busy = [load.seconds for load in loads] or seconds
+    heavy = HEAVY * sum(busy) / len(busy)
     prefix = _common([name for stage in plan.stages for name in stage.modules])
     modules = []
-    for stage, work, load in zip(plan.stages, seconds, loads, strict=True):
+    for stage, work, load in zip(plan.stages, seconds, busy, strict=True):
         at = stage.index
         share = f"{100 * work / sum(seconds):.1f} %" if sum(seconds) else "–"
         into = sum(plan.bytes_of(edge) or 0 for edge in plan.edges_into(at))
@@ -83,7 +84,7 @@ def stage_table(
         table_text(table),
         f"stages and their modules{under}",
         *modules,
-        wrapped(_balance(seconds, loads, verdict)),
+        wrapped(_balance(busy, loads)),
         *_libraries(plan),
     ]
     if first_time(_LEGEND):
@@ -134,13 +135,10 @@ def _milliseconds(stage: Stage, which: str) -> str:
     return "–" if stage.costs is None else f"{1e3 * getattr(stage.costs, which):.2f} ms"
 
 
-def _balance(seconds: Sequence[float], loads: Sequence[float], verdict: Verdict | None) -> str:
-    """How the slowest stage compares with the mean and with the best cut."""
-    if not sum(seconds):
+def _balance(busy: Sequence[float], loads: Sequence[Load]) -> str:
+    """How the slowest stage compares with the mean."""
+    if not sum(busy):
         return "–: not measured yet; pipe.simulate() measures it"
-    mark = "> " if ratio(loads) > HEAVY else ""
-    told = f"{mark}the slowest stage takes {ratio(loads):.2f} times the mean"
-    if verdict is None:
-        return told
-    transfers = any(load.transfer for load in verdict.loads)
-    return f"{told} (compute{' and transfers' * transfers}), {proven(verdict)}"
+    mark = "> " if ratio(busy) > HEAVY else ""
+    transfers = " (compute and transfers)" if any(load.transfer for load in loads) else ""
+    return f"{mark}the slowest stage takes {ratio(busy):.2f} times the mean{transfers}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fxpipe.passes.partition.assignment import Verdict
 from fxpipe.passes.partition.options import Partition
 
 HEAVY = 1.2
@@ -16,31 +15,17 @@ _WORTH = 1e-3
 """Seconds that the slowest stage takes for a micro-batch, at least, before anybody is warned: a
 shorter one is a toy, and measured too coarsely."""
 
-_SAME = 5e-4
-"""A cut that is at most this far, relatively, from the proven bound is the best one."""
-
 
 def ratio(seconds: Sequence[float]) -> float:
     """How many times the mean the slowest stage takes; 1 for stages that take no time."""
     return max(seconds) * len(seconds) / sum(seconds) if sum(seconds) else 1.0
 
 
-def proven(verdict: Verdict) -> str:
-    """How near the best cut this one is proven to be, and of which cuts, in words."""
-    near = "the best cut"
-    if verdict.gap >= _SAME:
-        near = f"at most {100 * verdict.gap:.1f} % slower than the best cut"
-    return f"proven {near} of those that {verdict.condition}"
-
-
-def unbalanced(
-    seconds: Sequence[float], verdict: Verdict | None, partition: Partition
-) -> str | None:
+def unbalanced(seconds: Sequence[float], partition: Partition) -> str | None:
     """Say that a stage is much slower than the others, and the line to write; None if none is.
 
     Args:
         seconds: stage → seconds for a micro-batch, forward and backward.
-        verdict: how good the cut is proven to be; None if it is not known.
         partition: what the user asked of the cut.
     """
     if ratio(seconds) <= HEAVY or max(seconds) < _WORTH:
@@ -50,17 +35,18 @@ def unbalanced(
     return (
         f"stage {slowest} takes {ratio(seconds):.2f} times the mean of the {len(seconds)} stages "
         f"({share:.0%} of the work), and the others wait for it: "
-        f"{_cure(seconds, verdict, partition)}; docs/training.md says more under "
+        f"{_cure(seconds, partition)}; docs/training.md says more under "
         '"My pipe is unbalanced"'
     )
 
 
-def _cure(seconds: Sequence[float], verdict: Verdict | None, partition: Partition) -> str:
+def _cure(seconds: Sequence[float], partition: Partition) -> str:
     if partition.at is not None:
         return "leave out partition= (at=), and the stages are balanced, or begin others there"
     if partition.keep_together:
         return f"leave out keep_together={list(partition.keep_together)}, or name smaller modules"
+    cure = "partition=[...] with the modules at which stages begin may divide it better"
     enough = math.ceil(sum(seconds) / max(seconds))
-    if enough < len(seconds) and verdict is not None and verdict.gap < _SAME:
-        return f"no cut is better, so {enough} stages would be about as fast: devices={enough}"
-    return "partition=[...] with the modules at which stages begin may divide it better"
+    if enough < len(seconds):
+        cure += f"; else {enough} stages would be about as fast (devices={enough})"
+    return cure

@@ -29,8 +29,9 @@ from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.log import LOGGER, reported
 from fxpipe.passes.graph.lazy_module import sources_forgotten
-from fxpipe.passes.partition.assignment import Assignment, Verdict
+from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.passes.partition.work import Load
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import returned_loss
 from fxpipe.passes.tracing.trace import shapes_of
@@ -123,11 +124,9 @@ class Compiler:
         if self._balance_told or len(costs) < len(plan.stages) or self.options.group.rank:
             return
         self._balance_told = True
-        verdict = self.verdict
-        seconds = [cost.forward + cost.backward for cost in costs]
-        if verdict is not None:
-            seconds = [load.seconds for load in verdict.loads]
-        text = unbalanced(seconds, verdict, self.options.partition)
+        seconds = [load.seconds for load in self.loads]
+        seconds = seconds or [cost.forward + cost.backward for cost in costs]
+        text = unbalanced(seconds, self.options.partition)
         if text is not None:
             LOGGER.warning("%s", text)
 
@@ -286,9 +285,9 @@ class Compiler:
         return measured
 
     @property
-    def verdict(self) -> Verdict | None:
-        """How well the stages are balanced; None before the model is partitioned."""
-        return self._placement.verdict
+    def loads(self) -> Sequence[Load]:
+        """Stage → load; empty before the model is measured and partitioned."""
+        return self._placement.loads
 
     def resized(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> Compiled:
         """The same call for micro-batches of another size; for predictions, never run."""

@@ -145,7 +145,7 @@ PARTITION = (
     Pass(cut_at, "traced, stages, at, model, together", "assignment", when="named"),
     Pass(
         judge,
-        "traced, assignment, costs, machine, footprint, nearest, partitioner",
+        "traced, assignment, costs, machine, footprint, nearest",
         "assignment",
         when="judged",
     ),

@@ -18,7 +18,7 @@ from fxpipe.ir.plan import StageCosts
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
-from fxpipe.passes.partition.assignment import Assignment, Verdict, compute_nodes, owners
+from fxpipe.passes.partition.assignment import Assignment, compute_nodes, owners
 from fxpipe.passes.partition.atoms import Footprint
 from fxpipe.passes.partition.distinct import reducible
 from fxpipe.passes.partition.measure import NodeCost
@@ -223,9 +223,9 @@ class Placement:
         return () if self._budget is None else (self._budget,)
 
     @property
-    def verdict(self) -> Verdict | None:
-        """How well the stages are balanced; None before the first graph is placed."""
-        return None if self._reference is None else self._reference[1].verdict
+    def loads(self) -> Sequence[Load]:
+        """Stage → load, by the costs of the first graph; empty as long as these are not known."""
+        return () if self._reference is None else self._reference[1].loads
 
     @property
     def limits(self) -> tuple[float, ...]:
@@ -241,8 +241,8 @@ class Placement:
     def keeps_limits(self, peaks: Sequence[float]) -> bool:
         """Whether devices with these memory peaks keep their limits. If not, ``place`` cuts the
         next graph anew; raises PartitionError if no other cut may be tried."""
-        assert self._budget is not None and self.verdict is not None
-        kept = self._budget.keeps(self.verdict.loads, peaks)
+        assert self._budget is not None
+        kept = self._budget.keeps(self.loads, peaks)
         if not kept:
             self._reference = None
         return kept

@@ -24,9 +24,6 @@ from fxpipe.passes.partition.work import Load
 from fxpipe.passes.tracing.tracer import tensors_read
 from fxpipe.torchtools.source import module_paths, module_stack
 
-_SHOWN = 4
-"""The most names of what is kept together in a sentence."""
-
 
 @dataclass(frozen=True)
 class Bond:
@@ -42,54 +39,18 @@ class Bond:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How well an assignment is balanced.
-
-    Attributes:
-        loads: stage → load, for one micro-batch.
-        bound: a lower bound on the slowest stage's seconds, for all cuts that ``condition``
-            describes.
-        together: what is not cut: the submodules that the user names, and in words what else must
-            share a stage and takes a good part of its time.
-    """
-
-    loads: tuple[Load, ...]
-    bound: float
-    together: tuple[str, ...] = ()
-
-    @property
-    def condition(self) -> str:
-        """The cuts that the bound holds for, in words."""
-        shown = ", ".join(self.together[:_SHOWN])
-        more = len(self.together) - _SHOWN
-        shown += f" and {more} more" if more > 0 else ""
-        kept = f" and keep {shown} together" if self.together else ""
-        return f"add up gradients in the model's order{kept}"
-
-    @property
-    def slowest(self) -> float:
-        """Seconds of the slowest stage."""
-        return max(load.seconds for load in self.loads)
-
-    @property
-    def gap(self) -> float:
-        """How far the slowest stage is above the bound, relative to it; 0 if proven optimal."""
-        return max(self.slowest / self.bound - 1, 0.0) if self.bound else 0.0
-
-
-@dataclass(frozen=True)
 class Assignment:
     """The stage of each node.
 
     Attributes:
         stages: the number of stages.
         nodes: node name → stage, for every node that computes.
-        verdict: how well the stages are balanced; None if no costs were known.
+        loads: stage → load, for one micro-batch; empty if no costs were known.
     """
 
     stages: int
     nodes: Mapping[str, int]
-    verdict: Verdict | None = field(default=None, compare=False)
+    loads: tuple[Load, ...] = field(default=(), compare=False)
 
 
 def one_stage(traced: Traced) -> Assignment:

@@ -9,8 +9,7 @@ every layer, is sent to the stages that read it: that takes less time than to co
 Nodes on a path between two nodes of an atom join it, so that the atoms have no cycle.
 
 The readers of a value keep their ``turns``, so that the stages add gradients in autograd's order.
-This can make the best cut slower, with ``together`` much slower. Proven bounds hold for the cuts
-that keep this order.
+This can make the best cut slower, with ``together`` much slower.
 
 Memory is estimated on the whole model as a single stage: parameters with their optimizer state, and
 saved values. A value that is sent may count on both sides, because what a stage receives counts as
@@ -34,8 +33,6 @@ from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.joint import ORIGIN
 from fxpipe.passes.graph.aliasing import is_view
 from fxpipe.passes.partition.assignment import (
-    Bond,
-    Verdict,
     bonds,
     compute_nodes,
     differentiable,
@@ -45,12 +42,9 @@ from fxpipe.passes.partition.assignment import (
     turns,
 )
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.work import Division, Transfer, Work, sorted_by_rank
+from fxpipe.passes.partition.work import Transfer, Work, sorted_by_rank
 from fxpipe.torchtools.pytrees import memory, size_in_bytes
 from fxpipe.torchtools.source import module_paths
-
-_HEAVY = 0.1
-"""A verdict names what ties together operations that take this share of the slowest stage."""
 
 
 @dataclass(frozen=True)
@@ -75,26 +69,16 @@ class Atoms:
         nodes: atom → its nodes, in the order of the program.
         work: the costs of the atoms.
         layers: atom → its outermost submodule, or the name of its first node if it is in none.
-        ties: what must share a stage, in words → the seconds of what it ties together, besides the
-            heaviest node: other stages could take these otherwise.
     """
 
     nodes: tuple[tuple[fx.Node, ...], ...]
     work: Work
     layers: tuple[str, ...]
-    ties: Mapping[str, float]
 
     def named(self, stage_of: Sequence[int]) -> dict[str, int]:
         """Turn atom → stage into node name → stage."""
         pairs = zip(self.nodes, stage_of, strict=True)
         return {node.name: stage for nodes, stage in pairs for node in nodes}
-
-    def verdict(self, division: Division, bound: float, together: Sequence[str] = ()) -> Verdict:
-        """How well a division is balanced, by a lower bound on the slowest stage's seconds. It
-        names, besides the submodules that are kept together, what else ties much together."""
-        least = _HEAVY * division.slowest
-        heavy = (what for what, seconds in self.ties.items() if seconds > least)
-        return Verdict(division.loads, bound, tuple(dict.fromkeys((*together, *heavy))))
 
 
 def atoms_of(
@@ -112,11 +96,11 @@ def atoms_of(
         views: whether views stay with tensors that nothing else reads.
     """
     ordered = in_order(traced)
-    bound = [*bonds(traced, ordered), *kept_together(ordered, together)]
     trained = any(cost.backward for cost in costs.values())
     names = {argument.target: argument.name for argument in traced.parameters}
     back = differentiable(traced, names.values()) if trained else {}
     pairs = list(turns(traced, ordered))
+    bound = (*bonds(traced, ordered), *kept_together(ordered, together))
     joined = [bond.nodes for bond in bound] + ([*_views(ordered)] if views else [])
     groups = _joined(ordered, joined, pairs)
     atom_of = {node: atom for atom, group in enumerate(groups) for node in group}
@@ -146,30 +130,7 @@ def atoms_of(
             tuple(transfers),
         ),
         tuple((module_paths(group[0]) or [group[0].name])[0] for group in groups),
-        _ties(ordered, bound, groups, costs),
     )
-
-
-def _ties(
-    ordered: Sequence[fx.Node],
-    bound: Iterable[Bond],
-    groups: Iterable[Sequence[fx.Node]],
-    costs: Mapping[str, NodeCost],
-) -> dict[str, float]:
-    """What must share a stage → seconds of what it ties together, besides the heaviest node."""
-    place = {node: index for index, node in enumerate(ordered)}
-    group_of = {node: group for group in groups for node in group}
-    ties: dict[str, float] = {}
-    for bond in bound:
-        places = [place[node] for node in bond.nodes]
-        first, last = min(places), max(places)
-        tied = [
-            costs[node.name].seconds
-            for node in group_of[bond.nodes[0]]
-            if first <= place[node] <= last
-        ]
-        ties[bond.what] = max(ties.get(bond.what, 0.0), sum(tied) - max(tied))
-    return ties
 
 
 def _views(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:

@@ -74,14 +74,12 @@ def balance(
     partitioner = partitioner or default_partitioner()
     solution = partitioner.divide(atoms.work, machine, atoms.layers)
     if solution is not None:
-        division, bound = solution.division, solution.bound
+        division = solution.division
     else:
         division = partitioner.nearest(atoms.work, machine)
-        bound = partitioner.bound(atoms.work, machine)
         if not nearest:
             raise PartitionError(_over(division, machine, partitioner.least))
-    verdict = atoms.verdict(division, bound, together)
-    return Assignment(stages, atoms.named(division.stage_of), verdict)
+    return Assignment(stages, atoms.named(division.stage_of), division.loads)
 
 
 def judge(
@@ -92,9 +90,8 @@ def judge(
     footprint: Footprint,
     *,
     nearest: bool = False,
-    partitioner: Partitioner | None = None,
 ) -> Assignment:
-    """Add a verdict to an assignment that was made by names; its bound holds for any cut.
+    """Add the stages' loads to an assignment that was made by names.
 
     Raises:
         PartitionError: a stage exceeds its memory limit, and ``nearest`` is false.
@@ -104,8 +101,7 @@ def judge(
     division = weigh(atoms.work, machine, stage_of)
     if not nearest and not division.fits(machine):
         raise PartitionError(_over(division, machine))
-    bound = (partitioner or default_partitioner()).bound(atoms.work, machine)
-    return replace(assignment, verdict=atoms.verdict(division, bound))
+    return replace(assignment, loads=division.loads)
 
 
 def _over(division: Division, machine: Machine, least: str = "at least ") -> str:

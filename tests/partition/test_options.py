@@ -87,15 +87,11 @@ def test_a_named_cut_may_not_part_what_is_kept_together() -> None:
         assert "third" in pipe.plan.stages[1].modules
 
 
-def test_the_table_says_what_was_balanced_and_how_well() -> None:
+def test_the_table_says_what_was_balanced() -> None:
     with compiled(Blocks()) as pipe:
-        text = " ".join(str(pipe).split())
-        assert "times the mean (compute), proven" in text
-        assert "the best cut of those that add up gradients in the model's order" in text
+        assert "times the mean" in str(pipe) and "transfers" not in str(pipe)
     with compiled(Blocks(), link_bandwidth=1e6) as pipe:
-        assert "times the mean (compute and transfers), proven" in " ".join(str(pipe).split())
-    with compiled(Blocks(), keep_together=["third"]) as pipe:
-        assert "order and keep third together" in " ".join(str(pipe).split())
+        assert "times the mean (compute and transfers)" in " ".join(str(pipe).split())
 
 
 def test_a_schedule_that_holds_more_needs_more_memory() -> None:

@@ -158,9 +158,8 @@ def test_balance_is_within_a_hundredth_of_the_best_of_all_assignments(recipe: Re
     assert dict(ours.nodes) in candidates
     best = min(slowest(candidate, costs) for candidate in candidates)
     assert slowest(ours.nodes, costs) <= best * (1 + SLACK) + 1e-9
-    assert ours.verdict is not None
-    assert ours.verdict.bound <= best * (1 + 1e-9)
-    assert ours.verdict.slowest == pytest.approx(slowest(ours.nodes, costs))
+    told = max(load.seconds for load in ours.loads)
+    assert told == pytest.approx(slowest(ours.nodes, costs))
 
 
 @given(recipes(), st.data())
@@ -195,8 +194,6 @@ def test_links_limits_speeds_and_what_is_kept_together_hold_at_once(
     ours = balance(traced, recipe.stages, costs, **options)
     chosen = tuple(ours.nodes[nodes[0].name] for nodes in alone.nodes)
     assert slowest_of[chosen] <= min(slowest_of.values()) * (1 + SLACK) + 1e-9
-    assert ours.verdict is not None
-    assert ours.verdict.bound <= min(slowest_of.values()) * (1 + 1e-9)
 
 
 def chain(length: int, *, skips: bool = True) -> tuple[Traced, dict[str, NodeCost]]:

@@ -127,7 +127,7 @@ class AutoCompiler(Compiler):
         if options.replicas > 1:
             size = min(options.group.exchange("the samples of a batch", size))
         count = min(size, options.microbatches or 4 * len(options.devices))
-        before, cut, auto = self.timetable, self.verdict is not None, options.decides == "auto"
+        before, cut, auto = self.timetable, bool(self.loads), options.decides == "auto"
         recompute = "always" if auto and options.recompute == "never" else options.recompute
         devices, asked = len(options.devices), offloading.given(options)
         by_stage = not isinstance(options.recompute, str) or (

@@ -194,8 +194,8 @@ class _Cuts:
         largest = self._measured[max(self._measured)]
         division = cut.solution.division
         nodes = self._atoms.named(division.stage_of)
-        verdict = self._atoms.verdict(division, cut.solution.bound)
-        return largest["traced"], Assignment(cut.count, nodes, verdict), largest["costs"]
+        assignment = Assignment(cut.count, nodes, division.loads)
+        return largest["traced"], assignment, largest["costs"]
 
     def stages(self, cut: Cut, replicas: int, candidate: Candidate) -> Stages:
         """The stages of a cut, compiled as for a pipe. The first call compiles for the size of the
