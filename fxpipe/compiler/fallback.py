@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -36,12 +36,10 @@ class Fallback:
         """Whether a run of the model in which a line was refused is to be tried again."""
         return False
 
-    def trace(
-        self, trace: Callable[[nn.Module], Traced], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Traced:
-        """The model's graph. ``trace`` makes the graph of a module that takes ``args`` and
-        ``kwargs``. Raises TraceError if a line cannot be traced."""
-        return trace(self.model)
+    def trace(self, trace: Callable[[], Traced]) -> Traced:
+        """The model's graph, which ``trace`` makes. Raises TraceError if a line cannot be
+        traced."""
+        return trace()
 
     def take_loss(self, error: TraceError) -> None:
         """Have the loss called as it is from now on. Raises ``error``, with which it could not be
@@ -49,8 +47,8 @@ class Fallback:
         raise error
 
     @contextmanager
-    def calls(self, module: nn.Module) -> Iterator[Calls | None]:
-        """Inside, a module is traced: the calls that its graph is to have; None if it has none."""
+    def calls(self) -> Iterator[Calls | None]:
+        """Inside, the model is traced: the calls that its graph is to have; None if it has none."""
         yield None
 
 

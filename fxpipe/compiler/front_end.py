@@ -262,12 +262,11 @@ class FrontEnd:
     ) -> Traced:
         """The model's graph, of which the fallback may have parts called as they are."""
 
-        def trace(model: nn.Module) -> Traced:
-            known = dims if model is self.options.model else None
-            with self.fallback.calls(model) as calls:
-                return self._traced(model, args, kwargs, known, free, calls)
+        def trace() -> Traced:
+            with self.fallback.calls() as calls:
+                return self._traced(self.options.model, args, kwargs, dims, free, calls)
 
-        traced = self.fallback.trace(trace, args, kwargs)
+        traced = self.fallback.trace(trace)
         if traced.under_autograd:
             find("option", "fallback", "a graph that calls modules")
         return traced
@@ -277,7 +276,7 @@ class FrontEnd:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        dims: Dims | None,
+        dims: Dims,
         free: Dims,
         calls: Calls | None = None,
         of_loss: bool = False,

@@ -1,4 +1,4 @@
-"""Small models of speech with their own loss, as transformers has them."""
+"""Small models of speech, and their loss, as transformers has them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 MODELS = {"wav2vec2": "Wav2Vec2", "hubert": "Hubert"}
 """Name of the base model in the whole → what the names of its classes begin with."""
@@ -45,3 +46,10 @@ def speech(name: str, **options: Any) -> nn.Module:
 def sounds() -> tuple[Tensor, Tensor]:
     """Four sounds, and what is said in them."""
     return torch.randn(4, 200), torch.randint(1, 12, (4, 5))
+
+
+def ctc(output: Any, labels: Tensor) -> Tensor:
+    """The loss of what a model returns for sounds of one length."""
+    chances = output.logits.log_softmax(-1).transpose(0, 1)
+    lengths = torch.full((len(labels),), len(chances)), torch.full((len(labels),), labels.shape[1])
+    return F.ctc_loss(chances, labels, *lengths)

@@ -28,7 +28,6 @@ from fxpipe.extensions.leaf_modules.nests import (
     UnfitLeaf,
     can_be_given,
     indices,
-    leaf_called,
     with_places,
 )
 from fxpipe.extensions.leaf_modules.objects import with_objects
@@ -54,7 +53,7 @@ def _sized(x: Tensor, size: Sequence[int], leaf: str) -> Tensor:
     """Check that a leaf module's result has the size that it had in the trace, and return it."""
     if list(x.shape) != list(size):
         raise TraceError(
-            f"{leaf_called(leaf)} returns a tensor of size {list(x.shape)}, and returned "
+            f"leaf module {leaf!r} returns a tensor of size {list(x.shape)}, and returned "
             f"{list(size)} when the model was traced, so that its size depends on values; mark a "
             "module around it as the leaf, one that returns tensors of one size"
         )

@@ -1,15 +1,13 @@
 """Which submodules are leaf modules, and the graph of a model that has some.
 
 The user asks for some. If a line cannot be traced, the smallest submodule around it that can be
-called as it is becomes one, too. If the line is in the model's own ``forward``, the rest of that
-does.
+called as it is becomes one, too. A line in the model's own ``forward`` is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -18,8 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from fxpipe.compiler.fallback import Fallback
 from fxpipe.errors import TraceError
 from fxpipe.extensions.leaf_modules.calls import LeafCalls
-from fxpipe.extensions.leaf_modules.nests import REST, UnfitLeaf
-from fxpipe.extensions.leaf_modules.rest import ModuleCalls, split
+from fxpipe.extensions.leaf_modules.nests import UnfitLeaf
 from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
 from fxpipe.passes.tracing.explain import called
@@ -66,70 +63,27 @@ class Leaves(Fallback):
         leaf module from now on."""
         return bool(error.submodules) and self.grow(error) is None
 
-    def trace(
-        self, trace: Callable[[nn.Module], Traced], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Traced:
+    def trace(self, trace: Callable[[], Traced]) -> Traced:
         """The model's graph. Submodules with lines that cannot be traced become leaf modules."""
-        traced: Traced | None = None
-        while traced is None:
+        while True:
             try:
-                traced = trace(self.model)
+                traced = trace()
             except TraceError as error:
                 refusal = self.grow(error)
                 if refusal is not None:
-                    traced = self._before(refusal, trace, args, kwargs)
-        self.tell()
-        return traced
-
-    def _before(
-        self,
-        refusal: TraceError,
-        trace: Callable[[nn.Module], Traced],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Traced:
-        """The model's graph up to a line of its own ``forward`` that cannot be traced.
-
-        The rest of ``forward`` becomes one leaf module.
-        """
-        # without a line, the error is about a leaf module that the user asked for
-        if not self._exported or not refusal.where:
-            self.shrink()
-            raise refusal
-        calls = ModuleCalls(self.model, args, kwargs)
-        reached: list[str] = []
-        begins = 0
-
-        def attempt(count: int) -> tuple[Traced | None, int]:
-            nonlocal begins
-            while True:
-                try:
-                    traced = trace(split(self.model, calls, count, reached))
-                except TraceError as error:
-                    if self.grow(error) is not None:
-                        return None, len(reached)
-                else:
-                    begins = count
-                    return traced, count
-
-        traced = calls.latest(attempt)
-        if traced is None:
-            self.shrink()
-            raise refusal
-        self.shrink([str(node.target) for node in traced.graph.nodes if node.op == "call_module"])
-        self.tell_rest(refusal, calls.names, begins)
-        return traced
+                    self.shrink()
+                    raise refusal from error.__cause__
+            else:
+                self.tell()
+                return traced
 
     @contextmanager
-    def calls(self, module: nn.Module) -> Iterator[LeafCalls | None]:
-        """The calls of leaf modules, while the model or its twin with a rest is traced."""
-        leaves = dict(self.called)
-        if rest := module._modules.get(REST):
-            leaves[REST] = rest
-        if not self._exported or not (leaves or self.loss):
+    def calls(self) -> Iterator[LeafCalls | None]:
+        """The calls of leaf modules, while the model is traced."""
+        if not self._exported or not (self.called or self.loss):
             yield None
             return
-        calls = LeafCalls(leaves, {*self.unasked, REST})
+        calls = LeafCalls(self.called, self.unasked)
         try:
             yield calls
         finally:
@@ -138,7 +92,7 @@ class Leaves(Fallback):
     def grow(self, error: TraceError) -> TraceError | None:
         """Make the smallest submodule around a line that cannot be traced a leaf module, and all
         submodules of its class, which would fail at the same line. Returns None, or the error to
-        raise if there is no such submodule. See also ``shrink``."""
+        raise if there is no such submodule."""
         where, around = error.where, list(error.submodules)
         if isinstance(error, UnfitLeaf) and error.name in self.unasked:
             where, around = self.unasked[error.name], called(self.model, error)
@@ -155,10 +109,9 @@ class Leaves(Fallback):
             self.unasked.setdefault(each, where)
         return None
 
-    def shrink(self, called: Collection[str] = ()) -> None:
-        """Forget leaf modules that the user did not ask for and that no graph calls: neither the
-        new one, which calls those in ``called``, nor an earlier one."""
-        for name in self.unasked.keys() - self._told - set(called):
+    def shrink(self) -> None:
+        """Forget leaf modules that the user did not ask for and that no graph calls."""
+        for name in self.unasked.keys() - self._told:
             del self.unasked[name], self.called[name]
 
     def take_loss(self, error: TraceError) -> None:
@@ -170,25 +123,6 @@ class Leaves(Fallback):
         LOGGER.warning(
             "the loss cannot be traced at %s. It is therefore called as it is: %s",
             error.where,
-            _COST,
-        )
-
-    def tell_rest(self, error: TraceError, calls: Sequence[str], count: int) -> None:
-        """Warn, once, that ``forward`` is called as it is from a line on that cannot be traced. Of
-        its ``calls`` of submodules, ``count`` come before that line."""
-        if error.where in self._told:
-            return
-        self._told.add(error.where)
-        later = [repr(name) for name in dict.fromkeys(calls[count:])]
-        called = ", ".join(later) if len(later) <= 3 else f"{len(later)} submodules, {later[0]} …"
-        LOGGER.warning(
-            "%s cannot be traced at %s. That line is in no submodule. %s is therefore called as it "
-            "is%s, in one stage: no cut falls into it, %s. With that line in a submodule of its "
-            "own, that alone would be called as it is",
-            type(self.model).__name__,
-            error.where,
-            f"What forward does after its call of {calls[count - 1]!r}" if count else "The model",
-            f", with {called}" if later else "",
             _COST,
         )
 

@@ -13,14 +13,6 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError, told
 
-REST = "fxpipe_rest"
-"""The name, among leaf modules, of the rest of the model's own ``forward``."""
-
-
-def leaf_called(name: str) -> str:
-    """How messages refer to a leaf module."""
-    return "the rest of forward" if name == REST else f"leaf module {name!r}"
-
 
 class UnfitLeaf(TraceError):
     """A submodule that cannot be a leaf module; one around it may be.
@@ -30,7 +22,7 @@ class UnfitLeaf(TraceError):
     """
 
     def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"{leaf_called(name)} {why}")
+        super().__init__(f"leaf module {name!r} {why}")
         self.name = name
 
 

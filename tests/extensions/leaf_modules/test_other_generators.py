@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import fxpipe
 from tests.extensions.leaf_modules.draws import seeded
 from tests.helpers.around import Around
-from tests.helpers.speech import MODELS, sounds, speech
+from tests.helpers.speech import MODELS, ctc, sounds, speech
 from tests.oracles import loop
 
 
@@ -114,16 +114,16 @@ def test_models_of_speech_train_with_masks_drawn_by_numpy(base: str, recompute: 
     x, labels = sounds()
     before = all_states()
     with fxpipe.compile(
-        model, 2 * ["cpu"], microbatches=2, partition=["lm_head"], recompute=recompute
+        model, 2 * ["cpu"], microbatches=2, partition=["lm_head"], loss=ctc, recompute=recompute
     ) as pipe:
         losses = []
         for step in range(3):
             torch.manual_seed(step)
-            losses.append(pipe.step(x, labels=labels))
+            losses.append(pipe.step(x, target=labels))
     assert all_states() == before
     for step, made in enumerate(losses):
         with seeded([alone.get_submodule(base)], step, 2):
-            assert torch.equal(made, loop.train(alone, 2, x, labels=labels).loss)
+            assert torch.equal(made, loop.train(alone, 2, x, loss=ctc, target=labels).loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 

@@ -15,9 +15,9 @@ import fxpipe.passes.tracing.trace
 from fxpipe.errors import ExecutionError, PartitionError, TraceError
 from fxpipe.extensions.leaf_modules.draws import SeededDraws, draw_from
 from fxpipe.random import mix
-from tests.extensions.leaf_modules.test_unasked_leaves import Does, Function, branches, counts
+from tests.extensions.leaf_modules.test_unasked_leaves import Does, Function, branches
 from tests.helpers.around import Around
-from tests.helpers.unasked import told, train_both
+from tests.helpers.unasked import train_both
 from tests.oracles import loop
 
 
@@ -155,39 +155,14 @@ def test_a_size_that_depends_on_values_and_leaves_the_leaf_is_refused(function: 
     x[:5, 0] = -1
     x[3] = 1
     before = copy.deepcopy(model.state_dict())
-    if function is picks:  # no submodule holds all of it, and what follows is not cut
-        with pytest.raises(PartitionError, match="'last' computes nothing outside of"):
+    if function is picks:  # no submodule holds all that depends on it
+        with pytest.raises(TraceError, match="depends on the values of a tensor"):
             step(model, x)
     else:
         message = r"leaf module 'inner' returns a tensor of size \[3, 4\], and returned \[1, 4\]"
         with pytest.raises(ExecutionError, match=message):
             step(model, x)
     loop.assert_same(model.state_dict(), before)
-
-
-class Counted(Around):
-    """Uses a number that its submodule returns, in training."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return torch.relu(self.last(self.first(x)))
-        y, count = self.inner(self.first(x))
-        made: Tensor = self.last(y) * count
-        return made
-
-
-def test_a_leaf_that_the_rest_of_forward_makes_needless_is_not_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    x = torch.randn(8, 4)
-    with (
-        told(caplog) as messages,
-        fxpipe.compile(Counted(Does(counts)), 2 * ["cpu"], microbatches=2, loss=F.mse_loss) as pipe,
-    ):
-        pipe.step(x, target=x)
-        pipe.eval()
-        pipe(x)
-    assert [m.count("What forward does after its call of 'first'") for m in messages] == [1]
 
 
 class Masked(Does):

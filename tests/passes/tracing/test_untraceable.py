@@ -112,6 +112,9 @@ def counts_outside(self: Inner, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "construct"),
     [
+        (branches, "a branch on the values of a tensor"),
+        (loops, "a loop whose length depends on a tensor's values"),
+        (array, "a NumPy array made of a tensor"),
         (counts, "a mutation of Python state: every call changes Inner.count"),
         (counts_by_another, "a mutation of Python state: every call changes Inner.count"),
         (appends, "a mutation of Python state: every call changes Inner.log"),
@@ -124,7 +127,7 @@ def counts_outside(self: Inner, y: Tensor) -> Tensor:
 def test_a_refusal_shows_the_line_the_construct_and_the_way_out(
     function: Callable[[Any, Tensor], Tensor], construct: str
 ) -> None:
-    # in a submodule it is called as it is; what depends on values also here, see test_rest.py
+    # in a submodule, what depends on values is called as it is
     inner = Inner(function)
     called = function in (branches, loops, array, rolls, rolls_numpy)
     model = inner if called else Around(inner)
@@ -196,15 +199,21 @@ def test_an_index_by_tensors_depends_on_no_values_in_its_shape() -> None:
     compiled(Around(Inner(picks)))
 
 
+class Product(nn.Module):
+    def forward(self, adjacency: Tensor, x: Tensor) -> Tensor:
+        y: Tensor = torch.sparse.mm(adjacency, x)
+        return y
+
+
 class Graphs(nn.Module):
     """Takes the adjacency matrix of a graph of four nodes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.product, self.last = nn.Linear(4, 4), Product(), nn.Linear(4, 4)
 
     def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
-        y: Tensor = self.last(torch.sparse.mm(adjacency, self.first(x)))
+        y: Tensor = self.last(self.product(adjacency, self.first(x)))
         return y
 
 
