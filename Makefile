@@ -72,7 +72,7 @@ format: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools
-	$(INSTALL) --no-build-isolation --editable '.[test,demo,frameworks,search]'
+	$(INSTALL) --no-build-isolation --editable '.[test,demo,frameworks]'
 	touch $@
 
 $(VENV)/docs: $(READY)

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from fxpipe.extensions.leaf_modules.extension import LeafModules
     from fxpipe.extensions.loss_weight.extension import LossWeight
     from fxpipe.extensions.offload.extension import Offload
-    from fxpipe.extensions.planner.auto import Search
     from fxpipe.extensions.planner.choices import Choice, TrainingPlan
     from fxpipe.extensions.planner.cluster import Cluster
     from fxpipe.extensions.planner.plan_training import plan_training
@@ -110,7 +109,6 @@ __all__ = [
     "Recipe",
     "Replicas",
     "Schedule",
-    "Search",
     "Task",
     "TaskContext",
     "TraceError",

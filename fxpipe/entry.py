@@ -103,8 +103,7 @@ def compile(
             step choose the schedule:
 
             - "search" searches for one, for at most ten seconds, with the measured times of the
-              stages and within ``memory_limits``. ``fxpipe.Search(delay=1)`` searches for one
-              without a flush. See ``search_schedule``.
+              stages and within ``memory_limits``. See ``search_schedule``.
             - "auto" takes the schedule that is predicted to be fastest within ``memory_limits``:
               one of the library's schedules with a flush, with one or two stages on each device,
               or one that it searches for. It also chooses ``microbatches``, ``recompute`` and

@@ -80,7 +80,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "LossWeight": f"{_HERE}.loss_weight.extension:LossWeight",
         "Offload": f"{_HERE}.offload.extension:Offload",
         "Prediction": f"{_HERE}.prediction.extension:Prediction",
-        "Search": f"{_HERE}.planner.auto:Search",
         "Replicas": f"{_HERE}.replicas.extension:Replicas",
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
         "compare": f"{_HERE}.comparison.comparison:compare",

@@ -8,8 +8,7 @@ from fxpipe.errors import InputError
 
 REMOVED = {
     "delay": "write schedule=fxpipe.schedules.two_bw.delayed(2), for a function of your own "
-    'schedule=fxpipe.Recipe("name", function).delayed(2), or for "search" '
-    "schedule=fxpipe.Search(delay=2)",
+    'schedule=fxpipe.Recipe("name", function).delayed(2)',
     "loss_weight": "write extensions=[fxpipe.LossWeight(the same function)]",
     "dispatch": 'write extensions=[fxpipe.Dispatch("device")], or "thread"; "auto" is what is done '
     "without",
@@ -33,6 +32,8 @@ REMOVED = {
 """Argument of ``fxpipe.compile`` → what to do now. docs/removed.md has the reasons."""
 
 GONE = {
+    "fxpipe.Search": 'write schedule="search", or for weights of one version before schedule='
+    "fxpipe.schedules.two_bw",
     "fxpipe.Symbolic": "leave it out; torch.export traces models. A tracer of your own is an "
     "extension, see docs/extensions.md",
     "fxpipe.prefetch": "iterate the loader, with pin_memory=True; a step copies its micro-batches "

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fxpipe.arguments import check_whole
 from fxpipe.compiler.compiled import Kind, restoring
 from fxpipe.compiler.compiler import Compiler, Rehearse
 from fxpipe.compiler.options import Options
@@ -31,37 +30,22 @@ class Auto(LateSchedule):
     """``schedule="auto"``: the fastest of the library's schedules with a flush, or one found."""
 
     def start(self) -> Start:
-        return _start("auto", 0)
+        return _start("auto")
 
 
-@dataclass(frozen=True)
 class Search(LateSchedule):
-    """``schedule=fxpipe.Search()``, or ``schedule="search"``: search for a schedule in the first
-    step, for at most ten seconds, with the measured times of the stages and within the memory
-    limits. See ``search_schedule``.
-
-    Args:
-        delay: by how many versions the weights that a batch reads may be old, at most. From 1 on
-            the schedule has no flush, and needs an optimizer.
-
-    Raises:
-        InputError: it is no whole number of at least 0.
-    """
-
-    delay: int = 0
-
-    def __post_init__(self) -> None:
-        check_whole("delay", self.delay, 0)
+    """``schedule="search"``: search for a schedule in the first step, for at most ten seconds, with
+    the measured times of the stages and within the memory limits. See ``search_schedule``."""
 
     def start(self) -> Start:
         find("public", "search_schedule", 'schedule="search"')  # refused here if not there
-        return _start("search", self.delay)
+        return _start("search")
 
 
-def _start(name: str, delay: int) -> Start:
+def _start(name: str) -> Start:
     """Until the first step has chosen a schedule, calls have the stages of this recipe."""
     placement = PendingPlacement()
-    recipe = replace(find_recipe("zb-h1"), name=name, placement=placement, delay=delay)
+    recipe = replace(find_recipe("zb-h1"), name=name, placement=placement)
     return recipe, partial(AutoCompiler, placement=placement)
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from time import perf_counter
-from typing import cast
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler, Rehearse
@@ -245,8 +244,7 @@ class Stages:
             if not any(over):
                 return predicted
             memory = tuple(limit - excess for limit, excess in zip(memory, over, strict=True))
-        library = [] if self._options.recipe.delay else self._library(base)
-        fitting = [each for each in library if each.fits(self._limits)]
+        fitting = [each for each in self._library(base) if each.fits(self._limits)]
         if fitting:
             return min(fitting, key=lambda each: each.seconds)
         if error is not None:
@@ -280,7 +278,6 @@ class Stages:
                     whole=None if halves else True,
                     memory=memory if sizes else None,
                     sizes=sizes,
-                    delay=cast(int, self._options.recipe.delay),
                     seconds=seconds,
                 )
             except InputError as error:  # not enough memory; all ranks have to know

@@ -26,7 +26,7 @@ class Prediction(Extension):
             raise InputError(
                 f'schedule="{options.decides}" may decide that batches read the newest weights, '
                 "and Prediction is for those that read older ones; leave it out, or give what "
-                "fxpipe.search_schedule(..., delay=1) finds"
+                "fxpipe.search_schedule(..., flush=False) finds"
             )
         return replace(options, recipe=replace(options.recipe, predict=True))
 

@@ -1,217 +1,46 @@
-"""Lower bounds: times below which no schedule of a problem can be, and why."""
+"""Lower bounds: times below which no schedule of a problem can be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from math import floor, inf
+from collections.abc import Iterator
+from math import floor
 
 from fxpipe.extensions.search.problem import Problem
 
 _CLOSE = 1e-9
 
-_FEW = 100_000
-"""Without flush, each device needs heads and tails of its own. They are computed if devices ×
-stages × micro-batches is at most this."""
+
+def best_bound(problem: Problem) -> float:
+    """The greatest lower bound."""
+    return max(*work_bounds(problem), *chain_bounds(problem))
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A time below which no schedule can be.
-
-    Attributes:
-        time: the time.
-        why: the rule that it follows from, such as "work" or "chain", or "solver"; see
-            ``Certificate.reason``.
-        stage: the stage that a chain goes through, or the first stage of the device that works.
-        terms: name → a term of the sum that is ``time``, or a number that such a term rests on.
-    """
-
-    time: float
-    why: str
-    stage: int = 0
-    terms: Mapping[str, float] = field(default_factory=dict)
-
-
-def best_bound(problem: Problem) -> Bound:
-    """The greatest bound that needs no solver."""
-    rules: list[Callable[[Problem], Iterator[Bound]]] = [work_bounds]
-    rules += [mixing_bounds] if problem.delay else [chain_bounds, device_bounds]
-    return max((bound for rule in rules for bound in rule(problem)), key=lambda bound: bound.time)
-
-
-def work_bounds(problem: Problem) -> Iterator[Bound]:
+def work_bounds(problem: Problem) -> Iterator[float]:
     """Yield a bound for each device: it waits for its first micro-batch and then does all its work.
     Until that micro-batch comes back it can only compute forwards, as many as fit into its memory;
-    for the rest of that time it idles, unless batches mix."""
+    for the rest of that time it idles."""
     for device, held in enumerate(problem.held):
-        if not held:
-            continue
-        head = way_down(problem, 0, held[0])
-        wait = lag(problem, held[0]) - _way_up(problem, held[-1], held[0])
-        wait -= problem.backward[held[-1]]
-        idle = 0.0 if problem.delay else max(0.0, wait - _forwards(problem, device))
-        terms = {
-            "before": head if problem.flush else 0.0,
-            "work": problem.work[device],
-            "idle": idle,
-            "update": problem.last[device],
-        }
-        yield Bound(sum(terms.values()), "work", held[0], terms)
+        if held:
+            head = way_down(problem, 0, held[0]) if problem.flush else 0.0
+            wait = lag(problem, held[0]) - _way_up(problem, held[-1], held[0])
+            wait -= problem.backward[held[-1]]
+            idle = max(0.0, wait - _forwards(problem, device))
+            yield head + problem.work[device] + idle + problem.last[device]
 
 
-def chain_bounds(problem: Problem) -> Iterator[Bound]:
+def chain_bounds(problem: Problem) -> Iterator[float]:
     """Yield bounds for each stage: the way to it, the time from its first forward to its last input
     gradient, and the way back to an earlier stage, where a weight gradient and an update follow."""
     for stage in range(problem.stages):
-        between, terms = middle(problem, stage)
+        between = middle(problem, stage)
         for end in range(stage + 1):
-            way = {
-                "down": way_down(problem, 0 if problem.flush else end, stage),
-                "between": between,
-                "up": _way_up(problem, stage, end),
-                "after": problem.weight[end] + problem.last[problem.placement[end]],
-            }
-            yield Bound(sum(way.values()), "chain", stage, {**way, "end": end, **terms})
+            down = way_down(problem, 0 if problem.flush else end, stage)
+            after = problem.weight[end] + problem.last[problem.placement[end]]
+            yield down + between + _way_up(problem, stage, end) + after
 
 
-def device_bounds(problem: Problem) -> Iterator[Bound]:
-    """Yield a bound for each device: the work of some of its tasks, the time before which none of
-    them can start, and the time that must pass after each of them.
-
-    A device computes one task at a time. So for any set of its tasks, their work, the least of
-    their heads and the least of their tails make a bound. A head is the longest path from the start
-    to the task over what each task waits for, as if each stage and kind of task had a device of its
-    own; a tail is the longest path from the task to the end. Without flush, the start is the
-    device's own first forward and the end its own last task; earlier stages may be a step ahead.
-
-    The best set of tasks is the critical one in Jackson's preemptive schedule (Carlier 1982): of
-    the tasks that have arrived, the device does the one with the longest tail, and interrupts it
-    when one with a longer tail arrives.
-    """
-    quick = problem.devices * problem.stages * problem.microbatches <= _FEW
-    shared = _heads_and_tails(problem, 0, range(problem.devices)) if problem.flush else None
-    for device, held in enumerate(problem.held):
-        if not held or not (shared or quick):
-            continue
-        heads, tails = shared or _heads_and_tails(problem, held[0], (device,))
-        jobs = [
-            (heads[code, i], tails[code, i], problem.took[code])
-            for code in _codes(problem, held[0])
-            if problem.placement[code // 3] == device
-            for i in range(problem.microbatches)
-        ]
-        tail = _deciding_tail(jobs)
-        work = 0.0
-        sets: list[tuple[float, float, float]] = []
-        for head, behind, time in sorted(jobs, reverse=True):
-            if behind >= tail:
-                work += time
-                sets.append((head + work, head, work))
-        time, head, work = max(sets)
-        terms = {"before": head, "work": work, "behind": tail, "update": problem.last[device]}
-        yield Bound(time + tail + problem.last[device], "device", held[0], terms)
-
-
-def mixing_bounds(problem: Problem) -> Iterator[Bound]:
-    """Yield the bounds that hold only where batches mix.
-
-    For each device: the memory that a batch takes there, times how long, over the device's memory.
-    For each stage: the trips of a batch's micro-batches, as many at once as fit into the memory;
-    and the time from a batch's first forward to its update, for which a later batch waits.
-    """
-    m = problem.microbatches
-    for held, most in zip(problem.held, problem.memory, strict=True):
-        if not held or most == inf:
-            continue
-        kept = sum(
-            problem.saved[s] * lag(problem, s) + problem.deferred[s] * problem.weight[s]
-            for s in held
-        )
-        yield Bound(m * kept / most, "memory", held[0], {"kept": m * kept, "memory": most})
-        for s in held:
-            saved = _saved(problem, s)
-            if saved:
-                at_once = float(floor(most / saved + _CLOSE))
-                terms = {"at once": at_once, "trip": lag(problem, s)}
-                yield Bound(m * terms["trip"] / at_once, "room", s, terms)
-    for s in range(problem.stages):
-        time = middle(problem, s)[0] + problem.weight[s] + problem.update[s]
-        yield Bound(time / (problem.delay + 1), "cycle", s, {"time": time})
-
-
-def _deciding_tail(jobs: list[tuple[float, float, float]]) -> float:
-    """The tail of the job (head, tail, time) that decides the end of Jackson's preemptive schedule:
-    its own end plus its tail is the greatest."""
-    coming = sorted(jobs, reverse=True)
-    arrived: list[tuple[float, float]] = []
-    now, latest, deciding = 0.0, -inf, 0.0
-    while coming or arrived:
-        if not arrived:
-            now = max(now, coming[-1][0])
-        while coming and coming[-1][0] <= now:
-            _, tail, time = coming.pop()
-            heappush(arrived, (-tail, time))
-        negative, time = heappop(arrived)
-        until_next = coming[-1][0] - now if coming else inf
-        if time > until_next:
-            heappush(arrived, (negative, time - until_next))
-            now += until_next
-        else:
-            now += time
-            if now - negative > latest:
-                latest, deciding = now - negative, -negative
-    return deciding
-
-
-def _heads_and_tails(
-    problem: Problem, first: int, ends: Container[int]
-) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
-    """Task → its head, and task → its tail: the longest path to its start from the first forward of
-    stage ``first``, and from its end to the end of a task of the devices ``ends``. Earlier stages
-    are left out."""
-    took, codes, waits = problem.took, _codes(problem, first), _waits(problem)
-    heads: dict[tuple[int, int], float] = {}
-    edges = []
-    for i in range(problem.microbatches):
-        for code in codes:
-            head = 0.0
-            for other, earlier, more in waits[code]:
-                before = other, i - earlier
-                if before in heads:
-                    edges.append((before, (code, i), more))
-                    head = max(head, heads[before] + took[other] + more)
-            heads[code, i] = head
-    tails = {key: 0.0 if problem.placement[key[0] // 3] in ends else -inf for key in heads}
-    for before, after, more in reversed(edges):
-        tails[before] = max(tails[before], more + took[after[0]] + tails[after])
-    return heads, tails
-
-
-def _waits(problem: Problem) -> list[list[tuple[int, int, float]]]:
-    """Kind of task → what it waits for: (kind, how many micro-batches earlier, how long after that
-    has ended). Kinds are numbered as in an ``Order``."""
-    waits: list[list[tuple[int, int, float]]] = []
-    last = problem.stages - 1
-    for s in range(problem.stages):
-        f, b, w = 3 * s, 3 * s + 1, 3 * s + 2
-        comes = [(f - 3, 0, problem.down[s - 1])] if s else []
-        frees = [(b, apart, more) for apart, more in _rounds(problem, s)]
-        returns = (b + 3, 0, problem.up[s]) if s < last else (f, 0, 0.0)
-        waits += [[(f, 1, 0.0), *comes, *frees], [(b, 1, 0.0), returns], [(w, 1, 0.0), (b, 0, 0.0)]]
-    return waits
-
-
-def _codes(problem: Problem, first: int) -> list[int]:
-    """The kinds of tasks from stage ``first`` on, in the order in which a micro-batch has them."""
-    stages = range(first, problem.stages)
-    kinds = (1,) if problem.whole else (1, 2)
-    return [3 * s for s in stages] + [3 * s + kind for s in reversed(stages) for kind in kinds]
-
-
-def middle(problem: Problem, stage: int) -> tuple[float, dict[str, float]]:
-    """The least time from a stage's first forward to its last input gradient, and its terms.
+def middle(problem: Problem, stage: int) -> float:
+    """The least time from a stage's first forward to its last input gradient.
 
     It leaves out what else the stage's device computes.
     """
@@ -222,26 +51,21 @@ def middle(problem: Problem, stage: int) -> tuple[float, dict[str, float]]:
         problem.weight[stage],
     )
     r, k = lag(problem, stage), room(problem, stage)
-    times: list[tuple[float, dict[str, float]]] = [(r + (m - 1) * max(f, b), {"rounds": 0.0})]
+    times = [r + (m - 1) * max(f, b)]
     for apart, more in _rounds(problem, stage):
-        rounds, trip = (m - 1) // apart, r + more
-        time = rounds * trip + r + (m - 1 - rounds * apart) * max(f, b)
-        times.append((time, {"rounds": float(rounds), "trip": trip}))
-    first = max(0.0, r - b - k * f)
-    if m <= k:
-        times.append((m * (f + b) + first, {"first": first}))
-    else:
+        rounds = (m - 1) // apart
+        times.append(rounds * (r + more) + r + (m - 1 - rounds * apart) * max(f, b))
+    least = 0.0
+    if m > k:
         # Before the last forward, all micro-batches but it and ``others`` have had their input
         # gradients, and as many weight gradients as it takes to make room. After it, the device
         # has only the input gradients of ``others`` to compute until the last one's own.
-        options: list[tuple[float, dict[str, float]]] = []
-        for others in range(k):
-            weights = _weights_before_last(problem, stage, others)
-            last = max(0.0, r - f - (others + 1) * b)
-            options.append((weights * w + last, {"weights": float(weights), "last": last}))
-        least, terms = min(options, key=lambda option: option[0])
-        times.append((m * (f + b) + first + least, {"first": first, **terms}))
-    return max(times, key=lambda time: time[0])
+        least = min(
+            _weights_before_last(problem, stage, others) * w + max(0.0, r - f - (others + 1) * b)
+            for others in range(k)
+        )
+    times.append(m * (f + b) + max(0.0, r - b - k * f) + least)
+    return max(times)
 
 
 def _rounds(problem: Problem, stage: int) -> Iterator[tuple[int, float]]:

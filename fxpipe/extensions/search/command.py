@@ -36,9 +36,9 @@ def add_search(commands: _SubParsersAction[Any]) -> None:
     )
     add(
         "--placement",
-        metavar="each|v|loop=N|search",
-        help="one stage per device, the V, N stages per device round robin, or any placement of "
-        "the stages in --costs; by default the usual placements are searched",
+        metavar="each|v|loop=N",
+        help="one stage per device, the V, or N stages per device round robin; by default the "
+        "usual placements are searched",
     )
     given = "how much a device holds: micro-batches, or units of --keeps"
     add("--memory", metavar="N[,N...]", help=given)
@@ -51,10 +51,9 @@ def add_search(commands: _SubParsersAction[Any]) -> None:
     add(
         "--flush",
         action=BooleanOptionalAction,
+        default=True,
         help="minimise the time of one step; with --no-flush, of each of many consecutive steps",
     )
-    given = "let batches mix and read weights at most N versions old; minimise the time per batch"
-    add("--delay", type=int, default=0, metavar="N", help=given)
     add("--seconds", type=float, default=10.0, metavar="T", help="time limit")
     given = "the number of list schedules to try, instead of --seconds"
     add("--work", type=int, metavar="N", help=given)
@@ -67,11 +66,6 @@ def add_search(commands: _SubParsersAction[Any]) -> None:
 
 def run_search(given: Namespace) -> bool:
     """Search, then print the schedule, its bound and the times of the library's schedules."""
-    if given.flush and given.delay:
-        raise InputError(
-            f"--flush and --delay {given.delay} exclude each other: with a delay batches mix on a "
-            "device and nothing flushes; give one of them"
-        )
     costs = read_costs(given.costs)
     placement = _placement(given.placement)
     devices = given.devices
@@ -87,8 +81,7 @@ def run_search(given: Namespace) -> bool:
         memory=memory,
         sizes=sizes,
         links=Link(given.latency) if given.latency else None,
-        flush=given.flush is not False,
-        delay=given.delay,
+        flush=given.flush,
         seconds=given.seconds,
         work=given.work,
         seed=given.seed,
@@ -126,23 +119,21 @@ def library_table(found: Found) -> str:
     return "\n".join([table_text(table), "", *rest])
 
 
-def _stages(
-    placement: Placement | str | None, devices: int | None, named: list[tuple[str, int]]
-) -> int:
+def _stages(placement: Placement | None, devices: int | None, named: list[tuple[str, int]]) -> int:
     """The largest number of stages that the options allow."""
     most = 1 + max((stage for _, stage in named), default=0)
-    return max(most, devices or 1, len(placement(devices or 1)) if callable(placement) else 0)
+    return max(most, devices or 1, len(placement(devices or 1)) if placement else 0)
 
 
-def _placement(text: str | None) -> Placement | str | None:
-    if text is None or text == "search":
-        return text
+def _placement(text: str | None) -> Placement | None:
+    if text is None:
+        return None
     word, _, count = text.partition("=")
     if text in ("each", "v"):
         return {"each": one_each, "v": vee}[text]
     if word == "loop" and count.isdecimal():
         return round_robin(int(count))
-    raise InputError(f"--placement is {text!r}; write each, v, search, or loop=2 for two a device")
+    raise InputError(f"--placement is {text!r}; write each, v, or loop=2 for two a device")
 
 
 def _memory(given: Namespace, stages: int) -> tuple[float | list[float] | None, Sizes | None]:

@@ -54,17 +54,12 @@ def list_schedule(
     policy: Policy,
     release: Sequence[float],
     cutoff: float,
-    mixes: tuple[int, int, float] | None = None,
 ) -> tuple[float, list[list[int]], list[float]]:
     """Return the time that the problem minimizes, the order, and when each device is done.
 
     Devices may begin at ``release``. A forward starts only if one micro-batch still fits on each
     later stage of its device, so no order gets stuck. A list schedule that must take longer than
     ``cutoff`` is given up, with an infinite time.
-
-    If the micro-batches belong to several batches, ``mixes`` has how many belong to one, the delay,
-    and the time between two arrivals. A forward then also waits for the update that makes its
-    weights, and for earlier batches' forwards on its device.
     """
     m, last, flush, even = problem.microbatches, problem.stages - 1, problem.flush, policy.even
     placement, held = problem.placement, problem.held
@@ -83,12 +78,6 @@ def list_schedule(
     lone = [bool(sums) and splits and len(stages) == 1 for stages in held]
     caps = [most if one else cap for one, most, cap in zip(lone, full, caps, strict=True)]
     nf, ni, nw = [0] * (last + 1), [0] * (last + 1), [0] * (last + 1)
-    through = nw if splits else ni
-
-    def early(stage: int, i: int) -> bool:
-        begin = i - i % batch
-        stages = held[placement[stage]]
-        return through[stage] < begin - delay * batch or any(nf[s] < begin for s in stages)
 
     def has_room(device: int, stage: int) -> bool:
         """Whether a forward fits, and the sums beside what it and those before it leave."""
@@ -110,8 +99,7 @@ def list_schedule(
         return not room and all(nf[s] == ni[s] for s in held[device])
 
     at_f = [[inf] * m for _ in range(last + 1)]
-    batch, delay, pace = mixes or (m, 0, 0.0)
-    at_f[0] = [i * pace for i in range(m)]
+    at_f[0] = [0.0] * m
     at_i = [[inf] * m for _ in range(last + 1)]
     level = [0.0] * problem.devices
     left = [work + more for work, more in zip(problem.work, problem.last, strict=True)]
@@ -140,7 +128,7 @@ def list_schedule(
                         soon = when
                     if s != first[d] and when < soon_f:
                         soon_f = when
-                elif not has_room(d, s) or (mixes and early(s, i)):
+                elif not has_room(d, s):
                     blocked = s
                 elif i + habit[1] < best:
                     best, code = i + habit[1], 3 * s

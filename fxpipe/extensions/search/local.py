@@ -1,31 +1,22 @@
-"""Local search: list schedules by many policies, and changes to the best of these policies.
-
-Where batches mix on devices, it looks for an order that all steps repeat.
-"""
+"""Local search: list schedules by many policies, and changes to the best of these policies."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, floor, inf
 from random import Random
 
-from fxpipe.errors import VerificationError
-from fxpipe.extensions.search.bounds import best_bound, lag, room, way_down
+from fxpipe.extensions.search.bounds import lag, room, way_down
 from fxpipe.extensions.search.listing import NEVER, Habit, Policy, list_schedule
 from fxpipe.extensions.search.problem import Order, Problem
-from fxpipe.extensions.search.timing import period_of, starts_of
 
 FIRST, LAST = -1e9, 1e9
 _ELITE = 8
 _GAPS = (0.0, 0.5, 1.0, NEVER)
 _SHARES = (0.5, 0.7, 0.85, 1.0, 1.1, 1.25)
 _REPEATS = 3
-
-_SETTLES = 2
-"""Trips to the last stage and back after which a list schedule counts as steady."""
 
 
 @dataclass
@@ -134,126 +125,6 @@ class Local:
                 break
             release = [time - min(done) for time in done]
         return least
-
-
-@dataclass
-class Steady(Local):
-    """The local search where batches mix, for the order that each device repeats.
-
-    It comes from list schedules of one batch, which follow one another, or of many batches in a
-    row, once these are steady: after ``settled`` micro-batches. ``real`` is the problem itself, and
-    ``problem`` has many batches as one.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.real = real = self.problem
-        m, trip = real.microbatches, lag(real, 0)
-        pace = max(real.work) / m or 1.0
-        self.settled = ceil(_SETTLES * trip / pace / m) * m
-        # the updates are spread over the last tasks of the micro-batches
-        last = real.backward if real.whole else real.weight
-        last = tuple(time + update / m for time, update in zip(last, real.update, strict=True))
-        self.problem = replace(
-            real,
-            microbatches=self.settled + 3 * m,
-            backward=last if real.whole else real.backward,
-            weight=real.weight if real.whole else last,
-            update=(0.0,) * real.stages,
-            flush=True,
-            delay=0,
-        )
-        self.bound = best_bound(real).time
-
-    def offer(self, value: float, order: Order) -> bool:
-        """Take an order if it is better and its schedule is valid with no greater delay."""
-        if value >= self.value:
-            return False
-        try:
-            if self.real.schedule_of(order).verify().delays[0] > self.real.delay:
-                return False
-        except VerificationError:
-            return False
-        return super().offer(value, order)
-
-    def _outcome(self, policy: Policy, cutoff: float) -> float:
-        release, m = [0.0] * self.problem.devices, self.real.microbatches
-        self.passes += 1
-        order = tuple(map(tuple, list_schedule(self.real, policy, release, inf)[1]))
-        least = period_of(self.real, order)
-        self.offer(least, order)
-        for share in (0.0, self.random.random()):
-            # without a pace, or at too fast a pace, batches crowd, and differ from one another
-            known = self.refused[0] if self.refused and self.best is None else self.value
-            pace = (self.bound + share * (known - self.bound if known < inf else 0.0)) / m
-            mixes = m, self.real.delay, pace
-            rows = list_schedule(self.problem, policy, release, inf, mixes)[1]
-            repeated = self._repeated(rows)
-            if repeated is not None:
-                value = period_of(self.real, repeated)
-                self.offer(value, repeated)
-                least = min(least, value)
-        return least
-
-    def _repeated(self, rows: list[list[int]]) -> Order | None:
-        """The order in which all devices do one batch's number of tasks from some time on; None if
-        one of them does more tasks of one kind than of another."""
-        problem = self.real
-        m = problem.microbatches
-        starts = starts_of(problem, rows)
-        first = [at for at, code in enumerate(rows[problem.placement[0]]) if code == 0]
-        time = starts[problem.placement[0]][first[self.settled + m]]
-        repeated: list[list[tuple[int, int]]] = []
-        for row, when in zip(rows, starts, strict=True):
-            begin = sum(start < time for start in when)
-            done = {code: row[:begin].count(code) for code in set(row)}
-            tasks = []
-            for code in row[begin : begin + len(row) * m // self.problem.microbatches]:
-                tasks.append((code, done[code]))
-                done[code] += 1
-            if set(Counter(code for code, _ in tasks).values()) != {m} or len(tasks) % m:
-                return None
-            repeated.append(tasks)
-        return _newest(problem, repeated)
-
-
-def _newest(problem: Problem, tasks: list[list[tuple[int, int]]]) -> Order | None:
-    """The order of device → (kind of task, micro-batch), with tasks of the latest batches possible.
-
-    A task of an earlier batch at the beginning of a step moves to the end of the step before, as a
-    task of the next batch, if what it needs from other devices is done by then. So each device
-    begins a step as late as it can. None if a forward stays in an earlier batch: its step would
-    return the loss too early.
-    """
-    m, last = problem.microbatches, problem.stages - 1
-    latest = max(i // m for row in tasks for _, i in row)
-    back = {(code, i % m): latest - i // m for row in tasks for code, i in row}
-    rows = [deque((code, i % m) for code, i in row) for row in tasks]
-    moved = True
-    while moved:
-        moved = False
-        for row in rows:
-            while back[row[0]] > 0:
-                code, i = row[0]
-                stage, kind = divmod(code, 3)
-                needs = (stage - 1, stage + 1, -1)[kind]
-                if 0 <= needs <= last and problem.placement[needs] != problem.placement[stage]:
-                    if back[3 * needs + kind, i] >= back[code, i]:
-                        break
-                back[code, i] -= 1
-                row.rotate(-1)
-                moved = True
-    codes = 3 * problem.stages
-    if any(back[code, i] for code, i in back if code % 3 == 0):
-        return None
-    return tuple(tuple(task[0] + codes * back[task] for task in row) for row in rows)
-
-
-def search_of(
-    problem: Problem, random: Random, fitting: Callable[[Order], bool] = lambda order: True
-) -> Local:
-    """The local search for a problem."""
-    return (Steady if problem.delay else Local)(problem, random, fitting)
 
 
 def given_policies(problem: Problem) -> Iterator[Policy]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 from functools import cached_property
 
 from fxpipe.errors import InputError
@@ -13,7 +13,7 @@ from fxpipe.ir.task import Task
 Order = tuple[tuple[int, ...], ...]
 """Device → its tasks in order, each as 3 × stage + kind: 0 for a forward, 1 for an input gradient,
 2 for a weight gradient. The micro-batches of each stage and kind come in order, so their numbers
-are left out. Where batches mix, a task of the k-th batch before has 3 × k × stages added."""
+are left out."""
 
 LETTERS = "FIW"
 
@@ -54,9 +54,6 @@ class Problem:
         flush: whether to minimize the time of one step, from its first task to its last. Otherwise
             batches overlap, with weights that are one version old, and the time of each of many
             steps is minimized: the longest that a device takes from its first task to its last.
-        delay: 0, or, if batches may also mix on a device, how many versions old the weights that
-            they read may be at most. A stage then updates right after the last weight gradient of
-            a batch.
     """
 
     microbatches: int
@@ -72,7 +69,6 @@ class Problem:
     memory: tuple[float, ...]
     whole: bool = False
     flush: bool = True
-    delay: int = 0
     sums: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -152,32 +148,15 @@ class Problem:
         rows = []
         for codes, stages in zip(order, self.held, strict=True):
             row: list[Task] = []
-            begun = self.begun(codes)
-            for entry in codes:
-                back, code = divmod(entry, 3 * self.stages)
+            begun: Counter[int] = Counter()
+            for code in codes:
                 stage, kind = divmod(code, 3)
                 letter = "B" if self.whole and kind == 1 else LETTERS[kind]
-                i, begun[code] = begun[code] % self.microbatches, begun[code] + 1
-                row.append(Task(letter, i, stage, -back))
-                if self.delay and i == self.microbatches - 1 and letter in "BW":
-                    row.append(Task("U", None, stage, -back))
-            if not self.delay:
-                row += [Task("U", None, stage) for stage in stages]
-            rows.append(tuple(row))
+                row.append(Task(letter, begun[code], stage))
+                begun[code] += 1
+            rows.append((*row, *(Task("U", None, stage) for stage in stages)))
         delay = 0 if self.flush else 1
-        schedule = Schedule("search", self.microbatches, self.placement, tuple(rows), delay)
-        return (
-            replace(schedule, delay=max(1, schedule.versions().delay)) if self.delay else schedule
-        )
-
-    def begun(self, codes: Sequence[int]) -> dict[int, int]:
-        """Kind of task → the number of its first micro-batch in a device's tasks. Those of this
-        batch count from 0, those of earlier batches are negative."""
-        begun: dict[int, int] = {}
-        for entry in codes:
-            back, code = divmod(entry, 3 * self.stages)
-            begun[code] = begun.get(code, 0) - back
-        return begun
+        return Schedule("search", self.microbatches, self.placement, tuple(rows), delay)
 
     def order_of(self, schedule: Schedule) -> Order | None:
         """The order of a schedule's forwards and backwards, or None if it has others than this
@@ -189,19 +168,15 @@ class Problem:
         for row, stages in zip(schedule.rows, self.held, strict=True):
             kinds = (0, 1) if self.whole else (0, 1, 2)
             numbers_of: dict[int, list[int]] = {3 * s + kind: [] for s in stages for kind in kinds}
-            entries = []
+            codes = []
             for task in row:
                 for kind in self._kinds(task.kind):
                     code = 3 * (task.stage or 0) + kind
-                    number = self.microbatches * task.batch + (task.microbatch or 0)
-                    numbers_of.setdefault(code, []).append(number)
-                    entries.append(code - 3 * self.stages * task.batch)
-            begun = self.begun(entries)
-            for code, numbers in numbers_of.items():
-                first = begun.get(code, 0)
-                if numbers != list(range(first, first + self.microbatches)):
-                    return None
-            order.append(tuple(entries))
+                    numbers_of.setdefault(code, []).append(task.microbatch or 0)
+                    codes.append(code)
+            if any(numbers != list(range(self.microbatches)) for numbers in numbers_of.values()):
+                return None
+            order.append(tuple(codes))
         return tuple(order)
 
     def _kinds(self, letter: str) -> tuple[int, ...]:

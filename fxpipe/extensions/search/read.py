@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from numbers import Integral, Real
 from operator import index
@@ -12,7 +12,6 @@ from fxpipe.errors import InputError
 from fxpipe.extensions.search.problem import NoRoom, Problem
 from fxpipe.extensions.simulator.costs import (
     Costs,
-    Link,
     Links,
     check_keys,
     check_links,
@@ -38,13 +37,12 @@ class Given:
     costs: Costs
     microbatches: int
     devices: int | None
-    placement: Sequence[int] | Placement | str | None
+    placement: Sequence[int] | Placement | None
     whole: bool | None
     memory: float | Sequence[float] | None
     sizes: Sizes | None
     links: Links | None
     flush: bool
-    delay: int = 0
 
     def __post_init__(self) -> None:
         if self.costs is None:
@@ -57,7 +55,7 @@ class Given:
         limits = memory if isinstance(memory, Sequence) else () if memory is None else (memory,)
         if isinstance(memory, str) or not all(isinstance(limit, Real) for limit in limits):
             raise InputError(f"memory is {memory!r}; give a number, or one for each device")
-        for word, least in (("microbatches", 1), ("devices", 1), ("delay", 0)):
+        for word, least in (("microbatches", 1), ("devices", 1)):
             count = getattr(self, word)
             if count is None and word == "devices":
                 continue
@@ -76,10 +74,6 @@ class Given:
                 "one for all"
             )
         return tuple(memory)
-
-    def on(self, places: Places) -> Given:
-        """The same arguments with this placement."""
-        return replace(self, placement=places)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -138,34 +132,10 @@ def problems_of(given: Given) -> list[Problem]:
     return problems
 
 
-def apart(given: Given) -> list[Problem]:
-    """Problems with each stage on a device of its own, the most memory of all devices and the
-    fastest links: their bounds hold for every placement."""
-    stages, devices = given.counts
-    links = given.links
-    if stages > devices:
-        links = None  # neighbours may share a device
-    elif isinstance(links, Mapping) and links:
-        every = links.values()
-        links = Link(min(link.latency for link in every), max(link.bandwidth for link in every))
-    most = None if given.memory is None else max(given.limits(devices))
-    return problems_of(
-        replace(given, placement=range(stages), devices=None, memory=most, links=links)
-    )
-
-
 def placements_of(given: Given) -> list[Places]:
     """The placements to search: the given one, or else the usual ones."""
-    placement = given.placement
-    if isinstance(placement, str):
-        if placement != "search":
-            raise InputError(
-                f'placement is {placement!r}; give "search", the device of each stage, or a '
-                "function such as fxpipe.vee"
-            )
-        placement = None
-    if placement is not None:
-        places = _placed(placement, given)
+    if given.placement is not None:
+        places = _placed(given.placement, given)
         if not places or set(places) != set(range(max(places) + 1)):
             raise InputError(f"placement is {places}; give each stage a device, from 0 on")
         if given.devices not in (None, max(places) + 1):
@@ -191,7 +161,8 @@ def _placed(placement: Sequence[int] | Placement, given: Given) -> Places:
             return tuple(map(index, placement))
         except TypeError:
             raise InputError(
-                f"placement is {placement!r}; give each stage a device, from 0 on"
+                f"placement is {placement!r}; give each stage a device, from 0 on, or a function "
+                "such as fxpipe.vee"
             ) from None
     devices = given.counts[1]
     recipe = Recipe("search", lambda *counts: (), placement=placement)
@@ -218,7 +189,7 @@ def _problem(
         for s in stages:
             fixed[placement[s]] += sizes.parameters.get(s, 0) + sizes.optimizer.get(s, 0)
     sums: tuple[float, ...] = ()
-    if given.memory is not None and sizes is not None and given.flush and not given.delay:
+    if given.memory is not None and sizes is not None and given.flush:
         sums = tuple(float(sizes.gradients.get(s, 0)) for s in stages)
     limits = given.limits(devices)
     for device, (most, always) in enumerate(zip(limits, fixed, strict=True)):
@@ -241,8 +212,7 @@ def _problem(
         tuple(0.0 for _ in stages) if whole else deferred,
         tuple(most - always for most, always in zip(limits, fixed, strict=True)),
         whole,
-        given.flush and not given.delay,
-        given.delay,
+        given.flush,
         sums,
     )
 

@@ -11,9 +11,6 @@ from fxpipe.extensions.search.problem import Order, Problem
 _STILL = 4
 """``value_of`` ends after this many steps in a row without a shorter time."""
 
-_STEPS = 9
-"""Steps from which the period is computed, where batches mix."""
-
 
 def value_of(problem: Problem, order: Order) -> float:
     """The time of an order that the problem minimizes; infinite if it gets stuck or keeps too much.
@@ -23,8 +20,6 @@ def value_of(problem: Problem, order: Order) -> float:
     """
     if not fits(problem, order):
         return inf
-    if problem.delay:
-        return period_of(problem, order)
     least, still = inf, 0
     release: Sequence[float] = [0.0] * problem.devices
     while still < _STILL:
@@ -54,38 +49,12 @@ def extents_of(
     return firsts, [time + last for time, last in zip(done, problem.last, strict=True)]
 
 
-def period_of(problem: Problem, order: Order) -> float:
-    """The time of a batch where batches mix; infinite if the order gets stuck.
-
-    It compares the start of each task with its start some steps before. All steps can keep to the
-    greatest difference, divided by the number of these steps: over the last steps, as many as a
-    task can wait for.
-    """
-    codes = 3 * problem.stages
-    furthest = max(entry // codes for row in order for entry in row)
-    deep = max(1, furthest)
-    steps = furthest + deep - 1 + _STEPS
-    rows = [[e % codes for n in range(steps) for e in row if e // codes <= n] for row in order]
-    starts = starts_of(problem, rows)
-    if list(map(len, starts)) != list(map(len, rows)):
-        return inf
-    periods = []
-    for many in range(1, _STEPS):
-        later = [
-            row[-at] - row[-at - many * len(step)]
-            for row, step in zip(starts, order, strict=True)
-            for at in range(1, deep * len(step) + 1)
-        ]
-        periods.append(max(later) / many)
-    return min(periods)
-
-
 def starts_of(
     problem: Problem, rows: Sequence[Sequence[int]], release: Sequence[float] | None = None
 ) -> list[list[float]]:
-    """Device → the starts of its tasks, each as early as possible, up to where a device gets stuck.
-    Where batches mix, updates come right after the last weight gradient of a batch."""
-    m, stages, placement = problem.microbatches, problem.stages, problem.placement
+    """Device → the starts of its tasks, each as early as possible, up to where a device gets
+    stuck."""
+    stages, placement = problem.stages, problem.placement
     took = problem.took
     comes: list[list[float]] = [[] for _ in range(3 * stages)]
     counts = [0] * (3 * stages)
@@ -115,8 +84,6 @@ def starts_of(
             elif kind == 1 and stage:
                 comes[code - 3].append(t + problem.up[stage - 1])
                 waiting.add(placement[stage - 1])
-            if problem.delay and kind == 2 - problem.whole and (i + 1) % m == 0:
-                t += problem.update[stage]
         now[device] = t
     return starts
 
@@ -132,14 +99,12 @@ def peaks(problem: Problem, order: Order) -> list[float]:
     more = problem.takes
     kept = []
     for row in order:
-        # what earlier batches have not freed yet
-        level = -sum(entry // len(more) * more[entry % len(more)] for entry in row)
-        changes = [more[e % len(more)] for e in row]
+        changes = [more[code] for code in row]
         if problem.sums:
             changes = [
                 x for code, i in _numbered(row) for x in (problem.begins(code, i), more[code])
             ]
-        kept.append(max(accumulate(changes, initial=level)))
+        kept.append(max(accumulate(changes, initial=0.0)))
     return kept
 
 

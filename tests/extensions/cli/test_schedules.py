@@ -188,8 +188,7 @@ def test_the_text_of_a_searched_schedule_is_one(
         (["--memory", "4", "--keeps", "F@1=-1"], "--keeps has F=-1"),
         (["--memory", "4", "--keeps", "F@9=1"], "--keeps has F@9, and the stages are 0 to 2"),
         (["--memory", "4", "--keeps", "F=1", "-p", "999999999"], "there are 999999999 stages"),
-        (["--placement", "w"], "write each, v, search, or loop=2"),
-        (["--flush", "--delay", "1"], "--flush and --delay 1 exclude each other"),
+        (["--placement", "w"], "write each, v, or loop=2"),
     ],
 )
 def test_a_search_for_something_impossible_is_refused(

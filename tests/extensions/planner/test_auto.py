@@ -36,8 +36,6 @@ from fxpipe.extensions.simulator.costs import (
 )
 from fxpipe.formatting import time_text
 from fxpipe.ir.recipe import Placement, find_recipe, one_each, round_robin, vee
-from tests.helpers.overlapping import OPTIMIZERS
-from tests.oracles.delayed_loop import DelayedLoop
 from tests.oracles.loop import train
 
 
@@ -78,30 +76,6 @@ def test_a_searched_schedule_trains_like_the_loop_for_shorter_and_larger_batches
         for samples, parts in ((3, 3), (8, 4), (2, 2), (8, 4)):
             assert_steps_like_the_loop(pipe, alone, samples)
             assert (pipe.schedule.name, pipe.schedule.microbatches) == ("search", parts)
-
-
-@pytest.mark.parametrize("limit", [None, 2**20])
-def test_a_searched_schedule_without_a_flush_trains_like_the_delayed_loop(
-    limit: int | None,
-) -> None:
-    model = layers()
-    loop = DelayedLoop.beside(model, OPTIMIZERS["adamw"], 4)
-    options = {"schedule": fxpipe.Search(delay=1), "microbatches": 4, "memory_limits": limit}
-    with pipe_of(model, optimizer=OPTIMIZERS["adamw"], **options) as pipe:
-        found = []
-        for samples in (8, 8, 3, 8, 12, 12):  # a short batch, and one that is decided on anew
-            x, y = batch(samples)
-            loop.microbatches = min(samples, 4)
-            found.append((pipe.step(x, target=y), loop.step(x, y)))
-        assert (pipe.schedule.name, pipe.schedule.overlaps) == ("search", True)
-        assert pipe.schedule.delay == 1
-        pipe.flush()
-        for own, expected in found:
-            assert torch.equal(torch.as_tensor(own), expected)
-        for name, parameter in loop.model.named_parameters():
-            assert torch.equal(pipe.state_dict()[name], parameter), name
-        if limit is not None:
-            assert all(memory.peak <= limit for memory in pipe.simulate().memory)
 
 
 def test_a_searched_schedule_is_not_slower_than_those_of_the_library_and_fits() -> None:
@@ -369,16 +343,10 @@ def test_the_stages_are_where_the_fastest_step_has_them(
         ),
         (
             {"schedule": "search", "extensions": ["prediction"]},
-            r"search_schedule\(\.\.\., delay=1\)",
+            r"search_schedule\(\.\.\., flush=False\)",
         ),
-        ({"schedule": fxpipe.Search(delay=1)}, "schedule 'search' .* give optimizer="),
     ],
 )
 def test_what_cannot_be_decided_on_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(fxpipe.InputError, match=words):
         pipe_of(layers(), **{"schedule": "auto", "memory_limits": 1e9, **options})
-
-
-def test_a_delay_that_is_no_count_is_refused() -> None:
-    with pytest.raises(fxpipe.InputError, match="delay is -1; give a whole number of at least 0"):
-        fxpipe.Search(delay=-1)

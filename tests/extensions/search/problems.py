@@ -6,28 +6,14 @@ from dataclasses import replace
 from math import inf
 from random import Random
 
-import pytest
 from hypothesis import strategies as st
 
-from fxpipe.extensions.search import exact
-from fxpipe.extensions.search.bounds import (
-    Bound,
-    best_bound,
-    chain_bounds,
-    device_bounds,
-    mixing_bounds,
-    work_bounds,
-)
-from fxpipe.extensions.search.certificate import Certificate
+from fxpipe.extensions.search.bounds import best_bound, chain_bounds, work_bounds
 from fxpipe.extensions.search.listing import list_schedule
-from fxpipe.extensions.search.local import random_policy, search_of
+from fxpipe.extensions.search.local import Local, random_policy
 from fxpipe.extensions.search.problem import Order, Problem
+from fxpipe.extensions.search.search import Found
 from fxpipe.extensions.simulator.costs import Key
-
-needs_ortools = pytest.mark.skipif(
-    not exact.available(), reason="ortools is not installed: pip install fxpipe[search]"
-)
-
 
 UNEQUAL: dict[Key, float] = {
     ("F", 0): 2,
@@ -87,27 +73,17 @@ def problems(stages: tuple[int, int], microbatches: tuple[int, int]) -> st.Searc
     )
 
 
-def all_bounds(problem: Problem) -> list[Bound]:
-    if problem.delay:
-        return [*work_bounds(problem), *mixing_bounds(problem)]
-    return [*work_bounds(problem), *chain_bounds(problem), *device_bounds(problem)]
+def all_bounds(problem: Problem) -> list[float]:
+    return [*work_bounds(problem), *chain_bounds(problem)]
 
 
-def searched(problem: Problem, passes: int = 300) -> Certificate:
+def searched(problem: Problem, passes: int = 300) -> Found:
     bound = best_bound(problem)
-    local = search_of(problem, Random(0))
-    local.run(bound.time, lambda: local.passes < passes)
+    local = Local(problem, Random(0))
+    local.run(bound, lambda: local.passes < passes)
     assert local.best is not None
-    return Certificate(problem, problem.schedule_of(local.best), local.value, bound)
-
-
-def mixing(stages: tuple[int, int], microbatches: tuple[int, int]) -> st.SearchStrategy[Problem]:
-    """Problems without flush, whose batches may mix."""
-    return st.builds(
-        lambda problem, delay: replace(problem, flush=False, delay=delay),
-        problems(stages, microbatches),
-        st.integers(1, 2),
-    )
+    schedule = problem.schedule_of(local.best).verify()
+    return Found(schedule, local.value, bound, problem, {})
 
 
 SHARED = [(0, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1), (0, 1, 1, 0)]
@@ -131,7 +107,7 @@ def shared(draw: st.DrawFn) -> Problem:
 
 @st.composite
 def larger(draw: st.DrawFn) -> Problem:
-    """Problems that the solver ends: one stage a device, two in turn, or the V."""
+    """Larger problems: one stage a device, two in turn, or the V."""
     devices = draw(st.integers(2, 3))
     placement = tuple(range(devices))
     placement += draw(st.sampled_from([(), placement, placement[::-1]]))

@@ -31,7 +31,7 @@ def test_a_problem_counts_what_a_simulation_does(flush: bool, whole: bool) -> No
                 (k, s): random.randint(1, 5) for k in "FIW" for s in range(count)
             }
             costs.update({("B", s): random.randint(1, 9) for s in range(count)}, U=0)
-            given = Given(costs, 5, 3, placement, whole, 60, sizes, None, flush, 0)
+            given = Given(costs, 5, 3, placement, whole, 60, sizes, None, flush)
             (problem,) = problems_of(given)
             order = list_schedule(problem, random_policy(problem, random), [0.0] * 3, inf)[1]
             rows = tuple(map(tuple, order))

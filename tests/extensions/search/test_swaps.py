@@ -49,7 +49,7 @@ def test_swaps_reach_the_bound_of_a_v_that_list_schedules_do_not() -> None:
     costs |= {("U", s): 0 for s in range(12)}
     problem = problems_of(Given(costs, 12, 6, fxpipe.vee, None, None, None, None, True))[0]
     local = Local(problem, Random(0))
-    bound = best_bound(problem).time
+    bound = best_bound(problem)
     local.run(bound, lambda: local.passes < 300)
     before = local.value
     improve(local, bound, lambda: local.passes < 500)
