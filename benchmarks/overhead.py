@@ -27,7 +27,6 @@ from benchmarks.peers.pipe import RankPipe
 from benchmarks.report import Figure, Report, timed
 from examples import plain
 from examples.unet import UNet
-from fxpipe.extensions.simulator.overheads import hand_over
 from fxpipe.ir.instruction import Receive, Send
 from fxpipe.runtime.choice import Dispatches
 
@@ -153,7 +152,6 @@ def main() -> int:
         Figure("torch.distributed.pipelining, two processes, a task", 1e3 * theirs / tasks, "ms"),
         Figure("two ranks, a message that has arrived before it is read", 1e3 * hidden, "ms"),
         Figure("two ranks, a message that is waited for", 1e3 * waited, "ms"),
-        Figure("to hand the interpreter lock over", 1e6 * hand_over(), "µs"),
         Figure("first step of the small U-Net, two threads", first[THREADS], "s"),
         Figure("first step of the small U-Net, two ranks", first[RANKS], "s"),
         Figure("the second over the first", first[RANKS] / first[THREADS]),

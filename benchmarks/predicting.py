@@ -113,15 +113,11 @@ class Trial:
 
     Attributes:
         predicted: by the pipe before any step of it was timed.
-        low: the lower end of the prediction's range, in which nine of ten steps are expected.
-        high: its upper end.
         measured: the median of several steps.
         corrected: predicted after a profile.
     """
 
     predicted: float
-    low: float
-    high: float
     measured: float
     corrected: float
 
@@ -169,7 +165,6 @@ class Row:
         return f"{self.schedule}, m = {self.microbatches}, {self.recompute}, {self.cut}"
 
     def cells(self) -> list[str]:
-        low, high = (median(getattr(t, end) for t in self.trials) for end in ("low", "high"))
         ratios = [trial.ratio for trial in self.trials]
         return [
             self.model,
@@ -177,7 +172,7 @@ class Row:
             str(self.microbatches),
             self.recompute,
             self.cut,
-            *(f"{1e3 * seconds:.2f}" for seconds in (self.predicted, low, high, self.measured)),
+            *(f"{1e3 * seconds:.2f}" for seconds in (self.predicted, self.measured)),
             f"{self.ratio:.3f}",
             f"{min(ratios):.3f} – {max(ratios):.3f}",
             f"{self.corrected:.3f}",
@@ -186,7 +181,7 @@ class Row:
 
 
 HEADINGS = (
-    *("model", "schedule", "m", "recompute", "cut", "predicted, ms", "from", "to"),
+    *("model", "schedule", "m", "recompute", "cut", "predicted, ms"),
     *("measured, ms", "ratio", "of single trials", "ratio after a profile", "bytes"),
 )
 
@@ -222,12 +217,11 @@ def run(configuration: Configuration, steps: int) -> Trial:
     ) as pipe:
         for _ in range(WARM_UP):
             pipe.step(x, target=y)
-        found = pipe.simulate()
-        low, high = found.range
+        predicted = pipe.simulate().step_time
         seconds = median(timed(lambda: pipe.step(x, target=y))[1] for _ in range(steps))
         pipe.profile(x, target=y, steps=2)
         corrected = pipe.simulate().step_time
-    return Trial(found.step_time, low, high, seconds, corrected)
+    return Trial(predicted, seconds, corrected)
 
 
 def count(configuration: Configuration) -> float:
@@ -301,11 +295,9 @@ def summary(rows: Sequence[Row]) -> list[Figure]:
                 ]
         figures.append(_near(f"{name}, predicted", own))
     trials = [trial for row in rows for trial in row.trials]
-    inside = sum(trial.low <= trial.measured <= trial.high for trial in trials)
     return [
         *figures,
         _near("single trials, predicted", trials),
-        Figure("single trials, measured within the range", f"{inside} of {len(trials)}"),
         Figure("all, peak memory, off by at most", 100 * max(_off(row.bytes) for row in rows), "%"),
     ]
 

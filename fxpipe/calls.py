@@ -13,12 +13,10 @@ from fxpipe.changes import Changed, Changes
 from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.fingerprint import fingerprint
-from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.residence import release
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.extend import find
 from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
 from fxpipe.runtime.devices.backend import is_worker
 from fxpipe.signals import HeldSignals
@@ -201,9 +199,7 @@ class Calls:
         anew if the compiler decides so. While a call is compiled, nothing else runs."""
         if kind.purpose == "step" and self._compiler.decides(micro):
             with self._compiling():
-                count = self._compiler.decide(
-                    micro, updates=self._engine.updates, rehearse=self._rehearse
-                )
+                count = self._compiler.decide(micro, updates=self._engine.updates)
             self._microbatches = count
             micro = micro.batch.in_parts(count, micro.replica)
         known = self._compiler.known(micro, kind)
@@ -234,12 +230,6 @@ class Calls:
             compiled = self._compiler.compile(micro, kind)
         allocator.give_back()
         return compiled, micro
-
-    def _rehearse(self, compiled: Compiled, call: Call) -> Any:
-        """See ``compiler.Rehearse``."""
-        return find("option", "rehearse", "a rehearsal")(
-            self._compiler, self._engine, compiled, call
-        )
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:

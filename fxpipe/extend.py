@@ -120,7 +120,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "part_gradients": f"{_HERE}.replicas.buckets:into_buckets",
         "sum_copies": f"{_HERE}.copies.lowering:SumCopies",
         "sum_replicas": f"{_HERE}.replicas.lowering:SumReplicas",
-        "rehearse": f"{_HERE}.simulator.rehearsal:rehearse",
         "remedies": f"{_HERE}.simulator.predict:remedies",
         "save": f"{_HERE}.checkpoint_folder.folder:write",
         "saved": f"{_HERE}.checkpoint_folder.folder:exists",

@@ -43,10 +43,6 @@ from fxpipe.torchtools.state import (
     without_saved_tensor_hooks,
 )
 
-Rehearse = Callable[[Compiled, Call], Any]
-"""Rehearses the program of a compiled call, with a batch like that of the second call, and returns
-the times, or None if it cannot; the simulator does."""
-
 
 class Compiler:
     """Runs the passes when a call needs them, and keeps their results for later calls.
@@ -134,7 +130,7 @@ class Compiler:
         """Whether a schedule has to be chosen for this batch."""
         return False
 
-    def decide(self, micro: MicroBatches, *, updates: bool, rehearse: Rehearse) -> int:
+    def decide(self, micro: MicroBatches, *, updates: bool) -> int:
         """Choose a schedule; returns the number of micro-batches for the batch."""
         return len(micro)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fxpipe.compiler.compiled import Kind, restoring
-from fxpipe.compiler.compiler import Compiler, Rehearse
+from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import InputError, PartitionError
@@ -62,12 +62,10 @@ class PendingPlacement:
 class AutoCompiler(Compiler):
     """A compiler that chooses the schedule at the first step, and again for a larger batch.
 
-    The model is traced, measured and cut for a schedule that keeps few micro-batches. Some steps
-    are rehearsed over these stages, and with their times all candidates are simulated as in
-    ``Pipeline.simulate``. If not even the best one keeps the memory limits, the model is cut anew
-    with the missing bytes left free, as for any schedule. If devices would idle, the model is also
-    cut into two stages for each device, and the best candidate over these stages is rehearsed if it
-    is predicted to be faster.
+    The model is traced, measured and cut for a schedule that keeps few micro-batches. With the
+    times of the stages' operations all candidates are simulated. If not even the best one keeps the
+    memory limits, the model is cut anew with the missing bytes left free, as for any schedule. If
+    devices would idle, the model is also cut into two stages for each device.
 
     Args:
         placement: the placement in the recipe of ``options``; it follows the chosen schedule.
@@ -100,7 +98,7 @@ class AutoCompiler(Compiler):
         """
         return self._size == 0 if self.options.replicas > 1 else micro.batch.size > self._size
 
-    def decide(self, micro: MicroBatches, *, updates: bool, rehearse: Rehearse) -> int:
+    def decide(self, micro: MicroBatches, *, updates: bool) -> int:
         """Choose a schedule for batches of at most this size; returns the number of micro-batches.
 
         Raises:
@@ -117,7 +115,7 @@ class AutoCompiler(Compiler):
         by_stage = not isinstance(options.recompute, str) or (
             asked is not None and not isinstance(asked.modes, str)
         )
-        families = [find_recipe(names[0]) for names in FAMILIES]
+        families = [*map(find_recipe, FAMILIES)]
         if cut:
             families = [recipe for recipe in families if recipe.place(devices) == options.placement]
         elif not auto or devices == 1 or by_stage:
@@ -128,7 +126,7 @@ class AutoCompiler(Compiler):
                 least = before.changed(recipe=find_recipe("naive"), recompute=recompute)
                 attempts.append((least, options.microbatches or size))
             self._fixed = (None, True) if options.microbatches else (False, True)
-        decide = partial(self._decided, micro=micro, size=size, updates=updates, rehearse=rehearse)
+        decide = partial(self._decided, micro=micro, size=size, updates=updates)
         too_large: list[Predicted] = []
         best: Predicted | None = None
         with self._compiling(f'{type(options.model).__name__} for schedule="{options.decides}"'):
@@ -176,7 +174,7 @@ class AutoCompiler(Compiler):
         self._forget()
         self._placement.forget()
         with suppress(InputError, PartitionError):  # the model may have too few operations
-            other = decide(too_large=too_large, best=best, like=self._stages)
+            other = decide(too_large=too_large, best=best)
             if best is None or other.seconds * EXACT < best.seconds:
                 return other
         restore()
@@ -190,17 +188,15 @@ class AutoCompiler(Compiler):
         micro: MicroBatches,
         size: int,
         updates: bool,
-        rehearse: Rehearse,
         too_large: list[Predicted],
         best: Predicted | None = None,
-        like: Stages | None = None,
     ) -> Predicted:
         """Cut the model for a timetable, and return the best candidate over these stages.
 
         Args:
             too_large: is extended by the best candidates that exceed the memory limits.
-            best: the best candidate over other stages; one that is not faster is not rehearsed.
-            like: those other stages, if they were rehearsed.
+            best: the best candidate over other stages; if these are not faster, nothing is
+                searched for them.
 
         Raises:
             PartitionError: no candidate keeps the limits.
@@ -212,19 +208,14 @@ class AutoCompiler(Compiler):
             self._follow(timetable)
             stages = Stages(self, limits, self._compile(micro, kind), size, updates)
             searches = options.decides == "search"
-            if searches or self._placement.judged:  # else the model may be cut anew
-                stages.learn(rehearse, like)
             choice = stages.searched() if searches else stages.fastest()
             if not choice.fits(limits):
                 too_large.append(choice)
                 if self._placement.judged:
                     raise PartitionError("the stages are made, and stay as they are")
             if self._placement.judged or self._placement.keeps_limits(choice.peaks):
-                if not stages.rehearsed:
-                    stages.learn(rehearse, like)
-                    choice = stages.fastest()
                 if not searches and (best is None or choice.seconds * EXACT < best.seconds):
-                    choice = stages.confirmed(choice, rehearse)
+                    choice = stages.confirmed(choice)
                 self._placement.costs = stages.costs(choice.candidate.microbatches)
                 self._stages = stages
                 return choice

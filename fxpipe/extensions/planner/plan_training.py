@@ -13,23 +13,19 @@ import torch
 from torch import nn
 
 from fxpipe.arguments import check_flags, check_whole, read_example, read_extensions
-from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.front_end import Call
 from fxpipe.devices import read_devices
-from fxpipe.engine import Engine
 from fxpipe.entry import compile
 from fxpipe.errors import InputError
 from fxpipe.extensions.planner import offloading
 from fxpipe.extensions.planner.candidates import Candidate, Modes
-from fxpipe.extensions.planner.choices import Choice, TrainingPlan, ranked
+from fxpipe.extensions.planner.choices import TrainingPlan
 from fxpipe.extensions.planner.cluster import Cluster
 from fxpipe.extensions.planner.profile import Cut, Profile
 from fxpipe.extensions.planner.ranking import choices
 from fxpipe.extensions.planner.stages import Stages
-from fxpipe.extensions.simulator import rehearsal
-from fxpipe.extensions.simulator.costs import Overheads, Rehearsal
-from fxpipe.extensions.simulator.overheads import away_rates, overheads
+from fxpipe.extensions.simulator.away import away_rates
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.assignment import Assignment
@@ -68,11 +64,10 @@ def plan_training(
     the schedule, recomputation and offloading. Each stage has a device of its own, and all replicas
     are alike.
 
-    The model is traced once, and cut once for each number of stages. It is measured for a few sizes
-    of micro-batches, operation by operation and, on a CPU, as a whole in rehearsed steps. Times for
-    other sizes are interpolated linearly, so that the fixed costs of tasks count. Ways whose lower
-    bound is too slow are not simulated. Memory is predicted as for a pipe. If the devices are CPUs
-    of this machine, the returned choices with one replica are rehearsed.
+    The model is traced once, and cut once for each number of stages. It is measured, operation by
+    operation, for a few sizes of micro-batches. Times for other sizes are interpolated linearly, so
+    that the fixed costs of operations count. Ways whose lower bound is too slow are not simulated.
+    Memory is predicted as for a pipe.
 
     Args:
         model: the model; it is not changed.
@@ -102,7 +97,6 @@ def plan_training(
         raise InputError(f"{min(chosen)} is what plan_training chooses; leave it out")
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster)
-    here = not isinstance(cluster, Cluster)
     if not isinstance(cluster, Cluster):
         places = [home(place) for place in read_devices(cluster)]
         cluster, device = Cluster.measured(places), device or places[0]
@@ -132,8 +126,6 @@ def plan_training(
             keep=keep,
             peaks=cuts.peaks,
         )
-        if here and pipe.devices[0].type == "cpu":
-            plan = ranked([*map(cuts.rehearsed, plan.choices)], cluster, keep)
     limits = {} if cluster.memory == inf else {"memory_limits": cluster.memory}
     ready = [
         replace(each, make=partial(_compile, model, {**options, **limits}, cuts.taken(each.cut)))
@@ -181,8 +173,8 @@ class _Cuts:
         call = Call(micro.batch, leaves, size, "step", (False,) * len(leaves), schedule)
         with untouched(pipe._options.model):
             self._measured = pipe._compiler.plans.measured(call, sizes)
-            self._call = call.zeros()
-            self.profile, self._atoms = _profile(pipe, self._call, self._measured)
+            self.profile, self._atoms = _profile(pipe, self._measured)
+        self._call = call.zeros()
 
     @property
     def under_autograd(self) -> bool:
@@ -227,28 +219,8 @@ class _Cuts:
         """Device → the bytes that it is predicted to hold, as for a pipe."""
         return self.stages(cut, replicas, candidate).peaks(candidate)
 
-    def rehearsed(self, choice: Choice) -> Choice:
-        """A choice with the time that rehearsed steps predict. It is returned unchanged if it has
-        replicas, or cannot be predicted."""
-        if choice.replicas > 1:
-            return choice
-        candidate = choice.predicted.candidate
-        stages = self.stages(choice.cut, choice.replicas, candidate)
-        options = stages.compiler.options
-        engine = Engine(options, Threads(choice.stages, options.dispatch))
-        try:
-            stages.rehearse(partial(rehearsal.rehearse, stages.compiler, engine), candidate)
-        finally:
-            engine.close()
-        predicted = stages.predict(candidate)
-        if predicted is None:
-            return choice
-        return replace(choice, predicted=replace(predicted, held=choice.predicted.peaks))
 
-
-def _profile(
-    pipe: Pipeline, call: Call, measured: Mapping[int, Mapping[str, Any]]
-) -> tuple[Profile, Atoms]:
+def _profile(pipe: Pipeline, measured: Mapping[int, Mapping[str, Any]]) -> tuple[Profile, Atoms]:
     """The profile and the atoms of a model that was measured for some sizes of micro-batches."""
     options = pipe._options
     samples, largest = max(measured.items())
@@ -256,58 +228,31 @@ def _profile(
     footprint = footprint_of(traced, plan, largest["costs"], state, 1.0)
     trained = {k: n for k, n in footprint.resident.items() if state[k].requires_grad}
     atoms = atoms_of(traced, largest["costs"], replace(footprint, resident=trained))
-    besides = overheads() if pipe.devices[0].type == "cpu" else Overheads()
-    rehearsals = {size: _rehearsed(pipe, call, of, size) for size, of in measured.items()}
 
     def seconds(size: int) -> dict[str, list[float]]:
-        """Letter of a task → atom → seconds, scaled so that their sums are those of the rehearsed
-        whole model, if it could be rehearsed."""
+        """Letter of a task → atom → seconds."""
         costs: dict[str, NodeCost] = measured[size]["costs"]
         by_atom = [[costs[node.name] for node in nodes] for nodes in atoms.nodes]
-        times = {
+        return {
             "F": [sum(cost.forward for cost in atom) for atom in by_atom],
             "B": [sum(cost.backward for cost in atom) for atom in by_atom],
             "I": [sum(cost.input_grad for cost in atom) for atom in by_atom],
             "W": [sum(cost.weight_grad for cost in atom) for atom in by_atom],
         }
-        ran = rehearsals[size]
-        if ran is None:
-            return times
-        whole = {x: max(ran.costs[x, 0] - besides.task, 0.0) for x in "FB"}
-        scale = {x: total / (sum(times[x]) or 1.0) for x, total in whole.items()}
-        return {x: [t * scale["F" if x == "F" else "B"] for t in ts] for x, ts in times.items()}
 
-    ratio, last = state_size(options.optimizer), rehearsals[samples]
+    ratio = state_size(options.optimizer)
     # an update moves 3 bytes per byte of a weight and 2 per byte of its state; adding moves 3
     update = (3 + 2 * ratio) / 3 * _adding(pipe.devices[0])
-    if last is not None and ("U", 0) in last.costs:
-        update = last.costs["U", 0] / (sum(trained.values()) or 1)
     profile = Profile(
         atoms.work,
         samples,
         {size: seconds(size) for size in measured},
         ratio,
         update,
-        besides,
         atoms.layers,
         None if options.holds_saved else away_rates(pipe.devices[0].type),
     )
     return profile, atoms
-
-
-def _rehearsed(
-    pipe: Pipeline, call: Call, measured: Mapping[str, Any], size: int
-) -> Rehearsal | None:
-    """The times of the whole model as one stage; None if it cannot be rehearsed."""
-    compiler, traced, plan = pipe._compiler, measured["traced"], measured["plan"]
-    if plan is None:  # autograd runs the backwards
-        return None
-    schedule, updates = compiler.timetable.schedule(1, "step"), pipe._engine.updates
-    program = compiler.lowered(plan, schedule, "step", updates)
-    compiled = Compiled(
-        traced, plan, (), schedule, program, lambda: program, "step", size, threads=1
-    )
-    return rehearsal.rehearse(compiler, pipe._engine, compiled, call)
 
 
 def _adding(device: torch.device) -> float:

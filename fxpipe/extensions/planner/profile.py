@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from fxpipe.extensions.planner.candidates import Affine
-from fxpipe.extensions.simulator.costs import Overheads
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.passes.partition.work import Machine, Solution, Work, default_partitioner
 
@@ -25,7 +24,6 @@ class Profile:
         seconds: samples of a micro-batch → letter of a task → atom → seconds.
         state: bytes of optimizer state per byte of a parameter.
         update: seconds of an update per byte of a parameter.
-        overheads: the time that a machine takes besides the operations of tasks.
         layers: atom → the name of the layer that it belongs to.
         away: bytes per second at which a device offloads, and at which it fetches again; None if it
             cannot.
@@ -36,7 +34,6 @@ class Profile:
     seconds: Mapping[int, Mapping[str, Sequence[float]]]
     state: float = 0.0
     update: float = 0.0
-    overheads: Overheads = field(default_factory=Overheads)
     layers: tuple[str, ...] = field(default=(), repr=False)
     away: tuple[float, float] | None = None
 
@@ -88,8 +85,8 @@ class Cut:
             for size, seconds in self.profile.seconds.items()
         }
         times = {
-            (kind, s): self.profile.overheads.task
-            + Affine({size: sums[kind][s] for size, sums in known.items()})(samples) / self.speed
+            (kind, s): Affine({size: sums[kind][s] for size, sums in known.items()})(samples)
+            / self.speed
             for kind in KINDS
             for s in range(self.count)
         }

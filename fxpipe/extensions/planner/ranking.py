@@ -167,14 +167,12 @@ class _Predictor:
                 links=layout.links,
                 sizes=self._stages.sizes(samples),
                 replicas=layout.replicas,
-                overhead=self._stages.profile.overheads.instruction,
             )
         except FxpipeError:  # no schedule of so many devices and micro-batches
             return None
         seconds, idle = run.makespan, run.bubble
         if run.steps > 1:  # batches overlap
             seconds, idle = run.steady.period, abs(run.steady.bubble)
-        seconds += self._stages.profile.overheads.step
         self._simulations[candidate] = run
         roughly = tuple(float(memory.peak) for memory in run.memory)
         if self._exact is None:

@@ -1,4 +1,4 @@
-"""Predict candidate schedules over stages that exist, with times of rehearsed steps if possible."""
+"""Predict candidate schedules over stages that exist."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from time import perf_counter
 
 from fxpipe.compiler.compiled import Compiled
-from fxpipe.compiler.compiler import Compiler, Rehearse
+from fxpipe.compiler.compiler import Compiler
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.extend import find
 from fxpipe.extensions.planner import offloading
@@ -27,15 +26,15 @@ from fxpipe.extensions.planner.candidates import (
     library_over,
     microbatch_counts,
 )
-from fxpipe.extensions.simulator.costs import Overheads, Rehearsal, measured_costs
-from fxpipe.extensions.simulator.overheads import away_rates, overheads
+from fxpipe.extensions.simulator.away import away_rates
+from fxpipe.extensions.simulator.costs import Times, measured_costs
 from fxpipe.extensions.simulator.predict import given_links, predict, predicted_peaks, step_sizes
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import BESIDE, Task
+from fxpipe.ir.task import BESIDE, KINDS, Task
 from fxpipe.passes.schedule import modes_of
 
 SECONDS, SHORT = 10.0, 1.0
@@ -44,21 +43,17 @@ SECONDS, SHORT = 10.0, 1.0
 _ROUNDS = 4
 """A search is repeated with less memory until the whole program fits, at most this often."""
 
-FAMILIES = (("zb-h1", "1f1b"), ("v-half",), ("interleaved-1f1b",))
-"""For each possible placement of the stages (one or two on each device) the schedules to rehearse,
-each with the three smallest numbers of micro-batches. The stages are cut for the first schedule of
-a placement, which keeps few micro-batches."""
+FAMILIES = ("zb-h1", "v-half", "interleaved-1f1b")
+"""For each possible placement of the stages (one or two on each device) the schedule that they are
+cut for, which keeps few micro-batches."""
 
 
 class Stages:
-    """The stages that a model was cut into, and what steps over them have taught.
+    """The stages that a model was cut into, with the times of their operations.
 
     Attributes:
         compiler: has the options, and lowers.
-        rehearsed: whether steps over these stages were rehearsed, as far as possible.
     """
-
-    rehearsed = False
 
     def __init__(
         self,
@@ -89,81 +84,29 @@ class Stages:
         self._away = group.share("how fast tensors are stored", rates) if group.size > 1 else None
         self._calls: dict[int, Compiled] = {}
         self._sizes: dict[int, Sizes] = {}
-        # letter of the backward, B or I → samples of a micro-batch → the times of rehearsed steps
-        self._taught: dict[str, dict[int, Rehearsal]] = {}
-        self._ran = False  # whether any of these steps ran over these stages
-        self._measured = {measured or compiled.samples: self._of_operations(compiled.plan)}
+        alone = group.size == 1 and not self._options.places
+        self._serial = alone and compiled.threads == 1
+        # samples of a micro-batch → the times of tasks
+        self._measured: dict[int, Times] = {
+            measured or compiled.samples: _of_operations(compiled.plan)
+        }
+        self._measure_further()
 
-    def _of_operations(self, plan: Plan) -> Rehearsal:
-        """The times of each stage's operations, measured one by one, with the machine's overheads;
-        without these on ranks, which would measure different ones, and on streams, which hide them.
-        """
-        one_process = self._options.group.size == 1 and not self._options.places
-        machine = overheads() if one_process else Overheads()
-        measured = measured_costs(plan).items()
-        costs = {key: machine.task + time for key, time in measured if key[0] not in BESIDE}
-        return Rehearsal(costs, machine, serial=one_process and self._compiled.threads == 1)
-
-    def learn(self, rehearse: Rehearse, like: Stages | None = None) -> None:
-        """Learn the times of tasks for a few sizes of micro-batches: from the rehearsals of other
-        stages if there are any, else by rehearsals. If no step can be rehearsed, measure the
-        operations for one more size."""
-        self.rehearsed = True
-        if like is not None and like._taught:
-            self._learn_from(like)
+    def _measure_further(self) -> None:
+        """Measure the operations for one more size of micro-batches, if their number is chosen:
+        for a smaller one, as what is fixed counts most there, or else for a larger one."""
+        if self._options.decides != "auto" or self._options.microbatches is not None:
             return
-        counts, modes = [len(self._compiled.kernels)], self._modes
-        auto = self._options.decides == "auto"
-        if auto and self._limited and self._options.recompute == "never":
-            modes = modes_of("always", len(modes))
-        if auto and self._options.microbatches is None:
-            counts = microbatch_counts(self._size, self._devices)[:3]
-        families = [[find_recipe(name) for name in names] for names in FAMILIES]
-        recipes = next(f for f in families if f[0].place(self._devices) == self._placement)
-        for count, recipe in product(counts, reversed(recipes)):
-            self.rehearse(rehearse, Candidate(recipe, count, modes))
         samples = self._compiled.samples
-        further = samples // 4 if samples >= 8 else min(4 * samples, self._size)
-        if auto and len(counts) > 1 and not self._taught and further != samples:
-            with suppress(FxpipeError):
+        for further in (-(-samples // 4), min(4 * samples, self._size)):
+            if further == samples:
+                continue
+            with suppress(FxpipeError):  # the graph may hold for one size of micro-batch only
                 costs = self.compiler.plans.costs_at(self._graph, further)
                 stages = [replace(s, costs=costs[s.index]) for s in self._compiled.plan.stages]
                 plan = replace(self._compiled.plan, stages=tuple(stages))
-                self._measured[further] = self._of_operations(plan)
-
-    def rehearse(self, rehearse: Rehearse, candidate: Candidate) -> None:
-        """Rehearse steps of this candidate if it is predicted to fit, and keep their times."""
-        predicted, samples = self.predict(candidate), self._samples(candidate.microbatches)
-        if predicted is None or not predicted.fits(self._limits):
-            return
-        with suppress(FxpipeError):  # the graph may hold for one size of micro-batch only
-            schedule, program = self._lowered(candidate, sized=True)
-            call = replace(self._at(samples), schedule=schedule, program=program)
-            times = rehearse(call, self._graph.call)
-            if times is not None:
-                letter = "I" if "I" in schedule.kinds else "B"
-                self._taught.setdefault(letter, {})[samples] = times
-                self._ran = True
-
-    def _learn_from(self, other: Stages) -> None:
-        """Divide the times of other stages' rehearsals among these stages: by the times of their
-        operations, and for updates by the bytes of their weights."""
-        weights = self._held(self._compiled.samples).gradients
-        shares = {**self._measured[self._compiled.samples].costs}
-        shares |= {("U", s): float(size) for s, size in weights.items()}
-        stages = range(len(self._placement))
-        for backward, rehearsals in other._taught.items():
-            for samples, ran in rehearsals.items():
-                costs: dict[tuple[str, int], float] = {}
-                for letter in {letter for letter, _ in ran.costs}:
-                    overhead = overheads().task if letter != "U" else 0.0
-                    times = [time for (x, _), time in ran.costs.items() if x == letter]
-                    whole = sum(max(time - overhead, 0.0) for time in times)
-                    total = sum(shares.get((letter, s), 0.0) for s in stages) or 1.0
-                    for s in stages:
-                        share = shares.get((letter, s), 0.0) / total
-                        costs[letter, s] = overhead + whole * share
-                self._taught.setdefault(backward, {})[samples] = replace(ran, costs=costs)
+                self._measured[further] = _of_operations(plan)
+                return
 
     @property
     def _modes(self) -> Modes:
@@ -194,13 +137,9 @@ class Stages:
             raise InputError("no schedule of the library can run these stages; name one yourself")
         return best_of([each for each in results if each.fits(self._limits)] or results[:1])
 
-    def confirmed(self, best: Predicted, rehearse: Rehearse) -> Predicted:
-        """Predict the best candidate with times rehearsed over these stages; or return a schedule
-        that a search finds, if that is faster."""
+    def confirmed(self, best: Predicted) -> Predicted:
+        """The best candidate, or a schedule that a search finds, if that is faster."""
         choice = best.candidate
-        if self._taught and not self._ran:
-            self.rehearse(rehearse, choice)
-            best = self.predict(choice) or best
         least = self._least(choice.recipe, choice.microbatches)
         if not best.fits(self._limits) or best.seconds <= EXACT * least:
             return best
@@ -213,12 +152,14 @@ class Stages:
     def may_be_beaten(self, seconds: float) -> bool:
         """Whether other stages of the model could take less, if their devices were never idle."""
         given = self._options.microbatches
-        bounds = []
-        for count in [given] if given else microbatch_counts(self._size, self._devices):
-            known = self._known(self._samples(count), "FB")
-            work = count * _forward_and_backward(known)
-            bounds.append(work / (1 if known.serial else self._devices) + known.overheads.step)
-        return seconds > EXACT * min(bounds)
+        counts = [given] if given else microbatch_counts(self._size, self._devices)
+        return seconds > EXACT * min(map(self._unhindered, counts))
+
+    def _unhindered(self, count: int) -> float:
+        """The seconds of a step whose devices, or the one thread of all, are never idle."""
+        times = self._known(self._samples(count))
+        work = count * sum(time for (letter, _), time in times.items() if letter in "FB")
+        return work / (1 if self._serial else self._devices)
 
     def searched(self, candidate: Candidate | None = None, seconds: float = SECONDS) -> Predicted:
         """The best schedule that a search finds, with the micro-batches and recomputation of a
@@ -262,7 +203,7 @@ class Stages:
         """A schedule for the stages' times and bytes, each stage handing one value to the next."""
         count, halves = base.microbatches, "I" in self._compiled.schedule.kinds
         samples, sizes = self._samples(count), None
-        times = dict(self._known(samples, "I" if halves else "B").known)
+        times = self._known(samples)
         recomputing = [stage for stage, mode in enumerate(base.recompute) if mode != "never"]
         times |= {(x, s): times[x, s] + times["R", s] for x in "BI" for s in recomputing}
         search_schedule = find("public", "search_schedule")  # refused here if it is not there
@@ -293,34 +234,27 @@ class Stages:
         """The samples of a micro-batch if the batch is split into ``count`` micro-batches."""
         return -(-self._size // count)
 
-    def _known(self, samples: int, kinds: Collection[str]) -> Rehearsal:
-        """The times of tasks in micro-batches of this size, for a schedule with these kinds of
-        tasks. Times are interpolated between the sizes that are known; overheads are those of the
-        nearest size."""
-        first, second = ("B", "I") if "I" in kinds else ("I", "B")
-        latest = self._measured
-        costs: dict[tuple[str, int], float] = {}
-        for by_size in (self._measured, self._taught.get(first), self._taught.get(second)):
-            if by_size:
-                latest, times = by_size, {size: ran.known for size, ran in by_size.items()}
-                costs |= {
-                    key: Affine({size: known[key] for size, known in times.items()})(samples)
-                    for key in set.intersection(*map(set, times.values()))
-                }
-        nearest = min(latest, key=lambda size: abs(math.log(size / samples)))
-        return replace(latest[nearest], costs=costs)
+    def _known(self, samples: int) -> dict[tuple[str, int], float]:
+        """The times of tasks in micro-batches of this size, interpolated between the sizes that
+        were measured. Tasks of a whole step do not depend on the size."""
+        first = next(iter(self._measured.values()))
+        return {
+            key: Affine({size: times[key] for size, times in self._measured.items()})(samples)
+            if KINDS[key[0]].per_microbatch
+            else time
+            for key, time in first.items()
+        }
 
     def costs(self, count: int) -> Mapping[int, StageCosts]:
         """Stage → its costs if the batch is split into ``count`` micro-batches."""
-        times = self._known(self._samples(count), "I").costs
+        times = self._known(self._samples(count))
         return {s: StageCosts(*(times[x, s] for x in "FBIW")) for s in range(len(self._placement))}
 
     def _least(self, recipe: Recipe, count: int) -> float:
         """A lower bound for the seconds of a step."""
-        known = self._known(self._samples(count), recipe(self._devices, count).kinds)
-        if known.serial:  # one thread does the work of all devices
-            return count * _forward_and_backward(known) + known.overheads.step
-        return least_seconds(known.costs, recipe, count, self._devices) + known.overheads.step
+        if self._serial:  # one thread does the work of all devices
+            return self._unhindered(count)
+        return least_seconds(self._known(self._samples(count)), recipe, count, self._devices)
 
     def _at(self, samples: int) -> Compiled:
         """The same stages for micro-batches of another size."""
@@ -339,13 +273,13 @@ class Stages:
 
     def peaks(self, candidate: Candidate) -> tuple[float, ...]:
         """Device → the most bytes that it is predicted to hold."""
-        _, program = self._lowered(candidate, sized=True)
+        program = self._lowered(candidate, sized=True)
         samples = self._samples(candidate.microbatches)
         plan = self._at(samples).plan
         return tuple(map(float, predicted_peaks(plan, program, self._held(samples))))
 
-    def _lowered(self, candidate: Candidate, *, sized: bool) -> tuple[Schedule, Program]:
-        """The schedule and the program of a candidate; if ``sized``, with the sizes of its own
+    def _lowered(self, candidate: Candidate, *, sized: bool) -> Program:
+        """The program of a candidate; if ``sized``, with the sizes of its own
         micro-batches. Raises FxpipeError if these stages cannot run it."""
         timetable = self.compiler.timetable.changed(
             recipe=candidate.recipe,
@@ -360,20 +294,27 @@ class Stages:
                 'ones; name a schedule with whole backwards, such as "1f1b"'
             )
         call = self._at(self._samples(candidate.microbatches)) if sized else self._compiled
-        return schedule, self.compiler.lowered(call.plan, schedule, "step", self._updates)
+        return self.compiler.lowered(call.plan, schedule, "step", self._updates)
 
     def predict(self, candidate: Candidate) -> Predicted | None:
         """Predict a step of a candidate; None if these stages cannot run it."""
         samples, sizes = self._samples(candidate.microbatches), Sizes()
         try:
             sized = bool(self._limited or self._links)
-            schedule, program = self._lowered(candidate, sized=sized)
+            program = self._lowered(candidate, sized=sized)
             if sized:
                 sizes = self._held(samples)
         except FxpipeError:
             return None
-        plan, known = self._compiled.plan, self._known(samples, schedule.kinds)
-        run = predict(plan, program, sizes, rehearsal=known, links=self._links, away=self._away)
+        run = predict(
+            self._compiled.plan,
+            program,
+            sizes,
+            self._known(samples),
+            links=self._links,
+            serial=self._serial,
+            away=self._away,
+        )
 
         def held() -> tuple[float, ...]:
             if self._limited:
@@ -383,9 +324,9 @@ class Stages:
         return Predicted(candidate, run.step_time, held, run.bubble)
 
 
-def _forward_and_backward(times: Rehearsal) -> float:
-    """The seconds of all stages for one micro-batch."""
-    return sum(time for (letter, _), time in times.costs.items() if letter in "FB")
+def _of_operations(plan: Plan) -> dict[tuple[str, int], float]:
+    """The times of each stage's operations, measured one by one."""
+    return {key: time for key, time in measured_costs(plan).items() if key[0] not in BESIDE}
 
 
 def _as_recipe(schedule: Schedule) -> Recipe:

@@ -66,54 +66,6 @@ def _number(given: Real | float) -> float:
     return int(given) if isinstance(given, Integral) else float(given)
 
 
-@dataclass(frozen=True)
-class Overheads:
-    """The time that a machine takes besides the work of tasks, in seconds.
-
-    Attributes:
-        instruction: the time of an instruction that neither computes nor waits.
-        task: the time of a task besides its kernels.
-        hand_over: from the send of a value until a device that waits for it goes on.
-        step: the time of a step besides its instructions: before the first, after the last, and
-            waits in between that a simulation does not know.
-        error: the share by which at most nine of ten steps differ from what earlier steps predict.
-    """
-
-    instruction: float = 0.0
-    task: float = 0.0
-    hand_over: float = 0.0
-    step: float = 0.0
-    error: float = 0.0
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """How long a program's tasks took in a rehearsal.
-
-    Attributes:
-        costs: letter and stage → seconds, with the overhead of each task.
-        overheads: all other overheads.
-        serial: whether one thread runs the lists of all devices.
-        off: the share by which nine of ten steps differ from the prediction at most.
-    """
-
-    costs: Times
-    overheads: Overheads = Overheads()
-    serial: bool = False
-    off: float = 0.0
-
-    @property
-    def links(self) -> Link | None:
-        """The link between two devices, with the time of a hand-over; None with only one thread."""
-        return None if self.serial else Link(self.overheads.hand_over)
-
-    @property
-    def known(self) -> dict[tuple[str, int], float]:
-        """The costs; a recompute that did not run takes as long as its forward."""
-        again = {("R", s): time for (letter, s), time in self.costs.items() if letter == "F"}
-        return again | {**self.costs}
-
-
 _LONGEST = 1e100
 """The longest time of a task, so that no sum of times overflows."""
 

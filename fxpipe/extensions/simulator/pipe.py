@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from time import perf_counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from fxpipe.arguments import check_whole
 from fxpipe.compiler.compiled import Compiled
-from fxpipe.extensions.simulator.costs import Costs, Links
+from fxpipe.extensions.simulator.costs import Costs, Links, Times
 from fxpipe.extensions.simulator.measured import measured_run
-from fxpipe.extensions.simulator.overheads import StepTimes
 from fxpipe.extensions.simulator.predict import given_links, held_sizes, predict
-from fxpipe.extensions.simulator.rehearsal import learn, rehearsal_of
 from fxpipe.extensions.simulator.simulation import Simulation
 from fxpipe.extensions.simulator.sizes import Sizes
+from fxpipe.ir.program import Program
 from fxpipe.locks import locked
 from fxpipe.pipeline import Pipeline
 from fxpipe.torchtools.state import without_collection
+
+_PROFILED: WeakKeyDictionary[Pipeline, tuple[Program, int, Times]] = WeakKeyDictionary()
+"""Pipe → the program that was profiled last, the samples of its micro-batches, and the mean times
+of its tasks."""
 
 
 def simulate_pipe(
@@ -33,12 +36,8 @@ def simulate_pipe(
 ) -> Simulation:
     """Predict the time and the memory of a training step.
 
-    The first call measures the costs, in seconds, in rehearsed steps: real steps of random
-    numbers, whose results are dropped and which update copies of the weights. ``profile``
-    replaces these times by those of real steps. Over several ranks, on devices with streams or
-    with leaf modules, no step is rehearsed, and the times are those of each stage alone,
-    measured when it was compiled. ``step_time`` is the predicted time of a step, and ``range``
-    how sure that is.
+    The times, in seconds, are those of each stage's operations, measured one by one when the model
+    was cut, or of the last ``profile``. Neither has what a step takes besides its tasks.
 
     ``memory`` has the peak of each device in bytes, as the table shows it, and its parts: what
     is always allocated, by storage, and what the nodes of the running graph hold. It counts
@@ -49,24 +48,25 @@ def simulate_pipe(
 
     Args:
         costs: the costs to predict with, instead of the measured ones.
-        links: the links between devices; by default those of a ``Partition``, or a hand-over to
-            another thread.
+        links: the links between devices; by default those of a ``Partition``.
         overlap: whether a device computes while it sends; see ``simulate``.
         steps: how many steps are simulated in a row; see there.
 
     Raises:
         InputError: nothing is compiled or measured yet, or an argument does not fit.
     """
-    compiled = pipe._calls.measured()
-    rehearsal = None if costs else rehearsal_of(pipe._compiler, pipe._engine, compiled)
+    compiled, options = pipe._calls.measured(), pipe._options
+    program, samples, times = _PROFILED.get(pipe, (None, 0, None))
+    profiled = program is compiled.program and samples == compiled.samples
+    alone = options.group.size == 1 and not options.places
     return predict(
         compiled.plan,
         compiled.whole(),
         held(pipe, compiled),
-        costs,
-        rehearsal=rehearsal,
-        links=links or (None if costs else given_links(pipe._options)),
+        costs or (times if profiled else None),
+        links=links or (None if costs else given_links(options)),
         overlap=overlap,
+        serial=not costs and alone and compiled.threads == 1,
         steps=steps,
     )
 
@@ -77,8 +77,8 @@ def profile_pipe(
 ) -> Simulation:
     """Train on a batch as ``step`` does, and return the measured times of all instructions.
 
-    ``simulate`` predicts with these times from then on, unless devices have streams. Python's
-    cyclic garbage is collected only after the steps, as a collection may take longer than one.
+    ``simulate`` predicts such steps with the times of these tasks from then on. Python's cyclic
+    garbage is collected only after the steps, as a collection may take longer than one.
 
     Args:
         *args: the model's positional inputs; the target may be the last of them.
@@ -100,15 +100,15 @@ def profile_pipe(
         check_whole("steps", steps, 1)
         if target is None and options.loss is not None:
             args, target = split_target(options.model, args, kwargs)
-        with without_collection():
-            start = perf_counter()
-            with engine.timed() as times:
-                for _ in range(steps):
-                    calls.step(args, kwargs, target, return_output=False)
-            seconds = perf_counter() - start
+        with without_collection(), engine.timed() as times:
+            for _ in range(steps):
+                calls.step(args, kwargs, target, return_output=False)
         compiled = calls.compiled()
         measured = measured_run(compiled.whole(), steps, times, held(pipe, compiled))
-        learn(options, compiled, [StepTimes(seconds, times)], steps)
+        # all replicas predict with the times of the first
+        taught = options.group.share("the times of tasks", lambda: [*measured.costs.items()])
+        known = {(x, stage): time for (x, stage), time in taught}
+        _PROFILED[pipe] = compiled.program, compiled.samples, known
     return measured
 
 

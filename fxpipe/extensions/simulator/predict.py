@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from statistics import mean
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,25 +16,15 @@ from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extend import find, there
 from fxpipe.extensions.simulator import Simulation, simulate
-from fxpipe.extensions.simulator.costs import (
-    Costs,
-    Key,
-    Link,
-    Links,
-    Rehearsal,
-    check_keys,
-    measured_costs,
-)
+from fxpipe.extensions.simulator.away import away_costs
+from fxpipe.extensions.simulator.costs import Costs, Key, Link, Links, check_keys, measured_costs
 from fxpipe.extensions.simulator.held import plan_sizes
-from fxpipe.extensions.simulator.overheads import away_rates
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.value import HOST
 from fxpipe.runtime.weights.optimizer import state_size
-from fxpipe.torchtools.state import processors
 
 _LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
 """Schedules with a flush that keep fewer micro-batches than others of the same placement."""
@@ -48,9 +36,9 @@ def predict(
     sizes: Sizes,
     costs: Costs | None = None,
     *,
-    rehearsal: Rehearsal | None = None,
     links: Links | None = None,
     overlap: bool = True,
+    serial: bool = False,
     steps: int | None = None,
     away: tuple[float, float] | None = None,
 ) -> Simulation:
@@ -58,8 +46,7 @@ def predict(
 
     Args:
         costs: costs by kind of task; they replace the measured ones of that kind.
-        rehearsal: the times of tasks as they run; without it, the times of each stage alone count,
-            and instructions that compute nothing take no time.
+        serial: whether one thread runs the lists of all devices.
         away: the bytes per second that offloads store and fetch; by default as measured.
 
     Raises:
@@ -67,54 +54,22 @@ def predict(
     """
     check_keys(costs)
     given: dict[Key, float] = dict((costs or {}).items())
-    measured = {key: t for key, t in measured_costs(plan).items() if key[0] not in given}
     place = next((spec.device for spec in plan.specs.values()), "cpu")
-    transfers = _away_costs(plan, program, sizes, away or place)
-    measured |= {key: t for key, t in transfers.items() if key[0] not in given}
-    run = partial(simulate, program, overlap=overlap, sizes=sizes, steps=steps)
-    if rehearsal is None or given:
-        if not (all_costs := measured | given):
-            raise InputError(
-                "nothing was measured on this plan; give costs=, such as those of pipe.profile(...)"
-            )
-        return replace(run(all_costs, links=links), seconds=True)
-    simulation = run(
-        measured | rehearsal.known,
-        links=rehearsal.links if links is None else links,
-        overhead=rehearsal.overheads.instruction,
-        serial=rehearsal.serial,
-        # if the devices' threads take all processors, they take turns with threads that store;
-        # rehearsed steps that have stored contain that already
-        beside=place != "cpu"
-        or (1 if rehearsal.serial else program.devices) < processors()
-        or transfers.keys() <= rehearsal.costs.keys(),
+    measured = measured_costs(plan) | away_costs(plan, program, sizes, away or place)
+    if not (known := {key: t for key, t in measured.items() if key[0] not in given} | given):
+        raise InputError(
+            "nothing was measured on this plan; give costs=, such as those of pipe.profile(...)"
+        )
+    found = simulate(
+        program, known, links=links, overlap=overlap, serial=serial, sizes=sizes, steps=steps
     )
-    return replace(simulation, seconds=True, outside=rehearsal.overheads.step, off=rehearsal.off)
+    return replace(found, seconds=True)
 
 
 def given_links(options: Options) -> Links | None:
     """The links between devices of the ``Partition``; None if it has none."""
     links = options.partition.links(len(options.devices))
     return {pair: Link(*link) for pair, link in links.items()} or None
-
-
-def _away_costs(
-    plan: Plan, program: Program, sizes: Sizes, rates: tuple[float, float] | str
-) -> dict[tuple[str, int], float]:
-    """The seconds to store what a stage keeps of a micro-batch ("O"), and to fetch it ("P"), at
-    these rates, or at those of a type of device."""
-    if not program.away or not measured_costs(plan):
-        return {}
-    stored: dict[int, list[int]] = {}
-    for (stage, _), (_, forward) in program.away.items():
-        inputs = {edge.value: edge.source for edge in program.edges_into[stage]}
-        held = inputs if forward.again else sizes.holds.get(stage, ())
-        moved = [value for value in held if inputs.get(value) != HOST]
-        size = 0 if forward.again else sizes.saved.get(stage, 0)
-        size += sum(sizes.values.get(value, 0) for value in moved)
-        stored.setdefault(stage, []).append(size)
-    ways = zip("OP", away_rates(rates) if isinstance(rates, str) else rates, strict=True)
-    return {(way, s): mean(sizes) / rate for way, rate in ways for s, sizes in stored.items()}
 
 
 def predicted_peaks(plan: Plan, program: Program, sizes: Sizes) -> list[int]:

@@ -87,9 +87,6 @@ def simulation_table(simulation: Simulation) -> str:
         f"makespan {_time(simulation, simulation.makespan)}, bubble {simulation.bubble:.1%}"
         + _long_run(simulation)
     )
-    if simulation.off is not None:
-        whole, *ends = (_time(simulation, t) for t in (simulation.step_time, *simulation.range))
-        lines.append(f"a step takes {whole}; nine of ten are expected to take {' to '.join(ends)}")
     if simulation.through < simulation.makespan:
         when = _time(simulation, simulation.through)
         lines.append(f"shares are of the {when} until the last micro-batch is through")

@@ -46,7 +46,6 @@ def simulate(
     serial: bool = False,
     sizes: Sizes | None = None,
     steps: int | None = None,
-    beside: bool = True,
     pairs: Pairs = MappingProxyType({}),
 ) -> Simulation:
     """Compute when each instruction of a program would run.
@@ -70,7 +69,6 @@ def simulate(
         sizes: bytes, for memory and for links of limited bandwidth.
         steps: how many steps in a row, with a flush after the last; by default one, or, if batches
             overlap, enough to show what goes on between them.
-        beside: whether a device computes while it stores and fetches what it offloads.
         pairs: the tasks that run together; see ``together``.
 
     Raises:
@@ -104,7 +102,6 @@ def simulate(
         "overhead": overhead,
         "serial": serial,
         "sizes": sizes,
-        "beside": beside,
     }
     unpaired = [key for key in costs or {} if "&" in str(key)] if not pairs else []
     if unpaired:
@@ -200,7 +197,6 @@ def run(
     overhead: float = 0,
     serial: bool = False,
     sizes: Sizes | None = None,
-    beside: bool = True,
 ) -> Events:
     """Compute the start and end of every instruction, in an order in which they can run.
 
@@ -278,7 +274,7 @@ def run(
                         time = each.get((letter, copy.source, copy.microbatch), time)
                         end = lanes[lane] = start + time
                         move(copy, device, ready, start, end)
-                        now = now if overlap and beside else end
+                        now = now if overlap else end
                     case _ if (moved := awaits(instruction)) is not None:
                         now = max(now, end_of(moved)) + overhead
                     case ins.Barrier() | ins.Pause():

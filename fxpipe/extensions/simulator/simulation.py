@@ -108,9 +108,6 @@ class Simulation:
         serial: whether one thread runs the lists of all devices in turns.
         measured: whether it is a measured run.
         seconds: whether times are in seconds.
-        outside: seconds of a step besides its instructions, most of them before and after these.
-        off: the share by which nine of ten steps differ from the prediction at most; None if
-            that is not known.
         again: number of steps → the same simulation for so many.
         pairs: the tasks that run together.
         launched: the lists in the order in which devices with streams launch them, arrivals ahead
@@ -125,8 +122,6 @@ class Simulation:
     serial: bool = False
     measured: bool = False
     seconds: bool = False
-    outside: float = 0
-    off: float | None = None
     again: Callable[[int], Simulation] | None = field(default=None, repr=False, compare=False)
     pairs: Pairs = field(default_factory=dict, repr=False)
     launched: Program | None = field(default=None, repr=False, compare=False)
@@ -169,16 +164,8 @@ class Simulation:
 
     @property
     def step_time(self) -> float:
-        """The mean time of a step, from its call to its return."""
-        return self.makespan / self.steps + self.outside
-
-    @property
-    def range(self) -> tuple[float, float]:
-        """The times between which nine of ten steps are expected to lie: Student's interval from
-        the rehearsed steps, widened by how much steps of a small pipe on this machine differed from
-        what earlier ones had predicted. Twice ``step_time`` if nothing was rehearsed."""
-        off = 1 + (self.off or 0.0)
-        return self.step_time / off, self.step_time * off
+        """The mean time of a step."""
+        return self.makespan / self.steps
 
     @cached_property
     def through(self) -> float:

@@ -25,18 +25,17 @@ from fxpipe.extensions.planner.candidates import (
     least_seconds,
     library_over,
 )
-from fxpipe.extensions.simulator import Sizes, rehearsal, simulate_schedule
-from fxpipe.extensions.simulator import predict as predicting
+from fxpipe.extensions.simulator import Sizes, simulate_schedule
 from fxpipe.extensions.simulator.costs import (
     Key,
     Link,
-    Overheads,
-    Rehearsal,
     times_of,
 )
 from fxpipe.formatting import time_text
 from fxpipe.ir.recipe import Placement, find_recipe, one_each, round_robin, vee
 from tests.oracles.loop import train
+
+THREADS = fxpipe.Dispatch("device")
 
 
 @pytest.fixture(autouse=True)
@@ -218,63 +217,37 @@ def test_half_of_the_memory_is_enough_with_what_is_recomputed_or_stored() -> Non
         assert peak <= limit and peak == pytest.approx(held, rel=0.03)
 
 
-def test_only_steps_that_have_stored_say_how_long_that_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The operations of a stage do not, so that it takes what the rates tell."""
-    letters: set[str] = set()
-
-    def predict(*args: Any, rehearsal: Rehearsal, **given: Any) -> Any:
-        letters.update(letter for letter, _ in rehearsal.costs)
-        return predicting.predict(*args, rehearsal=rehearsal, **given)
-
-    monkeypatch.setattr(stages, "predict", predict)
-    monkeypatch.setattr(rehearsal, "rehearse", lambda *_: None)
-    x, y = batch(8)
-    with pipe_of(layers(), schedule="auto", microbatches=4) as pipe:
-        pipe.step(x, target=y)
-    assert letters >= {"F", "B"} and not letters & {"O", "P"}
-
-
-def rehearsed(halves: bool, samples: int) -> dict[tuple[str, int], float]:
+def known(samples: int) -> dict[tuple[str, int], float]:
     """Seconds of tasks that cost something for any number of samples."""
     both = {("F", 0): 0.1 + 0.02 * samples, ("F", 1): 0.1 + 0.03 * samples}
-    if not halves:
-        return both | {("B", s): 0.3 + 0.05 * samples for s in (0, 1)}
-    return both | {(x, s): 0.18 + 0.025 * samples for x in "IW" for s in (0, 1)}
+    both |= {("B", s): 0.3 + 0.05 * samples for s in (0, 1)}
+    both |= {(x, s): 0.18 + 0.025 * samples for x in "IW" for s in (0, 1)}
+    return both | {("U", s): 0.0 for s in (0, 1)}
 
 
 @pytest.mark.parametrize(
     "links", [{}, {"link_bandwidth": 600.0}, {"link_bandwidth": 5e3, "link_latency": 4.0}]
 )
-def test_it_takes_the_fastest_of_what_was_rehearsed(
+def test_it_takes_the_fastest_of_what_was_measured(
     links: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Against all schedules and numbers of micro-batches, simulated with the same times and links:
     a linear layer sends 16 floats for each sample, and gets as many back."""
-    sizes: list[int] = []
-
-    def rehearse(compiler: Any, engine: Any, compiled: Any, call: Any) -> Rehearsal:
-        sizes.append(compiled.samples)
-        return Rehearsal(rehearsed("I" in compiled.schedule.kinds, compiled.samples))
-
-    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
+    monkeypatch.setattr(stages.Stages, "_known", lambda self, samples: known(samples))
     x, y = batch(32)
     cut = fxpipe.Partition(at=["4"], **links)
     with (
         caplog.at_level("INFO", "fxpipe"),
-        pipe_of(layers(), schedule="auto", partition=cut) as pipe,
+        pipe_of(layers(), schedule="auto", partition=cut, extensions=[THREADS]) as pipe,
     ):
         pipe.step(x, target=y)
         taken = pipe.schedule.name, pipe.schedule.microbatches
-    assert sorted(sizes) == [4, 4, 8, 8, 16, 16]
     link = Link(links.get("link_latency", 0.0), links.get("link_bandwidth", math.inf))
     found = {}
     for recipe in library_over(2):
         for m in (2, 4, 8, 16, 32):
             made = recipe(2, m)
-            times = rehearsed(False, 32 // m) | rehearsed("I" in made.kinds, 32 // m)
-            costs = cast(dict[Key, float], times | {("U", s): 0.0 for s in (0, 1)})
+            costs = cast(dict[Key, float], known(32 // m))
             bytes_ = Sizes(values={"y0": 32 // m * 16 * 4})
             ran = simulate_schedule(made, costs, links=link, sizes=bytes_)
             found[recipe.name, m] = ran.makespan
@@ -301,14 +274,11 @@ def test_the_stages_are_where_the_fastest_step_has_them(
         each = {"F": 1.0, **whole}
         return {(x, s): each[x] * samples / stages for x in letters for s in range(stages)}
 
-    def rehearse(compiler: Any, engine: Any, compiled: Any, call: Any) -> Rehearsal:
-        stages = len(compiled.plan.stages)
-        letters = "FIW" if "I" in compiled.schedule.kinds else "FB"
-        return Rehearsal(times(stages, letters, compiled.samples), Overheads(hand_over=given))
+    def ours_know(self: Any, samples: int) -> dict[tuple[str, int], float]:
+        count = len(self._placement)
+        return times(count, "FBIW", samples) | {("U", s): 0.0 for s in range(count)}
 
-    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
-    monkeypatch.setattr(stages, "measured_costs", lambda plan: times(len(plan.stages), "FBIW", 1.0))
-    monkeypatch.setattr(stages, "overheads", Overheads)
+    monkeypatch.setattr(stages.Stages, "_known", ours_know)
     model = layers()
     alone = copy.deepcopy(model)
     ran = {}
@@ -320,7 +290,9 @@ def test_the_stages_are_where_the_fastest_step_has_them(
                 free = {("U", s): 0.0 for s in range(made.stages)}
                 found = simulate_schedule(made, costs | free, links=Link(given))
                 ran[recipe.name, m] = found.makespan
-    with fxpipe.compile(model, ["cpu"] * 4, loss=mse_loss, schedule="auto") as pipe:
+    links = fxpipe.Partition(link_latency=given)
+    options: Any = {"loss": mse_loss, "partition": links, "extensions": [THREADS]}
+    with fxpipe.compile(model, ["cpu"] * 4, schedule="auto", **options) as pipe:
         assert_steps_like_the_loop(pipe, alone, 8)
         taken = pipe.schedule
         held = [[a.target for a in stage.parameters] for stage in pipe.plan.stages]

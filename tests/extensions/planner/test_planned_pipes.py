@@ -16,9 +16,6 @@ import fxpipe
 import fxpipe.extensions.planner.plan_training
 from fxpipe.compiler import placement
 from fxpipe.extensions.planner.cluster import Cluster
-from fxpipe.extensions.simulator import rehearsal, simulate_schedule
-from fxpipe.extensions.simulator.costs import Rehearsal
-from fxpipe.ir.recipe import find_recipe
 from tests.helpers.works import measured_alike
 from tests.oracles import loop
 from tests.oracles.loop import train
@@ -131,7 +128,6 @@ def test_a_plan_within_memory_predicts_what_its_pipe_holds_and_trains_like_the_l
 ) -> None:
     """Stages store what they keep where that is quick, and else recompute."""
     monkeypatch.setattr(placement, "_measured", measured_alike)
-    monkeypatch.setattr(rehearsal, "rehearse", lambda *_: None)
     monkeypatch.setattr(planning, "away_rates", lambda place: (rate, rate))
     torch.manual_seed(0)
     model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())])
@@ -160,29 +156,6 @@ def test_a_plan_within_memory_predicts_what_its_pipe_holds_and_trains_like_the_l
                 assert torch.equal(ours, theirs)
 
 
-def test_on_devices_of_this_machine_a_step_takes_what_it_took_when_it_was_rehearsed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def rehearse(compiler: Any, engine: Any, compiled: Any, call: Any) -> Rehearsal:
-        stages, b = range(len(compiled.plan.stages)), compiled.samples
-        costs = {(x, s): 1.0 + 0.1 * b + s for x in "FBIW" for s in stages}
-        return Rehearsal(costs | {("U", s): 0.5 for s in stages})
-
-    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
-    model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.ones(4, 8)
-    given: Any = {"example": ((x,), {"target": x}), "loss": mse_loss, "schedules": ["1f1b"]}
-    plan = fxpipe.plan_training(model, 2, 8, optimizer=torch.optim.SGD, keep=100, **given)
-    both = [each for each in plan.choices if each.stages == 2]
-    assert both and plan.best.throughput == max(each.throughput for each in plan.choices)
-    for each in both:
-        costs: dict[Any, float] = {
-            (x, s): 1.0 + 0.1 * each.samples + s for x in "FB" for s in (0, 1)
-        }
-        schedule = find_recipe("1f1b")(2, each.predicted.candidate.microbatches)
-        found = simulate_schedule(schedule, costs | {"U": 0.5})
-        assert each.predicted.seconds == pytest.approx(found.makespan)
-
-
 def test_devices_of_this_machine_stand_for_a_cluster_of_them() -> None:
     """CPU devices hand over tensors in the memory that they share: nothing is sent."""
     model, x = nn.Linear(2, 2), torch.ones(4, 2)
@@ -192,35 +165,3 @@ def test_devices_of_this_machine_stand_for_a_cluster_of_them() -> None:
     assert plan.cluster == Cluster.parse("host of=2") == Cluster.measured(["cpu", "cpu"])
     with pytest.raises(fxpipe.InputError, match="devices is 'cuda'"):
         Cluster.measured("cuda")
-
-
-def test_a_plan_has_the_times_of_the_model_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one device the step takes what the whole took when it was rehearsed."""
-    sizes: list[int] = []
-
-    def rehearse(compiler: Any, engine: Any, compiled: Any, call: Any) -> Rehearsal | None:
-        made = rehearsed(compiler, engine, compiled, call)
-        assert made is not None and {*made.costs} == {(x, 0) for x in "FBU"}
-        sizes.append(compiled.samples)
-        return Rehearsal({("F", 0): 5.0 + compiled.samples, ("B", 0): 20.0, ("U", 0): 3.0})
-
-    rehearsed = rehearsal.rehearse
-    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-    x = torch.ones(4, 8)
-    plan = fxpipe.plan_training(
-        model,
-        "host of=1",
-        8,
-        example=((x,), {"target": x}),
-        loss=nn.functional.mse_loss,
-        optimizer=torch.optim.SGD,
-        schedules=["gpipe"],
-        keep=100,
-    )
-    assert sorted(sizes) == [2, 8]
-    alone = {each.samples: each.predicted.seconds for each in plan.choices}
-    assert alone
-    for samples, seconds in alone.items():  # the forward is on a line through both sizes
-        count = 8 // samples
-        assert seconds == pytest.approx(count * (5.0 + samples + 20.0) + 3.0, rel=0.01)

@@ -24,7 +24,7 @@ from fxpipe.extensions.planner.cluster import Cluster, Layout
 from fxpipe.extensions.planner.profile import Cut, Profile
 from fxpipe.extensions.planner.ranking import choices
 from fxpipe.extensions.simulator import simulate_schedule
-from fxpipe.extensions.simulator.costs import Link, Overheads
+from fxpipe.extensions.simulator.costs import Link
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.work import Transfer, Work
 from fxpipe.passes.schedule import add_recompute
@@ -331,22 +331,6 @@ def test_the_best_choice_is_that_of_all_candidates(cap: float) -> None:
     plan = choices(profile, cluster, batch, recipes=recipes)
     assert plan.best.fits == (best < inf)
     assert not plan.best.fits or plan.best.predicted.seconds <= 1.01 * best
-
-
-def test_what_a_task_takes_besides_its_operations_counts_for_each() -> None:
-    cluster, schedule = hosts((4, inf)), [find_recipe("1f1b")]
-    free = choices(chain(4), cluster, 16, recipes=schedule, keep=100)
-    taken = choices(
-        replace(chain(4), overheads=Overheads(task=0.5)), cluster, 16, recipes=schedule, keep=100
-    )
-    seconds = {
-        (c.stages, c.predicted.candidate.microbatches): c.predicted.seconds for c in free.choices
-    }
-    for each in taken.choices:
-        p, m = each.stages, each.predicted.candidate.microbatches
-        if (p, m) in seconds:  # a forward and a backward for each micro-batch that passes
-            assert each.predicted.seconds == pytest.approx(seconds[p, m] + 2 * 0.5 * (m + p - 1))
-    assert min(c.samples for c in taken.choices) >= min(c.samples for c in free.choices)
 
 
 def test_one_device_takes_the_order_that_keeps_least() -> None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
-import threading
-from statistics import mean
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,8 +13,6 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe.errors import InputError
-from fxpipe.extensions.simulator.rehearsal import _Steps
-from fxpipe.extensions.simulator.simulation import task_of
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.unroll import unroll
 
@@ -103,9 +97,7 @@ def test_a_profile_feeds_a_simulation() -> None:
         ("interleaved-1f1b", {}),
     ],
 )
-def test_a_prediction_changes_nothing_and_says_how_sure_it_is(
-    schedule: str, options: dict[str, Any]
-) -> None:
+def test_a_prediction_changes_nothing(schedule: str, options: dict[str, Any]) -> None:
     x, y = batch()
     own = model()
     with compiled(schedule, module=own, **options) as pipe:
@@ -121,71 +113,21 @@ def test_a_prediction_changes_nothing_and_says_how_sure_it_is(
         assert all(a is b.grad for a, b in zip(gradients, own.parameters(), strict=True))
         assert pipe.batches == count and torch.equal(draws, torch.get_rng_state())
         assert {letter for letter, _ in found.costs} >= {"F", "B", "U"}
-        assert found.off is not None  # it was rehearsed
-        low, high = found.range
-        assert 0 < low <= found.step_time <= high
-        assert "a step takes" in str(found)
+        assert found.step_time > 0
     assert pipe.simulate() == found
 
 
-def test_a_call_is_rehearsed_through_its_backward() -> None:
-    x, _ = batch()
-    with compiled("1f1b") as pipe:
-        pipe(x).sum().backward()
-        before = [each.grad for each in pipe.parameters()]
-        found = pipe.simulate()
-        assert found.off is not None and all(found.costs[key] > 0 for key in (("F", 0), ("B", 1)))
-        assert all(a is b.grad for a, b in zip(before, pipe.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("dispatch", ["device", "thread"])
-def test_a_rehearsed_step_does_as_much_as_a_real_one(dispatch: Any) -> None:
-    """Counted in calls of functions, in all threads: time would depend on the machine."""
-    calls: dict[str, int] = dict.fromkeys(("rehearsed", "real"), 0)
-    which: str | None = None
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        if which is not None and event in ("call", "c_call"):
-            calls[which] += 1
-
-    x, y = batch()
-    before = threading.getprofile(), sys.getprofile()
-    threading.setprofile(count)  # of the workers, which start with the pipe
-    try:
-        with compiled("1f1b", extensions=[fxpipe.Dispatch(dispatch)]) as pipe:
-            for _ in range(2):
-                pipe.step(x, target=y)
-            engine, made = pipe._engine, pipe._calls.compiled()
-            with engine.quiet():
-                call = pipe._compiler.plans.graph_of(made.traced).call
-                steps = _Steps(pipe._compiler, engine, made, call)
-                steps._step()
-                sys.setprofile(count)
-                which = "rehearsed"
-                steps._step()
-                which = None
-            which = "real"
-            pipe.step(x, target=y)
-            which = None
-    finally:
-        threading.setprofile(before[0])
-        sys.setprofile(before[1])
-    assert calls["rehearsed"] == pytest.approx(calls["real"], rel=0.06)
-
-
-def test_a_profile_corrects_later_predictions() -> None:
+def test_a_profile_corrects_later_predictions_of_its_steps() -> None:
     x, y = batch()
     with compiled("zb-h1") as pipe:
+        pipe.step(x, target=y)
+        before = pipe.simulate()
         measured = pipe.profile(x, target=y, steps=3)
-        found = pipe.simulate()
-        times: dict[tuple[str, int], list[float]] = {}
-        for span in measured.spans:
-            task = task_of(span.instruction)
-            assert task.stage is not None
-            times.setdefault((task.kind, task.stage), []).append(span.time)
-        for key, own in times.items():  # and what is between it and the instruction before
-            assert mean(own) <= found.costs[key] * (1 + 1e-9) <= mean(own) + max(own) + 1e-2
-        assert found.step_time >= measured.makespan / 3
+        assert pipe.simulate().costs == pytest.approx(measured.costs)
+        pipe.step(x[:8], target=y[:8])
+        assert pipe.simulate().costs != pytest.approx(measured.costs)  # of other micro-batches
+        pipe.step(x, target=y)
+        assert pipe.simulate().costs == pytest.approx(measured.costs) != before.costs
 
 
 def test_profiling_trains_as_a_step_does() -> None:
