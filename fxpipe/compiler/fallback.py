@@ -32,10 +32,6 @@ class Fallback:
     def begin(self) -> None:
         """Look at the model before it is traced again, as it may have changed."""
 
-    def again(self, error: TraceError) -> bool:
-        """Whether a run of the model in which a line was refused is to be tried again."""
-        return False
-
     def trace(self, trace: Callable[[], Traced]) -> Traced:
         """The model's graph, which ``trace`` makes. Raises TraceError if a line cannot be
         traced."""

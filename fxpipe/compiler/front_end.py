@@ -197,7 +197,7 @@ class FrontEnd:
         ):
             leaves = dict(zip(call.batch.names, call.leaves[:inputs], strict=False))
             with put_back(leaves) as written:
-                output = self._run(facts)
+                output = run_all(passes.of(self.options, "try"), facts)["output"]
             self._tell_written(written)
             traced = self._traced_model(args, kwargs, dims, free[:inputs])
             if free and any(out.dims is None for out in traced.outputs):
@@ -237,15 +237,6 @@ class FrontEnd:
         """Whether a submodule is called as it is."""
         tracer = self.options.tracer
         return name in self.fallback.called or (tracer is not None and tracer.calls(module))
-
-    def _run(self, facts: dict[str, Any]) -> Any:
-        """Run the model and return its output."""
-        while True:
-            try:
-                return run_all(passes.of(self.options, "try"), facts)["output"]
-            except TraceError as error:
-                if not self.fallback.again(error):
-                    raise
 
     def _tell_written(self, names: Sequence[str]) -> None:
         """Warn once for each input that the model writes into."""

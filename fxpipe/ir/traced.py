@@ -25,9 +25,6 @@ returns the input and runs right before the node."""
 SEEDS = "fxpipe.seeds"
 """Metadata key of a node that such a function makes."""
 
-DRAWS_FROM_OTHERS = "fxpipe.draws_from_others"
-"""Metadata key of a node that calls a module: whether it draws from Python's or NumPy's global
-generator."""
 
 AUTOCAST = "fxpipe.autocast"
 """Metadata key of a node: the ``Autocasts`` in which the model runs it, if any."""

@@ -36,11 +36,3 @@ def others_kept() -> Iterator[None]:
         yield
     finally:
         put_back_others(before)
-
-
-def seed_others(number: int) -> None:
-    """Seed Python's and NumPy's generators with a number of at most 64 bits."""
-    random.seed(number)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed([number >> 32, number & 0xFFFFFFFF])

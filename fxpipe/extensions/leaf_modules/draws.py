@@ -4,9 +4,7 @@ A module draws from PyTorch's global generator, whose state depends on what ran 
 which thread. Inside ``SeededDraws`` each draw has a generator of its own, seeded with the
 micro-batch's seed, the number of the module's node in the model's graph, and the number of earlier
 draws in that node. So the numbers are the same for any number of devices, any cuts, any schedule
-and any recomputation. If a module draws from Python's or NumPy's global generator (here called the
-other generators, shared by all threads), that generator is seeded with the micro-batch's seed and
-the node's number when the module is called.
+and any recomputation.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import torch
 from fxpipe.errors import InputError
 from fxpipe.random import SEEDED, UNSEEDED, draws, mix, with_defaults
 from fxpipe.random.modes import Draws
-from fxpipe.random.others import seed_others
 
 TAKES_TURNS = "fxpipe.takes_turns"
 """Metadata key of a node that calls a module: whether that calls ``torch.cond`` or the like.
@@ -39,14 +36,6 @@ def draw_from(x: Any, seed: torch.Tensor, node: int) -> Any:
     """Set the micro-batch's seed and the node number for the draws of a leaf module; a graph node
     right before the module. Returns ``x``, an input of the module."""
     _NOW.seed, _NOW.node, _NOW.drawn = int(seed.item()), node, 0
-    return x
-
-
-def draw_from_all(x: Any, seed: torch.Tensor, node: int) -> Any:
-    """The same for a module that also draws from Python's or NumPy's global generator. The caller
-    makes sure that no other thread does meanwhile, and restores these generators."""
-    draw_from(x, seed, node)
-    seed_others(mix(_NOW.seed, node))
     return x
 
 

@@ -58,11 +58,6 @@ class Leaves(Fallback):
                 self.called[name] = module
                 self.unasked[name] = f"{name!r} ({why})"
 
-    def again(self, error: TraceError) -> bool:
-        """Whether a submodule around a line that draws from Python's or NumPy's generator is a
-        leaf module from now on."""
-        return bool(error.submodules) and self.grow(error) is None
-
     def trace(self, trace: Callable[[], Traced]) -> Traced:
         """The model's graph. Submodules with lines that cannot be traced become leaf modules."""
         while True:

@@ -15,10 +15,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
-from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, DrawsWatched, draw_from, draw_from_all
+from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, DrawsWatched, draw_from
 from fxpipe.extensions.leaf_modules.nests import UnfitLeaf
-from fxpipe.ir.traced import AUTOCAST, DRAWS, DRAWS_FROM_OTHERS
-from fxpipe.random.others import other_states
+from fxpipe.ir.traced import AUTOCAST, DRAWS
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import detached, equal, versions
 from fxpipe.torchtools.state import assigned_in_place, tried, under
@@ -69,7 +68,6 @@ class Example(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         leaf = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
-        before = {} if leaf is None else other_states()
         # an in-place module works on a copy, and autograd itself refuses a wrong out=
         may_write = getattr(leaf, "inplace", False) or "out" in n.kwargs
         operands = [self.env[m] for m in n.all_input_nodes if m.op != "get_attr" and not may_write]
@@ -90,17 +88,8 @@ class Example(fx.Interpreter):
                 f"{what} at {source.of_node(n) or 'an unknown line'} writes into what it is given, "
                 "which other stages may read; let it work on a copy (x = x.clone())"
             )
-        drew_from_others = bool(before) and other_states() != before
-        if drew_from_others and not n.all_input_nodes:
-            raise TraceError(
-                f"leaf module {n.target!r} draws from Python's random or numpy.random, and takes "
-                "no tensor of the micro-batch, from which its draws could be seeded; give it one"
-            )
-        n.meta[DRAWS_FROM_OTHERS] = drew_from_others
-        drops = leaf is not None and _drops(leaf)
-        n.meta[DRAWS] = None
-        if n.all_input_nodes and (watch.drew or drew_from_others or drops):
-            n.meta[DRAWS] = draw_from_all if drew_from_others else draw_from
+        draws = watch.drew or (leaf is not None and _drops(leaf))
+        n.meta[DRAWS] = draw_from if n.all_input_nodes and draws else None
         n.meta[TAKES_TURNS] = watch.traced
         if isinstance(value, Tensor) and value.is_quantized:
             raise TraceError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PassError
-from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, SeededDraws, draw_from, draw_from_all
+from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, SeededDraws, draw_from
 from fxpipe.ir.traced import AUTOCAST
 from fxpipe.kernels.graph import added, onto, strides_of_sum
 from fxpipe.kernels.kernel import (
@@ -24,12 +24,10 @@ from fxpipe.kernels.kernel import (
     PartialResult,
     Totals,
 )
-from fxpipe.random.others import others_kept
 from fxpipe.torchtools.state import Autocasts, uncached, under
 
 _TURN = RLock()
-"""Held while leaf modules may trace, as threads that trace see each other's unfinished state, and
-while they draw from generators that all threads share."""
+"""Held while leaf modules may trace, as threads that trace see each other's unfinished state."""
 
 
 @dataclass(eq=False, repr=False)
@@ -62,10 +60,8 @@ class AutogradKernel:
 
     def __post_init__(self) -> None:
         nodes = self.forward_graph.graph.nodes
-        draws = {node.target for node in nodes} & {draw_from, draw_from_all}
         self._written = frozenset(self.written)
-        self._draws = bool(draws)
-        self._draws_from_others = draw_from_all in draws
+        self._draws = any(node.target is draw_from for node in nodes)
         self._takes_turns = any(node.meta.get(TAKES_TURNS) for node in nodes)
         self._casts = any(node.meta.get(AUTOCAST) for node in nodes)
         self._run = _under_autocast(self.forward_graph) if self._casts else self.forward_graph
@@ -94,10 +90,8 @@ class AutogradKernel:
         inputs.clear()
         tensors = dict(zip(self.parameters, weights, strict=True)) | state
         seeded = SeededDraws() if self._draws else nullcontext()
-        shared = self._draws_from_others
-        kept = others_kept() if shared else nullcontext()
         casts = under(()) if self._casts else nullcontext()
-        with self._turn(shared), kept, torch.set_grad_enabled(self.recording), seeded, casts:
+        with self._turn(), torch.set_grad_enabled(self.recording), seeded, casts:
             arguments = tuple(map(uncached, sources)) if self._casts else tuple(sources)
             outputs = torch.func.functional_call(self._run, tensors, arguments)
         keeps = any(self.output_gradients)
@@ -165,8 +159,8 @@ class AutogradKernel:
         """Raise PassError: no plan has buckets for leaf modules."""
         raise PassError("autograd computes all gradients at once; sum them in one bucket")
 
-    def _turn(self, shared: bool = False) -> AbstractContextManager[Any]:
-        return _TURN if self._takes_turns or shared else nullcontext()
+    def _turn(self) -> AbstractContextManager[Any]:
+        return _TURN if self._takes_turns else nullcontext()
 
 
 def _under_autocast(module: fx.GraphModule) -> fx.GraphModule:

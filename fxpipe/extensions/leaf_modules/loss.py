@@ -16,9 +16,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, DrawsWatched, draw_from, draw_from_all
+from fxpipe.errors import TraceError
+from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, DrawsWatched, draw_from
 from fxpipe.ir.plan import Argument
-from fxpipe.ir.traced import AUTOCAST, DRAWS, DRAWS_FROM_OTHERS, Literal, Traced
+from fxpipe.ir.traced import AUTOCAST, DRAWS, Literal, Traced
 from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH, LossModule, copy_nodes, with_loss
 from fxpipe.random.others import other_states
@@ -36,6 +37,7 @@ def attach_leaf_loss(
 
     Raises:
         InputError: the loss is not a scalar.
+        TraceError: it draws from Python's or NumPy's generator.
     """
     module = fx.GraphModule(traced.module, fx.Graph())
     module.add_submodule(LEAF_LOSS, loss_module)
@@ -59,10 +61,12 @@ def attach_leaf_loss(
     before = other_states()
     with torch.no_grad(), DrawsWatched() as watch:
         value.meta["val"] = loss_module(*output, *targets)
-    value.meta[DRAWS_FROM_OTHERS] = other_states() != before
+    if other_states() != before:
+        raise TraceError(
+            "the loss draws from Python's random or numpy.random, which no seed of a micro-batch "
+            "controls; draw with torch.rand"
+        )
     value.meta[DRAWS] = draw_from if watch.drew else None
-    if value.meta[DRAWS_FROM_OTHERS]:
-        value.meta[DRAWS] = draw_from_all
     value.meta[TAKES_TURNS] = watch.traced
     value.meta[AUTOCAST] = autocasts()
     with suppress(Exception):  # not every loss can be traced

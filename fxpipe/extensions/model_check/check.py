@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import random
 from fxpipe.errors import TraceError
-from fxpipe.extensions.model_check.fixed_draws import FixedDraws, fixed_others, pattern
+from fxpipe.extensions.model_check.fixed_draws import FixedDraws, pattern
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.traced import AUTOCAST, DRAWS_FROM_OTHERS, Traced, Value
+from fxpipe.ir.traced import AUTOCAST, Traced, Value
 from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.serial import SerialResult, run_serially
@@ -88,7 +88,6 @@ def check(
         CloseError: they differ, and nothing differs by much.
         InputError: the model fails where gradients are wanted; names its line.
     """
-    called = [node for node in traced.graph.nodes if node.op == "call_module"]
     narrow = _narrowest(traced, plan)
     cure = _CURE + ("" if differentiated else _WITHOUT_GRADIENTS)
 
@@ -100,8 +99,6 @@ def check(
             if any(node.target is random.attention for node in traced.graph.nodes):
                 # fused kernels draw masks of their own
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if any(node.meta.get(DRAWS_FROM_OTHERS) for node in called):
-                stack.enter_context(fixed_others())
             yield
 
     buffers = {write.target for stage in plan.stages for write in stage.writes}

@@ -5,19 +5,15 @@ Inside ``FixedDraws`` the model's own random operations and the seeded ones draw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from threading import get_ident
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 
 from fxpipe import random
 from fxpipe.random.modes import Draws
-from fxpipe.random.others import seed_others
 
 
 def pattern(like: Tensor) -> Tensor:
@@ -61,25 +57,6 @@ class FixedDraws(Draws):
 
 def _generator(device: Any) -> torch.Generator:
     return torch.Generator(device).manual_seed(random.mix(0, 0))
-
-
-@contextmanager
-def fixed_others() -> Iterator[None]:
-    """Inside, reseed Python's and NumPy's global generators wherever this thread begins or ends a
-    call of a module, so that their draws depend on the place in the module's code alone."""
-    thread = get_ident()
-
-    def reseed(*_: Any) -> None:
-        if get_ident() == thread:
-            seed_others(0)
-
-    before = hooks.register_module_forward_pre_hook(reseed)
-    after = hooks.register_module_forward_hook(reseed)
-    try:
-        yield
-    finally:
-        before.remove()
-        after.remove()
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,29 +1,27 @@
 """Take a snapshot of the plain Python state that a model's code reads, to compare it later.
 
 The search begins at the model, its loss, the hooks of modules and the globals that the code names.
-It follows attributes, entries of collections, classes, closures and functions, as far as code that
-ran reads them. It does not enter torch, nor Python's own modules and objects.
+It follows attributes, entries of collections, classes, functions and their closures, as far as code
+that ran reads them. It does not enter torch, nor Python's own modules and objects.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ReferenceType
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torchs
 from torch.nn.parameter import is_lazy
 
 from fxpipe.compiler.guard import parameters_of
 from fxpipe.compiler.options import Options
-from fxpipe.runtime.ranks.message import digest
 from fxpipe.torchtools.state import HOOKS, hooked
 
 LONG = 1000
@@ -41,9 +39,6 @@ _RECORDS = ("types.SimpleNamespace", "argparse.Namespace")
 OUTSIDE = frozenset((*sys.stdlib_module_names, "torch", "fxpipe", "mpmath", "networkx", "sympy"))
 """Packages that are not entered."""
 _MISSING = object()
-_HOLDERS = (MethodType, partial, property, staticmethod, classmethod)
-_INSIDE = ("__self__", "__func__", "func", "args", "keywords", "fget")
-"""The parts of methods, partial functions and the like."""
 
 
 @dataclass
@@ -54,22 +49,14 @@ class CodeReads:
         names: names in the code, and its strings, which may be passed to ``getattr``.
         codes: the code objects that ran.
         variables: (id of a module's globals, name of a global that is read) → these globals.
-        makers: classes with methods that compute attribute names, so that any attribute may be
-            read.
-        asked: id → a tensor whose values the code reads, so that its graph has them as plain
-            numbers.
     """
 
     names: set[str] = field(default_factory=set)
     codes: set[CodeType] = field(default_factory=set)
     variables: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
-    makers: set[type] = field(default_factory=set)
-    asked: dict[int, Tensor] = field(default_factory=dict)
 
     def copied(self) -> CodeReads:
-        return CodeReads(
-            *({*self.names}, {*self.codes}, {**self.variables}, {*self.makers}, {**self.asked})
-        )
+        return CodeReads({*self.names}, {*self.codes}, {**self.variables})
 
 
 class StateSnapshot:
@@ -90,15 +77,14 @@ class StateSnapshot:
         # (a dictionary, its length or None if that does not matter, the items that matter)
         self._dicts: list[tuple[Mapping[Any, Any], int | None, list[tuple[Any, Any]]]] = []
         self._lists: list[tuple[Any, list[Any]]] = []  # (a collection, a copy of it as a list)
-        self._held: list[tuple[Any, str, Any]] = []  # (an object, an attribute, its value)
-        self._asked: list[tuple[Tensor, Tensor]] = []  # (a tensor, a copy)
+        self._cells: list[tuple[CellType, Any]] = []  # (a variable of a closure, its value)
         self._reads = reads
         self._tracer = options.tracer
         self._first: dict[int, str] = {}  # id → the first expression for the object
         self._rest: deque[tuple[str, Any]] = deque()  # expressions and values to enter
         self._module("model", options.model, leaves)
         for name in _GLOBAL_HOOKS:
-            self._hooks(f"torch.nn.modules.module.{name}", getattr(torchs, name))
+            self._at(f"torch.nn.modules.module.{name}", getattr(torchs, name))
         self._at("loss", options.loss)
         used: dict[int, tuple[dict[str, Any], None, list[tuple[str, Any]]]] = {}
         for (number, name), module in reads.variables.items():
@@ -131,26 +117,20 @@ class StateSnapshot:
             for new, value in zip(collection, copy, strict=True):
                 if new is not value and _differ(new, value):
                     return False
-        for owner, name, value in self._held:
-            if _attribute(owner, name) is not value:
-                return False
-        same = all(torch.equal(tensor, copy) for tensor, copy in self._asked)
+        same = all(_content(cell) is value for cell, value in self._cells)
         return same and not any(map(hooked, self.parameters))
 
     def _at(self, path: str, value: Any) -> None:
         """Note the value of an expression. Its content is visited later."""
         while path in self.values:
             path += "'"
-        if type(value) in _PLAIN or isinstance(value, _PLAIN):
+        if isinstance(value, _PLAIN):
             self.values[path] = type(value), value
             return
         first = self._first.setdefault(id(value), path)
         if first is path:  # else its content is noted under the first expression
             self._rest.append((path, value))
             self.values[path] = first, _kind(value)
-            if id(value) in self._reads.asked:
-                self._asked.append((value, value.detach().clone()))
-                self.values[f"what {path} holds"] = digest(value)
         else:
             self.values[path] = first
 
@@ -166,29 +146,28 @@ class StateSnapshot:
             if len(value) <= LONG:
                 items = [*value.items()]
                 self._dicts.append((value, len(value), items))
-                self._lists.append((value, [*value]))  # the keys in their order
                 for key, item in items:
                     self._at(f"{path}[{key!r}]" if isinstance(key, _PLAIN) else f"{path}[?]", item)
         elif isinstance(value, nn.Module):
             self._module(path, value)
         elif isinstance(value, FunctionType):
             self._function(path, value)
-        elif isinstance(value, _HOLDERS):
-            self._hold(path, value, (name for name in _INSIDE if hasattr(value, name)))
+        elif isinstance(value, MethodType):
+            self._at(f"{path}.__self__", value.__self__)
+            self._at(f"{path}.__func__", value.__func__)
+        elif isinstance(value, partial):
+            self._at(f"{path}.func", value.func)
+            self._at(f"{path}.args", value.args)
+            self._at(f"{path}.keywords", value.keywords)
         elif isinstance(value, type):
-            self._class(path, value)
+            for base in value.__mro__:
+                if top(base.__module__) not in OUTSIDE:
+                    self._attributes(path, vars(base))
         elif isinstance(value, ModuleType):
             if top(value.__name__) not in OUTSIDE:
                 self._attributes(path, vars(value))
-        elif isinstance(value, Tensor):
-            self._attributes(path, vars(value))
         elif _is_record(type(value)):
-            every = type(value) in self._reads.makers
-            self._attributes(path, getattr(value, "__dict__", {}), every)
-            for base in type(value).__mro__:
-                slots = (n for n, v in vars(base).items() if isinstance(v, MemberDescriptorType))
-                read = (n for n in slots if every or n in self._reads.names)
-                self._hold(path, value, (name for name in read if name != "__dict__"))
+            self._attributes(path, getattr(value, "__dict__", {}))
             self._at(f"{path}.__class__", type(value))
 
     def _module(self, path: str, root: nn.Module, leaves: Iterable[str] | None = None) -> None:
@@ -201,13 +180,14 @@ class StateSnapshot:
                 for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                     if tensor is not None:
                         self._first.setdefault(id(tensor), f"{where}.{name}")
-        without = tuple(f"{path}.{leaf}" for leaf in leaves or ())
+        without = [f"{path}.{leaf}" for leaf in leaves or ()]
+        if leaves is not None and self._tracer is not None:
+            without += [where for where, module in modules if self._tracer.calls(module)]
+        # ``Guard.state`` has the modes of the model's own modules
+        but = _APART if leaves is not None else _APART - {"training"}
         for where, module in modules:
             for held in (module._modules, module._parameters, module._buffers):
                 self._dicts.append((held, len(held), [*held.items()]))
-            if len(module._modules) > 1:
-                self._lists.append((module._modules, [*module._modules]))
-                self.values[f"the order of {where}"] = [*module._modules]
             if where in without:
                 self.values[where] = Identity(module)
             if any(where == leaf or where.startswith(f"{leaf}.") for leaf in without):
@@ -216,63 +196,23 @@ class StateSnapshot:
                 self.values[f"{where}.{name}"] = (
                     Identity(tensor) if leaves is None else _form(tensor)
                 )
-            for name in HOOKS:
-                self._hooks(f"{where}.{name}", vars(module).get(name, {}))
-            every = type(module) in self._reads.makers
-            but = {*_APART, *HOOKS}
-            if leaves is None:
-                but.discard("training")  # ``Guard.state`` has the modes of the model's own modules
-            elif self._tracer is not None and self._tracer.calls(module):
-                but |= {name for name, value in vars(module).items() if _is_made(value)}
-            self._attributes(where, vars(module), every, but)
+            self._attributes(where, vars(module), but)
             self._at(f"{where}.__class__", type(module))
 
-    def _hooks(self, path: str, hooks: Mapping[Any, Any]) -> None:
-        items = [*hooks.items()] if hooks else []
-        self._dicts.append((hooks, len(hooks), items))
-        for index, (_, hook) in enumerate(items):
-            self._at(f"{path}[{index}]", hook)
-
-    def _class(self, path: str, cls: type) -> None:
-        package = top(cls.__module__)
-        if package in sys.stdlib_module_names:
-            return
-        if package in OUTSIDE:
-            items = [(n, v) for n, v in vars(cls).items() if n in self._reads.names]
-            self._dicts.append((vars(cls), len(vars(cls)), items))
-            self.values.update((f"{path}.{name}", Identity(value)) for name, value in items)
-        else:
-            self._attributes(path, vars(cls), cls in self._reads.makers)
-        for index, base in enumerate(cls.__bases__):
-            self._at(f"{path}.__bases__[{index}]", base)
-
     def _function(self, path: str, function: FunctionType) -> None:
-        """Visit the defaults and the closure of a function."""
-        self._held.append((function, "__code__", function.__code__))
+        """Visit the defaults and the closure of a function that ran."""
         if function.__code__ in self._reads.codes:
-            self._hold(path, function, ("__defaults__", "__kwdefaults__"))
-            for name, cell in zip(
-                function.__code__.co_freevars, function.__closure__ or (), strict=True
-            ):
-                content = _attribute(cell, "cell_contents")
-                self._held.append((cell, "cell_contents", content))
+            self._at(f"{path}.__defaults__", function.__defaults__)
+            self._at(f"{path}.__kwdefaults__", function.__kwdefaults__)
+            names, cells = function.__code__.co_freevars, function.__closure__ or ()
+            for name, cell in zip(names, cells, strict=True):
+                content = _content(cell)
+                self._cells.append((cell, content))
                 self._at(f"{path}.{name}", content)
 
-    def _hold(self, path: str, owner: Any, names: Iterable[str]) -> None:
-        for name in names:
-            value = _attribute(owner, name)
-            self._held.append((owner, name, value))
-            self._at(f"{path}.{name}", value)
-
-    def _attributes(
-        self,
-        path: str,
-        held: Mapping[str, Any],
-        every: bool = False,
-        but: Iterable[str] = (),
-    ) -> None:
+    def _attributes(self, path: str, held: Mapping[str, Any], but: Collection[str] = ()) -> None:
         names = self._reads.names
-        items = [(n, v) for n, v in held.items() if (every or n in names) and n not in but]
+        items = [(n, v) for n, v in held.items() if n in names and n not in but]
         self._dicts.append((held, len(held), items))
         for name, value in items:
             self._at(f"{path}.{name}", value)
@@ -317,22 +257,16 @@ def _form(tensor: Tensor | None) -> Any:
     return tensor.shape, tensor.dtype, tensor.layout, hooks
 
 
-def _is_made(value: Any) -> bool:
-    """Whether an attribute of a PyTorch module that is called as it is holds tensors or references
-    to them, which the module makes from its parameters in every call, as an LSTM does."""
-    several = value if isinstance(value, list | tuple) else (value,)
-    return any(isinstance(each, Tensor | ReferenceType) for each in several)
-
-
 def _differ(new: Any, old: Any) -> bool:
     """Whether two different objects are not equal plain values of one type."""
     return not (isinstance(old, _PLAIN) and type(new) is type(old) and new == old)
 
 
-def _attribute(owner: Any, name: str) -> Any:
+def _content(cell: CellType) -> Any:
+    """The value of a variable of a closure, if it has one."""
     try:
-        return getattr(owner, name, _MISSING)
-    except ValueError:  # a variable of a closure that is not set yet
+        return cell.cell_contents
+    except ValueError:
         return _MISSING
 
 

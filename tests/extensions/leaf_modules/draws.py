@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
@@ -26,10 +24,7 @@ def seeded(leaves: Sequence[nn.Module], step: int, microbatches: int) -> Iterato
 
         def begin(module: nn.Module, args: Any) -> None:
             of_microbatch = mix(seed, next(rest))
-            draw_from(None, torch.tensor(of_microbatch), number)  # PyTorch's
-            own = mix(of_microbatch, number)
-            random.seed(own)
-            numpy.random.seed([own // 2**32, own % 2**32])
+            draw_from(None, torch.tensor(of_microbatch), number)
 
         return leaf.register_forward_pre_hook(begin)
 

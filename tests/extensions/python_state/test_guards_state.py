@@ -82,27 +82,6 @@ def test_whatever_changes_in_place_inside_of_an_attribute_is_another_state(data:
     assert guards.variant() == first
 
 
-def test_each_object_whose_method_makes_names_counts() -> None:
-    class Made(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain_a = 1.0
-
-        def forward(net, x: float) -> float:
-            for letter in "a":
-                x = x * getattr(net, f"gain_{letter}")
-            return x
-
-    model = nn.Sequential(Made(), Made())
-    guards = _guards(model)
-    first = guards.variant()
-    with guards.reading():
-        model(1.0)
-    guards.settle()
-    model[1].gain_a = 2.0  # type: ignore[assignment]
-    assert guards.variant() != first
-
-
 def test_what_a_first_run_sets_is_no_new_state() -> None:
     class Lazy(nn.Module):
         table: Tensor | None = None
