@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from sympy import (
     And,
@@ -24,25 +24,25 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
 from fxpipe.errors import InputError
-from fxpipe.extensions.formulas.fit import Fitted, Point, fit
+from fxpipe.extensions.formulas.fit import Point, fit
 from fxpipe.extensions.formulas.formulas import (
     QUANTITIES,
     Basis,
     Formula,
     Formulas,
     T,
+    basis,
     m,
     p,
     s,
     time,
     v,
 )
-from fxpipe.extensions.formulas.samples import Bases, Envelope, Sample, sample
-from fxpipe.ir.program import Program
+from fxpipe.extensions.formulas.samples import Sample, sample
+from fxpipe.extensions.simulator.costs import PAIRS
 from fxpipe.ir.recipe import Recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
-from fxpipe.ir.unroll import unroll
 from fxpipe.passes.lowering.chain import chain_program, with_sums
 from fxpipe.passes.lowering.pairs import pairs_in
 
@@ -90,17 +90,14 @@ def schedule_formulas(schedule: Schedule, *, given: Sequence[Relational] = ()) -
         InputError: ``given`` relates something else.
     """
     schedule = with_sums(schedule.verify())
-    times = Bases.of(_kinds(schedule), given)
-    only = sample(_program(schedule, 1), times, pairs_in(schedule))
-    forms = {}
-    if only.makespan is not None:
-        forms["makespan"] = _greatest(sorted(only.makespan.forms), times.all)
-    if only.through is not None:
-        through = _greatest(sorted(only.through.forms), times.tasks)
-        work = times.tasks.form(only.work)
-        forms["bubble"] = _share(work, Integer(schedule.devices), through)
-    if only.size is not None:
-        forms["bubble_size"] = _greatest(sorted(only.size.forms), times.tasks)
+    times = _basis([schedule], given)
+    only = _sample(schedule, times, 1)
+    forms: dict[str, Expr] = {}
+    for quantity in _TIMES:
+        devices = Integer(schedule.devices)
+        form = _in_times(quantity, lambda name: getattr(only, name), devices, times)
+        if form is not None:
+            forms[quantity] = form
     cases = [(Integer(count), Eq(s, stage)) for stage, count in enumerate(only.stash)]
     forms["stash"] = Piecewise(*cases) if len(set(only.stash)) > 1 else cases[0][0]
     forms["peak_stash"] = Integer(only.peak)
@@ -164,11 +161,9 @@ def recipe_formulas(
                     schedules[a, b, *([chunk] if chunks else [])] = schedule
     if not schedules:
         raise InputError(f"where is {region}, and none of the points that are tried lies there")
-    times = Bases.of(frozenset().union(*map(_kinds, schedules.values())), given)
+    times = _basis(list(schedules.values()), given)
     samples = {
-        (*point, *([count] if overlaps else [])): sample(
-            _program(schedule, count), times, pairs_in(schedule)
-        )
+        (*point, *([count] if overlaps else [])): _sample(schedule, times, count)
         for point, schedule in schedules.items()
         for count in steps
     }
@@ -191,82 +186,61 @@ def recipe_formulas(
     return Formulas(recipe.name, tuple(given), formulas)
 
 
-def _kinds(schedule: Schedule) -> frozenset[str]:
-    """The kinds of a schedule's tasks, and of its pairs."""
-    return schedule.kinds | {f"F&{then.kind}" for then in schedule.paired}
+def _basis(schedules: Sequence[Schedule], given: Sequence[Relational]) -> Basis:
+    """The basic times of the schedules' tasks and pairs."""
+    kinds = {kind for schedule in schedules for kind in schedule.kinds}
+    kinds |= {f"F&{then.kind}" for schedule in schedules for then in schedule.paired}
+    return basis([letter for letter in (*KINDS, *PAIRS) if letter in kinds], given)
 
 
-def _program(schedule: Schedule, steps: int) -> Program:
-    """The program of so many steps, without frees, unless these wait for offloaded values."""
+def _sample(schedule: Schedule, times: Basis, steps: int) -> Sample:
+    # offloaded values are waited for in frees
     program = chain_program(schedule, frees="O" in schedule.kinds)
-    return unroll(program, steps)
+    return sample(program, times, pairs_in(schedule), steps)
 
 
 def _expression(
-    quantity: str, samples: Mapping[Point, Sample], symbols: Sequence[Symbol], times: Bases
+    quantity: str, samples: Mapping[Point, Sample], symbols: Sequence[Symbol], times: Basis
 ) -> Expr | None:
     """The closed form of a quantity that meets all these samples, or None."""
 
-    def extent(envelopes: Mapping[Point, Envelope | None], basis: Basis) -> Expr | None:
-        known = {x: envelope for x, envelope in envelopes.items() if envelope is not None}
-        forms = _forms(known) if len(known) == len(envelopes) else None
-        if forms is None:
+    def fitted(name: str) -> Sequence[Expr] | None:
+        forms = [getattr(result, name) for result in samples.values()]
+        if None in forms:
             return None
-        return _greatest([[part.expression(symbols) for part in form] for form in forms], basis)
+        rows = [dict(zip(samples, row, strict=True)) for row in zip(*forms, strict=True)]
+        parts = [fit(row, symbols) for row in rows]
+        return None if None in parts else parts
 
     match quantity:
-        case "makespan":
-            return extent({x: result.makespan for x, result in samples.items()}, times.all)
-        case "bubble_size":
-            return extent({x: result.size for x, result in samples.items()}, times.tasks)
-        case "bubble":
-            through = extent({x: result.through for x, result in samples.items()}, times.tasks)
-            works = zip(*(result.work for result in samples.values()), strict=True)
-            fitted = [fit(dict(zip(samples, work, strict=True))) for work in works]
-            if through is None or None in fitted:
-                return None
-            total = times.tasks.form(w.expression(symbols) for w in fitted if w is not None)
-            return _share(total, p, through)
         case "stash":
-            symbols = [*symbols, s]
             kept = {
                 (*x, stage): count
                 for x, result in samples.items()
                 for stage, count in enumerate(result.stash)
             }
-        case _:
-            kept = {x: result.peak for x, result in samples.items()}
-    form = fit(kept)
-    return None if form is None else form.expression(symbols)
+            return fit(kept, [*symbols, s])
+        case "peak_stash":
+            return fit({x: result.peak for x, result in samples.items()}, symbols)
+    return _in_times(quantity, fitted, p, times)
 
 
-def _forms(envelopes: Mapping[Point, Envelope]) -> list[tuple[Fitted, ...]] | None:
-    """Linear forms with fitted coefficients, whose maximum is right at all points; None if there
-    are none.
-
-    It assumes that a form that is the maximum at one point has a similar one at each other point.
-    """
-    far = sorted(envelopes, key=lambda x: (x[0] * x[1], x))
-    forms: list[tuple[Fitted, ...]] = []
-    for point in (far[-1], far[len(far) // 2], far[-2]):
-        for middle in envelopes[point].middles():
-            chosen = {x: envelope.form_at(middle) for x, envelope in envelopes.items()}
-            fitted = [fit({x: form[j] for x, form in chosen.items()}) for j in range(len(middle))]
-            form = tuple(part for part in fitted if part is not None)
-            if len(form) == len(middle) and form not in forms:
-                forms.append(form)
-    for x, envelope in envelopes.items():
-        here = [tuple(part.at(x) for part in form) for form in forms]
-        if any(value.denominator != 1 for form in here for value in form):
-            return None
-        if not here or not envelope.equals([tuple(map(int, form)) for form in here]):
-            return None
-    return forms
+_TIMES = {"makespan": ["makespan"], "bubble": ["through", "work"], "bubble_size": ["size"]}
+"""Quantity in the times of tasks → the forms of a sample that it is made of."""
 
 
-def _greatest(forms: Iterable[Sequence[Expr | int]], basis: Basis) -> Expr:
-    """The maximum of some linear forms in the basic times."""
-    return Max(*(_neat(basis.form(form)) for form in forms))
+def _in_times(
+    quantity: str,
+    form: Callable[[str], Sequence[Expr | int] | None],
+    devices: Expr,
+    times: Basis,
+) -> Expr | None:
+    """The closed form of a quantity from the forms of a sample, by name; None if one is None."""
+    forms = [form(name) for name in _TIMES[quantity]]
+    if None in forms:
+        return None
+    whole, *work = (_neat(times.form(each)) for each in forms if each is not None)
+    return _share(work[0], devices, whole) if work else whole
 
 
 def _neat(form: Expr) -> Expr:

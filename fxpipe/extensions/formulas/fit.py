@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -14,6 +12,9 @@ from sympy.polys.matrices import DomainMatrix
 
 Point = tuple[int, ...]
 Samples = Mapping[Point, int]
+
+Polynomial = Mapping[Point, Fraction]
+"""The exponents of a product, 0 or 1 for each variable → its coefficient, not 0."""
 
 _PERIODS = (1, 2, 3)
 _SPARE = 3
@@ -24,105 +25,18 @@ _VALUES = 3
 third checks it."""
 
 
-@dataclass(frozen=True)
-class Polynomial:
-    """A polynomial of degree at most 1 in each variable.
-
-    Attributes:
-        terms: the exponents of a product, 0 or 1 for each variable → its coefficient, not 0.
-    """
-
-    terms: Mapping[Point, Fraction]
-
-    def at(self, point: Point) -> Fraction:
-        return sum(
-            (
-                c * prod(x for x, e in zip(point, exponents, strict=True) if e)
-                for exponents, c in self.terms.items()
-            ),
-            Fraction(0),
-        )
-
-    def expression(self, symbols: Sequence[Symbol]) -> Expr:
-        total: Expr = Integer(0)
-        for exponents, c in self.terms.items():
-            factors = [symbol for symbol, e in zip(symbols, exponents, strict=True) if e]
-            total += Rational(c.numerator, c.denominator) * prod(factors, start=Integer(1))
-        return total
-
-
-@dataclass(frozen=True)
-class Periodic:
-    """A polynomial for each remainder of the first variable, divided by their number."""
-
-    parts: tuple[Polynomial, ...]
-
-    def at(self, point: Point) -> Fraction:
-        return self.parts[point[0] % len(self.parts)].at(point)
-
-    def expression(self, symbols: Sequence[Symbol]) -> Expr:
-        first, period = symbols[0], len(self.parts)
-        if period == 1:
-            return self.parts[0].expression(symbols)
-        constant = (0,) * len(symbols)
-        alone = (1, *constant[1:])
-        moving = [{e: c for e, c in part.terms.items() if any(e)} for part in self.parts]
-        constants = [part.terms.get(constant, Fraction(0)) for part in self.parts]
-        if all(terms == moving[0] for terms in moving):
-            slope = moving[0].get(alone, Fraction(0))
-            rest = Polynomial({e: c for e, c in moving[0].items() if e != alone})
-            whole = _as_floor(first, slope, constants)
-            if whole is None and period == 2:
-                line = Polynomial({alone: slope, constant: constants[0]})
-                step = constants[1] - constants[0]
-                remainder = Rational(step.numerator, step.denominator) * Mod(first, 2)
-                whole = line.expression(symbols) + remainder
-            if whole is not None:
-                return rest.expression(symbols) + whole
-        return Piecewise(
-            *(
-                (part.expression(symbols), Eq(Mod(first, period), r))
-                for r, part in enumerate(self.parts)
-            )
-        )
-
-
-@dataclass(frozen=True)
-class Extreme:
-    """The minimum or the maximum of two polynomials."""
-
-    of: tuple[Polynomial, Polynomial]
-    least: bool
-
-    def at(self, point: Point) -> Fraction:
-        return (min if self.least else max)(part.at(point) for part in self.of)
-
-    def expression(self, symbols: Sequence[Symbol]) -> Expr:
-        return (Min if self.least else Max)(*(part.expression(symbols) for part in self.of))
-
-
-Fitted = Periodic | Extreme
-"""A function that meets all samples."""
-
-
-def fit(samples: Samples) -> Fitted | None:
-    """The simplest of these families that meets all samples exactly, or None."""
-    return _fitted(tuple(samples.items()))
-
-
-@lru_cache(maxsize=256)
-def _fitted(pairs: tuple[tuple[Point, int], ...]) -> Fitted | None:
-    """``fit``, cached, as many forms and quantities have the same coefficients."""
-    samples = dict(pairs)
+def fit(samples: Samples, symbols: Sequence[Symbol]) -> Expr | None:
+    """The simplest that meets all samples exactly, or None: a polynomial, one for each remainder of
+    the first variable by 2 or 3, or the minimum or maximum of two."""
     for period in _PERIODS:
         parts = [
             polynomial({x: y for x, y in samples.items() if x[0] % period == r})
             for r in range(period)
         ]
-        known = tuple(part for part in parts if part is not None)
+        known = [part for part in parts if part is not None]
         if len(known) == period:
-            return Periodic(known)
-    return _extreme(samples)
+            return _by_remainder(known, symbols)
+    return _extreme(samples, symbols)
 
 
 def polynomial(samples: Samples) -> Polynomial | None:
@@ -142,47 +56,48 @@ def polynomial(samples: Samples) -> Polynomial | None:
     ]
     if len(samples) < len(exponents) + _SPARE:
         return None
-    solution = _solve(
-        [
-            [*(prod(c for c, k in zip(x, e, strict=True) if k) for e in exponents), y]
-            for x, y in samples.items()
-        ]
-    )
-    if solution is None:
+    rows = [[*(_product(x, e) for e in exponents), y] for x, y in samples.items()]
+    reduced, divisor, solved = DomainMatrix(rows, (len(rows), len(rows[0])), ZZ).rref_den()
+    if len(exponents) in solved:
         return None
-    return Polynomial({e: c for e, c in zip(exponents, solution, strict=True) if c})
+    # unknowns that the samples do not determine are 0
+    solution = zip(solved, reduced.to_list(), strict=False)
+    found = {exponents[k]: Fraction(int(row[-1]), int(divisor)) for k, row in solution}
+    return {e: c for e, c in found.items() if c}
 
 
-def _extreme(samples: Samples) -> Extreme | None:
-    """The minimum or maximum of a polynomial that meets the samples with a large second variable
-    and one that meets the samples that the first does not."""
-    one = polynomial({x: y for x, y in samples.items() if x[1] >= 2 * x[0]})
-    if one is None:
-        return None
-    other = polynomial({x: y for x, y in samples.items() if one.at(x) != y})
-    if other is None:
-        return None
-    for least in (True, False):
-        extreme = Extreme((one, other), least)
-        if all(extreme.at(x) == y for x, y in samples.items()):
-            return extreme
-    return None
+def _product(x: Point, exponents: Point) -> int:
+    return prod(c for c, k in zip(x, exponents, strict=True) if k)
 
 
-def _solve(rows: list[list[int]]) -> list[Fraction] | None:
-    """A solution of linear equations, each with its right side last; None if there is none.
+def _at(terms: Polynomial, point: Point) -> Fraction:
+    return sum((c * _product(point, e) for e, c in terms.items()), Fraction(0))
 
-    Unknowns that the equations do not determine are 0.
-    """
-    unknowns = len(rows[0]) - 1
-    matrix = DomainMatrix(rows, (len(rows), unknowns + 1), ZZ)
-    reduced, divisor, solved = matrix.rref_den()
-    if unknowns in solved:
-        return None
-    solution = [Fraction(0)] * unknowns
-    for column, row in zip(solved, reduced.to_list(), strict=False):
-        solution[column] = Fraction(int(row[-1]), int(divisor))
-    return solution
+
+def _written(terms: Polynomial, symbols: Sequence[Symbol]) -> Expr:
+    total: Expr = Integer(0)
+    for exponents, c in terms.items():
+        factors = [symbol for symbol, e in zip(symbols, exponents, strict=True) if e]
+        total += Rational(c.numerator, c.denominator) * prod(factors, start=Integer(1))
+    return total
+
+
+def _by_remainder(parts: Sequence[Polynomial], symbols: Sequence[Symbol]) -> Expr:
+    """A polynomial for each remainder of the first variable, divided by their number."""
+    first, period = symbols[0], len(parts)
+    if period == 1:
+        return _written(parts[0], symbols)
+    constant = (0,) * len(symbols)
+    alone = (1, *constant[1:])
+    rests = [{e: c for e, c in part.items() if e not in (constant, alone)} for part in parts]
+    slopes = {part.get(alone, Fraction(0)) for part in parts}
+    if len(slopes) == 1 and all(rest == rests[0] for rest in rests):
+        constants = [part.get(constant, Fraction(0)) for part in parts]
+        whole = _as_floor(first, slopes.pop(), constants)
+        if whole is not None:
+            return _written(rests[0], symbols) + whole
+    cases = ((_written(part, symbols), Eq(Mod(first, period), r)) for r, part in enumerate(parts))
+    return Piecewise(*cases)
 
 
 def _as_floor(first: Symbol, slope: Fraction, constants: Sequence[Fraction]) -> Expr | None:
@@ -198,4 +113,19 @@ def _as_floor(first: Symbol, slope: Fraction, constants: Sequence[Fraction]) -> 
                 for r, constant in enumerate(constants)
             ):
                 return n * floor((int(a) * first + c) / Integer(period))
+    return None
+
+
+def _extreme(samples: Samples, symbols: Sequence[Symbol]) -> Expr | None:
+    """The minimum or maximum of a polynomial that meets the samples with a large second variable
+    and one that meets the samples that the first does not."""
+    one = polynomial({x: y for x, y in samples.items() if x[1] >= 2 * x[0]})
+    if one is None:
+        return None
+    other = polynomial({x: y for x, y in samples.items() if _at(one, x) != y})
+    if other is None:
+        return None
+    for least, written in ((min, Min), (max, Max)):
+        if all(least(_at(one, x), _at(other, x)) == y for x, y in samples.items()):
+            return written(_written(one, symbols), _written(other, symbols))
     return None

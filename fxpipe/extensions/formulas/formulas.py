@@ -7,14 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from math import lcm
 
-from sympy import Basic, Eq, Expr, Rational, Symbol, expand, mathml, solve, true
-from sympy.core.relational import (
-    GreaterThan,
-    LessThan,
-    Relational,
-    StrictGreaterThan,
-    StrictLessThan,
-)
+from sympy import Basic, Eq, Expr, Ne, Rational, Symbol, expand, mathml, true
+from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
 from fxpipe.errors import FormulaError, InputError
@@ -157,7 +151,7 @@ def _math(expression: Basic) -> str:
 
 @dataclass(frozen=True)
 class Basis:
-    """The independent (basic) times that are left when equal times are replaced by one of them.
+    """The independent (basic) times that are left when equal times are replaced.
 
     Attributes:
         symbols: the basic times.
@@ -178,12 +172,12 @@ class Basis:
 
 
 def basis(letters: Sequence[str], given: Sequence[Relational]) -> Basis:
-    """Replace equal times by one of them, and keep the other relations as bounds.
+    """Replace times that are given as a sum of others, and keep the other relations as bounds.
 
     Args:
         letters: the letters of the tasks.
-        given: such as ``Eq(time("I"), time("F"))`` or ``time("W") <= time("F")``; both sides are
-            sums of times, each with a factor.
+        given: such as ``Eq(time("B"), time("I") + time("W"))``, with a time on its left, or
+            ``time("W") <= time("F")``; sums of times, each with a factor.
 
     Raises:
         InputError: a relation is not of this kind.
@@ -194,15 +188,18 @@ def basis(letters: Sequence[str], given: Sequence[Relational]) -> Basis:
     equal: dict[Symbol, Expr] = {}
     bounds: list[Expr] = []
     for relation in given:
-        difference = _difference(relation).subs(equal)
-        if difference.free_symbols - known:  # about tasks that this schedule does not have
+        if not isinstance(relation, Relational) or isinstance(relation, Ne):
+            raise InputError(f"given has {relation!r}; {_SUCH}")
+        if relation.free_symbols - known:  # about tasks that this schedule does not have
             continue
         if isinstance(relation, Eq):
-            letter, value = _solved(difference)
-            equal = {symbol: e.subs(letter, value) for symbol, e in equal.items()}
+            letter, value = relation.lhs, expand(relation.rhs.subs(equal))
+            if letter not in known or letter in equal or value.has(letter):
+                raise InputError(f"given has {relation}; {_SUCH}")
+            equal = {symbol: expand(e.subs(letter, value)) for symbol, e in equal.items()}
             equal[letter] = value
         else:
-            bounds.append(difference)
+            bounds.append(relation.gts - relation.lts)
     symbols = tuple(time(letter) for letter in letters if time(letter) not in equal)
     rows = {
         letter: _coefficients(equal.get(time(letter), time(letter)), symbols) for letter in letters
@@ -214,36 +211,18 @@ def basis(letters: Sequence[str], given: Sequence[Relational]) -> Basis:
             "a time is given as a difference of others, which could be below 0; write it as a "
             'bound, such as time("W") <= time("F")'
         )
-    walls = [tuple(int(i == j) for j in range(len(symbols))) for i in range(len(symbols))]
+    walls = []
     for bound in bounds:
-        row = _coefficients(bound.subs(equal), symbols)
+        row = _coefficients(expand(bound.subs(equal)), symbols)
         common = lcm(*(c.q for c in row))
         walls.append(tuple(int(c * common) for c in row))
     return Basis(symbols, columns, tuple(walls), scale)
 
 
-def _solved(difference: Expr) -> tuple[Symbol, Expr]:
-    """Solve for one of the times as a sum of the others, if possible without negative terms."""
-    solutions = [
-        (symbol, value)
-        for symbol in sorted(difference.free_symbols, key=str, reverse=True)
-        for value in solve(difference, symbol)
-    ]
-    if not solutions:
-        raise InputError(f"given says that {difference} is 0; relate times, each with a factor")
-    return min(solutions, key=lambda pair: any(pair[1].coeff(x) < 0 for x in pair[1].free_symbols))
-
-
-def _difference(relation: Relational) -> Expr:
-    """The expression that a relation says is 0, or at least 0."""
-    if isinstance(relation, Eq | GreaterThan | StrictGreaterThan):
-        return expand(relation.lhs - relation.rhs)
-    if isinstance(relation, LessThan | StrictLessThan):
-        return expand(relation.rhs - relation.lhs)
-    raise InputError(
-        f'given has {relation!r}; give relations of times, such as time("W") <= time("F") or '
-        'Eq(time("I"), time("F"))'
-    )
+_SUCH = (
+    'give relations of times, such as time("W") <= time("F"), or Eq(time("B"), 2 * time("F")) with '
+    "one time on its left"
+)
 
 
 def _coefficients(expression: Expr, symbols: Sequence[Symbol]) -> list[Rational]:

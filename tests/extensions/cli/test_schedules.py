@@ -46,7 +46,7 @@ def test_a_schedule_of_its_own_numbers_has_formulas_in_times_alone(
     path.write_text(str(gpipe(3, 2)))
     status, out, _ = run(capsys, "schedule", path)
     assert status == 0
-    assert "makespan    = 6*T_B + T_U" in out
+    assert "makespan    = 12*T_F + T_U" in out
     assert "bubble      = 1/2" in out
 
 
