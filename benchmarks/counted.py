@@ -6,7 +6,7 @@ flight belongs to no device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -19,13 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 import fxpipe
 from fxpipe.extensions.simulator.optimizers import Counting
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.value import Buffer
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
-from fxpipe.runtime.ranks import summing
-from fxpipe.runtime.ranks.channels import RankChannels
 from fxpipe.runtime.ranks.links import Links
-from fxpipe.runtime.ranks.summing import Part
 
 Handler = Callable[[Machine, Any], None]
 
@@ -94,20 +90,6 @@ def counted(pipe: fxpipe.Pipeline) -> Iterator[list[Counted]]:
 
         return handle
 
-    get, add_up = RankChannels.get, summing.add_up
-
-    def got(channels: RankChannels, device: int, buffer: Buffer) -> Any:
-        value = get(channels, device, buffer)
-        if buffer.kind == "state":  # of another replica; other values count as they are received
-            found[device].counting.adopt(value)
-        return value
-
-    def added(parts: Sequence[Part]) -> Part:
-        found[pipe._group.device].counting.adopt([part.pieces for part in parts])
-        total = add_up(parts)
-        found[pipe._group.device].counting.adopt(total.pieces)
-        return total
-
     def uncounted(method: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:
             with _disable_current_modes():
@@ -119,8 +101,6 @@ def counted(pipe: fxpipe.Pipeline) -> Iterator[list[Counted]]:
     handlers = {kind: counting(interpreter.HANDLERS[kind]) for kind in kinds}
     with (
         patch.object(interpreter, "HANDLERS", handlers),
-        patch.object(RankChannels, "get", got),
-        patch.object(summing, "add_up", added),
         patch.object(Links, "send", uncounted(Links.send)),
         patch.object(Links, "send_all", uncounted(Links.send_all)),
     ):

@@ -1,6 +1,6 @@
 """Measure how much of summing gradients over replicas hides behind other tasks, and simulate it.
 
-Each rank is a process, with tasks of equal length as in ``benchmarks.overlap``. Messages to other
+Each rank is a process, with tasks of equal length as in ``benchmarks.overlap``. Collectives of the
 replicas are delayed as long as a link of a given rate would take, one after another; everything
 else is sent at full speed.
 
@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-import queue
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ from rich.progress import track
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
-from torch.utils._pytree import tree_leaves
 
 import fxpipe
 from benchmarks.machine import describe
@@ -104,29 +102,37 @@ class Summed(NamedTuple):
     sent: int
 
 
-def hold_back(group: Any, rate: float) -> None:
-    """Let tensors for the other replicas take as long as on a link of so many bytes a second."""
-    links, waiting = group.links, queue.SimpleQueue[tuple[float, int, Any]]()
-    send = links.send
-    free = 0.0
+class Held:
+    """A collective that ends no sooner than on a link of some rate."""
 
-    def post(rank: int, message: Any) -> None:
-        nonlocal free
-        tensors = [x for x in tree_leaves(message.value) if isinstance(x, torch.Tensor)]
-        if rank not in group.twins or not tensors:
-            send(rank, message)
-            return
-        free = max(free, time.perf_counter()) + sum(x.nbytes for x in tensors) / rate
-        waiting.put((free, rank, message))
+    def __init__(self, work: Any, end: float) -> None:
+        self.work, self.end = work, end
 
-    def carry() -> None:
-        while True:
-            end, rank, message = waiting.get()
-            time.sleep(max(end - time.perf_counter(), 0))
-            send(rank, message)
+    def wait(self) -> None:
+        self.work.wait()
+        time.sleep(max(self.end - time.perf_counter(), 0))
 
-    links.send = post
-    threading.Thread(target=carry, daemon=True).start()
+
+def hold_back(group: Any, pairs: Any, rate: float) -> None:
+    """Let what goes to the other replicas take as long as on a link of so many bytes a second."""
+    free, others = 0.0, group.replicas - 1
+
+    def held(launch: Callable[..., Any], share: float) -> Callable[..., Any]:
+        def call(into: torch.Tensor, *given: Any) -> Held:
+            nonlocal free
+            free = max(free, time.perf_counter()) + into.nbytes * share / rate
+            return Held(launch(into, *given), free)
+
+        return call
+
+    twins, share = pairs.twins, others / group.replicas  # of what a collective fills
+    pairs.twins = SimpleNamespace(
+        alltoall_base=held(twins.alltoall_base, share),
+        _allgather_base=held(twins._allgather_base, share),
+        broadcast=twins.broadcast,
+        rank=twins.rank,
+        recv=twins.recv,
+    )
 
 
 def waits(found: Simulation) -> list[float]:
@@ -160,7 +166,7 @@ def _sum(case: Case, rank: int, meeting: str, rounds: int, end: Connection) -> N
     pipe.flush()
     group = pipe._group
     rate = max(pipe.simulate(steps=1).summed(case.replicas - 1)) / LINK
-    hold_back(group, rate)
+    hold_back(group, pipe._engine._backend.pairs, rate)  # type: ignore[attr-defined]
     own = range(case.devices)
     ways: dict[tuple[int, int], Link] = {(a, b): Link() for a in own for b in own}
     ways |= {(a, a): Link(bandwidth=rate) for a in own}

@@ -72,8 +72,9 @@ class Compiled:
 
     def weighted(self, weights: Sequence[float]) -> Compiled:
         """The same call, with kernels that discard the gradients of micro-batches of weight 0."""
+        zeros = self.program.replicas > 1
         kernels = [
-            kernels if weight else [Discarding(kernel) for kernel in kernels]
+            kernels if weight else [Discarding(kernel, zeros=zeros) for kernel in kernels]
             for kernels, weight in zip(self.kernels, weights, strict=True)
         ]
         return replace(self, kernels=kernels)

@@ -27,7 +27,7 @@ from fxpipe.runtime.host import Job
 
 if TYPE_CHECKING:
     from fxpipe.runtime.devices.backend import Channels
-    from fxpipe.runtime.ranks.channels import RankChannels
+    from fxpipe.runtime.ranks.collectives import CollectiveChannels
     from fxpipe.runtime.weights.live import Weights
 
 
@@ -174,9 +174,9 @@ class Machine:
         return self.jobs[self.step + batch].kernels[microbatch][stage]
 
     @property
-    def replicas(self) -> RankChannels:
+    def replicas(self) -> CollectiveChannels:
         """The channels of a program that has several replicas: only ranks run it."""
-        return cast("RankChannels", self.channels)
+        return cast("CollectiveChannels", self.channels)
 
     def held(self, stage: int, version: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """A stage's parameters of a version, and its buffers as before the run, on this device."""

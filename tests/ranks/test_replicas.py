@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe import LossWeight
-from fxpipe.runtime.ranks.summing import RunningSum, cut
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.oracles import replicated_loop
@@ -180,22 +178,6 @@ def assert_equal(found: Results, expected: Results, name: str) -> None:
     assert found.keys() == expected.keys(), name
     for key, value in expected.items():
         assert torch.equal(found[key], value), f"{name}: {key}: {found[key]} is not {value}"
-
-
-def test_parts_are_added_in_the_order_of_the_replicas_however_they_arrive() -> None:
-    values = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
-    (first, second, third) = (cut([value], 1)[0] for value in values)
-    adding = RunningSum(3)
-    assert adding.take(2, third) is None
-    assert adding.take(0, first) is None
-    total = adding.take(1, second)
-    assert total is not None and total.pieces == [torch.tensor([0.0])]
-    assert [float(value) for value in values] == [1e8, 1.0, -1e8]  # gradients are left alone
-    for order in permutations(range(4)):
-        adding = RunningSum(4)
-        *early, last = [adding.take(r, cut([torch.tensor([10.0**r])], 1)[0]) for r in order]
-        assert early == [None] * 3
-        assert last is not None and last.pieces == [torch.tensor([1111.0])]
 
 
 # what replicas do with batches that differ

@@ -164,8 +164,8 @@ class PartialBackward(Adding):
         left = store.values[buffer]
         if kind == "B" and bucket == 0:
             left += output_gradients(machine, self)
-        kernel, totals = machine.kernel(stage, i, batch), machine.totals(self)
-        store.values[buffer], sums = kernel.partial_backward(kind, bucket, left, totals)
+        part = machine.kernel(stage, i, batch).partial_backward
+        store.values[buffer], sums = part(kind, bucket, left, machine.totals(self))
         complete: list[Tensor | None] = [None] * len(sums)
         for index in machine.stages[stage].buckets[bucket].parameters:
             complete[index], sums[index] = sums[index], None

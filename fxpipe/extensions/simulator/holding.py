@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 from fxpipe.extensions.simulator.analysis import live_versions
@@ -75,17 +75,6 @@ class Holding:
                 self._add("parameters", sizes.parameters.get(stage, 0))
                 self._add("optimizer", sizes.optimizer.get(stage, 0))
 
-    def reach(self, time: float, summed: Mapping[Key, float]) -> None:
-        """Free what is no longer needed at a time.
-
-        Args:
-            time: the time.
-            summed: key of gradients → when the replicas have exchanged them.
-        """
-        self._landing = 0
-        for key in [key for key in self._away if summed.get(key, 0) <= time]:
-            self._land(*key)
-
     def _own(self, stage: int) -> int:
         """Bytes of the part of a stage's gradients that this replica sums."""
         return self._gradients.bytes(stage, None, self.program.replicas)
@@ -93,15 +82,15 @@ class Holding:
     def _land(self, stage: int, batch: int, bucket: int) -> None:
         """Replace a bucket of gradients by this replica's part; for a moment both are held."""
         self._away.remove((stage, batch, bucket))
-        whole = self._gradients.sum_of(stage, batch, bucket)
-        self._landing = max(self._landing, self.bytes + whole.bytes)
-        self._release(whole)
         self._take(self._gradients.part_of(stage, batch, bucket))
+        self._landing = max(self._landing, self.bytes)
+        self._release(self._gradients.sum_of(stage, batch, bucket))
+        self._release(self._gradients.arriving(stage, batch, bucket))
 
     def run(self, position: int) -> int:
         """Begin an instruction, and return the most bytes while it runs."""
         instruction = self._list[position]
-        before = self.bytes
+        before, self._landing = self.bytes, 0
         workspace = self._workspace(instruction)
         self._inside = workspace is not None
         self._made.clear()
@@ -121,10 +110,11 @@ class Holding:
         match instruction:
             case ins.Update():
                 more = self._update(instruction, position)
-            case ins.OncePerStep(stage, opcode="all_gather" | "gather_weights" as word):
-                # the parts of the other replicas arrive; gradients are joined in new memory
-                again = word == "all_gather"
-                more = (1 + again) * self.sizes.gradients.get(stage, 0) - self._own(stage)
+                if instruction.stage in self.program.sharded:
+                    more = max(more, self._exchanged(instruction.stage, instruction.batch).bytes)
+            case ins.OncePerStep(stage, opcode="all_gather"):
+                # the parts of all replicas arrive, and are joined in new memory
+                more = 2 * self.sizes.gradients.get(stage, 0)
         self._shared = 0
         if isinstance(instruction, ins.InputGrad) and workspace is None:
             # what it leaves is a part of what it uses up, and released with it
@@ -134,7 +124,22 @@ class Holding:
         level = self.bytes - self._shared + more
         if workspace is not None:
             level = before + self._peak(instruction, workspace)
+        if begins := self._begins(instruction):
+            self._release(*self._used_up)
+            self._used_up = ()
+            level = max(level, self.bytes + self._gradients.arriving(*begins).bytes)
         return max(level, self._landing)
+
+    def _begins(self, instruction: ins.Instruction) -> Key | None:
+        """The gradients that an instruction begins to sum, if any."""
+        if not instruction.partial and instruction.opcode != "reduce_scatter":
+            return None
+        return instruction.stage, instruction.batch, getattr(instruction, "bucket", -1)
+
+    def _exchanged(self, stage: int, batch: int) -> Piece:
+        """What replicas exchange of a stage's new weights: this one's part, and those that come."""
+        size = self.sizes.gradients.get(stage, 0) + self._own(stage)
+        return Piece("versions", ("weights", stage, batch), size)
 
     def parts_of(self, level: int) -> dict[str, int]:
         """The parts of the bytes that ``run`` has just returned."""
@@ -156,10 +161,13 @@ class Holding:
             of = instruction.stage, instruction.batch
             ended = (*self._gradients.sums(*of), *self._gradients.parts(*of))
             self._release(*(piece for piece in ended if piece.key in self._count))
-        elif instruction.partial or instruction.opcode == "reduce_scatter":
-            self._release(*self._used_up)
-            self._used_up, bucket = (), getattr(instruction, "bucket", -1)
-            self._away.append((instruction.stage, instruction.batch, bucket))
+            if instruction.stage in self.program.sharded:
+                self._take(self._exchanged(*of))
+        elif begins := self._begins(instruction):
+            self._away.append(begins)
+            self._take(self._gradients.arriving(*begins))
+        elif instruction.opcode == "gather_weights":
+            self._release(self._exchanged(instruction.stage, instruction.batch))
         elif instruction.opcode == "all_gather":
             self._take(*self._gradients.sums(instruction.stage, instruction.batch))
             self._release(*self._gradients.parts(instruction.stage, instruction.batch))

@@ -10,7 +10,6 @@ from math import inf
 from fxpipe.extensions.simulator.holding import Holding
 from fxpipe.extensions.simulator.simulation import Simulation
 from fxpipe.extensions.simulator.sizes import Sizes
-from fxpipe.extensions.simulator.sums import Sum
 from fxpipe.ir import instruction as ins
 
 
@@ -100,14 +99,8 @@ def _memory(simulation: Simulation, holding: Holding) -> Memory:
     levels = [0] * len(order)
     early = deque(_early(simulation, holding, starts))
     waiting: dict[int, int] = {}
-    summed = {
-        (sum_.stage, sum_.batch, sum_.bucket): transfer.end
-        for sum_, transfer in simulation.events.transfers.items()
-        if isinstance(sum_, Sum) and sum_.what != "weights"
-    }
     peak, parts = -1, dict(holding.parts)
     for position, start in enumerate(starts):
-        holding.reach(start, summed)
         while early and early[0][0] <= start:
             _, received, size = early.popleft()
             waiting[received] = size

@@ -170,7 +170,7 @@ class Counting(TorchDispatchMode):
         """Register the tensors in nested containers until they are freed, unless they are
         registered already. ``counted`` tells whether they count."""
         for leaf in (values,) if isinstance(values, Tensor) else pytree.tree_leaves(values):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
                 for piece in pieces(leaf):
                     self._adopt(piece.untyped_storage(), counted)
 

@@ -115,6 +115,11 @@ class Gradients:
         size = self.bytes(stage, bucket, self._program.replicas)
         return Piece("gradients", ("part", stage, batch, bucket), size)
 
+    def arriving(self, stage: int, batch: int, bucket: int) -> Piece:
+        """What comes of a bucket from all replicas: their contributions to this one's part."""
+        size = self.bytes(stage, bucket, 1)
+        return Piece("gradients", ("arriving", stage, batch, bucket), size)
+
     def bytes(self, stage: int, bucket: int | None, replicas: int) -> int:
         """The bytes of a bucket, or of all gradients, that the last of ``replicas`` sums."""
         key = stage, bucket if stage in self._program.buckets else None, replicas

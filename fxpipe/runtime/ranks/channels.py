@@ -1,4 +1,4 @@
-"""The backend for ranks: this process runs the list of one device, other ranks run the rest.
+"""Channels from this rank's device to those of the other ranks of its replica.
 
 Tensors whose shapes the plan says go from device to device over ``PairGroups``, in the order of the
 lists. Receives are posted ahead, into the memory in which the values stay. Everything else (losses,
@@ -24,16 +24,13 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import CROSSING, Buffer
-from fxpipe.runtime.devices.backend import Backend, Channels
-from fxpipe.runtime.failure import DeviceMemory
+from fxpipe.runtime.devices.backend import Channels
 from fxpipe.runtime.host import Job, alone
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.inbox import POLL, failure_of
+from fxpipe.runtime.ranks.inbox import failure_of
 from fxpipe.runtime.ranks.message import Message
 from fxpipe.runtime.ranks.pairs import PairGroups
-from fxpipe.runtime.ranks.summing import Part, Pieces, RunningSum, cut, joined, merged
-from fxpipe.runtime.weights.clipping import norms_of
 
 SMALL = 4096
 """Published tensors of fewer bytes are collected and sent together."""
@@ -70,9 +67,6 @@ class _Receives:
 class RankChannels(Channels):
     """Channels from this rank's device to the devices of the other ranks, in one run.
 
-    Unlike the channels of one process, they also connect the replicas: they sum gradients over the
-    replicas, and exchange updated weights.
-
     Attributes:
         failure: why another rank has stopped the run; None if none has.
         running: whether the run has started and is not paused.
@@ -101,8 +95,6 @@ class RankChannels(Channels):
         self._program, self._overlaps = program, program.depth > 0
         self._unsent: list[tuple[Any, Any]] = []  # published here
         self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}  # of batches not fed yet
-        self._sums: dict[tuple[int, int, int], RunningSum] = {}
-        self._parts: dict[tuple[int, int], list[Pieces]] = {}  # summed buckets, for norms
         self._met: SimpleQueue[int | None] = SimpleQueue()
         self._times_met: Counter[int] = Counter()
         self._failed: Callable[[RankError], None] = lambda error: None
@@ -269,119 +261,6 @@ class RankChannels(Channels):
             for buffer, value, replica in self._outputs.pop(batch, []):
                 self._jobs[batch].host.take(buffer, value, replica)
 
-    def pool(
-        self, device: int, step: int, values: dict[str, Tensor], *, whole: bool
-    ) -> list[dict[str, Tensor]]:
-        here = self._group.replica
-        if whole or here == 0:
-            self._send_to_twins(_of_replica("buffers", device, here, step), values)
-        return [
-            values
-            if replica == here
-            else self.get(device, _of_replica("buffers", device, replica, step))
-            for replica in range(self._group.replicas if whole else 1)
-        ]
-
-    def reduce_scatter(
-        self, stage: int, batch: int, gradients: list[Tensor | None], bucket: int
-    ) -> None:
-        """Start to sum a bucket of a stage's gradients of a batch over the replicas; never waits.
-
-        A gradient is None where its parameter is in another bucket. The last bucket is −1.
-        """
-        key, here = (stage, batch, bucket), self._group.replica
-        parts = cut(gradients, self._group.replicas)
-        for rank, part in zip(self._group.twins, parts, strict=True):
-            if rank != self._group.rank:
-                self._links.send(rank, Message("part", (self._run, key), tuple(part)))
-        with self._group.inbox.changed:
-            self._group.summed += sum(part.nbytes for part in parts) - parts[here].nbytes
-            self._add(here, key, parts[here])
-
-    def all_gather(self, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
-        """Wait for the sums over the replicas of a stage's gradients, which come in ``buckets``
-        buckets. Raises Stopped when the run is stopped."""
-        replicas = range(self._group.replicas)
-        sums = merged(
-            [
-                joined([Part(*self._wait(_sums(stage, r, batch, bucket))) for r in replicas])
-                for bucket in range(-1, buckets - 1)
-            ]
-        )
-        self._await_taken()
-        return sums
-
-    def _add(self, replica: int, key: tuple[int, int, int], part: Part) -> None:
-        """Add a replica's gradients to the part that this rank sums up. Once all replicas have been
-        added, send the sum to those that need it."""
-        replicas, here = self._group.replicas, self._group.replica
-        running = self._sums.setdefault(key, RunningSum(replicas))
-        total, (stage, batch, bucket) = running.take(replica, part), key
-        if total is None:
-            return
-        del self._sums[key]
-        buffer = _sums(stage, here, batch, bucket)
-        if stage not in self._program.sharded:
-            self._group.summed += total.nbytes * (replicas - 1)
-            self._send_to_twins(buffer, tuple(total))
-        elif self._program.clips:
-            parts = self._parts.setdefault((stage, batch), [])
-            parts.append(total.pieces)
-            if len(parts) == self._program.buckets.get(stage, 1):
-                norms = norms_of(merged(self._parts.pop((stage, batch))))
-                self._send_to_twins(_of_replica("norms", stage, here, batch), norms)
-        super().put(self._group.device, buffer, total)
-
-    def _await_taken(self) -> None:
-        """Wait until the other replicas have what was sent to them: until then it takes memory."""
-        for twin in self._group.twins:
-            while twin != self._group.rank and not self._links.taken(twin, POLL):
-                if self.stopping:
-                    raise Stopped
-
-    def _wait(self, buffer: Buffer) -> Any:
-        return self.get(self._group.device, buffer)
-
-    def _send_to_twins(self, buffer: Buffer, value: Any) -> None:
-        """Send a value to the ranks with the same device in the other replicas."""
-        self._links.send_all(_values(self._run, [buffer], [value]), self._group.twins)
-
-    def take_part(self, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
-        """Wait for the sums of this replica's part only. Raises like ``all_gather``."""
-        buffers = [_sums(stage, self._group.replica, batch, k) for k in range(-1, buckets - 1)]
-        sums = merged([Part(*self._wait(buffer)).pieces for buffer in buffers])
-        self._await_taken()
-        return sums
-
-    def all_norms(self, stage: int, batch: int, own: list[Tensor | None]) -> list[Tensor | None]:
-        """Wait for the gradient norms of every replica's part of a stage, in the order of the
-        replicas. Raises like ``all_gather``.
-
-        ``own`` are the norms of this replica's part. The other replicas send theirs as soon as they
-        have summed up their parts.
-        """
-        norms: list[Tensor | None] = []
-        for replica in range(self._group.replicas):
-            buffer = _of_replica("norms", stage, replica, batch)
-            norms += own if replica == self._group.replica else self._wait(buffer)
-        return norms
-
-    def give_weights(self, stage: int, batch: int, parts: list[Tensor]) -> None:
-        """Send the other replicas the parts of a stage's weights updated here; never waits."""
-        buffer = _of_replica("weights", stage, self._group.replica, batch)
-        with self._group.inbox.changed:
-            size = sum(part.nbytes for part in parts)
-            self._group.summed += size * (self._group.replicas - 1)
-        self._send_to_twins(buffer, parts)
-        super().put(self._group.device, buffer, parts)
-
-    def gather_weights(self, stage: int, batch: int) -> list[list[Tensor]]:
-        """Wait for a stage's updated weights: replica → its parts. Raises like ``all_gather``."""
-        replicas = range(self._group.replicas)
-        parts = [self._wait(_of_replica("weights", stage, r, batch)) for r in replicas]
-        self._await_taken()
-        return parts
-
     def meet(self) -> None:
         """Wait until all ranks of this replica have called this. Raises Stopped if the run ends."""
         pipeline = self._group.pipeline
@@ -407,8 +286,6 @@ class RankChannels(Channels):
         match message.kind:
             case "meet":
                 self._met.put(rank)
-            case "part":
-                self._add(replica, message.key[1], Part(*message.value))
             case "left":
                 error = self._group.inbox.error_of(rank, message.value)
                 if self.running:
@@ -434,15 +311,6 @@ class RankChannels(Channels):
             self.stop()
 
 
-def _of_replica(what: str, number: int, replica: int, batch: int) -> Buffer:
-    """The key of a value that replicas exchange about a stage or a device; no program has it."""
-    return Buffer("state", what, number, number, replica, batch)
-
-
-def _sums(stage: int, replica: int, batch: int, bucket: int) -> Buffer:
-    return _of_replica(f"sums {bucket}", stage, replica, batch)
-
-
 def _values(run: Any, buffers: Sequence[Buffer], values: Sequence[Any]) -> Message:
     return Message("values", (run, [*map(tuple, buffers)]), [*values])
 
@@ -451,45 +319,3 @@ def _values(run: Any, buffers: Sequence[Buffer], values: Sequence[Any]) -> Messa
 def _strides(spec: ValueSpec) -> tuple[int, ...]:
     """The strides of what is sent for a spec, which has no gaps."""
     return spec.room(torch.device("meta")).stride()
-
-
-class RankBackend(Backend):
-    """Runs the list of this rank's device, on a CPU."""
-
-    pairs: PairGroups
-
-    def __init__(self, group: RankGroup) -> None:
-        """Make no process groups yet."""
-        super().__init__(group)
-        self.pairs = PairGroups(group, torch.device("cpu"))
-
-    def devices(self, program: Program) -> Sequence[int]:
-        return (self.group.device,)
-
-    def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Channels:
-        return RankChannels(program, self.group, jobs, self.connected(program))
-
-    def connected(self, program: Program) -> PairGroups:
-        """The process groups that a program needs, made now where they do not exist yet; all anew
-        after a failure. Raises like PairGroups.connect."""
-        if self.pairs.number != self.group.epoch:
-            self.pairs.abort()
-            self.pairs.drained()
-            self.pairs = PairGroups(self.group, self.pairs.device)
-        self.pairs.connect(program)
-        return self.pairs
-
-    def end(self) -> None:
-        self.pairs.drained()  # after a failure, until no stream waits for other ranks
-        super().end()
-
-    def close(self) -> None:
-        self.pairs.abort()
-        super().close()
-
-    def memory(self, device: int) -> DeviceMemory:
-        """The memory of a device's host, which all ranks of that host share."""
-        hosts = self.group.members.hosts
-        host = hosts[self.group.pipeline[device]]
-        total = super().memory(device).total if host == hosts[self.group.rank] else None
-        return DeviceMemory(f"host {host}", None, total)

@@ -1,9 +1,13 @@
-"""Sums over replicas whose devices compute on streams, by the collectives of their backend.
+"""Sums over the N replicas by the collectives of torch.distributed.
 
-The ranks with the same device in all replicas have a communicator. All of them run the same list,
+The ranks with the same device in all replicas have a process group. All of them run the same list,
 so they launch the same collectives in the same order. A collective follows what is launched on the
-compute stream and runs beside it; that stream waits where the list waits for sums, norms or
-weights. No host waits.
+compute stream and runs beside it; that stream, or a CPU device, waits where the list waits for
+sums, norms or weights.
+
+A gradient is cut into N parts, one for each replica. In the order of the replicas, each receives
+its part from all others, adds up the N contributions 0, 1, 2 …, and sends the sum to all others. So
+a rank sends 2(N − 1)/N of the bytes of its gradients, as in a sum by the backend.
 
 Tensors of one data type are sent together, in rows: one for each replica, filled up to the longest.
 """
@@ -11,7 +15,7 @@ Tensors of one data type are sent together, in rows: one for each replica, fille
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,10 +25,14 @@ from fxpipe.errors import InputError
 from fxpipe.ir.value import part_of
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.ranks.channels import RankChannels
-from fxpipe.runtime.ranks.summing import Layouts, Part, Pieces, cut, joined, merged
 
-Kinds = Sequence[tuple[torch.dtype, int] | None]
-"""The data type and the number of elements of each whole tensor; None where there is none."""
+T = TypeVar("T")
+
+Kinds = Sequence[Tensor | None]
+"""Whole tensors, on the meta device; None where there is none."""
+
+Pieces = list[Tensor | None]
+"""A replica's part of each tensor."""
 
 Rows = dict[torch.dtype, Tensor]
 """Data type → rows, a tensor of two dimensions."""
@@ -38,18 +46,16 @@ class _Begun(NamedTuple):
         rows: what the collectives fill.
         works: the collectives.
         given: what they read, which is kept until they are done.
-        layouts: those of the tensors, if they are gradients.
     """
 
     kinds: Kinds
     rows: Rows
-    works: Sequence[Any]
-    given: Rows
-    layouts: Layouts
+    works: Sequence[Any] = ()
+    given: Rows | None = None
 
 
 class CollectiveChannels(RankChannels):
-    """Channels of a device with streams, whose sums over the replicas are collectives."""
+    """Channels that also connect the replicas."""
 
     def __init__(self, *args: Any, in_order: bool) -> None:
         """Make channels as RankChannels does. ``in_order`` adds the contributions in the order of
@@ -66,22 +72,31 @@ class CollectiveChannels(RankChannels):
     def reduce_scatter(
         self, stage: int, batch: int, gradients: list[Tensor | None], bucket: int
     ) -> None:
-        """See RankChannels. All replicas must have gradients for the same parameters.
+        """Start to sum a bucket of a stage's gradients of a batch over the replicas; never waits.
+
+        A gradient is None where its parameter is in another bucket. The last bucket is −1. All
+        replicas must have gradients for the same parameters. The list is emptied.
 
         Raises:
-            InputError: a gradient is sparse, or autograd has found none.
+            InputError: autograd has found no gradient for a trained parameter.
         """
         self._check(stage, gradients)
-        parts = cut(gradients, self._group.replicas)
-        kinds = [None if x is None else (x.dtype, x.numel()) for x in gradients]
-        given = rows_of([part.pieces for part in parts], kinds, self._group.replicas)
+        replicas, sharded = self._group.replicas, stage in self._program.sharded
+        kinds = [None if x is None else torch.empty_like(x, device="meta") for x in gradients]
+        parts = [[_part(x, r, replicas) for x in gradients] for r in range(replicas)]
+        given = rows_of(parts, kinds, replicas)
+        gradients.clear()  # only the rows are kept
+        sizes = [sum(piece.nbytes for piece in part if piece is not None) for part in parts]
+        own = sizes[self._group.replica]
+        del parts
+        self._group.summed += sum(sizes) - own + (0 if sharded else own * (replicas - 1))
         rows, works, twins = Rows(), [], self._pairs.twins
         with self._explained():
             for dtype, row in given.items():
                 if self._in_order:
                     rows[dtype] = torch.empty_like(row)
-                    work = twins.alltoall_base(_real(rows[dtype]), _real(row), [], [])
-                elif stage in self._program.sharded:
+                    work = twins.alltoall_base(_bytes(rows[dtype]), _bytes(row), [], [])
+                elif sharded:
                     rows[dtype] = torch.empty_like(row[:1])
                     options = dist.ReduceScatterOptions()  # type: ignore[attr-defined,unused-ignore]
                     work = twins._reduce_scatter_base(_real(rows[dtype]), _real(row), options)
@@ -89,26 +104,25 @@ class CollectiveChannels(RankChannels):
                     rows[dtype] = row
                     work = twins.allreduce([_real(row)])
                 works.append(work)
-        self._summing[stage, batch, bucket] = _Begun(kinds, rows, works, given, parts[0].layouts)
+        self._summing[stage, batch, bucket] = _Begun(kinds, rows, works, given)
 
     def all_gather(self, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
-        sums = []
-        for bucket in range(-1, buckets - 1):
-            begun, rows = self._summed(stage, batch, bucket)
-            if self._in_order:
-                rows = self._waited(self._gather(begun.kinds, rows))
-            parts = self._parts_of(rows, begun.kinds)
-            sums.append(joined([Part(pieces, begun.layouts) for pieces in parts]))
-        return merged(sums)
+        """Wait for the sums over the replicas of a stage's gradients, which come in ``buckets``
+        buckets. Raises Stopped when the run is stopped."""
+        summed = [self._summed(stage, batch, bucket) for bucket in range(-1, buckets - 1)]
+        if self._in_order:
+            summed = [self._gather(each.kinds, each.rows) for each in summed]
+        return merged([self._joined(each) for each in summed])
 
     def take_part(self, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
-        here, replicas, sums = self._group.replica, self._group.replicas, []
-        for bucket in range(-1, buckets - 1):
-            begun, rows = self._summed(stage, batch, bucket)
-            sums.append(_pieces(rows, 0, begun.kinds, here, replicas))
-        return merged(sums)
+        """Wait for the sums of this replica's part only. Raises like ``all_gather``."""
+        here, replicas = self._group.replica, self._group.replicas
+        summed = [self._summed(stage, batch, bucket) for bucket in range(-1, buckets - 1)]
+        return merged([_pieces(each.rows, 0, each.kinds, here, replicas) for each in summed])
 
     def all_norms(self, stage: int, batch: int, own: list[Tensor | None]) -> list[Tensor | None]:
+        """Wait for the gradient norms of every replica's part of a stage, in the order of the
+        replicas; ``own`` are those of this one's. Raises like ``all_gather``."""
         present = [norm for norm in own if norm is not None]
         if not present:
             return []
@@ -117,13 +131,15 @@ class CollectiveChannels(RankChannels):
         return [*rows[norms.dtype].view(-1).unbind()]
 
     def give_weights(self, stage: int, batch: int, parts: list[Tensor]) -> None:
+        """Send the other replicas the parts of a stage's weights updated here; never waits."""
         sizes = self._weights.trained_sizes(stage) if parts else []
-        kinds = [(part.dtype, size) for part, size in zip(parts, sizes, strict=True)]
-        self._updated[stage, batch] = self._gather(
-            kinds, rows_of([parts], kinds, self._group.replicas)
-        )
+        kinds = [part.new_empty(n, device="meta") for part, n in zip(parts, sizes, strict=True)]
+        replicas = self._group.replicas
+        self._group.summed += sum(part.nbytes for part in parts) * (replicas - 1)
+        self._updated[stage, batch] = self._gather(kinds, rows_of([parts], kinds, replicas))
 
     def gather_weights(self, stage: int, batch: int) -> list[list[Tensor]]:
+        """Wait for a stage's updated weights: replica → its parts. Raises like ``all_gather``."""
         updated = self._updated.pop((stage, batch))
         parts = self._parts_of(self._waited(updated), updated.kinds)
         return [[piece for piece in pieces if piece is not None] for pieces in parts]
@@ -132,16 +148,14 @@ class CollectiveChannels(RankChannels):
         self, device: int, step: int, values: dict[str, Tensor], *, whole: bool
     ) -> list[dict[str, Tensor]]:
         names = sorted(values)
-        kinds = [(values[name].dtype, values[name].numel()) for name in names]
+        kinds = [torch.empty_like(values[name], device="meta") for name in names]
         rows = rows_of([[values[name] for name in names]], kinds, 1)
         if whole:
             rows = self._waited(self._gather(kinds, rows))
         else:
-            options = dist.BroadcastOptions()  # type: ignore[attr-defined,unused-ignore]
-            options.rootRank = 0
             with self._explained():
-                for row in rows.values():
-                    self._pairs.twins.broadcast([row], options).wait()
+                for work in [self._broadcast(row, 0) for row in rows.values()]:
+                    work.wait()
         return [
             {
                 name: piece.view(values[name].shape)
@@ -168,12 +182,22 @@ class CollectiveChannels(RankChannels):
     def _gather(self, kinds: Kinds, rows: Rows) -> _Begun:
         """Launch the exchange of a row of each replica."""
         every = {t: row.new_empty(self._group.replicas, row.shape[1]) for t, row in rows.items()}
+        works: list[Any] = []
         with self._explained():
-            works = [
-                self._pairs.twins._allgather_base(_real(every[dtype]), _real(row))
-                for dtype, row in rows.items()
-            ]
-        return _Begun(kinds, every, works, rows, [])
+            for dtype, row in rows.items():
+                if self._pairs.device.type == "cpu":  # gloo's all-gather takes the memory twice
+                    every[dtype][self._group.replica] = row[0]
+                    works += [self._broadcast(each, r) for r, each in enumerate(every[dtype])]
+                else:
+                    into = _bytes(every[dtype])
+                    works.append(self._pairs.twins._allgather_base(into, _bytes(row)))
+        return _Begun(kinds, every, works, rows)
+
+    def _broadcast(self, row: Tensor, replica: int) -> Any:
+        """Launch the sending of a row of one replica to all others."""
+        options = dist.BroadcastOptions()  # type: ignore[attr-defined,unused-ignore]
+        options.rootRank = replica
+        return self._pairs.twins.broadcast([_bytes(row)], options)
 
     def _waited(self, begun: _Begun) -> Rows:
         """Let the current stream wait for collectives, and return what they fill."""
@@ -182,30 +206,44 @@ class CollectiveChannels(RankChannels):
                 work.wait()
         return begun.rows
 
-    def _summed(self, stage: int, batch: int, bucket: int) -> tuple[_Begun, Rows]:
+    def _summed(self, stage: int, batch: int, bucket: int) -> _Begun:
         """Wait for a bucket's sums: a row of them for each replica, or only this one's."""
         begun = self._summing.pop((stage, batch, bucket))
         rows = self._waited(begun)
         if self._in_order:
             rows = {dtype: _added(row)[None] for dtype, row in rows.items()}
-        return begun, rows
+        return _Begun(begun.kinds, rows)
 
     def _parts_of(self, rows: Rows, kinds: Kinds) -> list[Pieces]:
         """Replica → its parts of tensors."""
         replicas = range(self._group.replicas)
         return [_pieces(rows, replica, kinds, replica, len(replicas)) for replica in replicas]
 
+    def _joined(self, begun: _Begun) -> list[Tensor | None]:
+        """Wait for the rows of all replicas, and put the tensors together, in memory of their
+        own."""
+        parts = self._parts_of(self._waited(begun), begun.kinds)
+        found: list[Tensor | None] = []
+        for kind, *pieces in zip(begun.kinds, *parts, strict=True):
+            if kind is None:
+                found.append(None)
+                continue
+            whole = torch.cat([piece for piece in pieces if piece is not None]).view(kind.shape)
+            if whole.stride() != kind.stride():
+                whole = torch.empty_like(kind, device=whole.device).copy_(whole)
+            found.append(whole)
+        return found
+
+
+def merged(lists: Sequence[list[T | None]]) -> list[T | None]:
+    """Merge lists of the same length: at each place the first entry that is not None."""
+    return [next((x for x in at if x is not None), None) for at in zip(*lists, strict=True)]
+
 
 def rows_of(parts: Sequence[Sequence[Tensor | None]], kinds: Kinds, replicas: int) -> Rows:
-    """A row for each part of tensors of these kinds, which are cut for so many replicas. Raises
-    InputError if one is sparse."""
-    if any(x is not None and x.layout is not torch.strided for part in parts for x in part):
-        raise InputError(
-            "a sparse gradient cannot be summed over replicas on these devices; make it dense, as "
-            "by nn.Embedding(..., sparse=False)"
-        )
+    """A row for each part of tensors of these kinds, which are cut for so many replicas."""
     rows = Rows()
-    for dtype in dict.fromkeys(kind[0] for kind in kinds if kind is not None):
+    for dtype in dict.fromkeys(kind.dtype for kind in kinds if kind is not None):
         longest = max(sum(_sizes(dtype, kinds, r, replicas)) for r in range(replicas))
         flat: list[Tensor] = []
         for part in parts:
@@ -215,17 +253,25 @@ def rows_of(parts: Sequence[Sequence[Tensor | None]], kinds: Kinds, replicas: in
     return rows
 
 
+def _part(tensor: Tensor | None, replica: int, replicas: int) -> Tensor | None:
+    """A replica's part of a tensor: a view of it if possible."""
+    if tensor is None:
+        return None
+    span = part_of(tensor.numel(), replica, replicas)
+    return tensor.detach().reshape(-1)[span.start : span.stop]
+
+
 def _pieces(rows: Rows, at: int, kinds: Kinds, replica: int, replicas: int) -> Pieces:
     """Cut a row into a replica's pieces of tensors of these kinds."""
     found: dict[torch.dtype, Iterator[Tensor]] = {}
     for dtype, each in rows.items():
         sizes = _sizes(dtype, kinds, replica, replicas)
         found[dtype] = iter(each[at, : sum(sizes)].split(sizes))
-    return [None if kind is None else next(found[kind[0]]) for kind in kinds]
+    return [None if kind is None else next(found[kind.dtype]) for kind in kinds]
 
 
 def _sizes(dtype: torch.dtype, kinds: Kinds, replica: int, replicas: int) -> list[int]:
-    counts = [kind[1] for kind in kinds if kind is not None and kind[0] == dtype]
+    counts = [kind.numel() for kind in kinds if kind is not None and kind.dtype == dtype]
     return [len(part_of(count, replica, replicas)) for count in counts]
 
 
@@ -240,3 +286,8 @@ def _added(rows: Tensor) -> Tensor:
 def _real(tensor: Tensor) -> Tensor:
     """Complex numbers as pairs of real ones, which every backend adds."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """Rows as bytes, which every backend moves."""
+    return rows.view(torch.uint8)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.devices.backend import Backend
+from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.devices.lanes import Lanes, Place
 from fxpipe.runtime.devices.launching import (
     Events,
@@ -31,7 +31,7 @@ from fxpipe.runtime.devices.launching import (
 from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
-from fxpipe.runtime.ranks.channels import RankBackend, RankChannels
+from fxpipe.runtime.ranks.channels import RankChannels
 from fxpipe.runtime.ranks.collectives import CollectiveChannels
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.pairs import PairGroups
@@ -77,6 +77,48 @@ class DeviceChannels(CollectiveChannels, LaunchingChannels):
             if self.stopping:
                 raise Stopped
             time.sleep(LOOK)
+
+
+class RankBackend(Backend):
+    """Runs the list of this rank's device, on a CPU."""
+
+    pairs: PairGroups
+
+    def __init__(self, group: RankGroup) -> None:
+        """Make no process groups yet."""
+        super().__init__(group)
+        self.pairs = PairGroups(group, torch.device("cpu"))
+
+    def devices(self, program: Program) -> Sequence[int]:
+        return (self.group.device,)
+
+    def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Channels:
+        return CollectiveChannels(program, self.group, jobs, self.connected(program), in_order=True)
+
+    def connected(self, program: Program) -> PairGroups:
+        """The process groups that a program needs, made now where they do not exist yet; all anew
+        after a failure. Raises like PairGroups.connect."""
+        if self.pairs.number != self.group.epoch:
+            self.pairs.abort()
+            self.pairs.drained()
+            self.pairs = PairGroups(self.group, self.pairs.device)
+        self.pairs.connect(program)
+        return self.pairs
+
+    def end(self) -> None:
+        self.pairs.drained()  # after a failure, until no stream waits for other ranks
+        super().end()
+
+    def close(self) -> None:
+        self.pairs.abort()
+        super().close()
+
+    def memory(self, device: int) -> DeviceMemory:
+        """The memory of a device's host, which all ranks of that host share."""
+        hosts = self.group.members.hosts
+        host = hosts[self.group.pipeline[device]]
+        total = super().memory(device).total if host == hosts[self.group.rank] else None
+        return DeviceMemory(f"host {host}", None, total)
 
 
 class CudaRanks(RankBackend, StreamBackend):

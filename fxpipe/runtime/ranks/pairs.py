@@ -54,8 +54,7 @@ class PairGroups:
 
     Attributes:
         device: where this rank's tensors are.
-        twins: the group of the ranks with the same device in all replicas, once it is made; not
-            on CPUs.
+        twins: the group of the ranks with the same device in all replicas, once it is made.
         number: how often this pipe's groups were made anew.
     """
 
@@ -80,7 +79,7 @@ class PairGroups:
             RankError: another rank has failed meanwhile, or cannot be reached.
         """
         new = [pair for pair in self.pairs_of(program) if pair not in self._groups]
-        joined = self._ranks.replicas == 1 or self.twins is not None or not self._directed
+        joined = self._ranks.replicas == 1 or self.twins is not None
         if not new and joined:
             return
         try:
@@ -204,22 +203,17 @@ class PairGroups:
     def _abort(self) -> None:
         assert self._aborted is not None
         try:
-            if self._directed:
-                twins = [] if self.twins is None else [self.twins]
-                for group in [*self._groups.values(), *twins]:
-                    group.abort()
-            else:
-                for pair, group in self._groups.items():
-                    poison(group, 1 - pair.index(self._ranks.device))
+            for group in [*self._groups.values(), *filter(None, [self.twins])]:
+                group.abort() if self._directed else poison(group)
         finally:
             self._aborted.set()
 
 
-def poison(group: Any, other: int) -> None:
-    """End all that is pending in a gloo group of two, here and there, for good: a wait that times
-    out does so, and nothing else does."""
+def poison(group: Any) -> None:
+    """End all that is pending in a gloo group, here and at the other ends, for good: a wait that
+    times out does so, and nothing else does."""
     with suppress(RuntimeError):
-        byte = torch.empty(1, dtype=torch.uint8)
+        byte, other = torch.empty(1, dtype=torch.uint8), int(group.rank() == 0)
         group.recv([byte], other, _POISON).wait(timedelta(milliseconds=1))
 
 

@@ -9,12 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import mse_loss
 
-import fxpipe
-from fxpipe.runtime.ranks.collectives import rows_of
 from tests.extensions.replicas.test_sharded import stages_of
 from tests.helpers.profiles import DEEP
 from tests.ranks.test_replicas import CASES, Results, assert_equal, looped, trained
@@ -96,41 +92,3 @@ def test_sums_by_the_backend_are_alike_in_all_replicas_and_near_those_of_loops()
         assert differs, f"{name} adds in the order of the replicas"
         for found in others:
             assert_equal(found[index], first[index], name)
-
-
-class Chooses(nn.Module):
-    """Uses one of two layers, as the values say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.first(x) if x.sum() > 0 else self.second(x)
-        return y
-
-
-def choosing(mesh: DeviceMesh) -> str:
-    """What a step says in which replicas have gradients for other parameters."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Chooses(), nn.Linear(4, 2))
-    x = torch.full((4, 4), 1.0 - 2 * mesh["dp"].get_local_rank())
-    options: dict[str, Any] = {"microbatches": 2, "loss": mse_loss}
-    with (
-        fxpipe.compile(model, mesh, extensions=[fxpipe.LeafModules("0")], **options) as pipe,
-        pytest.raises(fxpipe.ExecutionError) as raised,
-    ):
-        pipe.step(x, target=torch.zeros(4, 2))
-    return str(raised.value)
-
-
-def test_a_parameter_that_a_replica_leaves_out_is_named() -> None:
-    first, second = on_devices_of_ranks(2, choosing, replicas=2)
-    assert "'0.second.weight' has no gradient in this batch" in first
-    assert "'0.first.weight' has no gradient in this batch" in second
-
-
-def test_sparse_gradients_are_refused() -> None:
-    gradient = torch.eye(2).to_sparse()
-    with pytest.raises(fxpipe.InputError, match="a sparse gradient"):
-        rows_of([[gradient]], [(gradient.dtype, 4)], 2)

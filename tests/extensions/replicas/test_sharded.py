@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -318,6 +319,35 @@ def test_what_cannot_be_sharded_is_refused_before_anything_runs() -> None:
     with pytest.raises(InputError, match="shard_optimizer is 1; give True or False"):
         given = fxpipe.Replicas(shard_optimizer=1)  # type: ignore[arg-type]
         fxpipe.compile(Tiny(), 2, extensions=[given])
+
+
+class Chooses(nn.Module):
+    """Uses one of two layers, as the values say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x) if x.sum() > 0 else self.second(x)
+        return y
+
+
+def unlike(mesh: DeviceMesh) -> str:
+    """What a step says in which replicas have gradients for other parameters."""
+    model, x = nn.Sequential(Chooses(), nn.Linear(4, 2)), torch.ones(4, 4)
+    options: dict[str, Any] = {"microbatches": 2, "loss": F.mse_loss}
+    with (
+        fxpipe.compile(model, mesh, extensions=[fxpipe.LeafModules("0")], **options) as pipe,
+        pytest.raises(fxpipe.ExecutionError) as raised,
+    ):
+        pipe.step(x * (1 - 2 * mesh["dp"].get_local_rank()), target=torch.zeros(4, 2))
+    return str(raised.value)
+
+
+def test_a_parameter_that_a_replica_leaves_out_is_named() -> None:
+    for told in on_ranks(2, unlike, replicas=2):
+        assert re.search(r"'0\.(first|second)\.weight' has no gradient in this batch", told)
 
 
 def test_one_replica_shards_nothing() -> None:

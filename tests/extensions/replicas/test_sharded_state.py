@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.extensions.replicas.sharding import FlatShards, ShardedStage
-from fxpipe.runtime.ranks.summing import cut
+from fxpipe.ir.value import part_of
 from fxpipe.runtime.weights.optimizer_state import frozen
 from tests.extensions.replicas.test_sharded import state_bytes
 from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
@@ -202,7 +202,10 @@ def test_parts_may_be_ahead_of_the_version_which_takes_the_memory_of_the_oldest(
     def update(number: int) -> None:
         made_of[number + 1] = []
         for replica, stage in enumerate(stages):
-            parts = {n: cut([g], 2)[replica].pieces[0] for n, g in gradients[number].items()}
+            parts: dict[str, Tensor | None] = {}
+            for name, whole in gradients[number].items():
+                span = part_of(whole.numel(), replica, 2)
+                parts[name] = whole.reshape(-1)[span.start : span.stop]
             assert stage.optimizer is not None
             stage.update(parts, [*map(frozen, stage.optimizer.param_groups)])
             made_of[number + 1].append(stage.parts())

@@ -185,20 +185,13 @@ def test_the_parts_of_others_are_held_until_they_are_summed() -> None:
     def level(kind: type[opcodes.ReduceScatter | opcodes.AllGather], stage: int) -> int:
         return levels[str(kind(stage))]
 
-    # a third of the sums stays here, and is all that there is until all thirds are joined
-    assert level(opcodes.ReduceScatter, 1) == 30
-    assert level(opcodes.ReduceScatter, 0) == 10 + 300
-    assert level(opcodes.AllGather, 1) == 10 + 300 + 200 + 100  # stage 0 is summed meanwhile
-    assert level(opcodes.AllGather, 0) == 30 + 100 + 200 + 300
-    assert found.memory[0].peak == 630
-
-
-def test_the_sums_are_held_while_the_parts_are_on_their_way() -> None:
-    free = dict.fromkeys("FBAU", 0)
-    sizes, slow = Sizes(gradients={0: 300, 1: 30}), {(0, 0): Link(latency=5)}
-    late = TWO.simulate(free, replicas=3, sizes=sizes, links=slow)
-    levels = dict(zip(map(str, late.program.lists[0]), late.memory[0].levels, strict=True))
-    assert levels[str(opcodes.ReduceScatter(0))] == 330
+    # as much comes as is sent, and both are held until a third of the sums is all that there is;
+    # then all thirds come, and are joined
+    assert level(opcodes.ReduceScatter, 1) == 30 + 30
+    assert level(opcodes.ReduceScatter, 0) == 60 + 300 + 300
+    assert level(opcodes.AllGather, 1) == 600 + 10 + 30 + 30
+    assert level(opcodes.AllGather, 0) == 30 + 100 + 300 + 300
+    assert found.memory[0].peak == 730
 
 
 def test_updates_that_come_late_for_the_sums_need_no_fewer_copies_of_the_weights() -> None:
@@ -317,14 +310,14 @@ def test_with_shards_a_replica_keeps_the_sum_of_its_part_alone() -> None:
     found = TWO.simulate(free, replicas=3, sizes=room, shards=True)
     instructions: list[str] = [*map(str, found.program.lists[0])]
     levels: dict[str, int] = dict(zip(instructions, found.memory[0].levels, strict=True))
-    assert levels[str(opcodes.ReduceScatter(0))] == 10 + 300
-    assert levels[str(opcodes.TakePart(1))] == 10 + 300 + 200 + 100  # stage 0 is summed meanwhile
-    assert levels[str(opcodes.TakePart(0))] == 10 + 100
-    # an update changes the part where it lies in the weights; the other parts arrive beside them
-    assert levels[str(ins.Update(0))] == 10 + 100
-    assert levels[str(ins.Update(1))] == 10
-    assert levels[str(opcodes.GatherWeights(0))] == 200
-    assert levels[str(opcodes.GatherWeights(1))] == 20
+    assert levels[str(opcodes.ReduceScatter(0))] == 60 + 600
+    assert levels[str(opcodes.TakePart(1))] == 600 + 60 + 10
+    assert levels[str(opcodes.TakePart(0))] == 10 + 600 + 100
+    # what is sent of the new weights lies beside them, and so does what comes
+    assert levels[str(ins.Update(0))] == 10 + 100 + (100 + 300)
+    assert levels[str(ins.Update(1))] == 10 + 400 + (10 + 30)
+    assert levels[str(opcodes.GatherWeights(0))] == 400 + 40
+    assert levels[str(opcodes.GatherWeights(1))] == 40
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half"])
