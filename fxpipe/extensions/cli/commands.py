@@ -133,7 +133,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="how long tasks take, for all stages of a device together",
     )
     add("--memory", type=float, metavar="N", help="how many micro-batches fit on a device")
-    add("--draw", metavar="FILE", help="draw them: .svg, .png, .pdf")
     compared.set_defaults(run=compare_schedules)
 
     checked = added.add_parser(
@@ -228,14 +227,13 @@ def show_schedule(given: Namespace) -> bool:
 
 
 def compare_schedules(given: Namespace) -> bool:
-    """``fxpipe compare``: all schedules of the library in one table and one picture."""
+    """``fxpipe compare``: all schedules of the library in one table."""
     costs = read_costs(given.costs)
-    found = fxpipe.compare(
-        devices=given.devices, microbatches=given.microbatches, costs=costs, memory=given.memory
+    print(
+        fxpipe.compare(
+            devices=given.devices, microbatches=given.microbatches, costs=costs, memory=given.memory
+        )
     )
-    if given.draw is not None:
-        _wrote(found.draw().render(given.draw))
-    print(found)
     return True
 
 

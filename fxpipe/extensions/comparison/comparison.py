@@ -9,23 +9,12 @@ from numbers import Real
 import fxpipe.schedules as library
 from fxpipe.arguments import check_whole
 from fxpipe.errors import FxpipeError, InputError
-from fxpipe.extensions.draw.canvas import BoxStyle, Canvas
-from fxpipe.extensions.draw.chart import Chart, LegendEntry
-from fxpipe.extensions.draw.picture import FORWARD, OTHER, UPDATE, Picture
-from fxpipe.extensions.simulator import Simulation, simulate_schedule
-from fxpipe.extensions.simulator.costs import Costs, check_keys, measured_costs, times_of
-from fxpipe.extensions.simulator.sizes import Sizes
-from fxpipe.formatting import bytes_text, plain_table, preformatted, table_text, time_text
+from fxpipe.extensions.simulator import simulate_schedule
+from fxpipe.extensions.simulator.costs import Costs, check_keys, times_of
+from fxpipe.formatting import plain_table, preformatted, table_text
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
-from fxpipe.pipeline import Pipeline
-
-_BARS = 480.0
-_LONGEST = 2.0
-"""Bars end at this many times the shortest bar; their labels have the numbers."""
-
-_HALVES = ("I", "W")
 
 
 @dataclass(frozen=True)
@@ -36,7 +25,8 @@ class Compared:
         name: the schedule's name.
         time: the time of a step; if batches overlap, in the long run.
         bubble: the share of the devices' time that is idle, in the same step.
-        memory: the most that any device holds.
+        memory: the most micro-batches that any device keeps for backward, of its whole share of
+            the model.
         versions: the most versions of its weights that any stage holds.
     """
 
@@ -57,7 +47,6 @@ class Comparison:
         rows: the time and memory of each schedule.
         left_out: name of a schedule without a row → the reason.
         limit: the most memory that a device may take; None for any.
-        measured: whether times are seconds and memory is bytes, from a pipe.
     """
 
     devices: int
@@ -65,7 +54,6 @@ class Comparison:
     rows: tuple[Compared, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
     limit: float | None = None
-    measured: bool = False
 
     def fits(self, row: Compared) -> bool:
         """Whether a schedule keeps the limit."""
@@ -86,17 +74,17 @@ class Comparison:
             table.add_column(heading, justify="right")
         table.add_column("")
         for row in self.rows:
-            table.add_row(row.name, *self._texts(row), self._remark(row))
+            texts = f"{row.time:.6g}", f"{row.bubble:.1%}", f"{row.memory:.4g}", str(row.versions)
+            table.add_row(row.name, *texts, self._remark(row))
         reasons: dict[str, list[str]] = {}
         for name, why in self.left_out.items():
             reasons.setdefault(why, []).append(name)
-        unit = "micro-batches kept for backward by" if not self.measured else "held at most by"
         lines = [
             title,
             table_text(table),
             "time: of a step, in the long run where batches overlap; versions: of the weights",
             "bubble: the share of the devices' time that is idle",
-            f"memory: {unit} the fullest device",
+            "memory: micro-batches kept for backward by the fullest device",
             *(f"left out: {', '.join(names)} ({why})" for why, names in reasons.items()),
         ]
         return "\n".join(lines)
@@ -107,82 +95,33 @@ class Comparison:
         """The table, for notebooks."""
         return preformatted(str(self))
 
-    def draw(self) -> Picture:
-        """Draw a bar for each schedule: its time, with the bubble in grey.
-
-        A bar is cut off at twice the length of the shortest one.
-        """
-        if not self.rows:
-            raise InputError("no schedule is for so many devices and micro-batches; try others")
-        unit = 1e3 if self.measured else 1.0
-        end = min(self.rows[-1].time, _LONGEST * self.rows[0].time) * unit or 1.0
-        canvas = Canvas("comparison")
-        what = f"p = {self.devices} · m = {self.microbatches}"
-        title = f"schedules · {what}" + (f" · {self._limit()}" if self.limit is not None else "")
-        names = [row.name for row in self.rows]
-        over = {at for at, row in enumerate(self.rows) if not self.fits(row)}
-        chart = Chart(canvas, title, names, end, _BARS / end, wrong=over)
-        for at, row in enumerate(self.rows):
-            look = BoxStyle(UPDATE if row is self.best else FORWARD)
-            time, bubble, memory, versions = self._texts(row)
-            tooltip = f"{row.name}: {time}, bubble {bubble}, memory {memory}, versions {versions}"
-            corner, scale = (chart.x(0), chart.y(at)), unit * _BARS / end
-            whole = min(row.time * scale, _BARS)
-            canvas.box(corner, whole, chart.row_height, BoxStyle(OTHER), tooltip=tooltip)
-            busy = min(row.time * (1 - row.bubble) * scale, _BARS)
-            canvas.box(corner, busy, chart.row_height, look, tooltip=tooltip)
-            remark = self._remark(row)
-            text = f"{time} · {bubble} · {memory} · {versions}" + (f" · {remark}" if remark else "")
-            canvas.text((corner[0] + 4, corner[1]), _BARS, chart.row_height, text, size=8)
-        below = chart.axis("milliseconds" if self.measured else "time")
-        entries = [
-            LegendEntry("computing", BoxStyle(FORWARD)),
-            LegendEntry("the best", BoxStyle(UPDATE)),
-            LegendEntry("bubble", BoxStyle(OTHER)),
-            LegendEntry("time · bubble · memory · versions"),
-        ]
-        chart.legend(below, entries)
-        return canvas.picture
-
-    def _texts(self, row: Compared) -> tuple[str, str, str, str]:
-        time = time_text(row.time) if self.measured else f"{row.time:.6g}"
-        memory = bytes_text(round(row.memory)) if self.measured else f"{row.memory:.4g}"
-        return time, f"{row.bubble:.1%}", memory, str(row.versions)
-
-    def _limit(self) -> str:
-        assert self.limit is not None
-        return f"at most {bytes_text(round(self.limit)) if self.measured else f'{self.limit:.4g}'}"
-
     def _remark(self, row: Compared) -> str:
         if row is self.best:
-            return "best" if self.limit is None else f"best with {self._limit()}"
+            return "best" if self.limit is None else f"best with at most {self.limit:.4g}"
         if not self.fits(row):
-            return f"over {self._limit().removeprefix('at most ')}"
+            return f"over {self.limit:.4g}"
         return "reads older weights" if row.versions > 1 else ""
 
 
 def compare(
-    pipe: Pipeline | None = None,
     *,
-    devices: int | None = None,
-    microbatches: int | None = None,
+    devices: int = 4,
+    microbatches: int = 8,
     costs: Costs | None = None,
     memory: float | None = None,
 ) -> Comparison:
     """Simulate every schedule of the library, each with the model cut evenly into its stages.
 
     Args:
-        pipe: a compiled pipe, for its measured times, predicted bytes and counts. Values between
-            stages are not counted, as it is not known where the cuts would be.
-        devices: how many devices; by default 4, or the pipe's.
-        microbatches: how many micro-batches; by default 8, or the pipe's.
+        devices: how many devices.
+        microbatches: how many micro-batches.
         costs: letter of a task → its time for one device's whole share of the model; by default
-            what was measured, or the kind's own cost. If I and W are missing, each takes half of B.
-        memory: the most that a device may take: bytes with a pipe, otherwise micro-batches kept for
-            backward, of the device's whole share of the model.
+            the kind's own cost. If I and W are missing, each takes half of B.
+        memory: the most micro-batches that a device may keep for backward, of its whole share of
+            the model.
 
     Raises:
-        InputError: an argument is not valid, or the pipe is not compiled or not measured yet.
+        InputError: an argument is not valid.
     """
     check_keys(costs)
     given: dict[str, float] = {}
@@ -194,74 +133,36 @@ def compare(
             )
         given[key] = time
     times_of(0, (), given)  # raises where one is no time
-    totals: dict[str, float] = {}
-    held: Sizes | None = None
-    p, m = 4, 8
-    if pipe is not None:
-        measured = measured_costs(pipe.plan)
-        if not measured and not {"F", "B"} <= given.keys():
-            raise InputError("nothing was measured on this pipe's plan; give costs=")
-        for (letter, _), seconds in measured.items():
-            totals[letter] = totals.get(letter, 0.0) + seconds
-        schedule, held = pipe.schedule, pipe.simulate().sizes
-        p, m = schedule.devices, schedule.microbatches
-    p, m = devices if devices is not None else p, microbatches if microbatches is not None else m
-    check_whole("devices", p, 1)
-    check_whole("microbatches", m, 1)
+    check_whole("devices", devices, 1)
+    check_whole("microbatches", microbatches, 1)
     if memory is not None and not (isinstance(memory, Real) and memory > 0):
         shown = f"{memory:g}" if isinstance(memory, Real) else repr(memory)
         raise InputError(f"memory is {shown}; give what a device may take, above 0")
-    totals = {letter: seconds / p for letter, seconds in totals.items()}
-    times = {letter: kind.cost for letter, kind in KINDS.items()} if pipe is None else {}
-    times |= totals | given
-    if "B" in times and not set(_HALVES) & (given if "B" in given else totals | given).keys():
-        times |= dict.fromkeys(_HALVES, times["B"] / 2)
+    times = {letter: kind.cost for letter, kind in KINDS.items()} | given
+    if "B" in given and not {"I", "W"} & given.keys():
+        times |= dict.fromkeys("IW", given["B"] / 2)
     recipes: list[Recipe] = [getattr(library, name) for name in library.__all__]
     rows: list[Compared] = []
     left_out: dict[str, str] = {}
     for recipe in sorted(recipes, key=lambda recipe: recipe.name):
         try:
-            schedule = recipe(p, m).verify()
+            schedule = recipe(devices, microbatches).verify()
         except FxpipeError:
             left_out[recipe.name] = "is not for so many devices and micro-batches"
             continue
         if schedule.trains:
-            rows.append(_row(schedule, times, held))
+            rows.append(_row(schedule, times))
     rows.sort(key=lambda row: (row.time, row.memory, row.name))
-    return Comparison(p, m, tuple(rows), left_out, memory, pipe is not None)
+    return Comparison(devices, microbatches, tuple(rows), left_out, memory)
 
 
-def _row(schedule: Schedule, times: Mapping[str, float], held: Sizes | None) -> Compared:
-    """Simulate a schedule in which all stages take equal shares of a device's times and bytes."""
+def _row(schedule: Schedule, times: Mapping[str, float]) -> Compared:
+    """Simulate a schedule in which all stages take equal shares of a device's times."""
     share = schedule.stages // schedule.devices
     costs = {letter: time / share for letter, time in times.items() if letter in schedule.kinds}
-    sizes = None if held is None else _cut_evenly(held, schedule.stages)
-    simulated: Simulation = simulate_schedule(schedule, costs, sizes=sizes)
+    simulated = simulate_schedule(schedule, costs)
     time, bubble = simulated.makespan, simulated.bubble
     if simulated.steps > 1:
         time, bubble = simulated.steady.period, abs(simulated.steady.bubble)
-    most: float = max(simulated.device_stash) / share
-    if sizes is not None:
-        most = max(memory.peak for memory in simulated.memory)
+    most = max(simulated.device_stash) / share
     return Compared(schedule.name, time, bubble, most, max(simulated.weight_versions))
-
-
-def _cut_evenly(held: Sizes, stages: int) -> Sizes:
-    """The same bytes, with an equal share for each stage."""
-
-    def share(bytes_: Mapping[int, int]) -> dict[int, int]:
-        return dict.fromkeys(range(stages), -(-sum(bytes_.values()) // stages))
-
-    saved = dict(held.saved)
-    for stage, values in held.holds.items():
-        saved[stage] = saved.get(stage, 0) + sum(held.values.get(value, 0) for value in values)
-    return Sizes(
-        saved=share(saved),
-        deferred=share(held.deferred if any(held.deferred.values()) else saved),
-        state=share(held.state),
-        parameters=share(held.parameters),
-        gradients=share(held.gradients),
-        started=share(held.started),
-        optimizer=share(held.optimizer),
-        updating=share(held.updating),
-    )

@@ -199,14 +199,12 @@ def test_a_search_for_something_impossible_is_refused(
     assert says in err
 
 
-def test_schedules_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    picture = tmp_path / "all.svg"
+def test_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     given = ("compare", "-p", "3", "-m", "6", "--costs", "F=1,B=2", "--memory", "3")
-    status, out, err = run(capsys, *given, "--draw", picture)
-    assert (status, err) == (0, f"wrote {picture}\n")
+    status, out, err = run(capsys, *given)
+    assert (status, err) == (0, "")
     assert out.startswith("3 devices, 6 micro-batches, stages cut evenly\n")
     (best,) = (line for line in out.splitlines() if "best with at most 3" in line)
     assert best.split()[0] == "zb-v"
-    assert "<svg" in picture.read_text()
     status, _, err = run(capsys, "compare", "--costs", "F@1=2")
     assert (status, err.count("leave out the stage: F=2")) == (2, 1)
