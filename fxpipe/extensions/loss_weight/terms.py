@@ -7,16 +7,15 @@ divisor:  y → the sum of weight[t] over all t in flatten(y) other than -100
 from __future__ import annotations
 
 import copy
-import inspect
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.nn import functional
+from torch import Tensor, fx
 
 from fxpipe.ir.traced import DRAWS, Traced
 from fxpipe.passes.differentiate.extract import ancestors, extract
@@ -30,15 +29,11 @@ from fxpipe.torchtools.copies import current_copy
 _SAME = {"alias", "clone", "contiguous", "neg", "reshape", "squeeze", "to", "_to_copy", "view"}
 _SHAPES = _SAME - {"neg"} | {"flatten", "permute", "t", "transpose", "unsqueeze"}
 _SUMS = {"add", "sub", "rsub"}
-_PRODUCTS = {"mul", "div", "truediv"}
+_PRODUCTS = {"mul", "div"}
 _REDUCED = {"sum", "mean", "getitem"}
 _STACKS = {"stack", "cat"}
-_MEANS = {"cross_entropy_loss", "cross_entropy", "nll_loss", "nll_loss2d", "nll_loss_nd"}
+_MEANS = {"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"}
 _MEANS |= {"nll_loss_forward", "nll_loss2d_forward"}
-_SELECTIONS = {"index", "getitem", "masked_select"}
-_COMPARISONS = {"ne": "!=", "eq": "==", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-_BOOLEANS = {*_COMPARISONS, "logical_not", "logical_and", "logical_or", "bool", "isfinite"}
-_BOOLEANS |= {"invert", "bitwise_not", "and_", "bitwise_and", "or_", "bitwise_or"}
 _CPU = torch.device("cpu")
 
 
@@ -146,8 +141,6 @@ class _Reader:
             left, right = (*node.args, *node.kwargs.values(), None, None)[:2]
             if operation in _MEANS:
                 divisors.append(self._mean(node))
-            elif operation == "mean" and (mask := self._mask(read[0])) is not None:
-                divisors.append(self._selected(node, mask))
             elif operation in _SUMS:
                 todo += read
             elif operation in _SAME or (operation in _REDUCED and inner in _MEANS):
@@ -161,21 +154,22 @@ class _Reader:
                 todo.append(right)
                 scaled |= not isinstance(left, fx.Node)
             else:
-                divisors += [self._quotient(node, operation), *self._within(node)]
+                asked = self._asked(node, operation)
+                divisors += [Divisor(source.of_node(node)) if asked else None, *self._within(node)]
         # a sum times a constant may be a mean: the number of samples is a constant in the graph
         return tuple(None if scaled and x is not None and x.sums else x for x in divisors)
 
     def _mean(self, node: fx.Node) -> Divisor | None:
         """The divisor of a cross-entropy or the like."""
-        given = self._arguments(node)
+        given = arguments_of(node.target, node.args, node.kwargs)
         reduction, target, weight = given.get("reduction", 1), given["target"], given.get("weight")
         ignored = given.get("ignore_index", -100)
         line, told = source.of_node(node), f"({{}} != {ignored}).sum()"
         if weight is not None:
             told = f"weight[{{}}[{{}} != {ignored}]].sum()"
-        if reduction in (2, "sum"):
+        if reduction == 2:
             return Divisor(line, sums=True)
-        if reduction not in (1, "mean"):
+        if reduction != 1:
             return None
         while self._operation(target) in _SHAPES:  # counting does not depend on the shape
             target = target.args[0]
@@ -191,44 +185,18 @@ class _Reader:
         counts_input = target.op == "placeholder" and target in self.varies
         return replace(divisor, counts=True, ignored=ignored if counts_input else None)
 
-    def _mask(self, selection: fx.Node) -> fx.Node | None:
-        """The mask of ``losses[mask]``, if it is such a selection."""
-        if self._operation(selection) not in _SELECTIONS or len(selection.args) < 2:
-            return None
-        mask: Any = selection.args[1]
-        while isinstance(mask, list | tuple) and len(mask) == 1:
-            mask = mask[0]
-        if not isinstance(mask, fx.Node) or mask not in self.varies:
-            return None
-        value = mask.meta.get("val")
-        is_mask = self._operation(mask) in _BOOLEANS
-        if isinstance(value, Tensor):
-            is_mask = value.dtype is torch.bool
-        return mask if is_mask else None
-
-    def _selected(self, node: fx.Node, mask: fx.Node) -> Divisor:
-        """The divisor of a mean over the entries that a mask selects."""
-        line, told = source.of_node(node), "({} != -100).sum()"
-        symbol, operands = _COMPARISONS.get(self._operation(mask)), [*mask.args, None, None]
-        if mask.op == "placeholder":
-            told = "{}.sum()"
-        elif symbol and isinstance(operands[1], int | float):
-            told = f"({{}} {symbol} {operands[1]}).sum()"
-        if mask not in self.known:
-            return Divisor(line, told=told)
-        return self._divisor(line, [mask], Tensor.sum, told)
-
-    def _quotient(self, node: fx.Node, operation: str) -> Divisor | None:
-        """The divisor of a quotient, or of a product with a known value; None of other nodes."""
-        if operation not in _PRODUCTS:
-            return None
-        operands = node.all_input_nodes if operation == "mul" else node.all_input_nodes[1:]
-        known = [operand for operand in operands if operand in self.known]
-        power = -1 if operation == "mul" else 1
-        if len(known) != 1:
-            return None
-        line = source.of_node(node)
-        return self._divisor(line, known, lambda x: x if power == 1 else 1 / float(x))
+    def _asked(self, node: fx.Node, operation: str) -> bool:
+        """Whether a node divides by something that is not read from the graph: a quotient by a
+        value of the inputs, or a mean over what a mask selects."""
+        read = node.all_input_nodes
+        if operation == "div":
+            return read[-1] in self.known
+        selects = operation == "mean" and read[0].op == "call_function"
+        selection = self._operation(read[0]) if selects else ""
+        if selection == "masked_select":
+            return True
+        chosen = [n.meta.get("val") for n in read[0].all_input_nodes[1:]]
+        return selection == "index" and any(x is not None and x.dtype is torch.bool for x in chosen)
 
     def _within(self, node: fx.Node) -> list[Divisor]:
         """The divisors of the means that a term depends on in some other way."""
@@ -267,41 +235,17 @@ class _Reader:
     def _pure(self, node: fx.Node) -> bool:
         """Whether a node may be computed again: it draws no random numbers and writes nothing."""
         schema = getattr(node.target, "_schema", None)
-        writes = schema.is_mutable if schema is not None else self._operation(node).endswith("_")
+        writes = schema is not None and schema.is_mutable
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         return node.op != "call_module" and not (writes or draws or node.meta.get(DRAWS))
 
     def _operation(self, node: Any) -> str:
-        """The name of the operator, function or method that a node calls."""
-        if not isinstance(node, fx.Node) or node.op in ("placeholder", "get_attr", "output"):
-            return ""
-        if isinstance(node.target, torch._ops.OpOverload):
-            return node.target._schema.name.rpartition("::")[2]
-        if node.op == "call_module":
-            module = self.module.get_submodule(str(node.target))
-            return "cross_entropy" if isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss) else ""
-        if node.op == "call_function" and node.target in (
-            functional.cross_entropy,
-            functional.nll_loss,
-        ):
-            return "cross_entropy"
-        name = str(getattr(node.target, "__name__", node.target))
-        return "" if name in _MEANS else name
-
-    def _arguments(self, node: fx.Node) -> dict[str, Any]:
-        """The arguments of a mean, by name."""
-        given: dict[str, Any] = {}
-        if isinstance(node.target, torch._ops.OpOverload):
-            return arguments_of(node.target, node.args, node.kwargs)
-        if node.op == "call_module":
-            module = self.module.get_submodule(str(node.target))
-            told = ("weight", "ignore_index", "reduction", "label_smoothing")
-            given = {name: getattr(module, name) for name in told if hasattr(module, name)}
-            names = ["input", "target"]
-        else:
-            assert callable(node.target)
-            names = list(inspect.signature(node.target).parameters)
-        return {**given, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+        """The name of the operator that a node calls."""
+        target: Any = node.target if isinstance(node, fx.Node) else None
+        if target is operator.getitem:
+            return "getitem"
+        overload = isinstance(target, torch._ops.OpOverload)
+        return target._schema.name.rpartition("::")[2] if overload else ""
 
 
 def _count(

@@ -39,17 +39,11 @@ def several(output: Tensor, target: Tensor) -> Tensor:
     return torch.stack([first, cross_entropy(2 * classes, target)]).mean() / 4 + WEIGHTS.sum()
 
 
-def selected(output: Tensor, target: Tensor) -> Tensor:
-    losses = cross_entropy(output.flatten(0, 1), target.flatten().clamp(min=0), reduction="none")
-    return losses[target.flatten() != 2].mean()
-
-
 DIVIDED: dict[Callable[..., Tensor], Callable[[Tensor], Tensor]] = {
     lambda output, target: cross_entropy(output.transpose(1, 2), target): counted,
     of_classes: lambda y: WEIGHTS[y.clamp(min=0)][y != 2].sum(),
     shifted: lambda y: counted(y[:, 1:]),
     several: counted,
-    selected: lambda y: (y != 2).sum(),
 }
 """Losses of a sequence, and what they are divided by."""
 
@@ -136,9 +130,8 @@ def test_what_is_not_told_from_a_loss_is_asked_for_once_with_the_line_to_paste(
     x, y = rows(8)
     target: Any = (torch.ones(8, dtype=torch.float64), y) if loss is tuple_mean else y
     options: dict[str, Any] = {"loss": loss, "microbatches": 4}
+    y[:3] = IGNORED
     with fxpipe.compile(net(), ["cpu"], **options) as pipe:
-        pipe.step(x, target=target)  # all count
-        y[:3] = IGNORED
         with pytest.warns(UserWarning, match="is not that of the whole batch") as warned:
             pipe.step(x, target=target)
         pipe.step(x, target=target)
@@ -148,9 +141,7 @@ def test_what_is_not_told_from_a_loss_is_asked_for_once_with_the_line_to_paste(
     assert_whole(loss, x, target, 4, extensions=[*eval(line[1])])
 
 
-def test_a_mean_over_what_a_mask_selects_is_weighted_or_asked_for() -> None:
-    """A mask of the targets is known before the run; one of the outputs is not."""
-
+def test_a_mean_over_what_a_mask_selects_is_asked_for() -> None:
     def by_target(output: Tensor, target: Tensor) -> Tensor:
         losses = cross_entropy(output, target, reduction="none")
         return losses[target > 1].mean()
@@ -161,12 +152,14 @@ def test_a_mean_over_what_a_mask_selects_is_weighted_or_asked_for() -> None:
 
     x, y = rows(8)
     y.copy_(torch.tensor([0, 0, 1, 3, 4, 2, 2, 3]))
-    assert_whole(by_target, x, y, 4)  # a warning would be an error
-    with (
-        fxpipe.compile(net(), ["cpu"], microbatches=4, loss=by_output) as pipe,
-        pytest.warns(UserWarning, match="is not that of the whole batch.*LossWeight\\(lambda"),
-    ):
-        pipe.step(x, target=y)
+    for loss in (by_target, by_output):
+        with (
+            fxpipe.compile(net(), ["cpu"], microbatches=4, loss=loss) as pipe,
+            pytest.warns(UserWarning, match="is not that of the whole batch.*LossWeight\\(lambda"),
+        ):
+            pipe.step(x, target=y)
+    weighed = [fxpipe.LossWeight(lambda target: (target > 1).sum())]
+    assert_whole(by_target, x, y, 4, extensions=weighed)
 
 
 def test_terms_that_are_means_over_different_things_are_told() -> None:
