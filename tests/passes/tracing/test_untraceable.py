@@ -163,12 +163,9 @@ def test_a_submodule_that_draws_from_pythons_generators_is_refused_by_name(
         compiled(model, [fxpipe.LeafModules(*leaves)])
 
 
-def test_two_traces_that_differ_are_told_with_the_line_where_they_part() -> None:
-    with pytest.raises(
-        TraceError, match=r"tracing is not deterministic.*fxpipe.LeafModules"
-    ) as caught:
+def test_a_graph_that_keeps_what_each_run_counts_is_refused() -> None:
+    with pytest.raises(TraceError, match="does not compute what .* such as a counter"):
         compiled(Around(Inner(counts_outside)))
-    assert f"cannot be traced at {__file__}:" in str(caught.value)
 
 
 @pytest.mark.parametrize("function", [branches, loops, array, counts, appends, remembers])
