@@ -28,9 +28,9 @@ from fxpipe.extensions.leaf_modules.nests import (
     UnfitLeaf,
     can_be_given,
     indices,
+    refuse_objects,
     with_places,
 )
-from fxpipe.extensions.leaf_modules.objects import with_objects
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Traced, Value
 from fxpipe.passes.tracing.tracer import tensors_read
@@ -132,6 +132,7 @@ class LeafCalls:
     def _record(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._inside:  # a leaf inside of a leaf
             return module._call_impl(*args, **kwargs)
+        refuse_objects(name, (args, kwargs))
         self._inside = True
         casts, before = autocasts(), versions((args, kwargs))
         try:
@@ -318,7 +319,6 @@ class _Rewriter:
         args, kwargs = pytree.tree_map_only(
             TensorPlace, lambda place: tensors[place.index], call.given
         )
-        args, kwargs = with_objects((args, kwargs), node)
         with self.graph.inserting_before(node):
             module = self.graph.call_module(call.name, args, kwargs)
         module.meta.update(node.meta)

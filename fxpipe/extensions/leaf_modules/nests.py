@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,33 @@ class TensorPlace:
 _PLAIN = (TensorPlace, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
+def refuse_objects(name: str, given: Any) -> None:
+    """Check that a leaf module is given tensors in tuples, lists and dicts only: a graph makes no
+    objects of other classes.
+
+    Raises:
+        UnfitLeaf: it is given another container.
+    """
+    todo = [given]
+    while todo:
+        value = todo.pop()
+        parts = _parts(value)
+        if len(parts) == 1 and parts[0] is value:
+            continue
+        if type(value) not in (tuple, list, dict):
+            raise UnfitLeaf(
+                name,
+                f"is given a {type(value).__name__}, which no graph makes; mark a module around it "
+                "as the leaf, or give it tensors, tuples, lists or dicts of them",
+            )
+        todo += parts
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a container holds, or else the value itself."""
+    return pytree.tree_leaves(value, is_leaf=lambda part: part is not value)
+
+
 def with_places(name: str, what: str, values: Any) -> Any:
     """The inputs or results of a leaf module, with a ``TensorPlace`` instead of each tensor.
 
@@ -50,12 +77,10 @@ def with_places(name: str, what: str, values: Any) -> Any:
     try:
         return pytree.tree_map_only(Tensor, lambda _: next(places), values)
     except Exception as error:
-        kinds = sorted({type(x).__name__ for x in _unusual_containers(values)}) or ["nest"]
         raise UnfitLeaf(
             name,
-            f"{what} a {' and a '.join(kinds)}, which cannot be taken apart and put together "
-            f"({told(error)}); mark a module around it as the leaf, one that "
-            "takes tensors and returns tensors",
+            f"{what} an object that cannot be taken apart and put together ({told(error)}); mark a "
+            "module around it as the leaf, one that takes tensors and returns tensors",
         ) from error
 
 
@@ -70,16 +95,6 @@ def can_be_given(placed: Any, recorded: Any) -> bool:
         return True
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     return not any(isinstance(x, symbols) for x in leaves) and bool(placed == recorded)
-
-
-def _unusual_containers(values: Any) -> Iterator[Any]:
-    """The containers in a value that are subclasses of list, tuple or dict."""
-    if not isinstance(values, dict | tuple | list):
-        return
-    if type(values) not in (dict, tuple, list):
-        yield values
-    for item in values.values() if isinstance(values, dict) else values:
-        yield from _unusual_containers(item)
 
 
 def indices(name: str, output: Any, path: Sequence[Any]) -> tuple[Any, ...]:

@@ -341,8 +341,8 @@ def _refusal(what: str, difference: str, cure: str) -> TraceError:
         "the traced graph does not compute what the model computes: "
         f"{what}: {difference}; some operation, such as an autograd function of its own, is "
         f"not seen by the tracer: {cure}. Or the loss reads a value that the model keeps elsewhere "
-        "than in its output, as a forward hook does: return that value beside the output. Or the model's "
-        "code depends on something that each run changes, such as a counter"
+        "than in its output, as a forward hook does: return that value beside the output. Or the "
+        "model's code depends on something that each run changes, such as a counter"
     )
 
 

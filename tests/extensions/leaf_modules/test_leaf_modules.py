@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -339,6 +340,23 @@ def test_a_packed_sequence_is_refused_and_a_leaf_around_it_is_the_way_out() -> N
     with pytest.raises(TraceError, match=message):
         compiled(Around(Packed()), ["inner.layer"])
     train_both(Around(Packed()), ["last"], ["inner"])
+
+
+class Given(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner({"outputs": [OrderedDict(last=self.first(x))]})
+        return y
+
+
+class Takes(nn.Linear):
+    def forward(self, given: Any) -> Tensor:
+        return super().forward(given["outputs"][0]["last"])
+
+
+def test_an_object_that_a_leaf_is_given_is_refused_by_its_class() -> None:
+    message = "leaf module 'inner' is given a OrderedDict, .* tuples, lists or dicts"
+    with pytest.raises(TraceError, match=message):
+        compiled(Given(Takes(4, 4)), ["inner"])
 
 
 def test_tracing_leaves_the_leaves_as_they_were() -> None:

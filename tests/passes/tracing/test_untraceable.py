@@ -164,7 +164,7 @@ def test_a_submodule_that_draws_from_pythons_generators_is_refused_by_name(
 
 
 def test_a_graph_that_keeps_what_each_run_counts_is_refused() -> None:
-    with pytest.raises(TraceError, match="does not compute what .* such as a counter"):
+    with pytest.raises(TraceError, match=r"does not compute what .* such as a counter"):
         compiled(Around(Inner(counts_outside)))
 
 
