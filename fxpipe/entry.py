@@ -148,7 +148,7 @@ def compile(
             if every micro-batch gets the whole tensor: ``{"x": 1, "table": None, "target": 1}``. A
             part of a nested input is called ``"x['left']"``, and one of several targets
             ``"target[0]"``. A call must have every input that is named here, except for optional
-            inputs of the model. A sparse tensor cannot be split: give None for it.
+            inputs of the model.
         partition: "auto"; the names of submodules at each of which a stage begins; or a
             ``fxpipe.Partition`` with memory limits, device speeds, links, or submodules to keep
             together.

@@ -71,7 +71,7 @@ SCHEDULE = (
 
 ADMIT = (
     Pass(refuse_lazy, "model", ""),
-    Pass(refuse_sparse, "model, inputs, tracer", ""),
+    Pass(refuse_sparse, "model", ""),
     Pass(refuse_hooks, "model, is_called", ""),
 )
 """Refuse buffers without shapes, sparse tensors, and hooks that no graph could hold."""
@@ -91,7 +91,7 @@ TRACE = (
         "program, accepts",
     ),
     Pass(refuse_control_flow, "model, program", ""),
-    Pass(refuse_sparse_values, "model, program, calls", ""),
+    Pass(refuse_sparse_values, "model, program", ""),
     Pass(
         functionalise,
         "program, accepts, model, discards, dims",

@@ -24,7 +24,6 @@ from fxpipe.compiler.objective import Objective
 from fxpipe.errors import InputError, TraceError, told, way_out
 from fxpipe.formatting import plural
 from fxpipe.log import LOGGER
-from fxpipe.passes.tracing.tracer import Tracer
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import detached, taken_apart
 from fxpipe.torchtools.state import hooked, same_sizes, tried
@@ -102,27 +101,15 @@ def refuse_lazy(model: nn.Module) -> None:
             )
 
 
-def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: Tracer | None) -> None:
-    """Check that all parameters are dense, and that ``torch.export``, if there is no other tracer,
-    takes the layouts of all inputs.
-
-    Raises:
-        InputError: a parameter is sparse, or a tensor has a layout that cannot be traced.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.layout is not torch.strided:
+def refuse_sparse(model: nn.Module) -> None:
+    """Check that all parameters and buffers are dense. Raises InputError."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is not torch.strided:
             raise InputError(
-                f"the model's parameter {name!r} is {parameter.layout}, whose gradients cannot be "
-                "added up over micro-batches; let its values be the parameter, and make the sparse "
-                "tensor of them in forward (torch.sparse_coo_tensor(indices, values, size))"
+                f"{name!r} of the model is {tensor.layout}, and stages keep dense tensors; keep "
+                "its indices and values, and make the sparse tensor of them in the forward of a "
+                "leaf module (torch.sparse_coo_tensor(indices, values, size)), see docs/tracing.md"
             )
-    for name, value in inputs.items() if tracer is None else ():
-        layout = value.layout if isinstance(value, Tensor) else torch.strided
-        if layout not in (torch.strided, torch.sparse_coo):
-            cure = f"give it in COO ({name}.to_sparse_coo())"
-            if value.is_nested:
-                cure = f"give it as padded rows ({name}.to_padded_tensor(0.0)) and their lengths"
-            raise InputError(f"{name} is {layout}, which torch.export does not take; {cure}")
 
 
 def refuse_hooks(model: nn.Module, is_called: Callable[[str, nn.Module], bool]) -> None:

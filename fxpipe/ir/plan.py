@@ -71,16 +71,12 @@ class ValueSpec:
     Attributes:
         shape: the sizes of its dimensions.
         dtype: the type of its elements.
-        layout: its layout, strided or sparse.
-        stored: the bytes of its indices and values, if it is sparse.
         strides: its strides when traced, or None if they are not known.
         device: the type of its device.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layout: torch.layout = torch.strided
-    stored: int = 0
     strides: tuple[int, ...] | None = None
     device: str = "cpu"
 
@@ -94,8 +90,6 @@ class ValueSpec:
     @property
     def bytes(self) -> int:
         """The bytes of the value for one micro-batch."""
-        if self.layout is not torch.strided:
-            return self.stored
         return prod(self.shape) * self.dtype.itemsize
 
 

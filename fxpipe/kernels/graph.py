@@ -227,8 +227,6 @@ def strides_of_sum(gradient: Tensor, parameter: Tensor) -> tuple[int, ...] | Non
     As for autograd's ``.grad`` they are the parameter's, or those of a new tensor if the parameter
     is not dense: norms and updates round by the order of memory.
     """
-    if gradient.layout is not torch.strided:
-        return None
     wanted = parameter.stride()
     if not parameter.is_contiguous():
         like = torch.empty_like(parameter, device="meta").stride()

@@ -125,25 +125,22 @@ class Batch:
         return tuple(purpose == "call" and wants for wants in trains)
 
     def check_devices(self, *kinds: str) -> None:
-        """Check that all tensors are on these kinds of devices, and that no sparse tensor would be
-        split. Raises InputError."""
-        for index, (leaf, dim) in enumerate(zip(self.leaves, self.dims, strict=True)):
+        """Check that all tensors are dense and on these kinds of devices. Raises InputError."""
+        for index, leaf in enumerate(self.leaves):
             if not isinstance(leaf, Tensor):
                 continue
             if leaf.device.type not in kinds:
                 name = self.names[index]
                 raise InputError(f"{name} is on {leaf.device}; move it to the CPU ({name}.cpu())")
-            if dim is not None and leaf.layout is not torch.strided:
+            if leaf.layout is not torch.strided:
                 name = self.names[index]
                 cure = (
-                    f"make it dense ({name}.to_dense()), or give it whole to every micro-batch: "
-                    "compile(..., batch_dims={its name: None})"
+                    f"make it dense ({name}.to_dense()), or give its indices and values, and make "
+                    "the sparse tensor of them in the forward of a leaf module, see docs/tracing.md"
                 )
                 if leaf.is_nested:
                     cure = f"pad its rows ({name}.to_padded_tensor(0.0)), and give their lengths"
-                raise InputError(
-                    f"{name} is {leaf.layout}, which cannot be split along the batch; {cure}"
-                )
+                raise InputError(f"{name} is {leaf.layout}, and stages take dense tensors; {cure}")
 
     def split(self, microbatches: int) -> list[list[Any]]:
         """Split the leaves: micro-batch → its leaves. Sizes differ by at most one, larger first.
@@ -231,7 +228,7 @@ def _copied(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     leaf = leaf.detach()
-    if leaf.layout is not torch.strided or not leaf.numel():
+    if not leaf.numel():
         return leaf.clone()
     leaf = leaf.resolve_conj().resolve_neg()
     before = leaf.data_ptr() % 64 // leaf.element_size()
@@ -251,7 +248,7 @@ def ordinary(leaf: Any) -> Any:
 def _leaf_key(leaf: Any, dim: int | None) -> Any:
     if not isinstance(leaf, Tensor):
         return type(leaf), repr(leaf)
-    return dim, leaf.dtype, leaf.device, leaf.layout, leaf.dim()
+    return dim, leaf.dtype, leaf.device, leaf.dim()
 
 
 def _sizes(leaf: Any, dim: int | None) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from fxpipe.kernels.kernel import Kernel
 from fxpipe.random import mix
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.weights.clipping import Clipping
-from fxpipe.torchtools.pytrees import equal, together
+from fxpipe.torchtools.pytrees import together
 
 _DRAWING = threading.RLock()
 """Held while drawing from torch's generator, which all pipes share, or while reading its state."""
@@ -284,7 +284,7 @@ def join(
         if dim is not None and first.dim() > dim:
             if all(part.shape[dim] == size for part, size in zip(parts, sizes, strict=True)):
                 return torch.cat(list(parts), dim)
-        if all(equal(part, first) for part in parts):
+        if all(torch.equal(part, first) for part in parts):
             return first.clone()
     raise InputError(
         f"{name} differs between micro-batches and has no batch dimension to join it along; "

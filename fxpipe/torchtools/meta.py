@@ -54,9 +54,7 @@ class Scratch:
         self._turns = turns
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the same shape, strides and dtype; return a sparse tensor itself."""
-        if tensor.layout is not torch.strided:
-            return tensor
+        """Return a tensor of the same shape, strides and dtype."""
         shape, strides, dtype = tensor.shape, tensor.stride(), tensor.dtype
         if 0 in shape:
             return torch.empty_strided(shape, strides, dtype=dtype, device=self._device)

@@ -2,8 +2,7 @@
 
 ``torch.utils._pytree`` knows tuples, lists, dicts and registered classes. A model may also return
 objects of other classes with tensors in their attributes, such as a cache of keys and values: these
-objects are taken apart, and dataclasses are registered. A sparse tensor is taken apart into its
-dense pieces, indices and values, as it has no storage or strides itself.
+objects are taken apart, and dataclasses are registered.
 """
 
 from __future__ import annotations
@@ -157,45 +156,19 @@ def versions(value: Any) -> list[int]:
 
 
 def bytes_of(value: Any) -> int:
-    """The bytes of all tensors in a pytree; sparse ones count as if they were dense."""
+    """The bytes of all tensors in a pytree."""
     tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-_COMPRESSED: Mapping[torch.layout, tuple[str, str]] = {
-    torch.sparse_csr: ("crow_indices", "col_indices"),
-    torch.sparse_bsr: ("crow_indices", "col_indices"),
-    torch.sparse_csc: ("ccol_indices", "row_indices"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices"),
-}
-
-SPARSE = {str(layout): layout for layout in (torch.sparse_coo, *_COMPRESSED)}
-"""Name of a sparse layout → the layout."""
-
-
-def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return a dense tensor itself, or the indices of a sparse tensor followed by its values."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in _COMPRESSED:
-        rows, columns = (getattr(tensor, name)() for name in _COMPRESSED[tensor.layout])
-        return rows, columns, tensor.values()
-    return (tensor,)
+    return sum(map(size_in_bytes, tensors))
 
 
 def memory(tensor: Tensor) -> int:
-    """Return a number that identifies the storage of a tensor's values, and is the same for its
-    views. Inside ``vmap`` it is the storage of the whole batch."""
+    """Return a number that identifies a tensor's storage, and is the same for its views. Inside
+    ``vmap`` it is the storage of the whole batch."""
     while is_batchedtensor(tensor):
         tensor = get_unwrapped(tensor)
-    return int(pieces(tensor)[-1].untyped_storage()._cdata)
+    return int(tensor.untyped_storage()._cdata)
 
 
 def size_in_bytes(tensor: Tensor) -> int:
-    """The bytes of a tensor's elements, or of a sparse tensor's indices and values."""
-    return sum(piece.numel() * piece.element_size() for piece in pieces(tensor))
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    """``torch.equal``, also for sparse tensors: they are equal if their indices and values are."""
-    return a.layout is b.layout and all(map(torch.equal, pieces(a), pieces(b)))
+    """The bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()

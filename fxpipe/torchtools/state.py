@@ -56,7 +56,7 @@ def put_back(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
     tensors_before = [
         (name, x, 0 if x.is_inference() else x._version, x.detach().clone())
         for name, x in tensors.items()
-        if isinstance(x, Tensor) and x.layout is torch.strided
+        if isinstance(x, Tensor)
     ]
     written: list[str] = []
     try:
@@ -71,10 +71,7 @@ def put_back(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _repeats(buffer: Tensor) -> bool:
-    strided = buffer.layout is torch.strided
-    return strided and any(
-        n > 1 and not s for n, s in zip(buffer.shape, buffer.stride(), strict=True)
-    )
+    return any(n > 1 and not s for n, s in zip(buffer.shape, buffer.stride(), strict=True))
 
 
 def _rescaled(model: nn.Module) -> list[Tensor]:

@@ -125,7 +125,6 @@ def put_sizes(plan: Plan, symbols: Symbols, leaves: Sequence[Any]) -> Plan:
             spec,
             shape=put(spec.shape),
             strides=put(spec.strides),
-            stored=put(spec.stored),
         )
         for name, spec in plan.specs.items()
     }

@@ -90,14 +90,7 @@ def differentiate(
 def _specs(values: Mapping[str, Any]) -> dict[str, ValueSpec]:
     """Value → its spec, for the tensors among some values."""
     return {
-        name: ValueSpec(
-            tuple(x.shape),
-            x.dtype,
-            x.layout,
-            size_in_bytes(x),
-            x.stride() if x.layout is torch.strided else None,
-            x.device.type,
-        )
+        name: ValueSpec(tuple(x.shape), x.dtype, x.stride(), x.device.type)
         for name, x in values.items()
         if isinstance(x, Tensor)
     }

@@ -329,5 +329,4 @@ def _blamed(
 
 
 def _strides(value: Any) -> tuple[int, ...] | None:
-    dense = isinstance(value, Tensor) and value.layout is torch.strided
-    return value.stride() if dense else None
+    return value.stride() if isinstance(value, Tensor) else None

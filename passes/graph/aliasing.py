@@ -70,7 +70,7 @@ def hidden_views(module: fx.GraphModule) -> dict[OpOverload, Callable[..., Any]]
 
 def _storages(node: fx.Node) -> set[int]:
     leaves = pytree.tree_leaves(node.meta.get("val"))
-    return {memory(x) for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided}
+    return {memory(x) for x in leaves if isinstance(x, Tensor)}
 
 
 def functional_variant(target: OpOverload) -> OpOverload | None:

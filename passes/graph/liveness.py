@@ -21,7 +21,6 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from fxpipe.kernels.graph import onto
-from fxpipe.torchtools.pytrees import pieces
 
 
 class Span(NamedTuple):
@@ -160,6 +159,6 @@ def _storages(node: fx.Node) -> Iterator[tuple[int, int]]:
     if node.target in _WHOLE_LOSSES:
         least = max(operand.meta["val"].nbytes for operand in node.all_input_nodes)
     for leaf in pytree.tree_leaves(node.meta.get("val")):
-        for piece in pieces(leaf) if isinstance(leaf, Tensor) else ():
-            storage = piece.untyped_storage()
+        if isinstance(leaf, Tensor):
+            storage = leaf.untyped_storage()
             yield storage._cdata, max(int(storage.nbytes()), least)

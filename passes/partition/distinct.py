@@ -33,17 +33,16 @@ from fxpipe.torchtools.state import under
 
 
 def reducible(traced: Traced) -> bool:
-    """Whether all operations of a graph read dense tensors, or items of one result each."""
+    """Whether all operations of a graph read tensors, or items of one result each."""
     return all(
-        node.op == "call_function" and (is_part(node) or all(map(_is_read, node.all_input_nodes)))
+        node.op == "call_function"
+        and (is_part(node) or not any(map(_is_nest, node.all_input_nodes)))
         for node in compute_nodes(traced.graph)
     )
 
 
-def _is_read(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    sparse = isinstance(value, Tensor) and value.layout is not torch.strided
-    return not (sparse or isinstance(value, list | tuple | dict))
+def _is_nest(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), list | tuple | dict)
 
 
 def distinct(

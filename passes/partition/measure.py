@@ -246,8 +246,8 @@ class _Timer(fx.Interpreter):
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a fake value of a graph is a strided tensor of known sizes."""
-    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+    """Whether a fake value of a graph is a tensor of known sizes."""
+    if not isinstance(value, Tensor):
         return False
     return all(type(size) is int for size in (*value.shape, *value.stride()))
 
@@ -255,8 +255,7 @@ def _is_plain(value: Any) -> bool:
 def look(value: Any) -> Hashable:
     """The properties of an operand that an operation's time depends on."""
     if isinstance(value, Tensor):
-        strides = value.stride() if value.layout is torch.strided else ()
-        return value.shape, strides, value.dtype, value.device, value.layout
+        return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):
         return tuple(map(look, value))
     if isinstance(value, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 import traceback
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from torch.export import ExportedProgram
 
 from fxpipe.errors import InputError, TraceError, told, way_out
 from fxpipe.ir.traced import Traced
-from fxpipe.passes.tracing.tracer import Calls
 from fxpipe.torchtools import source
 
 aten = torch.ops.aten
@@ -115,8 +113,8 @@ def _is_trained(node: fx.Node) -> bool:
     return any(n.op == "placeholder" and n.meta["val"].requires_grad for n in seen)
 
 
-def refuse_sparse_values(model: nn.Module, program: ExportedProgram, calls: Calls | None) -> None:
-    """Check that no line of a program reads or makes a sparse tensor; the modules of ``calls`` may.
+def refuse_sparse_values(model: nn.Module, program: ExportedProgram) -> None:
+    """Check that no line of a program makes a sparse tensor.
 
     A trace has no data, so that its sparse tensors have no entries.
 
@@ -125,10 +123,8 @@ def refuse_sparse_values(model: nn.Module, program: ExportedProgram, calls: Call
     """
     regions = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     for node in chain.from_iterable(region.graph.nodes for region in regions):
-        values = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
-        layouts = {value.layout for value in values if isinstance(value, Tensor)}
-        opaque = node.target in (calls and calls.operator, operator.getitem)
-        if node.op == "call_function" and not opaque and layouts - {torch.strided}:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
             reason = "a sparse tensor, which no stage's graph can hold"
             cure = "make it dense (to_dense()), or put the line into a submodule of its own"
             raise _error(model, source.of_node(node), reason, cure, _paths(node))

@@ -116,7 +116,7 @@ def accepts(
     program.example_inputs = given
     leaves = pytree.tree_leaves(given)
     strides = [
-        x.stride() if isinstance(x, torch.Tensor) and x.layout is torch.strided else ()
+        x.stride() if isinstance(x, torch.Tensor) else ()
         for x in pytree.tree_leaves((args, dict(kwargs)))
     ]
     guards: list[nn.Module | None] = []

@@ -41,14 +41,7 @@ class Tracer(Protocol):
 
 
 class Calls(Protocol):
-    """The calls, in a run of a model, of submodules that its graph is to call as they are.
-
-    Attributes:
-        operator: the operation that each of them is in a trace.
-    """
-
-    @property
-    def operator(self) -> object: ...
+    """The calls, in a run of a model, of submodules that its graph is to call as they are."""
 
     def opaque(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, each of these calls is one operation, for the model to be traced."""

@@ -215,7 +215,7 @@ def pipe() -> Iterator[fxpipe.Pipeline]:
         ((), Y, ["the inputs do not fit Tiny.forward: missing a required argument: 'x'"]),
         ((X,), None, ["the loss does not fit the model's output and no target", "'target'"]),
         ((X,), (Y,) * 9, ["the model's output and 9 targets: too many positional arguments"]),
-        ((X.to_sparse(),), Y, ["x is torch.sparse_coo, which cannot be split", "x.to_dense()"]),
+        ((X.to_sparse(),), Y, ["x is torch.sparse_coo, and stages take dense", "x.to_dense()"]),
         ((X.to("meta"),), Y, ["x is on meta; move it to the CPU (x.cpu())"]),
         ((X.repeat(1, 2),), Y, ["Tiny fails on the first micro-batch at ", "h = self.first(x)"]),
         ((X.long(),), Y, ["Tiny fails on the first micro-batch at ", "must have the same dtype"]),

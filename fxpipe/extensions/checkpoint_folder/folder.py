@@ -10,7 +10,6 @@ tensors and has their checksums.
     older, predicted         version → name → value
     random, device_random    states of generators
     groups, extra            tensors among the optimizers' settings and the user's own values
-    sparse                   indices and values of sparse tensors
     fxpipe                   number of the process → its JSON (header) and the JSON's checksum
 
 The steps are those of DCP's ``save`` and ``load``, but between them processes talk over the pipe's
@@ -184,8 +183,6 @@ class _Tensors:
         match path:
             case ("parameters" | "buffers", name) if name in self._state:
                 return "model", name
-            case ("parameters" | "buffers" | "gradients", _, *inner) if inner:
-                return "sparse", "/".join(path)
             case ("optimizer", "parameters", name, "state", *inner):
                 return "optimizer", name, "/".join(inner)
             case ("optimizer", "groups", *inner):

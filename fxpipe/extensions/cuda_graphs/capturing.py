@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from fxpipe.extensions.cuda_graphs.captured import Captured, Graphs
 from fxpipe.ir import instruction as ins
@@ -120,9 +119,6 @@ def obstacle(plan: Plan, stage: Stage) -> str | None:
             return f"its input {edge.value!r} is one whole number, which is read on the host"
     for module in (kernel.forward_graph, kernel.backward_graph):
         for node in () if module is None else module.graph.nodes:
-            value = node.meta.get("val")
-            if isinstance(value, Tensor) and value.layout is not torch.strided:
-                return f"{node.name!r} is sparse, and how many entries it has is read on the host"
             tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
             if any(tag in tags for tag in _HOST_TAGS):
                 line = source.of_node(node)

@@ -45,8 +45,7 @@ fx.node.has_side_effect(_LEAF)  # the model may call it only for what it does to
 _known: dict[int, Sequence[Tensor]] = {}
 """Number of a call → what it returned, without data, while its model is being traced."""
 
-for _backend in ("Meta", "SparseMeta", "SparseCsrMeta"):  # by the layout of a leaf module's inputs
-    _LIBRARY.impl("leaf", lambda inputs, call: [*map(torch.empty_like, _known[call])], _backend)
+_LIBRARY.impl("leaf", lambda inputs, call: [*map(torch.empty_like, _known[call])], "Meta")
 
 
 def _sized(x: Tensor, size: Sequence[int], leaf: str) -> Tensor:

@@ -19,7 +19,7 @@ from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, DrawsWatched, draw
 from fxpipe.extensions.leaf_modules.nests import UnfitLeaf
 from fxpipe.ir.traced import AUTOCAST, DRAWS
 from fxpipe.torchtools import source
-from fxpipe.torchtools.pytrees import detached, equal, versions
+from fxpipe.torchtools.pytrees import detached, versions
 from fxpipe.torchtools.state import assigned_in_place, tried, under
 
 _DROPOUTS = (_DropoutNd, nn.RNNBase, nn.MultiheadAttention)
@@ -62,7 +62,7 @@ class Example(fx.Interpreter):
         owners = {
             name.rpartition(".")[0]
             for name, buffer in buffers.items()
-            if buffer._version != before[name][0] or not equal(buffer, before[name][1])
+            if buffer._version != before[name][0] or not torch.equal(buffer, before[name][1])
         }
         return {name for name in buffers if name.rpartition(".")[0] in owners}
 

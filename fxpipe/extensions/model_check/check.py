@@ -25,7 +25,7 @@ from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.serial import SerialResult, run_serially
 from fxpipe.torchtools import moments, source
-from fxpipe.torchtools.pytrees import pieces, taken_apart
+from fxpipe.torchtools.pytrees import taken_apart
 
 _RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """How much two runs of the same operations may differ, as a part of the greatest entry; a wrong
@@ -264,7 +264,7 @@ def _nearby(
     kept = {
         name: weight.detach().clone()
         for name, weight in weights.items()
-        if weight.is_floating_point() and weight.layout is torch.strided
+        if weight.is_floating_point()
     }
     try:
         for times in (1, 3, 7):
@@ -363,7 +363,7 @@ def _allowed(narrow: torch.dtype | None, there: Tensor) -> float:
 
 def _apart(here: Tensor, there: Tensor) -> float:
     """How far two tensors differ; 0 if that is no number, as for other shapes, or whole numbers."""
-    if here.shape != there.shape or here.layout is not torch.strided or not _rounds(here):
+    if here.shape != there.shape or not _rounds(here):
         return 0.0
     return _greatest(here.detach() - there.detach())
 
@@ -376,11 +376,6 @@ def _difference(here: Tensor, there: Tensor, allowed: float, few: float = 0.0) -
     """How two tensors differ if it is by more than allowed, or in more than a part of ``few`` whole
     numbers; an empty string if they agree."""
     here, there = here.detach(), there.detach()
-    if here.layout is not there.layout:
-        return f"{here.layout}, not {there.layout}"
-    if here.layout is not torch.strided:
-        pairs = zip(pieces(here), pieces(there), strict=True)
-        return next(filter(None, (_difference(*pair, allowed, few) for pair in pairs)), "")
     if here.shape != there.shape or here.dtype != there.dtype:
         return f"{tuple(here.shape)} {here.dtype}, not {tuple(there.shape)} {there.dtype}"
     if not _rounds(here):
@@ -396,8 +391,6 @@ def _difference(here: Tensor, there: Tensor, allowed: float, few: float = 0.0) -
 
 def _greatest(tensor: Tensor) -> float:
     """The greatest absolute value among the finite entries."""
-    if tensor.layout is not torch.strided:
-        return max(map(_greatest, pieces(tensor)), default=0.0)
     if not _rounds(tensor):
         return 0.0
     sizes = tensor.detach().abs()

@@ -15,7 +15,6 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.torchtools.optimizers import alone
-from fxpipe.torchtools.pytrees import pieces
 
 _SIDE = 64
 _FEW = 1 << 22
@@ -171,8 +170,7 @@ class Counting(TorchDispatchMode):
         registered already. ``counted`` tells whether they count."""
         for leaf in (values,) if isinstance(values, Tensor) else pytree.tree_leaves(values):
             if isinstance(leaf, Tensor) and not leaf.is_meta:
-                for piece in pieces(leaf):
-                    self._adopt(piece.untyped_storage(), counted)
+                self._adopt(leaf.untyped_storage(), counted)
 
     def _adopt(self, storage: torch.UntypedStorage, counted: bool) -> None:
         key = storage._cdata

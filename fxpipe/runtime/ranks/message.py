@@ -67,8 +67,7 @@ def digest(tensor: Tensor) -> str:
     """Return a short hash of a tensor's values; empty on the meta device."""
     if tensor.is_meta:
         return ""
-    dense = tensor.layout is torch.strided
-    flat = tensor.reshape(-1).contiguous() if dense else tensor
+    flat = tensor.reshape(-1).contiguous()
     values = hashlib.sha256()
     for part in pack(Message("", (), flat))[1:]:  # without the head, which has the layout
         values.update(part)
@@ -129,15 +128,6 @@ class _Pickler(pickle.Pickler):
 
     def _tensor(self, value: Tensor) -> Any:
         shape = tuple(value.shape)
-        if value.layout is torch.sparse_coo:
-            return _coo, (value._indices(), value._values(), shape, value.is_coalesced())
-        if value.layout is torch.sparse_csr:
-            return _csr, (value.crow_indices(), value.col_indices(), value.values(), shape)
-        if value.layout is not torch.strided:
-            raise InputError(
-                f"a tensor of layout {value.layout} would have to go from one rank to another; "
-                "make it dense, or torch.sparse_coo"
-            )
         if value.is_quantized:
             raise InputError(
                 "a quantised tensor would have to go from one rank to another; let a submodule "
@@ -180,16 +170,7 @@ def _strided(
     return tensor
 
 
-def _coo(indices: Tensor, values: Tensor, shape: tuple[int, ...], coalesced: bool) -> Tensor:
-    sparse = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
-    return sparse._coalesced_(coalesced)
-
-
-def _csr(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.sparse_csr_tensor(rows, columns, values, shape, check_invariants=False)
-
-
-_KNOWN = {each.__name__: each for each in (_strided, _coo, _csr, dict, list, str, int, float)}
+_KNOWN = {each.__name__: each for each in (_strided, dict, list, str, int, float)}
 
 
 class _Unpickler(pickle.Unpickler):

@@ -21,7 +21,6 @@ from fxpipe.runtime.weights.optimizer_state import (
     Parts,
 )
 from fxpipe.runtime.weights.stage_weights import History
-from fxpipe.torchtools.pytrees import SPARSE, pieces
 
 _DEEPEST = 100
 _ADDED = ("attributes", "modules")
@@ -229,11 +228,6 @@ def _encode(value: Any, path: tuple[str, ...], add: Add) -> Any:
     match value:
         case None | bool() | int() | float() | str():
             return value
-        case Tensor(layout=layout) if str(layout) in SPARSE:
-            coalesced = layout is torch.sparse_coo and value.is_coalesced()
-            parts = [inside(piece, index) for index, piece in enumerate(pieces(value.detach()))]
-            kind = {"sparse": str(layout), "size": [*value.shape], "coalesced": coalesced}
-            return {**kind, "pieces": parts}
         case Tensor():
             return add(path, value)
         case list() | tuple():
@@ -258,8 +252,6 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[path]
         case {"complex": str(path)}:
             return torch.view_as_complex(tensors[path])
-        case {"sparse": str(kind), "size": list(size), "coalesced": bool(sorted_), "pieces": parts}:
-            return _sparse(kind, [_decode(part, tensors) for part in parts], size, sorted_)
         case {"tuple": list(items)}:
             return tuple(_decode(item, tensors) for item in items)
         case {"dict": list(pairs)}:
@@ -298,16 +290,3 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Sequence:
         return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
     return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
-
-
-def _sparse(layout: str, parts: Sequence[Tensor], size: list[int], coalesced: bool) -> Tensor:
-    """A sparse tensor from its parts. Raises RuntimeError if they do not fit together."""
-    if SPARSE[layout] is torch.sparse_coo:
-        indices, values = parts
-        return torch.sparse_coo_tensor(
-            indices, values, size, is_coalesced=coalesced, check_invariants=True
-        )
-    rows, columns, values = parts
-    return torch.sparse_compressed_tensor(
-        rows, columns, values, size, layout=SPARSE[layout], check_invariants=True
-    )

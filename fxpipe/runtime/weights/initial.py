@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import InputError, told
 from fxpipe.torchtools.meta import allocated, standing_in
-from fxpipe.torchtools.pytrees import memory, pieces
+from fxpipe.torchtools.pytrees import memory
 
 Initialise = Callable[[nn.Module], object]
 """Gives one module's own parameters and buffers their values."""
@@ -135,7 +135,7 @@ class _Writes(TorchDispatchMode):
     def _note(self, tensors: Iterable[Tensor]) -> None:
         """Note, while these tensors live, that their values are not those of the whole model."""
         for tensor in tensors:
-            key, storage = memory(tensor), pieces(tensor)[-1].untyped_storage()
+            key, storage = memory(tensor), tensor.untyped_storage()
             self._others[key] = weakref.ref(storage, partial(self._forget, key))
 
     def _forget(self, key: int, reference: Any) -> None:

@@ -18,7 +18,6 @@ from fxpipe.errors import CheckpointError, told
 from fxpipe.runtime.weights.live import copied, settings, unshared
 from fxpipe.torchtools.accelerator import random_kept
 from fxpipe.torchtools.optimizers import alone
-from fxpipe.torchtools.pytrees import pieces
 
 
 @dataclass(frozen=True)
@@ -274,16 +273,11 @@ def _is_number(value: Any) -> bool:
 
 
 def described(value: Any) -> str:
-    """A tensor as ``6×6 of float32`` or ``6×6 of float32, sparse_coo with 9 entries``; any other
-    value as its short repr."""
+    """A tensor as ``6×6 of float32``; any other value as its short repr."""
     if not isinstance(value, Tensor):
         return reprlib.repr(value)
     sizes = "×".join(map(str, value.shape)) or "a scalar"
-    text = f"{sizes} of {value.dtype}".replace("torch.", "")
-    if value.layout is torch.strided:
-        return text
-    layout = str(value.layout).removeprefix("torch.")
-    return f"{text}, {layout} with {len(pieces(value)[-1])} entries"
+    return f"{sizes} of {value.dtype}".replace("torch.", "")
 
 
 def _groups(optimizers: Optimizers) -> Iterator[tuple[Optimizer, int, dict[str, Any]]]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe import DeviceMemoryError
@@ -31,7 +30,6 @@ from tests.runtime.test_failures import FAILS, FAILS_BACK
 from tests.runtime.test_faults import failing_at
 from tests.runtime.test_mapped import assert_uncopied
 from tests.runtime.test_out_of_memory import Taking, lacking, trained
-from tests.runtime.test_sparse import NODES, Graphs, Whole, adjacency, graphs
 
 pytestmark = pytest.mark.models
 
@@ -137,37 +135,6 @@ def test_memory_is_predicted_for_every_form_alike() -> None:
         == own
     )
     assert peaks(torch.optim.AdamW(groups(model.parameters()))) == own
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_memory_counts_the_indices_and_values_of_a_sparse_buffer() -> None:
-    """Two graphs of one size, of which one has 20 edges more: two indices and a weight each."""
-    torch.manual_seed(5)
-
-    def peak(edges: int) -> int:
-        adj = torch.zeros(NODES * NODES).index_fill(0, torch.randperm(36)[:edges], 1.0)
-        model = Graphs(adj.reshape(NODES, NODES).to_sparse())
-        x, y = graphs()
-        with fxpipe.compile(model, 1, microbatches=4, loss=mse_loss) as pipe:
-            pipe.prepare(x, target=y)
-            assert "Graphs" in str(pipe)
-            return int(pipe.simulate().memory[0].peak)
-
-    assert peak(30) - peak(10) == 3 * 20 * (2 * 8 + 4)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("leaves", [[], ["second"]])
-def test_a_pipe_with_a_sparse_input_is_predicted(leaves: list[str]) -> None:
-    torch.manual_seed(6)
-    x, y = torch.randn(8, NODES), torch.randn(8, NODES)
-    options: dict[str, Any] = {
-        "batch_dims": {"adj": None},
-        "extensions": [fxpipe.LeafModules(*leaves)],
-    }
-    with fxpipe.compile(Whole(), 2, microbatches=4, loss=mse_loss, **options) as pipe:
-        pipe.step(x, adjacency(), target=y)
-        assert pipe.simulate().memory
 
 
 def test_a_pipe_that_has_ended_refuses_to_profile(monkeypatch: pytest.MonkeyPatch) -> None:

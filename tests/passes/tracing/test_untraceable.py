@@ -208,51 +208,6 @@ def test_an_index_by_tensors_depends_on_no_values_in_its_shape() -> None:
     compiled(Around(Inner(picks)))
 
 
-class Product(nn.Module):
-    def forward(self, adjacency: Tensor, x: Tensor) -> Tensor:
-        y: Tensor = torch.sparse.mm(adjacency, x)
-        return y
-
-
-class Graphs(nn.Module):
-    """Takes the adjacency matrix of a graph of four nodes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.product, self.last = nn.Linear(4, 4), Product(), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
-        y: Tensor = self.last(self.product(adjacency, self.first(x)))
-        return y
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_a_sparse_input_is_whole_in_every_microbatch(layout: torch.layout) -> None:
-    torch.manual_seed(0)
-    model = Graphs()
-    alone = copy.deepcopy(model)
-    adjacency = (torch.rand(4, 4) * torch.ones(4, 4).tril()).to_sparse(layout=layout)
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
-    with fxpipe.compile(
-        model,
-        2,
-        microbatches=2,
-        loss=mse_loss,
-        batch_dims={"adjacency": None},
-    ) as pipe:
-        if layout is torch.sparse_csr:
-            with pytest.raises(
-                fxpipe.InputError, match=r"adjacency.*_csr.*adjacency.to_sparse_coo"
-            ):
-                pipe.step(x, adjacency, target=y)
-            adjacency = adjacency.to_sparse_coo()
-        made = pipe.step(x, adjacency, target=y)
-    expected = loop.train(alone, 2, x, loss=mse_loss, target=y, adjacency=adjacency)
-    assert torch.equal(made, expected.loss)
-    loop.assert_same(loop.gradients(model), loop.gradients(alone))
-
-
 class Gates(nn.Module):
     """Leaves an auxiliary loss on a submodule, or returns it."""
 
