@@ -217,8 +217,8 @@ PASSES = {
     ),
     "deferred statistics forget the module's momentum": Fault(
         "fxpipe/extensions/deferred_batchnorm/defer_batchnorm.py",
-        "DeferredNorm(moments, *names, module.momentum)",
-        "DeferredNorm(moments, *names, 0.1)",
+        "tracked, module.momentum)",
+        "tracked, 0.1)",
         "tests/extensions/deferred_batchnorm/test_deferred_batchnorm.py",
     ),
 }

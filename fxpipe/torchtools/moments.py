@@ -19,14 +19,14 @@ class DeferredNorm:
         running_mean: the name of the running mean's buffer in the model.
         running_var: the name of the running variance's buffer.
         tracked: the name of the buffer that counts updates, if there is one.
-        momentum: the weight of the new statistics; None for the average over all updates.
+        momentum: the weight of the new statistics.
     """
 
     moments: str
     running_mean: str
     running_var: str
     tracked: str | None
-    momentum: float | None
+    momentum: float
 
 
 def gather(before: Tensor, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
@@ -65,13 +65,6 @@ def _merged(before: Tensor, more: float | Tensor, mean: Tensor, more_squares: Te
     )
 
 
-def moments_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and unbiased variance of each channel of x: (samples, channels, …)."""
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    variance, mean = torch.var_mean(x.detach(), dims)
-    return mean, variance
-
-
 def commit(
     norms: Sequence[DeferredNorm], state: Mapping[str, Tensor], written: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
@@ -92,15 +85,10 @@ def commit(
         if moments is None:
             continue
         count, mean, squares = moments.unbind()
-        factor: float | Tensor | None = norm.momentum
         if norm.tracked is not None:
-            updates = fresh.get(norm.tracked, state[norm.tracked]) + 1
-            fresh[norm.tracked] = updates
-            # in float64, as in BatchNorm itself: 1 / an integer tensor would be a float32
-            factor = 1 / updates.double() if factor is None else factor
-        assert factor is not None
+            fresh[norm.tracked] = fresh.get(norm.tracked, state[norm.tracked]) + 1
         variance = squares / (count - 1)
         for name, new in ((norm.running_mean, mean), (norm.running_var, variance)):
             old = fresh.get(name, state[name])
-            fresh[name] = (old * (1 - factor) + new * factor).to(old.dtype)
+            fresh[name] = (old * (1 - norm.momentum) + new * norm.momentum).to(old.dtype)
     return writes | fresh

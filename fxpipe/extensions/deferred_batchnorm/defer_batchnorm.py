@@ -13,7 +13,6 @@ micro-batch is still normalised by its own statistics, so no output and no gradi
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.graph.lazy_module import copied
-from fxpipe.torchtools.moments import DeferredNorm, gather, moments_of
+from fxpipe.torchtools.moments import DeferredNorm, gather
 
 aten = torch.ops.aten
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default
@@ -38,7 +37,8 @@ def defer_batchnorm(traced: Traced, model: nn.Module) -> Traced:
     """The same graph, in which every BatchNorm that updates its statistics gathers moments instead.
 
     Raises:
-        TraceError: other code than the BatchNorm itself reads or writes its statistics in training.
+        TraceError: other code than the BatchNorm itself reads or writes its statistics in training,
+            or the graph calls modules.
     """
     updating = {
         f"{name}.running_mean" if name else "running_mean": module
@@ -48,12 +48,19 @@ def defer_batchnorm(traced: Traced, model: nn.Module) -> Traced:
     modules = {w.target: updating[w.target] for w in traced.writes if w.target in updating}
     if not modules:
         return traced
-    return (_Leaves if traced.under_autograd else _Operations)(copied(traced), modules).run()
+    if traced.under_autograd:
+        raise TraceError(
+            f"{min(modules)} is written in a graph that calls modules as they are, and "
+            "DeferredBatchNorm gathers statistics only where all is traced; leave out "
+            "DeferredBatchNorm, or what is called as it is"
+        )
+    return _Deferrer(copied(traced), modules).run()
 
 
 @dataclass
 class _Deferrer:
-    """Rewrites a graph; ``modules`` has each BatchNorm under the name of its running mean."""
+    """Rewrites a functional graph, in which BatchNorm is an operation that returns new statistics;
+    ``modules`` has each BatchNorm under the name of its running mean."""
 
     traced: Traced
     modules: dict[str, _BatchNorm]
@@ -61,34 +68,6 @@ class _Deferrer:
     constants: dict[str, Tensor] = field(default_factory=dict)
     buffers: list[Argument] = field(default_factory=list)
     written: list[Write] = field(default_factory=list)
-
-    def norm(self, moments: str, running_mean: str) -> None:
-        """Note that a BatchNorm's moments are gathered in the buffer ``moments``."""
-        module = self.modules[running_mean]
-        prefix = running_mean.removesuffix("running_mean")
-        tracked = None if module.num_batches_tracked is None else f"{prefix}num_batches_tracked"
-        names = running_mean, f"{prefix}running_var", tracked
-        self.norms.append(DeferredNorm(moments, *names, module.momentum))
-
-    def zeros(self, module: _BatchNorm, *shape: int) -> Tensor:
-        mean = module.running_mean
-        assert mean is not None
-        return torch.zeros(*shape, module.num_features, dtype=mean.dtype, device=mean.device)
-
-    def finished(self, writes: list[Write]) -> Traced:
-        """The rewritten graph, with these writes."""
-        self.traced.graph.lint()
-        return replace(
-            self.traced,
-            buffers=(*self.traced.buffers, *self.buffers),
-            constants={**self.traced.constants, **self.constants},
-            writes=tuple(writes),
-            deferred=tuple(self.norms),
-        )
-
-
-class _Operations(_Deferrer):
-    """For a functional graph, in which BatchNorm is an operation that returns new statistics."""
 
     def run(self) -> Traced:
         graph = self.traced.graph
@@ -113,8 +92,15 @@ class _Operations(_Deferrer):
             if not by_name[name].users:
                 graph.erase_node(by_name[name])
         left = {node.name for node in graph.nodes}
-        traced = self.finished(writes)
-        return replace(traced, buffers=tuple(a for a in traced.buffers if a.name in left))
+        graph.lint()
+        buffers = (*self.traced.buffers, *self.buffers)
+        return replace(
+            self.traced,
+            buffers=tuple(a for a in buffers if a.name in left),
+            constants={**self.traced.constants, **self.constants},
+            writes=tuple(writes),
+            deferred=tuple(self.norms),
+        )
 
     def _calls(self, target: str) -> list[fx.Node]:
         """The calls of one module, in order; each reads the statistics that the last call wrote."""
@@ -168,9 +154,11 @@ class _Operations(_Deferrer):
     def _gather(self, call: fx.Node, target: str) -> None:
         graph, module = self.traced.graph, self.modules[target]
         name = f"moments:{len(self.norms)}"
+        assert module.running_mean is not None and module.momentum is not None
+        none = torch.zeros_like(module.running_mean)
         # its own, as another BatchNorm may be on another device
-        zeros = self._placeholder(f"zeros:{len(self.norms)}", self.zeros(module))
-        before = self._placeholder(name, self.zeros(module, 3))
+        zeros = self._placeholder(f"zeros:{len(self.norms)}", none)
+        before = self._placeholder(name, torch.stack([none] * 3))
         args = list(call.args)
         args[_MEAN], args[_VARIANCE], args[6] = zeros, zeros, 1.0
         call.args = tuple(args)
@@ -179,7 +167,10 @@ class _Operations(_Deferrer):
         with graph.inserting_after(last):
             node = graph.call_function(gather, (before, args[0], parts[_MEAN], parts[_VARIANCE]))
         node.meta.update({**parts[_MEAN].meta, "val": before.meta["val"]})
-        self.norm(name, target)
+        prefix = target.removesuffix("running_mean")
+        tracked = None if module.num_batches_tracked is None else f"{prefix}num_batches_tracked"
+        norm = DeferredNorm(name, target, f"{prefix}running_var", tracked, module.momentum)
+        self.norms.append(norm)
         self.written.append(Write(name, node.name))
 
     def _counts(self, target: str, calls: int) -> bool:
@@ -192,65 +183,3 @@ class _Operations(_Deferrer):
             value = value.args[0]
             count += 1
         return start is not None and count == calls and len(start.users) == 1
-
-
-class Gather(nn.Module):
-    """A leaf module that gathers the moments of a BatchNorm's input."""
-
-    moments: Tensor
-
-    def __init__(self, zeros: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("moments", zeros)
-
-    def forward(self, x: Tensor) -> None:
-        with torch.no_grad():
-            self.moments.copy_(gather(self.moments, x, *moments_of(x)))
-
-
-class _Leaves(_Deferrer):
-    """For a graph with leaf modules: a Gather module beside each BatchNorm reads the same input.
-
-    The BatchNorms still write their statistics, which the end of the step replaces.
-    """
-
-    def run(self) -> Traced:
-        graph, module = self.traced.graph, self.traced.module
-        for node, target in list(self._calls()):
-            name = f"fxpipe_moments_{len(self.norms)}"
-            zeros = self.zeros(self.modules[target], 3)
-            module.add_submodule(name, Gather(zeros.clone()))
-            with graph.inserting_after(node):
-                gathering = graph.call_module(name, (node.args[0],))
-            gathering.meta.update({**node.meta, "val": None})
-            buffer = f"{name}.moments"
-            self.norm(buffer, target)
-            self.buffers.append(Argument(buffer, buffer))
-            self.constants[buffer] = zeros
-            self.written.append(Write(buffer, buffer))
-        missing = self.modules.keys() - {norm.running_mean for norm in self.norms}
-        if missing:
-            raise TraceError(
-                f"{min(missing)} is written inside of another module that is called as it is, "
-                "where its statistics cannot be gathered; leave out DeferredBatchNorm, or let that "
-                "module be traced"
-            )
-        return self.finished([*self.traced.writes, *self.written])
-
-    def _calls(self) -> Iterator[tuple[fx.Node, str]]:
-        names: dict[int, str] = {id(module): name for name, module in self.modules.items()}
-        for node in self.traced.graph.nodes:
-            if node.op == "call_module":
-                called: Any = self.traced.module.get_submodule(str(node.target))
-                if id(called) in names:
-                    yield node, names[id(called)]
-            elif node.target is _BATCH_NORM and (name := _read(node)) in self.modules:
-                yield node, name
-
-
-def _read(call: fx.Node) -> str:
-    """The buffer whose value is a call's running mean, directly or through earlier calls."""
-    value: Any = call
-    while value.op == "call_function":
-        value = value.args[_MEAN] if value.target is _BATCH_NORM else value.args[0]
-    return str(value.target)
