@@ -15,8 +15,7 @@ REMOVED = {
     "predict": "write extensions=[fxpipe.Prediction()]",
     "verbose": 'write logging.basicConfig() and logging.getLogger("fxpipe").setLevel("DEBUG"), '
     "which print every pass and its time",
-    "stage_compiler": 'write extensions=[fxpipe.Inductor()], or for "auto" '
-    "fxpipe.Inductor(only_faster=True)",
+    "stage_compiler": "write extensions=[fxpipe.Inductor()]",
     "deferred_batchnorm": "write extensions=[fxpipe.DeferredBatchNorm()]",
     "tracer": "leave it out; models are traced by torch.export",
     "cuda_graphs": "write extensions=[fxpipe.CudaGraphs()]",

@@ -6,8 +6,7 @@ after:   the same graph, which now calls a library: it makes b; x and w are pass
 Libraries are made ahead of time (AOTInductor), in parallel processes. They are kept in inductor's
 cache folder under a hash of the graph, its layouts, the number of threads, the processor and
 torch's version: equal blocks share one, and a second start compiles nothing. A record beside each
-library has the time of a call with and without it, and its memory. Graphs that inductor cannot
-compile run as they are, and so do, if only faster ones are wanted, graphs that it makes no faster.
+library has the memory of a call. Graphs that inductor cannot compile run as they are.
 """
 
 from __future__ import annotations
@@ -16,57 +15,45 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from time import thread_time
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxpipe.errors import told
 from fxpipe.extensions.inductor.libraries import (
     Libraries,
-    Record,
     can_compile,
     compile_all,
-    is_lasting,
 )
-from fxpipe.extensions.inductor.library import Compiled, TensorLayout, Wiring
+from fxpipe.extensions.inductor.library import Compiled, Wiring
 from fxpipe.extensions.inductor.lower_graph import CannotCompile, graph_text, lowered
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import PEAK, GraphKernel
 from fxpipe.log import LOGGER
-from fxpipe.passes.differentiate.extract import results
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.liveness import liveness
-from fxpipe.passes.partition.measure import Stopwatch
 from fxpipe.torchtools.kept import key_of
-
-PAYS = 0.95
-"""With ``only_faster`` a graph runs compiled if a call takes at most this share of its time."""
 
 _OPTIONS = {"layout_optimization": False}
 """Options of inductor. What stages send and save must keep its layout, so convolutions in another
 layout would need copies, with which the forward of a U-Net is no faster than as it is."""
 
-_ROUNDS = 9
-"""How often a graph is timed as it is and compiled, in turn; the least times count."""
 
-
-def compile_stages(plan: Plan, only_faster: bool, threads: int, own: Collection[int]) -> Plan:
+def compile_stages(plan: Plan, threads: int, own: Collection[int]) -> Plan:
     """Plan → Plan: compile the graphs of the kernels, except in stages with leaf modules.
 
     Graphs that were compiled before are loaded.
 
     Args:
         plan: the plan.
-        only_faster: whether graphs that get no faster run as they are.
         threads: how many intra-op threads the libraries use.
         own: the stages that this process runs; others stay as they are.
     """
     jobs = [job for stage in plan.stages if stage.index in own for job in _jobs(stage, threads)]
     libraries = Libraries()
     _make(jobs, libraries, {**_OPTIONS, "cpp.threads": threads})
-    changed = {id(job.module): job.changed(libraries, only_faster) for job in jobs}
+    changed = {id(job.module): job.changed(libraries) for job in jobs}
     stages = (
         replace(stage, kernel=stage.kernel.mapped(lambda graph: changed.get(id(graph), graph)))
         if isinstance(stage.kernel, GraphKernel)
@@ -130,39 +117,16 @@ class Job:
         """The path of the package that the process writes."""
         return Path(scratch) / f"{self.key}.pt2"
 
-    def measured(self, libraries: Libraries, suffix: str, peak: int) -> Record:
-        """Check and time the new library, and return its record."""
-        values = [_example(n.meta["val"]) for n in self.module.graph.find_nodes(op="placeholder")]
-        library = libraries.load(self.key, suffix, self.device)
-        compiled = Compiled(library, self._wiring, self.module.forward)
-        for value, node in zip(compiled([*values]), results(self.module.graph), strict=True):
-            if isinstance(value, Tensor) and not TensorLayout.of(node.meta["val"]).fits(value):
-                return Record(f"inductor returns {node.name!r} in another layout")
-        # the time of this thread, which other work on the machine hardly changes
-        watch = Stopwatch.of(values, thread_time)
-        ways: tuple[Any, ...] = self.module.forward, compiled
-        times: tuple[list[float], list[float]] = ([], [])
-        for _ in range(_ROUNDS):
-            for call, seconds in zip(ways, times, strict=True):
-                arguments, start = [*values], watch.mark()
-                call(arguments)
-                seconds += watch.seconds([(start, watch.mark())])
-        peak += sum(draw.bytes for draw in self._wiring.draws)
-        return Record(suffix=suffix, peak=peak, seconds=(min(times[0]), min(times[1])))
-
-    def changed(self, libraries: Libraries, only_faster: bool) -> fx.GraphModule:
-        """Return the module that calls the library, or the module as it is if that is to run."""
-        record = Record(self.reason) if self.reason else libraries.record(self.key) or Record()
-        (before, after), reason = record.seconds, record.reason
-        if not reason and only_faster and after > PAYS * before:
-            reason = f"compiled it takes {after / before:.2f} times as long"
-        if reason:
-            LOGGER.info("%s runs as it is: %s", self.what, reason)
+    def changed(self, libraries: Libraries) -> fx.GraphModule:
+        """Return the module that calls the library, or the module as it is if there is none."""
+        record = None if self.reason else libraries.record(self.key)
+        if record is None:
+            LOGGER.info("%s runs as it is: %s", self.what, self.reason)
             return self.module
         library = libraries.load(self.key, record.suffix, self.device)
         module = lazy_module(self.module, self.module.graph, type(self.module).__name__)
         vars(module)["forward"] = Compiled(library, self._wiring, self.module.forward)
-        module.meta[PEAK] = record.peak
+        module.meta[PEAK] = record.peak + sum(draw.bytes for draw in self._wiring.draws)
         return module
 
 
@@ -204,7 +168,6 @@ def _make(jobs: Sequence[Job], libraries: Libraries, options: dict[str, Any]) ->
     """Compile the graphs that are not in the folder yet."""
     new = {job.key: job for job in jobs if job.key and libraries.record(job.key) is None}
     lacking = "" if can_compile() else "there is no C++ compiler; install g++, or name one in CXX"
-    compiled: list[tuple[Job, str, int]] = []
     with libraries.scratch() as scratch:
         tasks: list[tuple[Job, tuple[Any, ...]]] = []
         for job in new.values():
@@ -215,33 +178,13 @@ def _make(jobs: Sequence[Job], libraries: Libraries, options: dict[str, Any]) ->
                 tasks.append((job, job.task(scratch, options)))
             except Exception as error:  # whatever export raises for graphs that it cannot take
                 job.reason = told(error).splitlines()[0]
-                if is_lasting(error):
-                    libraries.write(job.key, Record(job.reason))
         answers = compile_all([task for _, task in tasks])
         for count, (number, answer) in enumerate(answers, 1):
             job = tasks[number][0]
             LOGGER.info("compiled %s, %d of %d", job.what, count, len(tasks))
-            if not answer.reason:
-                suffix = libraries.keep(job.key, job.package(scratch), job.device)
-                compiled.append((job, suffix, answer.peak))
-            elif answer.lasting:
-                libraries.write(job.key, Record(answer.reason))
-            else:
+            if answer.reason:
                 job.reason = answer.reason
-    for job, suffix, peak in compiled:  # now that no other process disturbs the times
-        libraries.write(job.key, job.measured(libraries, suffix, peak))
+            else:
+                libraries.keep(job.key, job.package(scratch), job.device, answer.peak)
     for job in jobs:
         job.reason = new[job.key].reason if job.key in new else job.reason
-
-
-def _example(value: Any) -> Any:
-    """Make a value that can stand for a graph's argument."""
-    if not isinstance(value, Tensor):
-        return value
-    example = TensorLayout.of(value).empty().zero_()
-    if value.is_floating_point() and value.element_size() > 1:
-        generator = torch.Generator(value.device).manual_seed(0)
-        places = example.untyped_storage().nbytes() // example.element_size()
-        # fill the storage, because entries of an expanded tensor share places
-        example.as_strided([places], [1]).normal_(generator=generator)
-    return example

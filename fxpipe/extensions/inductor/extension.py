@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from fxpipe.compiler.options import Options
@@ -40,6 +40,7 @@ _KEEP = Pass(
     keep_costs, "traced, plan, costs, functional, threads", "costs", when="not under_autograd"
 )
 _LAY = Pass(lay_channels_last, "plan", "plan")
+_COMPILE = Pass(compile_stages, "plan, threads, own", "plan")
 _LAY_WEIGHTS = Pass(lay_weights, "differentiated plan", "differentiated plan")
 
 
@@ -55,18 +56,19 @@ class Inductor(Extension):
     so the next start compiles nothing. What runs uncompiled, such as a stage with leaf modules, is
     in an info record of the logger "fxpipe", and the table of stages says what is compiled. It
     excludes captured graphs.
-
-    Attributes:
-        only_faster: keep a compiled graph only if a call takes at most 0.95 of the time without it,
-            as measured when it is compiled.
     """
 
-    only_faster: bool = False
+    only_faster: InitVar[bool] = False
+
+    def __post_init__(self, only_faster: bool) -> None:
+        if only_faster:
+            raise InputError(
+                "Inductor takes only_faster no longer: write fxpipe.Inductor(), with which steps "
+                "were as fast in every model measured, or leave it out"
+            )
 
     def check(self, options: Options) -> None:
-        """Raise InputError if stages are captured, too, or ``only_faster`` is no flag."""
-        if not isinstance(self.only_faster, bool):
-            raise InputError(f"only_faster is {self.only_faster!r}; give True or False")
+        """Raise InputError if stages are captured, too."""
         if options.holds_saved:
             raise InputError(
                 f"{options.holds_saved} captures the operations of a stage, and Inductor makes a "
@@ -75,13 +77,8 @@ class Inductor(Extension):
 
     def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
         """Passes that lay images out, keep costs, and compile."""
-        compiles = Pass(self.compile_stages, "plan, threads, own", "plan")
         return {
             "measure": [("measure", _KEEP)],
             "plan": [("cut", _LAY), ("differentiate", _LAY_WEIGHTS)],
-            "compile": [("", compiles)],
+            "compile": [("", _COMPILE)],
         }
-
-    def compile_stages(self, plan: Plan, threads: int, own: Collection[int]) -> Plan:
-        """Compile the stages of this process; a pass."""
-        return compile_stages(plan, self.only_faster, threads, own)

@@ -20,7 +20,6 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from fxpipe.errors import told
 from fxpipe.extensions.inductor.library import Library
 from fxpipe.torchtools.kept import cache_dir, folder, write_json
 from fxpipe.torchtools.state import processors
@@ -33,19 +32,15 @@ _CALLS_PYTHON = b"aoti_torch_proxy_executor_call_function("
 
 @dataclass(frozen=True)
 class Record:
-    """The result of compiling a graph, as it is kept in the folder.
+    """What is kept beside the library of a graph.
 
     Attributes:
-        reason: why it cannot be compiled; empty if it was.
         suffix: the suffix of the library's file.
         peak: the most bytes that a call of the library adds while it runs.
-        seconds: the time of a call of the graph as it is, and of its library.
     """
 
-    reason: str = ""
-    suffix: str = ".so"
-    peak: int = 0
-    seconds: tuple[float, float] = (1.0, 1.0)
+    suffix: str
+    peak: int
 
 
 class Answer(NamedTuple):
@@ -54,20 +49,10 @@ class Answer(NamedTuple):
     Attributes:
         reason: why it could not compile the graph; empty if it could.
         peak: the most bytes that a call of the library adds while it runs.
-        lasting: whether the same task would fail again.
     """
 
     reason: str
     peak: int = 0
-    lasting: bool = True
-
-
-def is_lasting(error: Exception) -> bool:
-    """Whether a failed task would fail again: not if memory or disk space ran out, which a C++
-    compiler reports in its output."""
-    passing = ("Killed", "No space left", "Cannot allocate memory", "out of memory")
-    text = told(error)
-    return not isinstance(error, OSError | MemoryError) and not any(map(text.__contains__, passing))
 
 
 class Libraries:
@@ -80,15 +65,9 @@ class Libraries:
         """Read a graph's record; None if it was not compiled yet."""
         with suppress(OSError, ValueError, TypeError):
             record = Record(**json.loads(self._path(key, ".json").read_text()))
-            if record.reason or self._path(key, record.suffix).exists():
+            if self._path(key, record.suffix).exists():
                 return record
         return None
-
-    def write(self, key: str, record: Record) -> None:
-        """Keep a graph's record, unless another process was faster: the first measurement counts
-        for all ranks of a host."""
-        if self.record(key) is None:
-            write_json(asdict(record), self._path(key, ".json"))
 
     def load(self, key: str, suffix: str, device: torch.device) -> Library:
         """Load a library; all of its users share one object."""
@@ -102,9 +81,9 @@ class Libraries:
         """Make a temporary folder beside the libraries."""
         return tempfile.TemporaryDirectory(dir=self._folder)
 
-    def keep(self, key: str, package: Path, device: torch.device) -> str:
-        """Move a new package into the folder, or only its library if that can be called directly;
-        return the suffix."""
+    def keep(self, key: str, package: Path, device: torch.device, peak: int) -> None:
+        """Move a new package into the folder, or only its library if that can be called directly,
+        with its record."""
         with zipfile.ZipFile(package) as files:
             names = files.namelist()
             code = b"".join(files.read(name) for name in names if name.endswith(".wrapper.cpp"))
@@ -113,7 +92,8 @@ class Libraries:
                 package = package.with_suffix(".so")
                 package.write_bytes(files.read(library))
         os.replace(package, self._path(key, package.suffix))
-        return package.suffix
+        if self.record(key) is None:  # the first measurement counts for all ranks of a host
+            write_json(asdict(Record(package.suffix, peak)), self._path(key, ".json"))
 
     def _path(self, key: str, suffix: str) -> Path:
         return self._folder / f"{key}{suffix}"
@@ -150,7 +130,7 @@ def compile_all(tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Answer]
             process.stdin.flush()
             line = process.stdout.readline()
         if not line:
-            return Answer("the process that was to compile it has ended", lasting=False)
+            return Answer("the process that was to compile it has ended")
         idle.put(process)
         return Answer(*json.loads(line))
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -29,9 +29,10 @@ from torch._inductor.lowering import register_lowering
 from torch.profiler import ProfilerActivity, profile
 
 import fxpipe.random  # noqa: F401  (graphs may have its operators)
-from fxpipe.errors import told
+from fxpipe.errors import PassError, told
 from fxpipe.extensions.inductor import decompositions
-from fxpipe.extensions.inductor.libraries import Answer, is_lasting
+from fxpipe.extensions.inductor.libraries import Answer
+from fxpipe.extensions.inductor.library import TensorLayout
 
 BOTH = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 """Whether torch has both MKL and oneDNN."""
@@ -61,17 +62,23 @@ def main() -> None:
                 with torch.no_grad():
                     answer = Answer("", _compile(*json.loads(line)))
             except Exception as error:
-                answer = Answer(told(error).splitlines()[0], lasting=is_lasting(error))
+                answer = Answer(told(error).splitlines()[0])
             print(json.dumps(answer), file=answers, flush=True)
 
 
 def _compile(
     source: str, target: str, options: dict[str, Any], owned: Collection[int], default: str
 ) -> int:
-    """Write the package, and return the most bytes that a call of it adds while it runs."""
+    """Write the package, and return the most bytes that a call of it adds while it runs.
+
+    Raises:
+        PassError: its results have other layouts than those of the graph.
+    """
     program = torch.export.load(source)
     assert program.example_inputs is not None
     arguments = [*program.example_inputs[0]]
+    made: Any = program.graph.output_node().args[0]
+    looks = [TensorLayout.of(node.meta["val"]) for node in made]
     torch.set_default_dtype(getattr(torch, default))
     if MULTIPLIES:
         options = {**options, "post_grad_custom_post_pass": multiply_by_onednn}
@@ -83,16 +90,22 @@ def _compile(
         memory: Any = torch.get_device_module(places.pop())
         memory.reset_peak_memory_stats()
         before = memory.memory_allocated()
-        package.boxed_run(arguments)
+        _check(package.boxed_run(arguments), looks)
         return int(memory.max_memory_allocated() - before)
     del program
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         results = package.boxed_run(arguments)
+    _check(results, looks)
     del results
     events: Any = profiler.profiler.kineto_results.events()
     sizes = sorted((x.start_ns(), x.nbytes()) for x in events if x.name() == "[memory]")
     peak: int = max(accumulate((size for _, size in sizes), initial=0))
     return peak
+
+
+def _check(results: Sequence[torch.Tensor], looks: Sequence[TensorLayout]) -> None:
+    if not all(look.fits(result) for look, result in zip(looks, results, strict=True)):
+        raise PassError("inductor returns a value in another layout")
 
 
 def multiply_by_onednn(graph: fx.Graph) -> None:

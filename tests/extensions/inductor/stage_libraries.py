@@ -84,13 +84,6 @@ class Net(nn.Module):
         return y
 
 
-COMPILERS: dict[str | None, list[Any]] = {
-    None: [],
-    "inductor": ["inductor"],
-    "auto": [fxpipe.Inductor(only_faster=True)],
-}
-
-
 def made(
     compiler: str | None, schedule: str = "1f1b", extensions: Sequence[Any] = (), **options: Any
 ) -> fxpipe.Pipeline:
@@ -104,7 +97,7 @@ def made(
         partition=["last"],
         loss=mse_loss,
         optimizer=optimizer,
-        extensions=[*COMPILERS[compiler], *extensions],
+        extensions=[*([compiler] if compiler else ()), *extensions],
         **options,
     )
 

@@ -18,7 +18,7 @@ from fxpipe.extensions.inductor.channels_last import lay_channels_last
 from fxpipe.extensions.offload import storing
 from fxpipe.kernels import graph
 from fxpipe.runtime import interpreter
-from tests.extensions.inductor.stage_libraries import COMPILERS, MICROBATCHES, gradients, graphs
+from tests.extensions.inductor.stage_libraries import MICROBATCHES, gradients, graphs
 from tests.helpers.profiles import deep
 
 pytestmark = pytest.mark.skipif(
@@ -85,7 +85,7 @@ def images_pipe(
         microbatches=MICROBATCHES,
         partition=["up"],
         loss=mse_loss,
-        extensions=[*COMPILERS[compiler], *extensions],
+        extensions=[*([compiler] if compiler else ()), *extensions],
         **options,
     )
 
