@@ -113,9 +113,7 @@ def weighed(
         ratios = _ratios(values, shares)
         ratios_of.append(ratios)
         if divisor is not None and not _near(ratios, shares):
-            # with the same divisor in every micro-batch, a mean over samples stays one
-            if divisor.told or not _near(ratios, [1 / len(shares)] * len(shares)):
-                wrong.append(divisor)
+            wrong.append(divisor)
     means = all(divisor is not None and divisor.told for divisor in terms)
     first = ratios_of[0]
     if means and first and all(ratios == first for ratios in ratios_of):
