@@ -27,8 +27,6 @@ class Versions:
         smallest: stage → the smallest delay that works for all its micro-batches.
         enough: whether the delays are large enough that every version exists when it is read.
         live: stage → the most versions that are needed at once, the newest included.
-        microbatches: the smallest number of micro-batches with which the delays are large enough,
-            if forwards run as far ahead of backwards as here; None where more would not help.
     """
 
     delays: tuple[Rule, ...]
@@ -36,7 +34,6 @@ class Versions:
     smallest: tuple[int, ...]
     enough: bool
     live: tuple[int, ...]
-    microbatches: int | None
 
     @property
     def delay(self) -> int:
@@ -74,7 +71,6 @@ def _versions(window: Window) -> tuple[Versions, list[_Stage]]:
             for i, needed in stage.needed.items()
         ),
         tuple(stage.live for stage in stages),
-        _microbatches(schedule, stages),
     )
     return versions, stages
 
@@ -100,8 +96,6 @@ def too_small(window: Window) -> Iterator[Fault]:
             of = f"micro-batch {i} on " if apart and i is not None else ""
             version = f"t - {delay}" if delay else "t"
             cure = f"use delay={delay_text(_enough(schedule, versions))}, the smallest that works"
-            if versions.microbatches is not None:
-                cure += f", or at least {versions.microbatches} micro-batches"
             yield window.fault(
                 first,
                 f"delay={delay} is too small for {of}stage {number}, which needs {needed}: batch t "
@@ -137,37 +131,22 @@ class _Stage:
         last: micro-batch, or None → the last reader of its version.
         needed: micro-batch, or None → the smallest delay with which the version exists in time.
         live: the most versions that are needed at once.
-        ahead: the micro-batches in flight when a batch begins.
     """
 
     def __init__(self, window: Window, stage: int) -> None:
         self.update: Spot | None = None
         self.first: dict[int | None, Spot] = {}
         self.last: dict[int | None, Spot] = {}
-        begun: dict[int | None, Spot] = {}
-        ended: dict[int | None, Spot] = {}
         for _, kind, i, spot in window.by_stage[stage]:
             if kind == "U":
                 self.update = spot
             elif _reads(kind) and (self.update is None or kind in BUILT_IN):
                 self.first.setdefault(i, spot)
                 self.last[i] = spot
-            if kind == "F":
-                begun[i] = spot
-            elif kind in "BW":
-                ended[i] = spot
         self.needed = {i: self._needed(spot) for i, spot in self.first.items()}
         delay_of = window.schedule.delay_of
         older = [self._older(spot, delay_of(stage, i)) for i, spot in self.last.items()]
         self.live = 1 + max(older, default=0)
-        self.ahead = 0
-        if self.first:
-            # of each micro-batch, the batches that have begun by then, less those that have ended
-            now = next(iter(self.first.values()))
-            self.ahead = sum(
-                _batches(begun[i], now) - _batches(ended[i], now)
-                for i in begun.keys() & ended.keys()
-            )
 
     @property
     def smallest(self) -> int:
@@ -196,26 +175,5 @@ class _Stage:
         return max(steps + (reader.position > self.update.position), 0)
 
 
-def _batches(spot: Spot, now: Spot) -> int:
-    """The newest batch, relative to that of ``now``, that has run a spot when ``now`` runs."""
-    return spot.batch - now.batch - (spot.position >= now.position)
-
-
 def _reads(kind: str) -> bool:
     return kind in "FBIWR" or "parameters" in KINDS[kind].reads
-
-
-def _microbatches(schedule: Schedule, stages: list[_Stage]) -> int | None:
-    """The fewest micro-batches m with which the delays are large enough, if more than now.
-
-    With delay d the last d batches may be in flight where a batch begins: d · m ≥ ahead.
-    """
-    least = 0
-    for delay, stage in zip(schedule.rules, stages, strict=True):
-        if isinstance(delay, tuple):
-            return None  # its delays are for this number of micro-batches
-        if delay < stage.smallest:
-            if delay == 0:
-                return None
-            least = max(least, -(-stage.ahead // delay))
-    return least if least > schedule.microbatches else None
