@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from fxpipe.extensions.prediction.extension import Prediction
     from fxpipe.extensions.replicas.extension import Replicas
     from fxpipe.extensions.search.search import search_schedule
-    from fxpipe.kernels.recompute import is_recomputing
     from fxpipe.passes.partition.options import Partition
     from fxpipe.pipeline import Pipeline
 
@@ -63,7 +62,6 @@ _LATER = {
     "Partition": "fxpipe.passes.partition.options",
     "Pipeline": "fxpipe.pipeline",
     "compile": "fxpipe.entry",
-    "is_recomputing": "fxpipe.kernels.recompute",
 }
 """Name of the core → the module that has it, which is imported when the name is first used."""
 
@@ -120,7 +118,6 @@ __all__ = [
     "compare",
     "compile",
     "define_task",
-    "is_recomputing",
     "list_schedule",
     "one_each",
     "plan_training",

@@ -68,9 +68,8 @@ def compile(
     between steps: the model is then traced again. docs/tracing.md lists the changes that are
     noticed.
 
-    The logger "fxpipe" has every pass with its time as a debug record, and info records: one for
-    the whole compilation, and one after three seconds that the compilation still runs, and in which
-    pass.
+    The logger "fxpipe" has every pass with its time as a debug record, and the whole compilation as
+    an info record.
 
     Args:
         model: any module. Its parameters are used in place, never copied. A model on the meta

@@ -37,6 +37,7 @@ GONE = {
     "extension, see docs/extensions.md",
     "fxpipe.prefetch": "iterate the loader, with pin_memory=True; a step copies its micro-batches "
     "beside the computations",
+    "fxpipe.is_recomputing": "a module that counts its calls counts recomputations, too",
     "fxpipe.simulator": "write from fxpipe.extensions.simulator import Link, Sizes, Simulation",
     "pipe.sizes": "to know whether a size fits, pipe.prepare with it, and look at pipe.simulate()",
 }

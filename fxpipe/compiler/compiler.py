@@ -144,7 +144,7 @@ class Compiler:
     def _compiling(self, what: str) -> Iterator[None]:
         with (
             HeldSignals(),
-            reported(what, line=self.options.group.rank == 0),
+            reported(what),
             without_collection(),
             sources_forgotten(),
             without_saved_tensor_hooks(),

@@ -38,8 +38,8 @@ class Placement:
 
     Attributes:
         owners: parameter or buffer, by its name in the model → the first stage that reads it.
-        costs: stage → its costs, as measured on the first graph; empty as long as that is
-            ``unmeasured``.
+        costs: stage → its costs, as measured on the first graph; empty if that was cut by names,
+            until somebody asks for them.
         timetable: makes the schedule of training steps, which places the stages on devices.
     """
 
@@ -52,7 +52,6 @@ class Placement:
         self._budget: MemoryBudget | None = None
         self._measured: Mapping[str, Any] = {}
         self._parted = True  # whether steps may split backwards, so that halves are measured
-        self._unmeasured: Mapping[str, Any] | None = None  # the facts of a graph without costs
 
     def place(self, facts: Mapping[str, Any], microbatches: int, *, step: bool) -> Assignment:
         """Assign every node of a graph to a stage.
@@ -109,7 +108,6 @@ class Placement:
             self._budget.way_out = "begin stages at other submodules, raise memory_limits"
         self._reference = traced, assignment
         self.owners = owners(traced, assignment)
-        self._unmeasured = {**facts, "judged": True} if later else None
         self.costs = {} if later else self._by_stage(traced, assignment, facts["costs"])
         return assignment
 
@@ -122,19 +120,6 @@ class Placement:
         named = options.partition.at is not None and not options.decides
         limited = self._budget is None or self._budget.machine.limited
         return named and not (elsewhere or limited or traced.under_autograd or schedule.overlaps)
-
-    @property
-    def unmeasured(self) -> Traced | None:
-        """The first graph, if it was cut by names and is not measured yet."""
-        return None if self._unmeasured is None else self._unmeasured["traced"]
-
-    def measure_later(self, facts: Mapping[str, Any]) -> None:
-        """Measure the ``unmeasured`` graph, with the facts of a call like the first."""
-        facts = {**(self._unmeasured or {}), **facts, "costs": self.node_costs(facts)}
-        traced = facts["traced"]
-        assignment = run_all(passes.of(self._options, "partition"), facts)["assignment"]
-        self._reference, self._unmeasured = (traced, assignment), None
-        self.costs = self._by_stage(traced, assignment, facts["costs"])
 
     def take(self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]) -> None:
         """Use this assignment of a graph, whose nodes have these costs, instead of a cut."""
@@ -249,7 +234,7 @@ class Placement:
 
     def forget(self) -> None:
         """Cut the next graph as if it were the first."""
-        self._reference = self._budget = self._unmeasured = None
+        self._reference = self._budget = None
 
     def _copies(self, schedule: Schedule) -> float:
         """How many tensors of its size each trained parameter needs in memory: versions, gradient,

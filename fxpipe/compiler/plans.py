@@ -76,7 +76,6 @@ class Plans:
         self._traced: dict[Any, Traced] = {}
         self._variants: Collection[int] = set()
         self._state: tuple[Any, ...] = ()
-        self._unmeasured: Call | None = None  # the call of the placement's unmeasured graph
 
     def look(self) -> None:
         """Look at the state that traces depend on besides the call; to be called before ``plan``.
@@ -165,15 +164,15 @@ class Plans:
         """Measure the costs of stages if that was put off, with random data, as the data of the
         call is gone. If operations refuse both random numbers and zeros, nothing is measured, which
         the log says."""
-        traced, first = self._placement.unmeasured, self._unmeasured
-        self._unmeasured = None
-        if traced is None or first is None:
+        if self._placement.costs:
             return
+        graph = next(iter(self.graphs.values()))
         # whatever modes the caller is in
         with torch.inference_mode(False), torch.enable_grad(), under(()):
-            for call in (first.random(), first.zeros()):
+            for call in (graph.call.random(), graph.call.zeros()):
                 try:
-                    self._placement.measure_later(call.as_trained(traced, self.options.model))
+                    facts = call.as_trained(graph.traced, self.options.model)
+                    self._placement.costs = self._placement.costs_of(facts, graph.assignment)
                     return
                 except Exception as error:
                     LOGGER.info("the stages are not measured: %s", told(error))
@@ -342,8 +341,6 @@ class Plans:
         assignment = self._placement.place(
             facts, call.schedule.microbatches, step=call.purpose == "step"
         )
-        if self._placement.unmeasured is traced:
-            self._unmeasured = call.without_data()
         graph = self.graphs[key, shapes] = self._relayed(call, traced, assignment)
         self._first.setdefault(self._class(call), key[-1])
         return graph

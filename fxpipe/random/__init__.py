@@ -174,27 +174,6 @@ def _dropout_scale(p: float, dtype: torch.dtype, device: str) -> float:
         return float(torch.ones((), dtype=dtype, device="cpu").div_(1 - p).item())
 
 
-def rrelu(x: Tensor, lower: float, upper: float, training: bool, seed: Tensor, node: int) -> Tensor:
-    """Leaky ReLU with slopes drawn uniformly from [lower, upper) (Xu et al., 1505.00853)."""
-    if not training:
-        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
-    slopes = torch.ops.fxpipe.uniform(x, lower, upper, seed, node)
-    return x * torch.where(x.detach() > 0, 1.0, slopes)
-
-
-def rrelu_with_noise(
-    x: Tensor,
-    noise: Tensor,
-    lower: float,
-    upper: float,
-    training: bool,
-    seed: Tensor,
-    node: int,
-) -> tuple[Tensor, Tensor]:
-    """Return ``rrelu`` and ``noise``, in the form of ``aten.rrelu_with_noise_functional``."""
-    return rrelu(x, lower, upper, training, seed, node), noise
-
-
 def attention(
     query: Tensor,
     key: Tensor,
@@ -238,15 +217,13 @@ def attention(
     return (native_dropout(weights, p, True, seed, node)[0] @ value).to(dtype)
 
 
-FUNCTIONS = native_dropout, rrelu, rrelu_with_noise, attention
+FUNCTIONS = native_dropout, attention
 """The seeded forms that are Python functions, not operators."""
 
 SEEDED: Mapping[Any, Callable[..., Any]] = {
     **_OF_LAYOUTS,
     **_OF_VALUES,
     aten.native_dropout.default: native_dropout,
-    aten.rrelu.default: rrelu,
-    aten.rrelu_with_noise_functional.default: rrelu_with_noise,
 }
 """Random operation → its form with a seed and a node number, which come before the options."""
 

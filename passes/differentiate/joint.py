@@ -17,6 +17,7 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Stage, pop, stash
 from fxpipe.ir.traced import AUTOCAST
 from fxpipe.ir.value import Edge
@@ -197,6 +198,13 @@ class JointTrace:
         ]
         kept = len(returned) + len(stage.writes)
         parameters = self._arguments[: self._buffers.start]
+        for argument, gradient in zip(stage.parameters, of_parameters, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise TraceError(
+                    f"the gradient of {argument.target!r} is {gradient.layout}, which cannot be "
+                    "added up over micro-batches; make it dense, as with "
+                    "nn.Embedding(..., sparse=False)"
+                )
         pairs = zip(parameters, of_parameters, strict=True)
         trained = [parameter for parameter, gradient in pairs if gradient is not None]
         kernel = GraphKernel(

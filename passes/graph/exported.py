@@ -2,11 +2,8 @@
 
 It would lose some of what a graph does, which is rewritten first:
 
-before:  region(no grad): y = relu(x);  z.detach_()
-after:   y = relu(x);  cut = detach(y);  d = detach(z), which later nodes read
-
-before:  fill_diagonal_(x, 0)
-after:   mask = triu(tril(ones_like(x)));  masked_fill_(x, mask, 0)
+before:  region(no grad): y = relu(x)
+after:   y = relu(x);  cut = detach(y), which later nodes read
 
 It also keeps composite operations whole: it registers kernels for the hundreds that it knows, and
 removes them afterwards. For a small graph that takes longer than all else, so ``decomposed`` has it
@@ -29,6 +26,7 @@ from torch.export.graph_signature import InputKind
 
 from fxpipe.errors import TraceError
 from fxpipe.passes.graph.aliasing import hidden_views, returns_operand
+from fxpipe.passes.tracing.explain import at_node
 from fxpipe.torchtools.functions import functions_kept
 
 aten = torch.ops.aten
@@ -73,57 +71,28 @@ def _passed_through(module: fx.GraphModule, region: fx.Node, item: fx.Node) -> f
     return operand
 
 
-def detach_in_place(module: fx.GraphModule) -> None:
-    """Replace ``x.detach_()`` by ``detach``, whose result later nodes read instead of ``x``.
+_OUT_OF_PLACE = {
+    aten.detach_.default: "x = x.detach()",
+    aten.fill_diagonal_.default: "x = x.masked_fill(torch.eye(len(x), dtype=torch.bool), value)",
+}
+"""Operation whose gradient ``run_decompositions`` would get wrong → the line to write."""
 
-    ``run_decompositions`` drops ``detach_``, which is right only for constants: they have no
-    gradient.
+
+def refuse_in_place(module: fx.GraphModule) -> None:
+    """Check that nothing that may have a gradient is detached, or gets another diagonal, in place.
+
+    Raises:
+        TraceError: something is; names its line.
     """
-    order = {node: place for place, node in enumerate(module.graph.nodes)}
-    for node in list(module.graph.nodes):
-        source = node.args[0] if node.target is aten.detach_.default else None
-        if not isinstance(source, fx.Node) or source.target is aten.lift_fresh_copy.default:
-            continue
-        node.target = aten.detach.default
-        for user in list(source.users):
-            if order[user] > order[node]:
-                user.replace_input_with(source, node)
-
-
-def mask_diagonals(module: fx.GraphModule) -> None:
-    """Replace every ``fill_diagonal_`` of a matrix that does not wrap, also in regions.
-
-    PyTorch decomposes it into an ``as_strided_scatter``, which passes the gradient of the diagonal
-    on, and not that of the rest.
-    """
-    for part in module.modules():
-        if not isinstance(part, fx.GraphModule):
-            continue
-        fills = part.graph.find_nodes(op="call_function", target=aten.fill_diagonal_.default)
-        fills = [n for n in fills if n.args[0].meta["val"].dim() == 2 and not any(n.args[2:])]
-        for node in fills:
-            with part.graph.inserting_before(node):
-                node.replace_all_uses_with(_masked(node))
-            part.graph.erase_node(node)
-        if fills:
-            part.graph.lint()
-            part.recompile()
-
-
-def _masked(filled: fx.Node) -> fx.Node:
-    x, value = filled.args[:2]
-    assert isinstance(x, fx.Node)
-
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = filled.graph.call_function(target, args, kwargs)
-        result = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
-        node.meta.update({**filled.meta, "val": result})
-        return node
-
-    with x.meta["val"].fake_mode, torch.no_grad():
-        ones = call(aten.ones_like.default, x, dtype=torch.bool)
-        mask = call(aten.triu.default, call(aten.tril.default, ones))
-        return call(aten.masked_fill_.Scalar, x, mask, value)
+    reached: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "placeholder" or not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+        value = node.meta.get("val")
+        if node.target in _OUT_OF_PLACE and node.args[0] in reached and value.is_floating_point():
+            name, line = str(node.target).split(".")[1], _OUT_OF_PLACE[node.target]
+            message = f"a graph has no {name} with the model's gradients; write {line}"
+            raise at_node(message, node, f"{name} of a value that has a gradient")
 
 
 _TORCH: Any = exported_program

@@ -27,12 +27,7 @@ from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Literal, Traced, Value
 from fxpipe.passes.differentiate.part_recurrent import part_recurrent
 from fxpipe.passes.graph.aliasing import same_layout
-from fxpipe.passes.graph.exported import (
-    detach_in_place,
-    detach_without_grad,
-    functional,
-    mask_diagonals,
-)
+from fxpipe.passes.graph.exported import detach_without_grad, functional, refuse_in_place
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
 from fxpipe.passes.tracing.explain import at_node, untraceable
@@ -87,8 +82,7 @@ def _functional(
     dims: Dims | None,
 ) -> Traced:
     detach_without_grad(program.graph_module)
-    detach_in_place(program.graph_module)
-    mask_diagonals(program.graph_module)
+    refuse_in_place(program.graph_module)
     first_name = _first_names(program)
     samples = _samples(program, dims)
     casts = autocasts()

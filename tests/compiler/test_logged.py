@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from fxpipe import PartitionError, log
+from fxpipe import PartitionError
 from fxpipe.compiler.passes import LISTS
 
 X = torch.randn(8, 4)
@@ -26,9 +26,8 @@ pytestmark = pytest.mark.traces
 
 
 @pytest.fixture
-def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
-    """What the logger is told, however slow the machine is."""
-    monkeypatch.setattr(log, "PATIENCE", 1e6)
+def records() -> Iterator[list[logging.LogRecord]]:
+    """What the logger is told."""
     told: list[logging.LogRecord] = []
 
     class Ear(logging.Handler):

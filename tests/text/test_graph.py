@@ -68,7 +68,7 @@ def test_the_printed_form_is_the_documented_one() -> None:
     conv = graph.call_function(torch.ops.aten.conv2d.default, (x, far, None, [1, 1]))
     first = graph.call_function(operator.getitem, (conv, 0))
     graph.call_function(stash, ("getitem", first))
-    seeded = graph.call_function(fxpipe.random.rrelu, (first,), {"training": True})
+    seeded = graph.call_function(fxpipe.random.native_dropout, (first,), {"train": True})
     graph.output((seeded, first))
     assert print_graph(graph) == "\n".join(
         (
@@ -77,8 +77,8 @@ def test_the_printed_form_is_the_documented_one() -> None:
             "conv2d_default = torch.ops.aten.conv2d.default(x, far, None, [1, 1])",
             "getitem = operator.getitem(conv2d_default, 0)",
             "stash = stash('getitem', getitem)",
-            "rrelu = fxpipe.random.rrelu(getitem, training=True)",
-            "return (rrelu, getitem)",
+            "native_dropout = fxpipe.random.native_dropout(getitem, train=True)",
+            "return (native_dropout, getitem)",
         )
     )
 

@@ -35,8 +35,6 @@ class FixedDraws(Draws):
         if name == "native_dropout" and args[2] is not False and 0 < args[1] < 1:
             mask = pattern(args[0]) < 1 - args[1]
             return args[0] * mask * (1 / (1 - args[1])), mask
-        if name == "rrelu_with_noise" and (given := _given(func, args, kwargs)).get("training"):
-            return _sloped(func, *(given[key] for key in ("self", "noise", "lower", "upper")))
         seeded = func in random.OPERATORS
         if not seeded and torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
@@ -63,15 +61,6 @@ def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     """The arguments of an operation that are not None, by name."""
     arguments = random.arguments_of(func, args, kwargs)
     return {name: value for name, value in arguments.items() if value is not None}
-
-
-def _sloped(func: Any, x: Tensor, noise: Tensor, lower: float, upper: float) -> Tensor:
-    """``rrelu_with_noise``, which writes the slopes into ``noise``, for its backward."""
-    slopes = torch.empty_like(x).uniform_(lower, upper, generator=_generator(x.device))
-    noise.copy_(torch.where(x > 0, 1.0, slopes))
-    result: Tensor = x * noise
-    in_place = func._schema.is_mutable and func._schema.name.endswith("_")
-    return x.copy_(result) if in_place else result
 
 
 def _heaviest(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:

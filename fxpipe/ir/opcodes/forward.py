@@ -88,13 +88,11 @@ class Recompute(Compute):
         return program.away.get((self.stage, self.microbatch))
 
     def run(self, machine: Machine) -> None:
-        from fxpipe.kernels.recompute import recomputing
-
         stage, i, batch = self.stage, self.microbatch, self.batch
         values, operands = machine.store.values, machine.program.operands[stage, i, batch]
         kept = values.pop(*self.ends(machine.program))
         count = len(machine.stages[stage].buffers)
-        with recomputing(), machine.turn(stage):
+        with machine.turn(stage):
             weights, _ = machine.weights_of(self)
             inputs = kept[count:] or [values[buffer] for buffer in operands.inputs]
             result = machine.kernel(stage, i, batch).forward(weights, kept[:count], inputs)

@@ -75,8 +75,6 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "multinomial of a row": lambda x: torch.multinomial(torch.ones(50), 9, replacement=True),
     "poisson": lambda x: torch.poisson(x * 5),
     "gamma": lambda x: torch._standard_gamma(x * 5),
-    "rrelu": lambda x: nn.functional.rrelu(-x, training=True),
-    "rrelu in place": lambda x: nn.functional.rrelu_(-x, training=True),
 }
 
 operations = pytest.mark.parametrize("function", OPERATIONS.values(), ids=OPERATIONS.keys())
@@ -223,18 +221,6 @@ def test_attention_without_dropout_stays_torchs_own() -> None:
     assert torch.equal(run_graph(Attention(), traced, q)[0], attend(q, q, q, is_causal=True))
 
 
-def test_the_slopes_of_a_random_relu_are_its_gradients() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.RReLU())
-    x = torch.randn(5, 4)
-    traced = front_end(model, x)
-    ran = run_plan(model, traced, differentiated(model, traced, whole(traced), x), x, seed=4)
-    before = model[0](x)
-    slopes = (run_graph(model, traced, x, seed=4)[0] / before).detach()
-    (before * slopes).backward(seed_like(before))
-    for name, parameter in model[0].named_parameters():
-        torch.testing.assert_close(ran.gradients[f"0.{name}"], parameter.grad)
-
-
 def test_gradients_flow_through_the_shapes_of_gammas_as_in_torch() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Draws(lambda x: torch._standard_gamma(x.exp())))
     x = torch.randn(5, 4)
@@ -273,7 +259,7 @@ def test_a_graph_without_random_operations_is_unchanged() -> None:
 
 def test_evaluation_draws_nothing() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.4, batch_first=True)
-    model = nn.Sequential(layer, nn.Dropout(0.5), nn.RReLU()).eval()
+    model = nn.Sequential(layer, nn.Dropout(0.5)).eval()
     x = torch.randn(3, 5, 8)
     traced = front_end(model, x)
     assert not traced.seeded
@@ -345,7 +331,7 @@ def test_what_is_compiled_is_checked_with_the_same_draws_as_the_models() -> None
         made = [function(chances).to(x.dtype).mean() for function in OPERATIONS.values()]
         return x * torch.stack(made).sum()
 
-    model = nn.Sequential(nn.Linear(4, 4), Draws(every), nn.RReLU(), nn.Linear(4, 1))
+    model = nn.Sequential(nn.Linear(4, 4), Draws(every), nn.Linear(4, 1))
     with fxpipe.compile(model, ["cpu"] * 2, microbatches=2, loss=lambda y: y.mean()) as pipe:
         torch.manual_seed(0)
         first = pipe.step(torch.ones(8, 4))

@@ -131,13 +131,6 @@ def test_a_layer_mapped_over_rows_trains_as_by_the_loop(schedule: str) -> None:
     step_as_the_loop(Net(between), schedule)
 
 
-def test_a_count_of_values_is_computed_as_in_the_loop() -> None:
-    def between(net: Any, x: Tensor) -> Any:
-        return x + torch.bincount(x.argmax(1), minlength=6)
-
-    step_as_the_loop(Net(between), "1f1b")
-
-
 @pytest.mark.parametrize(
     "between",
     [
@@ -163,16 +156,6 @@ def test_data_is_read_and_a_buffers_data_is_written_as_by_the_loop(schedule: str
         return net.extra(x) @ net.first.weight.data - net.mean
 
     step_as_the_loop(Net(between), schedule)
-
-
-def test_a_value_detached_in_place_hands_no_gradient_on() -> None:
-    def between(net: Any, x: Tensor) -> Any:
-        kept = x * 1.0
-        detached = net.extra(x)
-        detached.detach_()
-        return kept + 1e-6 * detached  # what it would get is too little for the check
-
-    step_as_the_loop(Net(between), "1f1b")
 
 
 def write_plain(net: Any, x: Tensor) -> Any:
