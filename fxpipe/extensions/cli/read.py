@@ -35,9 +35,7 @@ def named_schedule(
     return _sized(named, _find(named), devices, microbatches)
 
 
-def read_costs(
-    text: str | None, option: str = "--costs"
-) -> dict[str | tuple[str, int], float] | None:
+def read_costs(text: str | None) -> dict[str | tuple[str, int], float] | None:
     """Parse ``F=1,B@3=2.5``: the time of a kind of task, for all stages or for one.
 
     Raises:
@@ -53,13 +51,13 @@ def read_costs(
             time = float(match["time"])
         except (AssertionError, ValueError):
             raise InputError(
-                f"{option} has {item.strip()!r:.99}; write a kind of task and its time, such as "
+                f"--costs has {item.strip()!r:.99}; write a kind of task and its time, such as "
                 "F=1, or of one stage alone, F@3=1.5"
             ) from None
         letter, stage = match["letter"], match["stage"]
         key = letter if stage is None else (letter, int(stage))
         if key in costs:
-            raise InputError(f"{option} has {item.strip()!r} after another time of it; give one")
+            raise InputError(f"--costs has {item.strip()!r} after another time of it; give one")
         costs[key] = time
     return costs
 

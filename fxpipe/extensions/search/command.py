@@ -9,10 +9,8 @@ from typing import Any
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.cli.read import DEVICES, MICROBATCHES, read_costs
-from fxpipe.extensions.search.read import MOST
 from fxpipe.extensions.search.search import Found, search_schedule
 from fxpipe.extensions.simulator.costs import Link
-from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.formatting import plain_table, table_text
 from fxpipe.ir.recipe import Placement, one_each, round_robin, vee
 
@@ -40,13 +38,8 @@ def add_search(commands: _SubParsersAction[Any]) -> None:
         help="one stage per device, the V, or N stages per device round robin; by default the "
         "usual placements are searched",
     )
-    given = "how much a device holds: micro-batches, or units of --keeps"
+    given = "how many micro-batches a device may keep for backward"
     add("--memory", metavar="N[,N...]", help=given)
-    add(
-        "--keeps",
-        metavar="F=1,W=1",
-        help="what a forward keeps, and what an input gradient leaves for the weight gradient",
-    )
     add("--latency", type=float, default=0.0, metavar="T", help="time of a transfer")
     add(
         "--flush",
@@ -72,14 +65,12 @@ def run_search(given: Namespace) -> bool:
     named = [key for key in costs or () if not isinstance(key, str)]
     if devices is None and (not named or placement is not None):
         devices = DEVICES
-    memory, sizes = _memory(given, _stages(placement, devices, named))
     found = search_schedule(
         costs or {},
         given.microbatches,
         devices=devices,
         placement=placement,
-        memory=memory,
-        sizes=sizes,
+        memory=_memory(given.memory),
         links=Link(given.latency) if given.latency else None,
         flush=given.flush,
         seconds=given.seconds,
@@ -119,12 +110,6 @@ def library_table(found: Found) -> str:
     return "\n".join([table_text(table), "", *rest])
 
 
-def _stages(placement: Placement | None, devices: int | None, named: list[tuple[str, int]]) -> int:
-    """The largest number of stages that the options allow."""
-    most = 1 + max((stage for _, stage in named), default=0)
-    return max(most, devices or 1, len(placement(devices or 1)) if placement else 0)
-
-
 def _placement(text: str | None) -> Placement | None:
     if text is None:
         return None
@@ -136,38 +121,14 @@ def _placement(text: str | None) -> Placement | None:
     raise InputError(f"--placement is {text!r}; write each, v, or loop=2 for two a device")
 
 
-def _memory(given: Namespace, stages: int) -> tuple[float | list[float] | None, Sizes | None]:
-    """Parse ``--memory``, what devices hold, and ``--keeps``, what micro-batches take of it."""
-    keeps = read_costs(given.keeps, "--keeps")
-    if given.memory is None:
-        if keeps is not None:
-            raise InputError("--keeps tells what micro-batches take; give --memory, too")
-        return None, None
+def _memory(text: str | None) -> float | list[float] | None:
+    """Parse ``--memory``: one number, or one for each device."""
+    if text is None:
+        return None
     try:
-        most = [float(number) for number in given.memory.split(",")]
+        most = [float(number) for number in text.split(",")]
     except ValueError:
         raise InputError(
-            f"--memory is {given.memory!r}; write a number, or one for each device: 4,4,3"
+            f"--memory is {text!r}; write a number, or one for each device: 4,4,3"
         ) from None
-    memory = most if len(most) > 1 else most[0]
-    if keeps is None:
-        return memory, None
-    if odd := {key if isinstance(key, str) else key[0] for key in keeps} - {"F", "W"}:
-        raise InputError(f"--keeps has {min(odd)!r}; write F for forwards, W for what they leave")
-    for key, size in keeps.items():
-        letter, stage = (key, 0) if isinstance(key, str) else key
-        if not (size >= 0 and size.is_integer()):
-            raise InputError(
-                f"--keeps has {letter}={size:g}; write a whole number of at least 0, in the units "
-                "of --memory"
-            )
-        if stage >= stages:
-            raise InputError(
-                f"--keeps has {letter}@{stage}, and the stages are 0 to {stages - 1}; name one of "
-                "them"
-            )
-    searched = range(min(stages, MOST))  # the search refuses more
-    saved, deferred = (
-        {s: int(keeps.get((letter, s), keeps.get(letter, 1))) for s in searched} for letter in "FW"
-    )
-    return memory, Sizes(saved=saved, deferred=deferred)
+    return most if len(most) > 1 else most[0]

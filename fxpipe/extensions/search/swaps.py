@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import inf
 from random import Random
 
 from fxpipe.extensions.search.local import Local
-from fxpipe.extensions.search.problem import Order
-from fxpipe.extensions.search.timing import Timeline, value_of
+from fxpipe.extensions.search.problem import Order, Problem
+from fxpipe.extensions.search.timing import Node, extents_of, numbered, value_of
 
 _SWAPS = 5
 """Swaps that count as much as a list schedule."""
@@ -19,18 +19,26 @@ _TABU = 10, 30
 
 
 class Rows:
-    """The tasks of a timeline as numbers, with the end of each and the time from its start to the
-    end of all tasks. The next numbers are one for each device, which stands for both its begin and
-    its end, and ``none``, for no task.
+    """The tasks of an order as numbers, with the end of each and the time from its start to the end
+    of all tasks; without flush, that to the end of a device counts from the device's start. The
+    next numbers are one for each device, which stands for both its begin and its end, and ``none``,
+    for no task.
 
     A block is a run of tasks on a longest path that follow one another on one device. Only swapping
     the first two or the last two tasks of a block can shorten that path (Nowicki and Smutnicki
     1996). If these must stay in their order, the next two are swapped.
     """
 
-    def __init__(self, timeline: Timeline) -> None:
-        self.problem = problem = timeline.problem
-        number = {node: task for task, node in enumerate(timeline.starts)}
+    def __init__(self, problem: Problem, order: Order) -> None:
+        self.problem = problem
+        begun = [0.0] * problem.devices
+        for _ in range(0 if problem.flush else problem.devices):
+            _, ended = extents_of(problem, order, begun)
+            begun = [end - min(ended) for end in ended]
+        if not problem.flush:
+            begun, _ = extents_of(problem, order, begun)
+        rows = [list(numbered(row)) for row in order]
+        number = self._numbers(rows)
         self.codes = [code for code, _ in number]
         self.homes = [problem.placement[code // 3] for code in self.codes]
         self.count = count = len(number)
@@ -40,7 +48,7 @@ class Rows:
         self.needs, self.wait = [none] * count, [0.0] * count
         self.feeds, self.pause = [none] * count, [0.0] * count
         for node, task in number.items():
-            if need := timeline.needs(node):
+            if need := self._needs(node):
                 self.needs[task], self.wait[task] = other, way = number[need[0]], need[1]
                 if node[0] % 3 < 2:  # a weight gradient is on its device anyway
                     self.feeds[other], self.pause[other] = task, way
@@ -50,18 +58,44 @@ class Rows:
         ]
         self.level = [0.0] * (none + 1)
         self.before, self.behind = [none] * (none + 1), [none] * (none + 1)
-        for end, row in zip(ends, timeline.rows, strict=True):
+        for end, row in zip(ends, rows, strict=True):
             for one, other in pairwise((end, *(number[node] for node in row), end)):
                 self.before[other], self.behind[one] = one, other
                 if other < count:
                     self.level[other] = self.level[one] + self.size[other]
-        self.end = [0.0] * count + timeline.begun + [-inf]
-        lasts = [timeline.after(d, len(row)) for d, row in enumerate(timeline.rows)]
+        self.end = [0.0] * count + begun + [-inf]
+        late = zip(problem.last, begun, strict=True)
+        lasts = [last - (0.0 if problem.flush else begin) for last, begin in late]
         self.left = [0.0] * count + lasts + [-inf]
         self.sorted = list(range(count))
         """The tasks, each after what it waits for."""
         self.places = list(range(count))
         self._time(0, count)
+
+    def _numbers(self, rows: Sequence[Sequence[Node]]) -> dict[Node, int]:
+        """Each task → its number; tasks have greater numbers than what they wait for."""
+        number: dict[Node, int] = {}
+        places, moved = [0] * len(rows), True
+        while moved:
+            moved = False
+            for device, row in enumerate(rows):
+                for node in row[places[device] :]:
+                    need = self._needs(node)
+                    if need and need[0] not in number:
+                        break
+                    number[node], moved = len(number), True
+                    places[device] += 1
+        return number
+
+    def _needs(self, node: Node) -> tuple[Node, float] | None:
+        """What a task waits for, besides the task before it, and how long after the end of that."""
+        code, i = node
+        stage, kind = divmod(code, 3)
+        if kind == 0:
+            return ((code - 3, i), self.problem.down[stage - 1]) if stage else None
+        if kind == 1 and stage < self.problem.stages - 1:
+            return (code + 3, i), self.problem.up[stage]
+        return (code - 1, i), 0.0
 
     @property
     def value(self) -> float:
@@ -164,7 +198,7 @@ def improve(local: Local, enough: float, go_on: Callable[[], bool]) -> None:
     """Swap tasks, from the best order on, until its time is at most ``enough`` or ``go_on()`` is
     false. Two tasks are not swapped back for a while, unless that gives a new best order."""
     problem, random = local.problem, local.random
-    rows = Rows(Timeline(problem, local.first))
+    rows = Rows(problem, local.first)
     best, step = rows.value, 0
     until: dict[tuple[int, int], int] = {}
     while local.value > enough and go_on():

@@ -1,4 +1,4 @@
-"""When the tasks of an order run, how long that takes, and how long it takes from each task on."""
+"""When the tasks of an order run, how long that takes, and what it keeps."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def peaks(problem: Problem, order: Order) -> list[float]:
         changes = [more[code] for code in row]
         if problem.sums:
             changes = [
-                x for code, i in _numbered(row) for x in (problem.begins(code, i), more[code])
+                x for code, i in numbered(row) for x in (problem.begins(code, i), more[code])
             ]
         kept.append(max(accumulate(changes, initial=0.0)))
     return kept
@@ -112,80 +112,8 @@ Node = tuple[int, int]
 """A task: its kind, as in an ``Order``, and its micro-batch."""
 
 
-class Timeline:
-    """When the tasks of an order start, and how long it takes from the end of each to the end.
-
-    Without flush, the time to the end of a device counts from the device's start.
-    """
-
-    def __init__(self, problem: Problem, order: Order) -> None:
-        self.problem, self.order = problem, order
-        self.took = problem.took
-        self.begun = [0.0] * problem.devices
-        for _ in range(0 if problem.flush else problem.devices):
-            _, ends = extents_of(problem, order, self.begun)
-            self.begun = [end - min(ends) for end in ends]
-        self.rows = [list(_numbered(row)) for row in order]
-        self.starts: dict[Node, float] = {}
-        self._start()
-        self.behind: dict[Node, float] = {}
-        self._look_behind()
-
-    def needs(self, node: Node) -> tuple[Node, float] | None:
-        """What a task waits for, besides the task before it, and how long after the end of that."""
-        code, i = node
-        stage, kind = divmod(code, 3)
-        if kind == 0:
-            return ((code - 3, i), self.problem.down[stage - 1]) if stage else None
-        if kind == 1 and stage < self.problem.stages - 1:
-            return (code + 3, i), self.problem.up[stage]
-        return (code - 1, i), 0.0
-
-    @property
-    def value(self) -> float:
-        """The time of the order, with devices that begin at ``begun``."""
-        return max(self.end(node) + self.behind[node] for node in self.starts)
-
-    def end(self, node: Node) -> float:
-        return self.starts[node] + self.took[node[0]]
-
-    def after(self, device: int, at: int) -> float:
-        """The least time from the start of the task at a place in a device's row to the end."""
-        row = self.rows[device]
-        if at < len(row):
-            return self.took[row[at][0]] + self.behind[row[at]]
-        return self.problem.last[device] - (0.0 if self.problem.flush else self.begun[device])
-
-    def _start(self) -> None:
-        places, moved = [0] * len(self.rows), True
-        now = list(self.begun)
-        while moved:
-            moved = False
-            for device, row in enumerate(self.rows):
-                for node in row[places[device] :]:
-                    need = self.needs(node)
-                    if need and need[0] not in self.starts:
-                        break
-                    start = max(now[device], self.end(need[0]) + need[1] if need else 0.0)
-                    if not places[device] and not self.problem.flush:
-                        self.begun[device] = start
-                    self.starts[node], now[device] = start, start + self.took[node[0]]
-                    places[device] += 1
-                    moved = True
-
-    def _look_behind(self) -> None:
-        places = {node: (d, at) for d, row in enumerate(self.rows) for at, node in enumerate(row)}
-        awaited = dict.fromkeys(self.starts, -inf)
-        for node in reversed(self.starts):
-            device, at = places[node]
-            self.behind[node] = max(awaited[node], self.after(device, at + 1))
-            if need := self.needs(node):
-                other, more = need
-                least = more + self.took[node[0]] + self.behind[node]
-                awaited[other] = max(awaited[other], least)
-
-
-def _numbered(row: tuple[int, ...]) -> Iterator[Node]:
+def numbered(row: tuple[int, ...]) -> Iterator[Node]:
+    """Yield the tasks of a device's order."""
     counts: dict[int, int] = {}
     for code in row:
         counts[code] = counts.get(code, -1) + 1

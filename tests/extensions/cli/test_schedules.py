@@ -165,9 +165,7 @@ def test_a_schedule_is_searched_and_stands_beside_the_library(
 def test_the_text_of_a_searched_schedule_is_one(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    status, text, _ = run(
-        capsys, *SEARCH, "--placement", "v", "--memory", "9,9,9", "--keeps", "F=1,W=1", "--text"
-    )
+    status, text, _ = run(capsys, *SEARCH, "--placement", "v", "--memory", "9,9,9", "--text")
     assert status == 0
     schedule = fxpipe.Schedule.parse(text).verify()
     assert schedule.placement == fxpipe.vee(3)
@@ -180,14 +178,6 @@ def test_the_text_of_a_searched_schedule_is_one(
     [
         (["--memory", "0.5"], "one micro-batch takes 1"),
         (["--memory", "much"], "--memory is 'much'"),
-        (["--keeps", "F=1"], "give --memory, too"),
-        (["--memory", "4", "--keeps", "B=1"], "--keeps has 'B'"),
-        (["--memory", "4", "--keeps", "F=0.5"], "--keeps has F=0.5; write a whole number"),
-        (["--memory", "4", "--keeps", "F=nan"], "--keeps has F=nan"),
-        (["--memory", "4", "--keeps", "W=inf"], "--keeps has W=inf"),
-        (["--memory", "4", "--keeps", "F@1=-1"], "--keeps has F=-1"),
-        (["--memory", "4", "--keeps", "F@9=1"], "--keeps has F@9, and the stages are 0 to 2"),
-        (["--memory", "4", "--keeps", "F=1", "-p", "999999999"], "there are 999999999 stages"),
         (["--placement", "w"], "write each, v, or loop=2"),
     ],
 )
