@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extend import there
@@ -93,7 +93,7 @@ def read_file(named: str, devices: int | None, microbatches: int | None) -> Sche
     text = _text(path)
     lines = (line.split("#")[0].split() for line in text.splitlines())
     first = next((words[0] for words in lines if words), "")
-    if first == "schedule" or _form(path, text):
+    if first == "schedule" or _is_csv(path, text):
         return _sized(named, _of_text(named, text), devices, microbatches)[0]
     if first == "program":
         return _parsed(named, Program.parse, text)
@@ -115,26 +115,21 @@ def _find(named: str) -> Schedule | Recipe:
 
 
 def _of_text(named: str, text: str) -> Schedule:
-    """Parse a schedule in the form of fxpipe or of another library."""
+    """Parse a schedule's text, or a CSV of torch.distributed.pipelining."""
     path = Path(named)
-    other = _form(path, text)
     parse: Callable[[str], Schedule] = Schedule.parse
-    if other == "csv":
+    if _is_csv(path, text):
         parse = partial(Schedule.from_csv, name=path.stem, check=False)
-    elif other == "nodes":
-        parse = partial(Schedule.from_nodes, name=path.stem)
     return _parsed(named, parse, text)
 
 
-def _form(path: Path, text: str) -> Literal["csv", "nodes", ""]:
-    """The form of another library that a text has, if the extension that reads these is there."""
+def _is_csv(path: Path, text: str) -> bool:
+    """Whether a text is a CSV, if the extension that reads one is there."""
     if not there("view", "Schedule.from_csv"):
-        return ""
-    from fxpipe.extensions.peers.forms import looks_like_actions, looks_like_nodes
+        return False
+    from fxpipe.extensions.peers.forms import looks_like_actions
 
-    if path.suffix == ".csv" or looks_like_actions(text):
-        return "csv"
-    return "nodes" if looks_like_nodes(text) else ""
+    return path.suffix == ".csv" or looks_like_actions(text)
 
 
 def _text(path: Path) -> str:

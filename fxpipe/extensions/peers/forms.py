@@ -10,14 +10,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fxpipe.errors import InputError, ParseError
+from fxpipe.errors import InputError
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.walk import Place, Wait, needs_of, walk
@@ -274,17 +273,10 @@ def _inexpressible(schedule: Schedule) -> Iterator[str]:
 
 _NODES = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 _MOVES = re.compile(r"(SEND|RECV)_(FORWARD|BACKWARD)|((SEND|RECV)_)?POST_VALIDATION")
-_ENUM = re.compile(r"<\w+\.(\w+): [^<>]*>")
-_SUCH = "a node such as {'type': 'F', 'stage': 0, 'microbatch': 0}"
 Nodes = Sequence[Sequence[Any]]
 
 
-def looks_like_nodes(text: str) -> bool:
-    """Whether a text begins as a list of zero-bubble's lists does."""
-    return re.match(r"\s*\[\s*\[", text) is not None
-
-
-def parse_nodes(nodes: Nodes | str, *, name: str = "nodes") -> Schedule:
+def parse_nodes(nodes: Nodes, *, name: str = "nodes") -> Schedule:
     """Read zero-bubble's lists of scheduled nodes, one list for each pipeline stage.
 
     A node has ``type``, ``stage`` (its device) and ``microbatch`` or ``minibatch``. If a device has
@@ -293,20 +285,18 @@ def parse_nodes(nodes: Nodes | str, *, name: str = "nodes") -> Schedule:
     compiler derives them.
 
     Args:
-        nodes: the lists, of objects or mappings; or their text, as Python or JSON prints it.
+        nodes: the lists, of objects or mappings.
         name: the schedule's name.
 
     Raises:
-        ParseError: the text is no list of lists.
-        InputError: ``nodes`` is neither, or a node has no task; the message names it.
+        InputError: ``nodes`` is no list of lists, or a node has no task; the message names it.
     """
-    table = _literal(nodes) if isinstance(nodes, str) else nodes
-    if not isinstance(table, Sequence) or not all(isinstance(row, Sequence) for row in table):
-        raise InputError(f"nodes is {nodes!r:.99}; give lists of nodes, one a stage, or their text")
+    if not isinstance(nodes, list | tuple) or not all(isinstance(n, list | tuple) for n in nodes):
+        raise InputError(f"nodes is {nodes!r:.99}; give lists of nodes, one a stage")
     rows: list[list[Task]] = []
-    for device, nodes_of_device in enumerate(table):
+    for device, nodes_of_device in enumerate(nodes):
         tasks = [
-            _task(node, device, len(table), f"row {device + 1}, node {at + 1}")
+            _task(node, device, len(nodes), f"row {device + 1}, node {at + 1}")
             for at, node in enumerate(nodes_of_device)
         ]
         rows.append([task for task in tasks if task is not None])
@@ -343,43 +333,3 @@ def _task(node: Any, device: int, devices: int, where: str) -> Task | None:
     if not isinstance(group, int):
         group = chunk * devices + (devices - 1 - device if chunk % 2 else device)
     return Task(_NODES[kind], microbatch, group)
-
-
-def _literal(text: str) -> list[list[Any]]:
-    """Parse lists, mappings and calls with named arguments, as Python prints them; nothing runs."""
-    above = text[: len(text) - len(text.lstrip())].count("\n")
-    code = _ENUM.sub(lambda match: match[1].ljust(len(match[0])), text.strip())
-
-    def value(node: ast.AST) -> Any:
-        match node:
-            case ast.List(elts=items) | ast.Tuple(elts=items):
-                return [value(item) for item in items]
-            case ast.Dict(keys=keys, values=values):
-                return {
-                    str(value(key)): value(item)
-                    for key, item in zip(keys, values, strict=True)
-                    if key is not None
-                }
-            case ast.Call(args=[], keywords=named):
-                return {each.arg: value(each.value) for each in named}
-            case ast.Constant(value=constant):
-                return constant
-            case ast.Name(id="null"):
-                return None
-            case ast.Name(id=word) | ast.Attribute(attr=word):
-                return word
-        line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
-        raise ParseError(f"expected {_SUCH}", line + above, column + 1)
-
-    try:
-        table = value(ast.parse(code, mode="eval").body)
-    except SyntaxError as error:
-        line, column = error.lineno or 1, error.offset or 1
-        message = error.msg or "it nests too deep"
-        raise ParseError(f"cannot be read: {message}", line + above, column) from None
-    except (ValueError, RecursionError, MemoryError) as error:
-        message = f"cannot be read: {str(error) or 'it nests too deep'}"
-        raise ParseError(message, 1 + above, 1) from None
-    if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
-        raise ParseError(f"expected lists, one a stage, of {_SUCH}", 1 + above, 1)
-    return table

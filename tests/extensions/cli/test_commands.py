@@ -188,8 +188,6 @@ def test_a_csv_is_written_shown_and_verified(
     path.write_text("hello\n")
     status, _, err = run(capsys, "verify", path)
     assert (status, "own.csv: line 1, column 1: expected an action" in err) == (2, True)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("[[{'type': 'F', 'stage': 0, 'minibatch': 0}]]"))
-    assert run(capsys, "verify", "-") == (0, "-: a valid schedule\n", "")
     status, _, err = run(capsys, "schedule", "2bw", "--csv", path)
     assert (status, "cannot be written as the CSV" in err) == (2, True)
     assert path.read_text() == "hello\n"
