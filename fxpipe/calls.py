@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from fxpipe.changes import Changed, Changes
 from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.fingerprint import fingerprint
@@ -19,6 +18,7 @@ from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
 from fxpipe.runtime.devices.backend import is_worker
+from fxpipe.runtime.ranks.message import digest
 from fxpipe.signals import HeldSignals
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.pytrees import together
@@ -30,7 +30,6 @@ class Calls:
 
     Attributes:
         shown: the last training step; before the first one, the call that was compiled first.
-        changes: compares what was changed on the ranks.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class Calls:
     ) -> None:
         """``hooks`` are those of the pipe itself, by the name of their attribute."""
         self.shown: Compiled | None = None
-        self.changes = Changes(options, engine.progress)
         self._options, self._compiler, self._engine = options, compiler, engine
         self._group = options.group
         self._hooks = hooks
@@ -71,14 +69,10 @@ class Calls:
             if compiled is None:
                 compiled, micro = self._ready(micro, kind)
             self._check_data(compiled)
-            if self._group.replicas > 1:
-                self.changes.check_settings(compiled)
             micro = self._compiler.weighed(compiled, micro)
             if not isinstance(micro.weights, torch.Tensor) and not all(micro.weights):
                 compiled = compiled.weighted(micro.weights)
             result = self._engine.step(compiled, micro, with_output=return_output)
-            if self._group.size > 1:
-                self.changes.stepped(compiled)
             self.shown = compiled
             if meter is not None:
                 meter.end(
@@ -147,14 +141,15 @@ class Calls:
 
     def _check_data(self, compiled: Compiled) -> None:
         """Raise InputError if a stage of this process reads or writes a tensor without data, and
-        RankError if a tensor of the stage has other values in another replica. The memory of other
+        RankError if at the first call it has other values in another replica. The memory of other
         ranks' parameters is given back before."""
         self.shown = self.shown or compiled
         if compiled is not self._filled:
             release(self._options, compiled)
             stages = filter(self._options.owns, range(len(compiled.plan.stages)))
             names = frozenset[str]().union(*map(compiled.names, stages))
-            for name, tensor in compiled.traced.state_of(self._options.model).items():
+            state = compiled.traced.state_of(self._options.model)
+            for name, tensor in state.items():
                 if name in names and tensor.is_meta:
                     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
                     raise InputError(
@@ -164,9 +159,10 @@ class Calls:
                         "pipe.reset_parameters(); tensors that are in no state dict, or that no "
                         'step reads, can be made with data (device="cpu") where the model is built'
                     )
+            if self._filled is None and self._group.replicas > 1:
+                lines = [f"{name}: {digest(state[name])}" for name in sorted(names)]
+                self._group.agree("what replicas train", "", twins="\n".join(lines))
             self._filled = compiled
-        if self._group.replicas > 1:
-            self.changes.check(compiled)
 
     def taken(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, *, step: bool
@@ -206,22 +202,21 @@ class Calls:
         compiles = known is None
         if self._group.size > 1:
             flushes = known is not None and not self._engine.joins(known)
+            batches = self._engine.batches  # before the first one, a rank may have no optimizer yet
             common, replica_text = fingerprint(
-                *(micro, kind, self._compiler.told(), self._engine.batches),
+                *(micro, kind, self._compiler.told(), batches),
                 compiles=compiles,
                 first=self.shown is None,
             )
-            chosen, settings, *written = self.changes.told(flushed=self._engine.flushed)
+            settings = self._engine.progress.settings() if batches else ()
             ranks = self._group.agree(
                 "the call",
-                common,
-                own="\n".join([replica_text, *chosen]),
-                twins=settings,
-                value=(compiles, flushes, *written),
+                "\n".join([common, *settings]),
+                own=replica_text,
+                value=(compiles, flushes),
             )
-            compiles = any(compiles for compiles, *_ in ranks)  # another replica may have to
-            self.changes.hear([Changed((), "", *written) for _, _, *written in ranks])
-            if self._group.replicas > 1 and any(flushes for _, flushes, *_ in ranks):
+            compiles = any(compiles for compiles, _ in ranks)  # another replica may have to
+            if self._group.replicas > 1 and any(flushes for _, flushes in ranks):
                 self._engine.flush()
         if known is not None and not compiles:
             return known, micro

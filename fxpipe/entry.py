@@ -130,7 +130,7 @@ def compile(
             any other mean over something else than samples, give ``fxpipe.LossWeight``; without it,
             there is one warning if the loss is not that of the whole batch.
         optimizer: a torch optimizer over the model's parameters; or a function from parameters to
-            an optimizer, called once per stage; or a function whose argument is called
+            an optimizer, called once for all; or a function whose argument is called
             ``named_parameters``, called once, with pairs of name and parameter of the whole model.
             With an optimizer, ``step`` updates the weights, and ``pipe.optimizer`` is one optimizer
             over all stages. Without one, ``step`` adds to ``.grad``.

@@ -32,7 +32,6 @@ from fxpipe.runtime.ranks.group import refuse_on_ranks
 from fxpipe.runtime.weights import checkpoint_file
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.runtime.weights.initial import Initialise, initialise
-from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.signature import SignedLikeTheModel
 from fxpipe.stage_table import stage_table
 from fxpipe.torchtools.meta import allocated
@@ -321,27 +320,11 @@ class Pipeline(nn.Module):
         several ranks it has the state of this rank's stages, and every rank calls these methods.
 
         Raises:
-            InputError: the pipe has no optimizer, or the function makes other groups for a stage
-                than for all parameters; ``optimizers`` then has those of the stages.
+            InputError: the pipe has no optimizer, or the given function returns none.
         """
-        return self._optimizers().one()
-
-    @property
-    @locked
-    def optimizers(self) -> tuple[Optimizer | None, ...]:
-        """Stage → its optimizer; None for a stage without parameters, and for the stages of other
-        ranks. They are made by the first step, or by ``example``. See also ``optimizer``.
-
-        Raises:
-            InputError: the pipe has no optimizer, or nothing is compiled yet.
-        """
-        self._optimizers()
-        return self._engine.progress.optimizers_of(self._calls.compiled().plan)
-
-    def _optimizers(self) -> Optimizers:
         if self._engine.progress.stages is None:
             raise InputError("the pipe has no optimizer; give compile(..., optimizer=...)")
-        return self._engine.progress.stages
+        return self._engine.progress.stages.one()
 
     def __repr__(self) -> str:
         """The table of stages, which measures nothing: after a cut by names it has times from the
@@ -465,11 +448,9 @@ class Pipeline(nn.Module):
         """Go on from a checkpoint, at any time, on any number of devices; also after a failure that
         has ended the pipe.
 
-        Everything is checked before anything changes; each optimizer first makes a step on a copy
-        of its restored state. If the optimizer function makes different optimizers for different
-        stages, call ``prepare`` first. The constructor of a learning-rate scheduler changes its
-        optimizer: make the scheduler over ``optimizer``, then restore, and load its state from
-        ``extra``.
+        Everything is checked before anything changes. The constructor of a learning-rate scheduler
+        changes its optimizer: make the scheduler over ``optimizer``, then restore, and load its
+        state from ``extra``.
 
         Returns:
             The ``extra`` that ``checkpoint`` was given.
@@ -551,9 +532,8 @@ class Pipeline(nn.Module):
             return self._go_on_from(read(folder, own))
 
     def _go_on_from(self, saved: Checkpoint) -> Any:
-        plan = self._calls.shown.plan if self._calls.shown else None
         with allocated(self._used().values() if self._options.hollow else (), self._homes()):
-            self._engine.progress.restore(saved, plan, lambda: self._group.exchange("checkpoint"))
+            self._engine.progress.restore(saved, lambda: self._group.exchange("checkpoint"))
         self._group.kept = 0
         return saved.extra
 

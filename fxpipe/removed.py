@@ -39,6 +39,7 @@ GONE = {
     "beside the computations",
     "fxpipe.is_recomputing": "a module that counts its calls counts recomputations, too",
     "fxpipe.simulator": "write from fxpipe.extensions.simulator import Link, Sizes, Simulation",
+    "pipe.optimizers": "pipe.optimizer has all groups, and the state of this process's stages",
     "pipe.sizes": "to know whether a size fits, pipe.prepare with it, and look at pipe.simulate()",
 }
 """Attribute → the same."""

@@ -39,7 +39,6 @@ LAYERS = {
         "fxpipe.__main__",
         "fxpipe.arguments",
         "fxpipe.calls",
-        "fxpipe.changes",
         "fxpipe.differentiable",
         "fxpipe.devices",
         "fxpipe.engine",

@@ -376,4 +376,4 @@ def test_looking_before_anything_is_compiled_is_refused() -> None:
         cure = "call step once, or give compile(..., example=inputs)"
         for name in ("plan", "schedule", "program"):
             refused(InputError, functools.partial(getattr, pipe, name), cure)
-        refused(InputError, lambda: pipe.optimizers, "the pipe has no optimizer; give compile(")
+        refused(InputError, lambda: pipe.optimizer, "the pipe has no optimizer; give compile(")

@@ -65,10 +65,8 @@ class Left:
         state = {name: value.clone() for name, value in pipe.state_dict().items()}
         names = {parameter: name for name, parameter in pipe.named_parameters()}
         kept = {
-            names[p]: copy.deepcopy({**group, **optimizer.state.get(p, {}), "params": None})
-            for optimizer in pipe.optimizers
-            if optimizer is not None
-            for group in optimizer.param_groups
+            names[p]: copy.deepcopy({**group, **pipe.optimizer.state.get(p, {}), "params": None})
+            for group in pipe.optimizer.param_groups
             for p in group["params"]
         }
         return Left(losses, state, kept, float(torch.rand(())), pipe.batches)
@@ -129,8 +127,7 @@ def write_as(format_: int, path: Path, content: Any, tensors: dict[str, Tensor])
 def everything(pipe: fxpipe.Pipeline, scaler: torch.amp.GradScaler) -> list[Any]:
     """All that a restore could change."""
     pipe.flush()
-    optimizers = [each for each in pipe._engine.progress.optimizers or () if each is not None]
-    kept = [(o.state_dict()["state"], o.state_dict()["param_groups"]) for o in optimizers]
+    kept = pipe.optimizer.state_dict()
     made = [dict(pipe.state_dict()), kept, torch.get_rng_state(), pipe.batches]
     return copy.deepcopy([*made, pipe.grad_norm, scaler.get_scale(), pipe.weight_versions])
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import fxpipe
 from tests.helpers.overlapping import OPTIMIZERS
 from tests.oracles.delayed_loop import MSE, DelayedLoop
 
@@ -63,3 +64,8 @@ def assert_same_state(ours: Any, theirs: Any) -> None:
         for key, value in kept.items():
             found = ours["state"][number][key]
             assert torch.equal(found, value) if isinstance(value, Tensor) else found == value
+
+
+def made_by(pipe: fxpipe.Pipeline) -> Sequence[Optimizer | None]:
+    """Stage → the optimizer that updates it, with copies of the groups' settings."""
+    return pipe._engine.progress.optimizers_of(pipe.plan)

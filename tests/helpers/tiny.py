@@ -64,23 +64,22 @@ def pipe_of(devices: int, schedule: str = "1f1b", **options: Any) -> fxpipe.Pipe
 
 @dataclass
 class Snapshot:
-    """Everything that a step may change: state dict, gradients, optimizers, generator."""
+    """Everything that a step may change: state dict, gradients, optimizer, generator."""
 
     model: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
-    optimizers: list[Any]
+    optimizer: dict[str, Any] | None
     generator: Tensor = field(default_factory=torch.get_rng_state)
 
     @staticmethod
     def of(pipe: fxpipe.Pipeline) -> Snapshot:
-        made = pipe._engine.progress.optimizers or ()
         return Snapshot(
             {name: value.clone() for name, value in pipe.state_dict().items()},
             {
                 name: None if parameter.grad is None else parameter.grad.clone()
                 for name, parameter in pipe.named_parameters()
             },
-            [None if one is None else copy.deepcopy(one.state_dict()) for one in made],
+            copy.deepcopy(pipe.optimizer.state_dict()) if pipe._engine.updates else None,
         )
 
     def restore(self, pipe: fxpipe.Pipeline) -> None:
@@ -88,11 +87,8 @@ class Snapshot:
         for name, parameter in pipe.named_parameters():
             gradient = self.gradients[name]
             parameter.grad = None if gradient is None else gradient.clone()
-        for optimizer, state in zip(
-            pipe._engine.progress.optimizers or (), self.optimizers, strict=True
-        ):
-            if optimizer is not None:
-                optimizer.load_state_dict(copy.deepcopy(state))
+        if self.optimizer is not None:
+            pipe.optimizer.load_state_dict(copy.deepcopy(self.optimizer))
         torch.set_rng_state(self.generator)
 
     def __eq__(self, other: object) -> bool:
@@ -102,7 +98,7 @@ class Snapshot:
         """The names of what is not equal to the bit."""
         yield from _different("model", self.model, other.model)
         yield from _different("grad", self.gradients, other.gradients)
-        yield from _different("optimizers", self.optimizers, other.optimizers)
+        yield from _different("optimizer", self.optimizer, other.optimizer)
         yield from _different("generator", self.generator, other.generator)
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.extensions.checkpoint_folder import folder as checkpoint_folder
 from tests.helpers.checkpoints import same
+from tests.helpers.one_optimizer import made_by
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DEADLINE, DeviceMesh, on_ranks, result_of, start
 
@@ -250,7 +251,7 @@ def rates(mesh: DeviceMesh, folder: Path) -> tuple[float, bool]:
         pipe.save(folder)
         pipe.optimizer.param_groups[0]["lr"] = 0.5
         pipe.load(folder)
-        return pipe.optimizer.param_groups[0]["lr"], any(pipe.optimizers)
+        return pipe.optimizer.param_groups[0]["lr"], any(made_by(pipe))
 
 
 def test_settings_come_back_on_a_rank_without_parameters(tmp_path: Path) -> None:

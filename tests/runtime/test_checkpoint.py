@@ -191,7 +191,7 @@ def test_the_state_of_learning_rate_schedulers_comes_back_as_what_was_added(
 
     def prepared(pipe: fxpipe.Pipeline) -> list[LRScheduler]:
         pipe.prepare(data[0][0], target=data[0][1])
-        return [SCHEDULERS[name](one) for one in pipe.optimizers if one is not None]
+        return [SCHEDULERS[name](pipe.optimizer)]
 
     def scheduled(
         pipe: fxpipe.Pipeline, schedulers: list[LRScheduler], data: list[Batch]

@@ -68,7 +68,7 @@ def test_a_worker_that_ends_during_a_step_does_not_let_it_wait(
 
     with pipe_of(2, schedule, optimizer=adam) as pipe:
         pipe.prepare(x, target=y)
-        assert pipe.optimizers
+        assert pipe.optimizer
         before = Snapshot.of(pipe)
         monkeypatch.setattr(Run, "_drive", drive)
         with pytest.raises(fxpipe.InputError, match="thread 'fxpipe-1' has ended"):

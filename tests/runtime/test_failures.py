@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxpipe
 from fxpipe import ExecutionError, InputError
 from fxpipe.runtime.weights.live import clones
+from tests.helpers.one_optimizer import made_by
 from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, within
 
 # an operation that looks at data, and does what they say
@@ -192,7 +193,7 @@ def test_an_optimizer_that_fails_after_another_has_updated_ends_the_pipe(
         expected = Snapshot.of(pipe)
         pipe.restore(tmp_path / "run")
         assert not list(before.differences(Snapshot.of(pipe)))
-        bad = pipe.optimizers[1]
+        bad = made_by(pipe)[1]
         assert isinstance(bad, Failing)
         bad.fails, Failing.updated = True, threading.Semaphore(0)
         with within(1), pytest.raises(ExecutionError, match="out of luck") as raised:

@@ -76,7 +76,7 @@ def steps_of(pipe: fxpipe.Pipeline) -> dict[int, int]:
     optimizers = pipe._engine.progress.optimizers
     assert optimizers is not None
     return {
-        stage: int(next(iter(optimizer.state.values()))["step"])
+        stage: int(optimizer.state[optimizer.param_groups[0]["params"][0]]["step"])
         for stage, optimizer in enumerate(optimizers)
         if optimizer is not None
     }

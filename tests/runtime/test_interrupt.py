@@ -23,6 +23,7 @@ from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.signals import HeldSignals
+from tests.helpers.one_optimizer import made_by
 from tests.helpers.profiles import DEEP
 from tests.helpers.tiny import (
     CUTS,
@@ -126,7 +127,7 @@ def test_an_interrupt_of_an_update_lets_all_updates_finish(
     pipe.step(x, target=y)
     after = Snapshot.of(pipe)
     before.restore(pipe)
-    optimizer = pipe.optimizers[stage]
+    optimizer = made_by(pipe)[stage]
     assert optimizer is not None
     hook = optimizer.register_step_pre_hook(lambda *_: _thread.interrupt_main())
     with within(1), pytest.raises(KeyboardInterrupt) as raised:

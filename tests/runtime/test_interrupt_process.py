@@ -43,7 +43,7 @@ def compiled():
 
 def snapshot(pipe):
     pipe.prepare(x, target=y)
-    assert pipe.optimizers
+    assert pipe.optimizer
     return Snapshot.of(pipe)
 
 x, y = batch()

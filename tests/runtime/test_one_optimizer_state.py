@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 
 import fxpipe
-from tests.helpers.one_optimizer import FORMS, assert_same_state, loop_of
+from tests.helpers.one_optimizer import FORMS, assert_same_state, loop_of, made_by
 from tests.helpers.overlapping import ADAMW, MORE, compiled, make
 from tests.helpers.own_optimizers import Nesterov
 from tests.oracles.delayed_loop import MSE, DelayedLoop
@@ -151,31 +151,6 @@ def test_an_optimizer_is_made_before_a_model_has_data() -> None:
         pipe.step(x, target=y)
 
 
-@pytest.mark.parametrize("looked", [False, True])
-def test_settings_that_are_a_stages_own_come_back_with_a_checkpoint(
-    looked: bool, tmp_path: Any
-) -> None:
-    model, data = make("mlp", 4, 4)
-    with compiled(model, 2, 3, ADAMW, schedule="1f1b") as pipe:
-
-        def rates() -> list[float]:
-            return [part.param_groups[0]["lr"] for part in pipe.optimizers if part is not None]
-
-        pipe.step(data[0][0], target=data[0][1])
-        if looked:
-            assert pipe.optimizer.param_groups[0]["lr"] == 0.01
-        pipe.optimizers[1].param_groups[0]["lr"] = 0.5  # type: ignore[union-attr]
-        pipe.checkpoint(tmp_path / "run")
-        expected = [pipe.step(x, target=y) for x, y in data[1:]]
-        for part in pipe.optimizers:
-            assert part is not None
-            part.param_groups[0]["lr"] = 0.1
-        pipe.restore(tmp_path / "run")
-        assert rates() == [0.01, 0.5]
-        assert [pipe.step(x, target=y) for x, y in data[1:]] == expected
-        assert rates() == [0.01, 0.5]
-
-
 def test_the_stages_take_over_the_memory_of_what_a_given_optimizer_kept() -> None:
     model, data = make("mlp", 2, 4)
     mine = ADAMW(model.parameters())
@@ -183,6 +158,5 @@ def test_the_stages_take_over_the_memory_of_what_a_given_optimizer_kept() -> Non
         with compiled(model, 2, 3, mine, schedule="1f1b") as pipe:
             for x, y in data:
                 pipe.step(x, target=y)
-            for part in filter(None, pipe.optimizers):
-                for parameter, state in part.state.items():
-                    assert mine.state.get(parameter, state) is state
+            for part in filter(None, made_by(pipe)):
+                assert part.state is mine.state

@@ -43,7 +43,7 @@ def compare(
     expected = DelayedLoop.beside(model, factory, microbatches, loss=loss, delay=delay)
     with compiled(model, devices, microbatches, factory, schedule=schedule, loss=loss) as pipe:
         expected.assert_trained(pipe, model, data, flush_at)
-        ours = {p: state for o in pipe.optimizers if o is not None for p, state in o.state.items()}
+        ours = pipe.optimizer.state
         for here, there in zip(model.parameters(), expected.model.parameters(), strict=True):
             for key, value in expected.optimizer.state[there].items():
                 if isinstance(value, Tensor):
@@ -193,19 +193,8 @@ def decays_of(
     """A scheduler of the learning rate for each optimizer of the pipe, and for the loop's."""
     return [
         torch.optim.lr_scheduler.ExponentialLR(each, 0.7)
-        for each in (*pipe.optimizers, expected.optimizer)
-        if each is not None
+        for each in (pipe.optimizer, expected.optimizer)
     ]
-
-
-def test_a_learning_rate_scheduler_that_steps_before_any_batch_is_warned_of() -> None:
-    model, [(x, y)] = make("mlp", 1, 4)
-    with compiled(model, 2, 3) as pipe:
-        pipe.prepare(x, target=y)
-        optimizer = next(own for own in pipe.optimizers if own is not None)
-        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
-        with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step"):
-            decay.step()
 
 
 def test_a_weight_that_two_stages_read_is_of_one_version() -> None:

@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import parametrizations
 
 import fxpipe
+from tests.helpers.one_optimizer import made_by
 from tests.oracles import loop
 
 
@@ -260,7 +261,7 @@ def test_tied_weights_are_one_tensor_for_ever_and_have_one_optimizer_state() -> 
         assert "first.weight" in names
         assert "last.weight" not in names
         held = [
-            id(p) for o in pipe.optimizers if o is not None for g in o.param_groups
+            id(p) for o in made_by(pipe) if o is not None for g in o.param_groups
             for p in g["params"]
         ]  # fmt: skip
         assert held.count(id(model.first.weight)) == 1

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 from fxpipe.errors import InputError, told
 from fxpipe.ir.value import part_of
 from fxpipe.runtime.weights.live import copied, fill
-from fxpipe.runtime.weights.optimizer_state import OptimizerState, Parts, trial
+from fxpipe.runtime.weights.optimizer_state import OptimizerState, Parts, frozen
 from fxpipe.runtime.weights.shards import Shards
 from fxpipe.runtime.weights.stage_weights import StageWeights, memory_like, retire
 from fxpipe.torchtools.meta import become
+from fxpipe.torchtools.optimizers import alone
 
 
 class FlatShards(Shards):
@@ -177,6 +178,25 @@ class ShardedStage(StageWeights):
         self._append(tensors)
 
 
+def _trial(
+    optimizer: Optimizer,
+    index: int,
+    states: Mapping[nn.Parameter, Mapping[Any, Any]],
+) -> Any:
+    """A copy of an optimizer over other parameters, all in one group.
+
+    Args:
+        optimizer: the optimizer.
+        index: the index of the group.
+        states: parameter → its optimizer state, which may be empty.
+    """
+    groups = [{**frozen(group), "params": []} for group in optimizer.param_groups]
+    groups[index]["params"] = [*states]
+    tried = alone(optimizer, groups)
+    tried.state.update({parameter: state for parameter, state in states.items() if state})
+    return tried
+
+
 def refuse_others(optimizer: Optimizer) -> None:
     """Check that an optimizer computes the same on the parts of a parameter as on the whole.
 
@@ -244,7 +264,7 @@ def _stepped(
         parameter: copied({k: cut(v)[i] if _is_like(v, like, k) else v for k, v in state.items()})
         for i, parameter in enumerate(parameters)
     }
-    stepped = trial(optimizer, index, states)
+    stepped = _trial(optimizer, index, states)
     for gradient in gradients:
         for parameter, part in zip(parameters, cut(gradient), strict=True):
             parameter.grad = part.clone()

@@ -43,7 +43,9 @@ def optimizer_memory(optimizer: Optimizer) -> tuple[int, int]:
                 _known.clear()
             _known[key] = memory
     state, step = memory
-    return _bytes(optimizer.state) or state, step
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    kept = {p: optimizer.state[p] for p in held if p in optimizer.state}
+    return _bytes(kept) or state, step
 
 
 def _key(optimizer: Optimizer) -> tuple[Any, ...] | None:

@@ -24,15 +24,16 @@ OptimizerLike = (
 NAMED = "named_parameters"
 """A function whose first argument has this name is called with (name, parameter) pairs."""
 
+_RETURNED = "what optimizer returns"
 _CURE = "such as lambda parameters: torch.optim.AdamW(parameters)"
 
 
 class GivenOptimizer:
     """Makes the optimizer of each stage from the ``optimizer=`` that ``compile`` was given.
 
-    A function of parameters is called for each stage. An optimizer, or what a function of named
-    parameters returns, has the parameters of the whole model; each stage then gets a copy of it
-    with the stage's parameters, in the same groups.
+    That is an optimizer over the parameters of the whole model, or a function of parameters, or of
+    named ones, that returns one. Each stage gets a copy of it with the stage's parameters, in the
+    same groups.
 
     Attributes:
         whole: the optimizer over the parameters of the whole model; None if there is none yet.
@@ -59,34 +60,40 @@ class GivenOptimizer:
             )
         elif _first_argument(given) == NAMED:
             returned = _optimizer(_called(given, [*model.named_parameters()]))
-            self.whole = self._checked(returned, "what optimizer returns")
+            self.whole = self._checked(returned, _RETURNED)
 
-    def of_all(self) -> Optimizer:
-        """The optimizer over the parameters of the whole model. Calls a function of parameters once
-        more."""
-        return self.whole or self._call([*self._model.parameters()])
-
-    def of(self, parameters: Mapping[str, Tensor]) -> Optimizer:
-        """The optimizer of a stage with these parameters, by name; tensors may stand in for them.
+    def all(self) -> Optimizer:
+        """The optimizer over the parameters of the whole model, made at the first call.
 
         Raises:
-            InputError: the function raises, returns no optimizer, one over other parameters, or one
-                whose step needs a closure.
+            InputError: the function raises, or returns no optimizer, one over other parameters, or
+                one whose step needs a closure or has hooks.
         """
         if self.whole is None:
-            return self._call([*parameters.values()])
+            self.whole = self._checked(self._call([*self._model.parameters()]), _RETURNED)
+        return self.whole
+
+    def of(self, parameters: Mapping[str, Tensor]) -> Optimizer:
+        """The optimizer of a stage with these parameters, by name; tensors may stand in for them,
+        for which state is copied. Otherwise the state is empty, to be shared with the whole one.
+
+        Raises:
+            InputError: as ``all``.
+        """
+        whole = self.all()
         # id of the model's parameter → the stage's, which may be a stand-in
         staged = {id(self._known[name]): parameter for name, parameter in parameters.items()}
         groups, state = [], {}
-        for group in self.whole.param_groups:
+        for group in whole.param_groups:
             held = [parameter for parameter in group["params"] if id(parameter) in staged]
             groups.append({**settings(group), "params": [staged[id(p)] for p in held]})
             for parameter in held:
-                kept, target = self.whole.state.get(parameter), staged[id(parameter)]
+                kept, target = whole.state.get(parameter), staged[id(parameter)]
                 if kept and not target.is_meta:
-                    _refuse_without_data(self.whole, kept)
-                    state[target] = placed(kept, target, group)
-        optimizer: Optimizer = alone(self.whole, groups)
+                    _refuse_without_data(whole, kept)
+                    if target is not parameter:
+                        state[target] = placed(kept, target, group)
+        optimizer: Optimizer = alone(whole, groups)
         optimizer.state.update(state)
         return optimizer
 
@@ -97,16 +104,8 @@ class GivenOptimizer:
         return alone(self.whole, [{**settings(self.whole.param_groups[0]), "params": [parameter]}])
 
     def _call(self, parameters: list[Any]) -> Optimizer:
-        """Call the user's function. Raises InputError, see ``of``."""
-        optimizer = _optimizer(_called(self._given, [*parameters]))
-        known = {id(parameter) for parameter in parameters}
-        if any(id(parameter) not in known for parameter in _parameters(optimizer)):
-            raise InputError(
-                "optimizer is built over other parameters than those of the stage that it was "
-                f"called with, once a stage; let it use its argument, {_CURE}, or give the "
-                "optimizer itself: optimizer=torch.optim.AdamW(model.parameters())"
-            )
-        return optimizer
+        """Call the user's function. Raises InputError, see ``all``."""
+        return _optimizer(_called(self._given, parameters))
 
     def _checked(self, optimizer: Optimizer, what: str) -> Optimizer:
         """Return a whole-model optimizer. Raises InputError if it has hooks on its step, or
@@ -123,13 +122,13 @@ class GivenOptimizer:
         return optimizer
 
 
-def refuse_hooks(whole: Optimizer, what: str, hooks: int = 0, step: Any = None) -> None:
-    """Raises InputError if the whole optimizer has more ``hooks`` on its step than these, or a
-    ``step_of`` other than this one: the stages' optimizers, copies of it, would call neither."""
-    if hooks_of(whole) > hooks:
+def refuse_hooks(whole: Optimizer, what: str) -> None:
+    """Raises InputError if the whole optimizer has hooks on its step, or another step than its
+    class's: the stages' optimizers, copies of it, would call neither."""
+    if whole._optimizer_step_pre_hooks or whole._optimizer_step_post_hooks:
         has = "a hook on its step"
         cure = "the handle that register_step_post_hook gave has .remove()"
-    elif step_of(whole) is not step:
+    elif step_of(whole) is not None:
         has, cure = "a step of its own in place of its class's", "del optimizer.step"
     else:
         return
@@ -137,10 +136,6 @@ def refuse_hooks(whole: Optimizer, what: str, hooks: int = 0, step: Any = None) 
         f"{what} has {has}, which no step of a pipe would call, as each stage updates on its own; "
         f"remove it ({cure}), and do after pipe.step() what it did"
     )
-
-
-def hooks_of(optimizer: Optimizer) -> int:
-    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
 
 def step_of(optimizer: Optimizer) -> Any:
@@ -176,8 +171,8 @@ def _called(factory: Callable[[Any], object], given: list[Any]) -> object:
         return factory(given)
     except Exception as error:
         raise InputError(
-            f"optimizer fails ({told(error).splitlines()[0]}); give a "
-            f"function from a stage's parameters to a torch optimizer, {_CURE}"
+            f"optimizer fails ({told(error).splitlines()[0]}); give a function from parameters to "
+            f"a torch optimizer, {_CURE}"
         ) from error
 
 
@@ -187,8 +182,8 @@ def _optimizer(value: object) -> Optimizer:
     if not isinstance(value, Optimizer):
         what = "nothing" if value is None else f"a {type(value).__name__}"
         raise InputError(
-            f"optimizer returns {what}; give a function from a stage's parameters to a torch "
-            f"optimizer, {_CURE}"
+            f"optimizer returns {what}; give a function from parameters to a torch optimizer, "
+            f"{_CURE}"
         )
     inner = next((name for name, it in vars(value).items() if isinstance(it, Optimizer)), None)
     if inner is not None:

@@ -6,18 +6,14 @@ import copy
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxpipe.errors import CheckpointError, told
+from fxpipe.errors import CheckpointError
 from fxpipe.runtime.weights.live import copied, settings, unshared
-from fxpipe.torchtools.accelerator import random_kept
-from fxpipe.torchtools.optimizers import alone
 
 
 @dataclass(frozen=True)
@@ -83,27 +79,6 @@ def frozen(group: dict[str, Any]) -> dict[str, Any]:
     return {key: unshared(value) for key, value in settings(group).items()}
 
 
-def trial(
-    optimizer: Optimizer,
-    index: int,
-    states: Mapping[nn.Parameter, Mapping[Any, Any]],
-    values: Mapping[str, Any] = MappingProxyType({}),
-) -> Any:
-    """A copy of an optimizer over other parameters, all in one group.
-
-    Args:
-        optimizer: the optimizer.
-        index: the index of the group.
-        states: parameter → its optimizer state, which may be empty.
-        values: settings in place of the group's.
-    """
-    groups = [{**frozen(group), "params": []} for group in optimizer.param_groups]
-    groups[index] |= {**values, "params": [*states]}
-    tried = alone(optimizer, groups)
-    tried.state.update({parameter: state for parameter, state in states.items() if state})
-    return tried
-
-
 Optimizers = Sequence[Optimizer | None]
 Names = Mapping[nn.Parameter, str]
 """Parameter → its name in the model."""
@@ -134,12 +109,12 @@ def take(optimizers: Optimizers, names: Names) -> OptimizerState:
 
 
 def loading(saved: OptimizerState, optimizers: Optimizers, names: Names) -> Callable[[], None]:
-    """Check that a state is of these optimizers, and that they can step with it. Returns a function
-    that loads it.
+    """Check that a state is of these optimizers. Returns a function that loads it. Parameters
+    without a name are left as they are.
 
     Raises:
-        CheckpointError: an optimizer is of another class or has other parameters, parameters of one
-            group had different settings, or the optimizer cannot step with the state.
+        CheckpointError: an optimizer is of another class or has other parameters, or parameters of
+            one group had different settings.
     """
     for name, each in saved.parameters.items():
         if not 0 <= each.group < len(saved.groups):
@@ -148,18 +123,13 @@ def loading(saved: OptimizerState, optimizers: Optimizers, names: Names) -> Call
                 f"{len(saved.groups)}"
             )
     groups: list[tuple[Optimizer, dict[str, Any], dict[str, Any]]] = []
-    held: set[str] = set()
-    with random_kept(names):
-        for optimizer, index, group in _groups(optimizers):
-            held |= {names[parameter] for parameter in group["params"]}
-            for parameter in group["params"]:
-                _check_kind(saved, optimizer, names[parameter])
-                kept = saved.parameters[names[parameter]]
-                tried = saved.groups[kept.group].settings
-                _check_step(optimizer, index, parameter, names[parameter], tried, kept.state)
-            kind = type(optimizer).__qualname__
-            groups.append((optimizer, group, _settings(saved, kind, index, group, names)))
-    missing = next((name for name in saved.parameters if name not in held), None)
+    for optimizer, index, group in _groups(optimizers):
+        own = [names[parameter] for parameter in group["params"] if parameter in names]
+        for name in own:
+            _check_kind(saved, optimizer, name)
+        groups.append((optimizer, group, _settings(saved, optimizer, index, own)))
+    found = {names.get(p) for _, group, _ in groups for p in group["params"]}
+    missing = next((name for name in saved.parameters if name not in found), None)
     if missing is not None:
         raise CheckpointError(
             f"the checkpoint holds the state of an optimizer for {missing!r}, and no optimizer of "
@@ -173,8 +143,9 @@ def loading(saved: OptimizerState, optimizers: Optimizers, names: Names) -> Call
         # not before the old state is gone: a device may have no memory for both
         for optimizer, group, values in groups:
             for parameter in group["params"]:
-                if state := saved.parameters[names[parameter]].state:
-                    optimizer.state[parameter] = placed(state, parameter, values)
+                kept = saved.parameters.get(names.get(parameter, ""))
+                if kept is not None and kept.state:
+                    optimizer.state[parameter] = placed(kept.state, parameter, values)
 
     return load
 
@@ -194,84 +165,6 @@ def _check_kind(saved: OptimizerState, optimizer: Optimizer, name: str) -> None:
         )
 
 
-def _check_step(
-    optimizer: Optimizer,
-    index: int,
-    parameter: Tensor,
-    name: str,
-    saved: Mapping[str, Any],
-    state: Mapping[Any, Any],
-) -> None:
-    """Check that an optimizer can step a parameter of one of its groups with saved settings and
-    state: try it on a copy with a gradient of zeros. The copy is in host memory, as there may be no
-    more on the device, unless the optimizer cannot step there. Raises CheckpointError."""
-    kind, group = type(optimizer).__qualname__, optimizer.param_groups[index]
-
-    def try_step(
-        home: torch.device, values: Mapping[str, Any], state: Mapping[Any, Any]
-    ) -> tuple[dict[Any, Any], Exception | None]:
-        """The optimizer state after a step, or the exception that it raised."""
-        tried = nn.Parameter(torch.zeros_like(parameter, device=home))
-        tried.grad = torch.zeros_like(tried)
-        stepped = trial(optimizer, index, {tried: placed(state, tried, values)}, copied(values))
-        try:
-            type(optimizer).step(stepped)
-        except Exception as error:
-            return {}, error
-        return dict(stepped.state[tried]), None
-
-    for key, value in saved.items():
-        if key == "params" or not _alike(group.get(key), value):
-            raise CheckpointError(
-                f"the checkpoint's {key!r} for {name!r} is {reprlib.repr(value)}, which {kind} "
-                "does not take"
-            )
-    if not parameter.requires_grad:
-        return
-    first = optimizer.state.get(parameter, {})  # some optimizers make it in their constructor
-    for home in dict.fromkeys((torch.device("cpu"), parameter.device)):
-        step = partial(try_step, home)
-        made, error = step(saved, {})
-        if error is not None:
-            made, error = step(saved, first)
-        if error is None or step(settings(group), first)[1] is None:
-            break
-    else:
-        return  # it cannot step a single parameter, so nothing can be checked
-    for key, value in made.items() if state else ():
-        if key not in state or not _alike(value, state[key], exactly=True):
-            text = described(state[key]) if key in state else "missing"
-            raise CheckpointError(
-                f"{key!r}, which {kind} keeps for {name!r}, is {text} in the checkpoint, and "
-                f"{described(value)} here"
-            )
-    if error is None and state:
-        error = step(saved, state)[1]
-    if error is not None:
-        raise CheckpointError(
-            f"{kind} cannot go on with what the checkpoint has for {name!r} ({told(error)})"
-        ) from error
-
-
-_KINDS = (Tensor, int | float, str, list | tuple, dict)
-
-
-def _alike(current: Any, saved: Any, *, exactly: bool = False) -> bool:
-    """Whether a saved value can replace an optimizer's current value. None matches anything, and a
-    number a tensor of one number. With ``exactly`` tensors must have the same shape and dtype."""
-    if current is None or saved is None:
-        return True
-    if _is_number(current):
-        return _is_number(saved)
-    if exactly and isinstance(current, Tensor) and isinstance(saved, Tensor):
-        return (current.shape, current.dtype) == (saved.shape, saved.dtype)
-    return all(isinstance(current, kind) == isinstance(saved, kind) for kind in _KINDS)
-
-
-def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
-
-
 def described(value: Any) -> str:
     """A tensor as ``6×6 of float32``; any other value as its short repr."""
     if not isinstance(value, Tensor):
@@ -287,23 +180,22 @@ def _groups(optimizers: Optimizers) -> Iterator[tuple[Optimizer, int, dict[str, 
 
 
 def _settings(
-    saved: OptimizerState, kind: str, index: int, group: Mapping[str, Any], names: Names
+    saved: OptimizerState, optimizer: Optimizer, index: int, names: Sequence[str]
 ) -> dict[str, Any]:
-    """The saved settings for a group: those of its parameters, or for an empty group those of the
-    saved group of the same class and index. Raises CheckpointError if they differ."""
-    held = [names[parameter] for parameter in group["params"]]
-    if not held:
+    """The saved settings for a group with parameters of these names: theirs, or for an empty group
+    those of the saved group of the same class and index. Raises CheckpointError if they differ."""
+    if not names:
+        kind = type(optimizer).__qualname__
         like = (g.settings for g in saved.groups if (g.kind, g.index) == (kind, index))
         return dict(copied(next(like, {})))
-    first = saved.groups[saved.parameters[held[0]].group]
-    for name in held[1:]:
+    first = saved.groups[saved.parameters[names[0]].group]
+    for name in names[1:]:
         key = differing(first.settings, saved.groups[saved.parameters[name].group].settings)
         if key is not None:
             raise CheckpointError(
-                f"{held[0]!r} and {name!r} are in one parameter group here, and had different "
+                f"{names[0]!r} and {name!r} are in one parameter group here, and had different "
                 f"{key!r} in the checkpoint; let the optimizer function put them in different "
-                "groups as then, or, if its groups depend on the stage, call prepare() before "
-                "restore()"
+                "groups as then"
             )
     return dict(copied(first.settings))
 

@@ -1,27 +1,25 @@
 """The optimizers of the stages, and the whole optimizer that users see in their place.
 
 The whole optimizer is an ordinary torch optimizer over the parameters of the whole model, in the
-user's groups. A pipe's step updates with the stages' optimizers, which have copies of the groups'
-settings. So settings that the user changes in the whole optimizer are copied to the stages when the
-next batch is submitted, and the stages' state is fetched when the user looks at it.
+user's groups. A pipe's step updates with the stages' optimizers, which share its state and have
+copies of its groups' settings. So settings that the user changes in the whole optimizer are copied
+to the stages when the next batch is submitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary, WeakMethod
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fxpipe.errors import CheckpointError, InputError
+from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
-from fxpipe.runtime.weights.by_hand import ByHand
-from fxpipe.runtime.weights.live import Mark, differs, mark, settings, unshared
+from fxpipe.runtime.weights.live import Mark, differs, mark, settings, shown, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_hooks
-from fxpipe.runtime.weights.optimizer_state import OptimizerState, differing, loading, take
+from fxpipe.runtime.weights.optimizer_state import OptimizerState, loading, take
 from fxpipe.runtime.weights.shards import Shards
 
 
@@ -30,8 +28,6 @@ class Optimizers:
 
     Attributes:
         made: stage → its optimizer; None before the first plan.
-        whole: the whole optimizer; None if nobody has given it or asked for it. It steps only if
-            its user calls ``step``.
         shards: optimizer → the parts of parameters that it trains, if it is sharded. No process has
             the state of all parameters then, so the whole optimizer has settings only.
     """
@@ -44,7 +40,7 @@ class Optimizers:
         flush: Callable[[], None],
         shard: tuple[type[Shards], int, int] | None,
     ) -> None:
-        """Take over the user's whole optimizer, if there is one; the stages are not known yet.
+        """The stages are not known yet.
 
         Args:
             model: the model.
@@ -61,23 +57,18 @@ class Optimizers:
         self._owns = owns
         self._flush = _weakly(flush)
         self._shard = shard
-        # the optimizers with the state: the stages', or before there are stages a checkpoint's
-        self._parts: list[Optimizer] = []
-        # part → group → setting → its marks in the whole optimizer and in the part, when last equal
-        self._seen: list[list[dict[str, tuple[Mark, Mark]]]] = []
         self._others: set[str] = set()  # parameters that only other processes train
-        self._unread: set[Tensor] = set()  # parameters that no stage reads
-        self.whole: Optimizer | None = None
-        self._by_hand: ByHand | None = None  # None if there is no whole optimizer
+        self._members: list[list[int]] = []  # group → ids of its parameters
+        # group and setting → its marks in the whole optimizer and in each stage's, when last equal
+        self._sent: dict[tuple[int, str], tuple[Mark, list[Mark]]] = {}
+        self._stepped: set[tuple[int, str]] = set()  # settings that steps have changed
         self._hooks: list[RemovableHandle] = []
         if given.whole is not None:
-            self._watch(given.whole, given=True)
+            self.one()
 
     def close(self) -> None:
-        """Leave the whole optimizer to its user, with the stages' state, as an ordinary one."""
-        if self._by_hand is not None:
-            self._fetch()
-            self._parts, self._seen = [], []
+        """Leave the whole optimizer to its user, as an ordinary one."""
+        self._fetch()
         for hook in self._hooks:
             hook.remove()
 
@@ -89,37 +80,49 @@ class Optimizers:
 
         Raises:
             InputError: the user's function returns no optimizer, or a wrong one.
-            CheckpointError: an optimizer cannot load the state that was restored.
         """
-        made = self._make(plan)
-        if self._by_hand is None and self._parts:
-            self._loading(take(self._parts, self._names()), made)()
+        whole, names = self.one(), self._names()
+        state = dict(self._model.named_parameters(remove_duplicate=False))
+        stages = [{a.target: state[a.target] for a in s.parameters} for s in plan.stages]
+        owned = [stage if self._owns(index) else {} for index, stage in enumerate(stages)]
+        own = {names[p] for stage in owned for p in stage.values()}
+        self._others = {names[p] for stage in stages for p in stage.values()} - own
+        for parameter, name in names.items():
+            if name in self._others:
+                whole.state.pop(parameter, None)
+        made = tuple(self._given.of(stage) if stage else None for stage in owned)
+        for optimizer, parameters in zip(made, owned, strict=True):
+            if optimizer is not None and self._shard is not None:
+                kind, replica, replicas = self._shard
+                kept = ((p, whole.state.get(p)) for p in parameters.values())
+                optimizer.state.update({p: state for p, state in kept if state})
+                kind.check(optimizer)
+                self.shards[optimizer] = kind(optimizer, [*parameters.values()], replica, replicas)
+        if self.shards:
+            whole.state.clear()
         self.made = made
-        self._link(made)
+        self._sent.clear()
         self.submit()
-        self._fetch()
         return made
 
     def one(self) -> Optimizer:
-        """The whole optimizer, with the newest state. It is made if there is none yet.
+        """The whole optimizer, with the settings that steps have changed. It is made if there is
+        none yet.
 
         Raises:
-            InputError: the user's function makes an optimizer for all parameters that has other
-                groups or settings than the stages'; or, before there are stages, hooks on its step.
+            InputError: the user's function returns no optimizer, or a wrong one.
         """
-        if self._by_hand is None:
-            self._flush()
-            whole = self._given.of_all()
-            if self.made is None:  # the stages' will be copies of it
-                refuse_hooks(whole, "what optimizer returns")
-            self._refuse_others(whole)
-            self._given.whole = whole
-            self._watch(whole, given=False)
-            self._fetch()
-        self.submit()
+        whole = self._given.all()
+        if not self._hooks:
+            look = _weakly(self._look)
+            self._hooks = [
+                whole.register_state_dict_pre_hook(look),
+                whole.register_load_state_dict_pre_hook(look),
+                whole.register_load_state_dict_post_hook(_weakly(self._resend)),
+            ]
+            self._members = _members(whole)
         self._fetch()
-        assert self.whole is not None
-        return self.whole
+        return whole
 
     def begin(self) -> None:
         """Before a batch, copy to the stages what the user changed in the whole optimizer.
@@ -128,53 +131,43 @@ class Optimizers:
             InputError: the whole optimizer has other groups than the stages', or a hook or a step
                 that no stage would call.
         """
-        if self._by_hand is not None:
-            self.submit()
-            self._by_hand.refuse()
-            self.show()
-
-    def show(self) -> None:
-        """Put the stages' current state into the whole optimizer."""
-        if self._by_hand is None or not self._parts or self._sharded:
-            return
-        state = self._by_hand.optimizer.state
-        unread = {p: state[p] for p in self._unread if p in state}
-        state.clear()
-        for kept in (unread, *(part.state for part in self._parts)):
-            state.update(kept)
-        self._by_hand.note_state()
+        whole = self._given.all()
+        refuse_hooks(whole, "the optimizer")
+        if _members(whole) != self._members:
+            raise InputError(
+                "a parameter group of the optimizer has come, or has other parameters than when "
+                "the stages' optimizers were made from it; put back those that it had, or close() "
+                "the pipe, change the groups, and compile again with this optimizer"
+            )
+        self.submit()
+        # learning-rate schedulers check this flag, and warn of a wrong order
+        whole._opt_called = True  # type: ignore[attr-defined]
 
     def submit(self) -> None:
-        """Copy to the stages what changed in the whole optimizer since they were last compared:
-        settings and state.
-
-        Raises:
-            InputError: it has other groups than the stages'.
-        """
-        if self._by_hand is None:
-            return
-        if self._parts and self._by_hand.changed:
+        """Copy to the stages the settings that changed in the whole optimizer since they were last
+        equal, and let them share its state if the user has replaced that."""
+        whole, parts = self._given.all(), self._parts
+        if not self.shards and any(part.state is not whole.state for part in parts):
             self._flush()
-            for part in self._parts:
-                self._by_hand.hand_to(part)
-            self._by_hand.note_state()
-        groups = self._by_hand.optimizer.param_groups
-        for part, known in zip(self._parts, self._seen, strict=True):
-            if len(known) != len(groups):
-                raise InputError(
-                    f"the optimizer has {len(groups)} parameter groups, and had {len(known)} when "
-                    "the stages' were made from it; add groups before the first step, or close() "
-                    "the pipe, add them, and compile again with this optimizer"
-                )
-            for group, target, seen in zip(groups, part.param_groups, known, strict=True):
-                for key, value in settings(group).items():
-                    if key not in seen or differs(seen[key][0], value):
-                        target[key] = unshared(value)
-                        seen[key] = mark(value), mark(target[key])
+            for part in parts:
+                part.state = whole.state
+        for index, group in enumerate(whole.param_groups):
+            for key, value in settings(group).items():
+                sent = self._sent.get((index, key))
+                if sent is None or differs(sent[0], value):
+                    for part in parts:
+                        part.param_groups[index][key] = unshared(value)
+                    self._note(index, key)
 
-    def chosen(self) -> list[str]:
-        """The settings that the user chose in the whole optimizer, see ``ByHand.chosen``."""
-        return [] if self._by_hand is None else self._by_hand.chosen()
+    def lines(self) -> list[str]:
+        """The settings of the whole optimizer's groups, a line each, without those that steps have
+        changed: processes step at other times."""
+        return [
+            f"{key} of optimizer group {index}: {shown(value)}"
+            for index, group in enumerate(self._given.all().param_groups)
+            for key, value in settings(group).items()
+            if (index, key) not in self._stepped
+        ]
 
     def state(self) -> OptimizerState:
         """The state for a checkpoint; no batch may be in flight.
@@ -182,204 +175,88 @@ class Optimizers:
         Raises:
             CheckpointError: an optimizer keeps state that belongs to no parameter.
         """
-        if self._by_hand is not None:
-            self.one()
-        kept = self._parts if self.made is None else [*filter(None, self.made)]
-        if self.made is None and not kept and self.whole is not None and self.whole.state:
-            kept = [self.whole]
-        names, shards = self._names(), self._shards_of(kept)
-        state = take(kept, {**names, **_part_names(shards, names)})
-        for shard in shards:
+        names, parts = self._names(), self._with_state()
+        state = take(parts, {**names, **self._part_names(names)})
+        for shard in self.shards.values():
             state = shard.told(state, names)
         return state
 
-    def restoring(self, saved: OptimizerState, plan: Plan | None) -> Callable[[], None]:
+    def restoring(self, saved: OptimizerState) -> Callable[[], None]:
         """Check that the optimizers can go on from a state. Returns a function that loads it.
-
-        Args:
-            saved: the state.
-            plan: the plan with the stages; None if they are not known.
 
         Raises:
             CheckpointError: the state is of other optimizers.
-            InputError: the user's function returns no optimizer for a stage.
+            InputError: the user's function returns no optimizer.
         """
-        if not saved.groups:  # the pipe that saved it had no stages yet
-            return self._reset
-        made = self.made
-        if made is None and plan is not None:
-            made = self._make(plan)
-        if made is None:
-            parts = self._for_all(saved)
-        elif self._by_hand is not None and not any(made):  # settings are restored all the same
-            parts = [self._given.of({})]
-        else:
-            parts = [*filter(None, made)]
-        load = self._loading(saved, parts)
+        names, parts = self._names(), self._with_state()
+        kept = {name: s for name, s in saved.parameters.items() if name not in self._others}
+        saved = OptimizerState(saved.groups, kept)
+        for shard in self.shards.values():
+            shard.follow()  # the parameters may have got their memory since
+            saved = shard.cut_out(saved, names)
+        names = {p: name for p, name in names.items() if name not in self._others}
+        load = loading(saved, parts, {**names, **self._part_names(names)})
 
         def put() -> None:
             load()
-            self.made = made
-            self._link(parts)
-            self._fetch()
-            self._forget_chosen()
+            self._resend()
 
         return put
 
-    def _for_all(self, saved: OptimizerState) -> list[Optimizer]:
-        """Make one optimizer for all parameters of a state, before there are stages."""
-        trained = {name: p for p, name in self._names().items() if name in saved.parameters}
-        try:
-            return [self._given.of(trained)] if trained else []
-        except InputError as error:
-            raise CheckpointError(
-                f"before there are stages, the optimizer cannot be checked: {error}; call "
-                "prepare() before restore()"
-            ) from error
+    @property
+    def _parts(self) -> list[Optimizer]:
+        return [*filter(None, self.made or ())]
 
-    def _reset(self) -> None:
-        """Reset to the state before the first step."""
-        self.made = None
-        self._link(())
-        if self.whole is not None:
-            self.whole.state.clear()
-        self._forget_chosen()
-
-    def _forget_chosen(self) -> None:
-        if self._by_hand is not None:
-            self._by_hand.forget_chosen()
-
-    def _make(self, plan: Plan) -> tuple[Optimizer | None, ...]:
-        state = dict(self._model.named_parameters(remove_duplicate=False))
-        stages = [{a.target: state[a.target] for a in s.parameters} for s in plan.stages]
-        owned = [stage if self._owns(index) else {} for index, stage in enumerate(stages)]
-        names = self._names()
-        known = [p for stage in stages for p in stage.values()]
-        if self._given.whole is not None:
-            known += [p for group in self._given.whole.param_groups for p in group["params"]]
-        self._others = {names[p] for p in known} - {names[p] for s in owned for p in s.values()}
-        self._unread = set[Tensor](known).difference(*(stage.values() for stage in stages))
-        made = tuple(self._given.of(stage) if stage else None for stage in owned)
-        for optimizer, parameters in zip(made, owned, strict=True):
-            if optimizer is not None and self._shard is not None:
-                kind, replica, replicas = self._shard
-                kind.check(optimizer)
-                self.shards[optimizer] = kind(optimizer, [*parameters.values()], replica, replicas)
-        return made
-
-    def _loading(
-        self, saved: OptimizerState, optimizers: Sequence[Optimizer | None]
-    ) -> Callable[[], None]:
-        """Call ``loading`` with the part of a state that these optimizers, which may be sharded,
-        train."""
-        names, shards = self._names(), self._shards_of(optimizers)
-        kept = {name: s for name, s in saved.parameters.items() if name not in self._others}
-        saved = OptimizerState(saved.groups, kept)
-        for shard in shards:
-            shard.follow()  # the parameters may have got their memory since
-            saved = shard.cut_out(saved, names)
-        return loading(saved, optimizers, {**names, **_part_names(shards, names)})
-
-    def _shards_of(self, optimizers: Iterable[Optimizer | None]) -> list[Shards]:
-        return [self.shards[each] for each in filter(None, optimizers) if each in self.shards]
+    def _with_state(self) -> Sequence[Optimizer]:
+        """The optimizers that have the state of all parameters of this process."""
+        whole = self.one()
+        return self._parts if self.shards else [whole]
 
     def _names(self) -> dict[nn.Parameter, str]:
         return {parameter: name for name, parameter in self._model.named_parameters()}
 
-    def _watch(self, whole: Optimizer, *, given: bool) -> None:
-        """Keep a whole optimizer like the stages' from now on. ``given`` tells that the user gave
-        it to ``compile``, so that every rank has it from the start."""
-        look, hand_out = _weakly(self._look), _weakly(self.submit)
-        self._hooks = [
-            whole.register_state_dict_pre_hook(look),
-            whole.register_load_state_dict_pre_hook(_weakly(self._begin)),
-            whole.register_load_state_dict_post_hook(hand_out),
-            whole.register_step_pre_hook(look),
-            whole.register_step_post_hook(hand_out),
-        ]
-        self.whole, self._by_hand = whole, ByHand(whole, given=given)
-
-    def _link(self, parts: Iterable[Optimizer | None]) -> None:
-        """Take these optimizers as those with the state; their settings are not compared yet."""
-        self._parts = [*filter(None, parts)]
-        self._seen = [[{} for _ in part.param_groups] for part in self._parts]
-        if self._by_hand is not None:
-            self._by_hand.note_state()
-            self._by_hand.note_groups()
+    def _part_names(self, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
+        """Part of a parameter → the parameter's name."""
+        return {p: name for shard in self.shards.values() for p, name in shard.named(names).items()}
 
     def _fetch(self) -> None:
-        """Copy the stages' state and changed settings to the whole optimizer."""
-        if self._by_hand is None or not self._parts:
-            return
-        whole = self._by_hand.optimizer
-        for part, known in zip(self._parts, self._seen, strict=True):
-            for index, (group, seen) in enumerate(zip(part.param_groups, known, strict=True)):
-                for key, value in settings(group).items():
-                    if key not in seen or differs(seen[key][1], value):
-                        self._take(whole.param_groups[index], index, key, value)
-                        self._by_hand.took(index, key)
-        if self._sharded:
-            whole.state.clear()
-        self.show()
-        self._by_hand.note_state()
+        """Copy to the whole optimizer the settings that steps have changed; each stage keeps its
+        own."""
+        for index, key in list(self._sent):
+            _, marks = self._sent[index, key]
+            values = [part.param_groups[index][key] for part in self._parts]
+            pairs = zip(marks, values, strict=True)
+            if changed := [value for known, value in pairs if differs(known, value)]:
+                self._given.all().param_groups[index][key] = unshared(changed[-1])
+                self._stepped.add((index, key))
+                self._note(index, key)
 
-    def _take(self, group: dict[str, Any], index: int, key: str, value: Any) -> None:
-        """Copy a stage's setting to a group of the whole optimizer; other stages keep theirs."""
-        group[key] = unshared(value)
-        for part, known in zip(self._parts, self._seen, strict=True):
-            if key in part.param_groups[index]:
-                known[index][key] = mark(group[key]), mark(part.param_groups[index][key])
-
-    @property
-    def _sharded(self) -> bool:
-        """Whether the optimizers with the state train parts of parameters."""
-        return any(part in self.shards for part in self._parts)
-
-    def _begin(self) -> None:
-        """Finish the batches in flight. Raises InputError if no process has the whole state."""
-        if self._sharded:
-            raise InputError(
-                "with shard_optimizer=True pipe.optimizer has only the settings of its groups: no "
-                "replica has the state of whole parameters, which state_dict, load_state_dict and "
-                "step need; use pipe.save and pipe.load, and pipe.step to train"
-            )
-        self._flush()
+    def _note(self, index: int, key: str) -> None:
+        """Note that the stages have a setting of the whole optimizer, or have given it to that."""
+        value = self._given.all().param_groups[index][key]
+        marks = [mark(part.param_groups[index][key]) for part in self._parts]
+        self._sent[index, key] = mark(value), marks
 
     def _look(self) -> None:
-        """Finish the batches in flight, and fetch their state into the whole optimizer."""
-        self._begin()
-        self.one()
+        """Finish the batches in flight, and fetch what they have changed. Raises InputError if no
+        process has the whole state."""
+        if self.shards:
+            raise InputError(
+                "with shard_optimizer=True pipe.optimizer has only the settings of its groups: no "
+                "replica has the state of whole parameters, which state_dict and load_state_dict "
+                "need; use pipe.save and pipe.load"
+            )
+        self._flush()
+        self._fetch()
 
-    def _refuse_others(self, whole: Optimizer) -> None:
-        """Raises InputError if the stages have other groups, or differ in their settings."""
-        groups = whole.param_groups
-        for part in self._parts:
-            shards = self.shards.get(part)
-            known = [{*map(id, group["params"])} for group in groups]
-            if shards is not None:
-                for ids in known:
-                    ids |= {id(cut) for p, cut in shards.of.items() if id(p) in ids}
-            first = self._parts[0].param_groups
-            same = type(part) is type(whole) and len(part.param_groups) == len(groups)
-            if not same or not all(map(_is_part, part.param_groups, known, first)):
-                raise InputError(
-                    "the function that was given as optimizer= makes other groups for a stage than "
-                    "for the whole model, so there is no single optimizer; use pipe.optimizers, "
-                    "which has each stage's"
-                )
+    def _resend(self) -> None:
+        """Copy all settings to the stages anew."""
+        self._sent.clear()
+        self.submit()
 
 
-def _part_names(
-    shards: Iterable[Shards], names: Mapping[nn.Parameter, str]
-) -> dict[nn.Parameter, str]:
-    """Part of a parameter → the parameter's name."""
-    return {part: name for shard in shards for part, name in shard.named(names).items()}
-
-
-def _is_part(group: Mapping[str, Any], known: Container[int], first: Mapping[str, Any]) -> bool:
-    """Whether all parameters of a group are known, and its settings are those of ``first``."""
-    inside = all(id(parameter) in known for parameter in group["params"])
-    return inside and differing(settings(group), settings(first)) is None
+def _members(whole: Optimizer) -> list[list[int]]:
+    return [[*map(id, group["params"])] for group in whole.param_groups]
 
 
 def _weakly(method: Callable[[], None]) -> Callable[..., None]:

@@ -16,7 +16,6 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.checkpoint import Checkpoint, extra_states, set_extra_states
 from fxpipe.runtime.weights.clipping import Clipping
-from fxpipe.runtime.weights.live import settings, shown
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.shards import Shards
@@ -110,7 +109,6 @@ class Progress:
 
         Raises:
             InputError: the user's function returns no optimizer, or a wrong one.
-            CheckpointError: an optimizer cannot load the state that was restored.
         """
         if self.stages is None:
             return (None,) * len(plan.stages)
@@ -120,32 +118,13 @@ class Progress:
         if state is None:
             state = dict(self._model.named_parameters(remove_duplicate=False))
         self._refuse_unknown(plan, state)
-        if submits and self.stages.whole is not None:
+        if submits:
             self.stages.begin()
-            # learning-rate schedulers check this flag, and warn of a wrong order
-            self.stages.whole._opt_called = True  # type: ignore[attr-defined]
         return made
 
     def settings(self) -> list[str]:
-        """The current settings of the stages' optimizers, a line for each group; none before the
-        first plan. If batches overlap, optimizers that are not torch's are left out: their steps
-        may change settings at any time."""
-        if self.stages is None or self.stages.made is None:
-            return []
-        self.stages.submit()
-        fixed = self.versions is None
-        return [
-            f"optimizer of stage {stage}: {type(optimizer).__qualname__}, "
-            + ", ".join(f"{key} {shown(value)}" for key, value in settings(group).items())
-            for stage, optimizer in enumerate(self.stages.made)
-            if optimizer is not None
-            and (fixed or type(optimizer).__module__.startswith("torch.optim."))
-            for group in optimizer.param_groups
-        ]
-
-    def chosen(self) -> list[str]:
-        """The settings that the user chose in the whole optimizer, a line each."""
-        return [] if self.stages is None else self.stages.chosen()
+        """The settings of the optimizer's groups, a line each, see ``Optimizers.lines``."""
+        return [] if self.stages is None else self.stages.lines()
 
     def _refuse_unknown(self, plan: Plan, state: Mapping[str, Tensor]) -> None:
         """Raises InputError if the plan trains a parameter that the optimizers were not made for,
@@ -214,8 +193,6 @@ class Progress:
         """Count a batch that has updated the weights without overlap."""
         self.batches += 1
         self._history = None
-        if self.stages is not None and self.stages.whole is not None:
-            self.stages.show()
 
     def checkpoint(self, extra: Any = None, *, changed: bool) -> Checkpoint:
         """All that training needs to go on, and the user's ``extra`` values, while no batch is in
@@ -238,19 +215,17 @@ class Progress:
     def restore(
         self,
         saved: Checkpoint,
-        plan: Plan | None = None,
         agreed: Callable[[], object] = lambda: None,
     ) -> None:
         """Go on from a checkpoint, while no batch is in flight. After an error nothing has changed.
 
         Args:
             saved: the checkpoint. Tensors on the meta device belong to other processes' stages.
-            plan: the plan with the stages, if they are known.
             agreed: called after all checks, before anything changes; it may raise.
 
         Raises:
             CheckpointError: the checkpoint is of another model or optimizer.
-            InputError: the user's function returns no optimizer for a stage.
+            InputError: the user's function returns no optimizer.
         """
         names = self._names()
         parameters = {name: parameter for parameter, name in names.items()}
@@ -272,7 +247,7 @@ class Progress:
         ]
         for generator, state in generators:
             _check_random(generator, state)
-        restore_optimizers = self._restoring(saved.optimizer, plan)
+        restore_optimizers = self._restoring(saved.optimizer)
         take_back = set_extra_states(self._model, saved.modules)
         try:
             agreed()
@@ -311,7 +286,7 @@ class Progress:
         for version, tensors in (*history.older.items(), *history.predicted.items()):
             _check(f"version {version} of parameter", _part(parameters, tensors), tensors)
 
-    def _restoring(self, saved: OptimizerState | None, plan: Plan | None) -> Callable[[], None]:
+    def _restoring(self, saved: OptimizerState | None) -> Callable[[], None]:
         """Check the saved state of the optimizers. Returns a function that loads it."""
         if self.stages is None:
             if saved is None:
@@ -326,7 +301,7 @@ class Progress:
                 "the checkpoint was made by a pipe without an optimizer, and this one has one; "
                 "leave optimizer= out of compile()"
             )
-        return self.stages.restoring(saved, plan)
+        return self.stages.restoring(saved)
 
     def _current(self, changed: bool) -> History:
         """The current versions, with each parameter under its first name in the model."""

@@ -86,10 +86,7 @@ def test_plain_torch_reads_a_folder_by_the_names_of_the_model(tmp_path: Path) ->
     with fxpipe.compile(model, 2, loss=MSE, optimizer=ADAMW, **PLAIN) as pipe:
         run(pipe, data)
         pipe.save(tmp_path / "run", extra={"seen": torch.arange(4)})
-        optimizers = [each for each in pipe.optimizers if each is not None]
-        moments: dict[Any, Tensor] = {
-            p: own["exp_avg"] for each in optimizers for p, own in each.state.items()
-        }
+        moments: dict[Any, Tensor] = {p: own["exp_avg"] for p, own in pipe.optimizer.state.items()}
     plainly(dcp_to_torch_save, tmp_path / "run", tmp_path / "run.pt")
     found = torch.load(tmp_path / "run.pt", weights_only=True)
     assert found["model"].keys() == model.state_dict().keys()
@@ -151,8 +148,7 @@ class Coarse(torch.optim.Optimizer):
 def test_whatever_an_optimizer_keeps_comes_back(tmp_path: Path) -> None:
     def kept(pipe: fxpipe.Pipeline) -> Mapping[str, Any]:
         names: dict[Any, str] = {own: name for name, own in pipe.named_parameters()}
-        optimizers = [each for each in pipe.optimizers if each is not None]
-        return {names[p]: dict(own) for each in optimizers for p, own in each.state.items()}
+        return {names[p]: dict(own) for p, own in pipe.optimizer.state.items()}
 
     data = make("mlp", 3, 4)[1]
     with compiled(3, Coarse, schedule="1f1b") as pipe:

@@ -207,13 +207,12 @@ def test_a_failed_step_leaves_the_statistics() -> None:
     before = {name: value.clone() for name, value in model.named_buffers()}
     x, y = batch(8)
 
-    def factory(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-        optimizer.register_step_post_hook(lambda *_: 1 / 0)  # type: ignore[arg-type]
-        return optimizer
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise ZeroDivisionError
 
     with pytest.raises(fxpipe.ExecutionError):
-        step(model, 3, x, y, optimizer=factory)
+        step(model, 3, x, y, optimizer=lambda parameters: Failing(parameters, lr=0.1))
     loop.assert_same(dict(model.named_buffers()), before)
 
 

@@ -18,6 +18,7 @@ from benchmarks.counted import counted
 from fxpipe.errors import InputError
 from fxpipe.extensions.replicas.sharding import refuse_others
 from fxpipe.ir.program import Program
+from tests.helpers.one_optimizer import made_by
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import Tiny
@@ -73,17 +74,20 @@ KINDS = (*OPTIMIZERS,) if DEEP else ("adamw",)
 
 
 def recording(name: str, logs: dict[int, list[list[Tensor]]]) -> Callable[..., Any]:
-    """An optimizer that notes the gradients of each of its steps, under its id."""
+    """An optimizer that notes the gradients of each of its steps, under its first parameter's
+    id."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         made = OPTIMIZERS[name](parameters)
-        log = logs[id(made)] = []
+        kind: Any = type(made)
 
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            every = [p for group in optimizer.param_groups for p in group["params"]]
-            log.append([p.grad.clone() for p in every])
+        class Recording(kind):  # type: ignore[misc]
+            def step(self, closure: Any = None) -> None:
+                every = [p for group in self.param_groups for p in group["params"]]
+                logs.setdefault(id(every[0]), []).append([p.grad.clone() for p in every])
+                super().step()
 
-        made.register_step_pre_hook(before)
+        made.__class__ = Recording
         return made
 
     return make
@@ -105,9 +109,9 @@ def grid(mesh: DeviceMesh) -> dict[tuple[str, str, bool], tuple[Results, Results
             seen |= pipe.state_dict()
             gradients = {
                 f"{argument.target} {step}": gradient
-                for stage, optimizer in zip(pipe.plan.stages, pipe.optimizers, strict=True)
+                for stage, optimizer in zip(pipe.plan.stages, made_by(pipe), strict=True)
                 if optimizer is not None
-                for step, own in enumerate(logs[id(optimizer)])
+                for step, own in enumerate(logs[id(optimizer.param_groups[0]["params"][0])])
                 for argument, gradient in zip(stage.parameters, own, strict=True)
             }
         found[case] = seen, gradients
@@ -139,7 +143,7 @@ def test_losses_gradients_and_weights_are_those_of_a_loop_with_and_without_shard
             assert_equal(seen, {key: expected[key] for key in seen}, f"{schedule} {name}")
             whole = {
                 f"{key} {step}": part(g, rank // 2) if shards else g
-                for step, own in enumerate(logs[id(optimizer)])
+                for step, own in enumerate(logs[id(optimizer.param_groups[0]["params"][0])])
                 for key, g in zip(names, own, strict=True)
             }
             assert len(gradients) >= STEPS
@@ -157,7 +161,7 @@ def groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def state_bytes(pipe: fxpipe.Pipeline) -> int:
     """The bytes of what the optimizers keep for elements."""
-    states = [state for each in pipe.optimizers if each for state in each.state.values()]
+    states = [state for each in made_by(pipe) if each for state in each.state.values()]
     return sum(v.nbytes for state in states for key, v in state.items() if key != "step")
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.extensions.simulator import simulate
 from fxpipe.ir import instruction as ins
+from tests.helpers.one_optimizer import made_by
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 pytestmark = pytest.mark.models
@@ -77,7 +78,7 @@ def shown(devices: DeviceMesh | int, **options: Any) -> dict[str, Any]:
             "seconds": float(measured.makespan),
         }
         if pipe._engine.updates:
-            found["optimizers"] = [each is not None for each in pipe.optimizers]
+            found["optimizers"] = [each is not None for each in made_by(pipe)]
             one = pipe.optimizer.state_dict()
             found["numbers"] = [group["params"] for group in one["param_groups"]]
             found["state"] = {n: kept["exp_avg"].tolist() for n, kept in one["state"].items()}
