@@ -15,7 +15,7 @@ from fxpipe.formatting import plural, shown
 from fxpipe.ir.task import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from os import PathLike
 
     from fxpipe.verify.schedule import Stash
@@ -213,16 +213,11 @@ class Schedule:
     csv = View()
     formulas = View()
 
-    def verify(self, *, stash_limit: int | Sequence[int] | None = None) -> Schedule:
-        """Return self, or raise VerificationError with every fault.
-
-        Args:
-            stash_limit: the most micro-batches that a device may keep between forward and
-                backward, over all its stages; or, as a sequence, the most that each stage may keep.
-        """
+    def verify(self) -> Schedule:
+        """Return self, or raise VerificationError with every fault."""
         from fxpipe.verify.schedule import verify_schedule
 
-        return verify_schedule(self, stash_limit)
+        return verify_schedule(self)
 
     def versions(self) -> Versions:
         """The weight versions that each stage keeps, how stale they are, and the smallest delay."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral
 
-from fxpipe.errors import Fault, InputError, VerificationError
+from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir.schedule import Schedule, delay_text
 from fxpipe.ir.task import is_task
 from fxpipe.ir.walk import needs_of
@@ -24,9 +24,6 @@ from fxpipe.verify.tasks import (
     pairs,
 )
 from fxpipe.verify.versions import Versions, too_small, versions_of
-
-StashLimit = int | Sequence[int]
-"""The most micro-batches that a device may keep, over all its stages; or the most of each stage."""
 
 
 @dataclass(frozen=True)
@@ -51,25 +48,14 @@ class Stash:
 
 
 @without_collection()
-def verify_schedule(schedule: Schedule, stash_limit: StashLimit | None = None) -> Schedule:
+def verify_schedule(schedule: Schedule) -> Schedule:
     """Return the schedule, or raise VerificationError with every fault.
 
     The time is proportional to the number of tasks.
-
-    Args:
-        schedule: the schedule.
-        stash_limit: the most micro-batches that a device may keep between forward and backward,
-            over all its stages; or, as a sequence, the most that each stage may keep.
-
-    Raises:
-        VerificationError: with every fault.
-        InputError: a limit is negative or not a whole number, or there is not one for each stage.
     """
     window, faults, whole = _judge(schedule)
-    if whole:  # with missing tasks, delays and stashes mean nothing
+    if whole:  # with missing tasks, delays mean nothing
         faults += too_small(window)
-        if stash_limit is not None:
-            faults += too_much(window, stash_limit)
     _refuse(schedule, faults)
     return schedule
 
@@ -178,32 +164,6 @@ def stash_of(window: Window) -> Stash:
     return Stash(whole, tuple(devices), deferred, inputs)
 
 
-def too_much(window: Window, limit: StashLimit) -> Iterator[Fault]:
-    """Report where each device, or each stage, first keeps more than its limit.
-
-    Raises:
-        InputError: a limit is negative or not a whole number, or there is not one for each stage.
-    """
-    limits = _checked(limit, window.schedule.stages)
-    peaks = stash_of(window)
-    reported: set[int] = set()
-    for spot, stage, kept, in_all in _levels(window, "RF", "BW"):
-        if not isinstance(limits, tuple):
-            who, what, most = spot.device, "the device keeps", limits
-            now, peak = in_all, peaks.devices[who]
-        else:
-            who, what, most = stage, f"stage {stage} keeps", limits[stage]
-            now, peak = kept, peaks.stages[stage]
-        if now > most and who not in reported:
-            reported.add(who)
-            yield window.fault(
-                spot,
-                f"{what} {now} micro-batches from here on, and {peak} at its peak; the limit is "
-                f"{most}",
-                f"run a backward before it, or allow {peak}",
-            )
-
-
 def _levels(window: Window, begin: str, ends: str) -> Iterator[tuple[Spot, int, int, int]]:
     """Yield each task that begins a span, its stage, and how many spans are open from then on: of
     that stage, and of all stages of the device.
@@ -228,17 +188,3 @@ def _levels(window: Window, begin: str, ends: str) -> Iterator[tuple[Spot, int, 
             in_all[spot.device] += 1 if begins else -1
         if begins:
             yield spot, stage, kept[stage], in_all[spot.device]
-
-
-def _checked(limit: StashLimit, stages: int) -> int | tuple[int, ...]:
-    limits = tuple(limit) if isinstance(limit, Sequence) else (limit,)
-    if not all(isinstance(most, Integral) and most >= 0 for most in limits):
-        raise InputError(f"stash_limit is {limit!r}; give at least 0, in whole micro-batches")
-    if not isinstance(limit, Sequence):
-        return limit
-    if len(limits) != stages:
-        raise InputError(
-            f"stash_limit has {len(limits)} numbers for {stages} stages; give one for each stage, "
-            "or a single one for each device"
-        )
-    return limits

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from fxpipe.errors import InputError, VerificationError
+from fxpipe.errors import VerificationError
 from fxpipe.ir.recipe import RECIPES, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import add_recompute
@@ -83,7 +82,6 @@ def test_a_recompute_keeps_inputs_until_it_runs() -> None:
 def test_a_recomputed_micro_batch_counts_from_its_recompute_on() -> None:
     schedule = add_recompute(gpipe(2, 4), "always")
     assert (schedule.stash().stages, schedule.stash().inputs) == ((1, 1), (4, 4))
-    assert schedule.verify(stash_limit=1) is schedule
 
 
 def test_a_device_keeps_what_its_stages_keep_together() -> None:
@@ -92,41 +90,8 @@ def test_a_device_keeps_what_its_stages_keep_together() -> None:
     assert schedule.stash().devices == (6, 6)
 
 
-def test_a_limit_is_held_or_named_with_device_task_and_peak() -> None:
-    schedule = one_f_one_b(3, 5)
-    assert schedule.verify(stash_limit=3) is schedule
-    assert schedule.verify(stash_limit=(3, 2, 1)) is schedule
-    with pytest.raises(VerificationError) as caught:
-        schedule.verify(stash_limit=2)
-    assert [str(fault) for fault in caught.value.faults] == [
-        "device 0, position 2, F2@0: the device keeps 3 micro-batches from here on, and 3 at its "
-        "peak; the limit is 2; run a backward before it, or allow 3"
-    ]
-    with pytest.raises(VerificationError, match=r"position 1, F1@1: stage 1 keeps 2 micro-batches"):
-        schedule.verify(stash_limit=[3, 1, 1])
-
-
-def test_a_limit_holds_for_what_earlier_batches_keep() -> None:
-    schedule = two_bw(3, 2)
-    schedule.verify(stash_limit=3)
-    with pytest.raises(VerificationError, match="device 0, position 0, F0@0: the device keeps 3"):
-        schedule.verify(stash_limit=2)
-
-
-@pytest.mark.parametrize(
-    ("limit", "message"),
-    [
-        ((1, 2), "stash_limit has 2 numbers for 3 stages"),
-        (-1, "give at least 0"),
-        ((1, -1, 1), "give at least 0"),
-        (2.5, r"stash_limit is 2\.5; give at least 0, in whole micro-batches"),
-        ((1, 1.5, 1), "in whole micro-batches"),
-        ("12", "stash_limit is '12'"),
-    ],
-)
-def test_a_limit_that_is_none_is_refused(limit: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        one_f_one_b(3, 2).verify(stash_limit=limit)
+def test_what_earlier_batches_keep_counts() -> None:
+    assert two_bw(3, 2).stash().devices == (3, 2, 1)
 
 
 def test_the_stash_of_an_incomplete_schedule_is_refused() -> None:

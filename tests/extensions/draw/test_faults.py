@@ -39,14 +39,6 @@ def test_an_error_draws_what_it_refused(broken: Schedule | Program | Plan) -> No
     assert all(str(fault) in shown for fault in caught.value.faults)
 
 
-def test_faults_of_a_limit_are_drawn_though_the_schedule_is_valid() -> None:
-    schedule = gpipe(2, 4)
-    with pytest.raises(VerificationError) as caught:
-        schedule.verify(stash_limit=2)
-    assert FAULT in caught.value.draw().source
-    assert FAULT not in schedule.draw().source
-
-
 def test_an_error_of_something_else_says_so() -> None:
     with pytest.raises(InputError, match="no plan, schedule or program"):
         VerificationError("it", [], one_f_one_b).draw()
