@@ -143,10 +143,10 @@ class Stopwatch:
     clock: Callable[[], float] | None = None
 
     @classmethod
-    def of(cls, values: Iterable[Any], clock: Callable[[], float] | None = None) -> Stopwatch:
+    def of(cls, values: Iterable[Any]) -> Stopwatch:
         """Return the stopwatch for operations on these values."""
         places = (value.device for value in values if isinstance(value, Tensor))
-        return cls(next((x for x in places if x.type not in ("cpu", "meta")), None), clock)
+        return cls(next((x for x in places if x.type not in ("cpu", "meta")), None))
 
     def mark(self) -> Any:
         """Return a mark after everything that was called so far."""
