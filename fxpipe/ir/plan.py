@@ -19,23 +19,6 @@ if TYPE_CHECKING:
     from fxpipe.kernels.kernel import Kernel
 
 
-def stash(name: str, value: Any) -> Any:
-    """Graph node: send ``value`` past the next stage, straight to the stages that pop it.
-
-    In a stage's graph it marks where; a kernel makes it an output. When called, it returns
-    ``value``.
-    """
-    return value
-
-
-def pop(name: str) -> Any:
-    """Graph node: the value that an earlier stage stashed under ``name``.
-
-    In a stage's graph it marks where; a kernel makes it an input. It cannot be called.
-    """
-    raise RuntimeError(f"pop({name!r}) stands for an input; run the stage's kernel instead")
-
-
 @dataclass(frozen=True)
 class Argument:
     """A parameter or a buffer that a stage reads.
@@ -128,12 +111,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: a functional graph with ``stash`` and ``pop`` nodes, and all that it reads.
+    """One stage: a functional graph, and all that it reads.
 
     The placeholders of the graph are the stage's parameters, its buffers, and the values from the
-    caller or the stage before; values from further back are ``pop`` nodes. The graph returns one
-    tuple: the values for the next stage and the caller, in the order of their edges and each once,
-    then the buffer writes.
+    caller and earlier stages. The graph returns one tuple: the values for later stages and the
+    caller, in the order of their edges and each once, then the buffer writes.
 
     Attributes:
         index: its place in the pipeline, from 0.

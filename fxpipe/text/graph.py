@@ -2,12 +2,10 @@
 
     x = placeholder()                                 # the graph's inputs come first
     p_weight = placeholder()
-    relu_3 = pop('relu_3')                            # a value from an earlier stage
     conv2d = torch.ops.aten.conv2d.default(x, p_weight, None, [1, 1], [1, 1])
     h = self.encoder[0].block(conv2d)                 # a module that is called
     w = self.encoder[0].weight                        # an attribute of the root
     y = h.view(2, 3)                                  # a method of a value
-    stash_y = stash('y', y)
     return (y, w)
 
 The text is for people and for comparisons: what it leaves out does not change the graph's result.
@@ -28,7 +26,6 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from fxpipe.formatting import without_addresses
-from fxpipe.ir.plan import pop, stash
 from fxpipe.text.scan import is_name
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
@@ -49,7 +46,7 @@ def print_function(function: Callable[..., Any]) -> str:
         case HigherOrderOperator():
             return f"torch.ops.higher_order.{function}"
     name = getattr(function, "__name__", None) or without_addresses(repr(function))
-    if function in (stash, pop) or getattr(builtins, name, None) is function:
+    if getattr(builtins, name, None) is function:
         return name
     for holder in (torch, torch.nn.functional):  # torch's own have no module, or a private one
         if getattr(holder, name, None) is function:

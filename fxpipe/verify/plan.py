@@ -15,7 +15,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from fxpipe.errors import Fault, VerificationError
-from fxpipe.ir.plan import Argument, Plan, Stage, Write, pop, stash
+from fxpipe.ir.plan import Argument, Plan, Stage, Write
 from fxpipe.ir.value import HOST, Edge, outputs_of
 from fxpipe.text.graph import print_function
 from fxpipe.text.scan import is_name
@@ -282,62 +282,25 @@ class _StageGraph(GraphFaults):
         yield from self._lint()
         yield from self._functional()
         yield from self._placeholders()
-        yield from self._pops()
-        yield from self._stashes()
         yield from self._returned()
         yield from self._crossing()
 
     def _placeholders(self) -> Iterator[Fault]:
         held = [*self._own((*self.stage.parameters, *self.stage.buffers))]
-        arriving = [edge.value for edge in self.into if edge.kind != "skip"]
+        arriving = [edge.value for edge in self.into]
         found = [node.name for node in self.graph.nodes if node.op == "placeholder"]
         yield from self._same(
             "placeholder",
             found,
             held + arriving,
-            "take exactly the stage's parameters, buffers and the values of its in and act edges",
-        )
-
-    def _pops(self) -> Iterator[Fault]:
-        found = []
-        for node in self.graph.nodes:
-            if node.op == "call_function" and node.target is pop:
-                if len(node.args) != 1 or not isinstance(node.args[0], str) or node.kwargs:
-                    yield self._fault("is no pop('value')", "pop one value by its name", node.name)
-                else:
-                    found.append(node.args[0])
-        arriving = [edge.value for edge in self.into if edge.kind == "skip"]
-        yield from self._same(
-            "pop", found, arriving, "pop exactly the values of the skip edges into the stage, once"
-        )
-
-    def _stashes(self) -> Iterator[Fault]:
-        found = []
-        for node in self.graph.nodes:
-            if node.op == "call_function" and node.target is stash:
-                match node.args:
-                    case (str(name), fx.Node(name=value)) if name == value and not node.kwargs:
-                        found.append(name)
-                    case _:
-                        yield self._fault(
-                            "is no stash('value', value)",
-                            "stash a node under its own name",
-                            node.name,
-                        )
-        leaving = [edge.value for edge in self.out_of if edge.kind == "skip"]
-        yield from self._same(
-            "stash",
-            found,
-            list(dict.fromkeys(leaving)),
-            "stash exactly the values of the skip edges from the stage, each once",
+            "take exactly the stage's parameters, buffers and the values of its edges",
         )
 
     def _returned(self) -> Iterator[Fault]:
-        leaving = tuple(edge for edge in self.out_of if edge.kind != "skip")
         yield from self._returns(
-            (*outputs_of(leaving), *self._own(self.stage.writes)),
+            (*outputs_of(tuple(self.out_of)), *self._own(self.stage.writes)),
             "edges and writes",
-            "return one tuple: the values of its act and out edges, each once, then its writes",
+            "return one tuple: the values of its edges, each once, then its writes",
         )
 
     def _crossing(self) -> Iterator[Fault]:

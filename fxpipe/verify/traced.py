@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from fxpipe.errors import Fault, VerificationError
-from fxpipe.ir.plan import pop, stash
 from fxpipe.ir.traced import SEED, Traced, Value
 from fxpipe.verify.plan import GraphFaults
 
@@ -32,17 +31,10 @@ class _TracedGraph(GraphFaults):
     def faults(self) -> Iterator[Fault]:
         yield from self._lint()
         yield from self._functional()
-        yield from self._uncut()
         yield from self._placeholders()
         yield from self._buffers()
         yield from self._named()
         yield from self._returned()
-
-    def _uncut(self) -> Iterator[Fault]:
-        for node in self.graph.nodes:
-            if node.op == "call_function" and node.target in (pop, stash):
-                what = "marks where the model is cut, which the whole model's graph is not"
-                yield self._fault(what, "read the value itself", node.name)
 
     def _placeholders(self) -> Iterator[Fault]:
         traced = self.traced

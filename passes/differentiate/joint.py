@@ -1,6 +1,6 @@
 """Trace a stage's forward and backward together into one graph.
 
-before:  stage graph with ``stash`` and ``pop``
+before:  stage graph
 after:   parameters, buffers, inputs, output gradients
          → outputs, buffer writes, input gradients, parameter gradients
 """
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.errors import TraceError
-from fxpipe.ir.plan import Stage, pop, stash
+from fxpipe.ir.plan import Stage
 from fxpipe.ir.traced import AUTOCAST
 from fxpipe.ir.value import Edge
 from fxpipe.kernels.graph import GraphKernel
@@ -58,7 +58,7 @@ class StageSides:
     Attributes:
         stage: the stage.
         incoming: the edges into the stage, in the order of the inputs.
-        returned: the outputs in order, stashed ones included.
+        returned: the outputs in order.
     """
 
     stage: Stage
@@ -77,7 +77,7 @@ class StageSides:
         names = [*(a.name for a in arguments), *(edge.value for edge in self.incoming)]
         received = inputs if not autocasts() else [*map(uncached, inputs)]
         given: dict[str, Any] = dict(zip(names, [*parameters, *buffers, *received], strict=True))
-        interpreter = _StageInterpreter(self.stage.graph, given, recorder)
+        interpreter = _StageInterpreter(self.stage.graph, recorder)
         order = [n.name for n in self.stage.graph.graph.nodes if n.op == "placeholder"]
         returned = interpreter.run(*(given[name] for name in order))
         if recorder is not None:
@@ -95,11 +95,8 @@ class StageSides:
 class _StageInterpreter(fx.Interpreter):
     """Runs a stage's graph, and notes what ``Sides`` has of each node."""
 
-    def __init__(
-        self, module: fx.GraphModule, given: dict[str, Any], recorder: Recorder | None
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, recorder: Recorder | None) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.given = given
         self.recorder = recorder
         self.values: dict[str, Any] = {}
         self.origins: dict[torch.autograd.graph.Node, fx.Node] = {}
@@ -108,13 +105,8 @@ class _StageInterpreter(fx.Interpreter):
         n.meta["custom"] = {**n.meta.get("custom", {}), ORIGIN: n.name}
         if self.recorder is not None:
             self.recorder.meta = inherited(n)
-        if n.op == "call_function" and n.target is pop:
-            value = self.given[str(n.args[0])]
-        elif n.op == "call_function" and n.target is stash:
-            value = self.env[n.args[1]]  # type: ignore[index]
-        else:
-            with under(n.meta[AUTOCAST]) if AUTOCAST in n.meta else nullcontext():
-                value = self._run(n)
+        with under(n.meta[AUTOCAST]) if AUTOCAST in n.meta else nullcontext():
+            value = self._run(n)
         self.values[n.name] = value
         self._remember(n, value)
         return value

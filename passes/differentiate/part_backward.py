@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.plan import Plan, Stage, pop, stash
+from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.passes.differentiate.extract import ancestors, crossing, extract, runnable
@@ -164,7 +164,7 @@ def _weights(stage: Stage) -> list[int]:
     for node in stage.graph.graph.nodes:
         if node.op == "placeholder":
             fixed.update([node] if node.name in constants else [])
-        elif node.op == "call_function" and node.target not in (pop, stash):
+        elif node.op == "call_function":
             fixed.update([node] if all(n in fixed for n in node.all_input_nodes) else [])
     groups = [{k} for k in index.values()]
     for node in fixed:

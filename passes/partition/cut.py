@@ -1,9 +1,9 @@
-"""Cut a graph into stages: the assignment becomes a Plan with explicit ``stash`` and ``pop``.
+"""Cut a graph into stages: the assignment becomes a Plan.
 
 before:  x → a (stage 0) → b (stage 1) → c (stage 2), and a → c
-after:   stage 0: a = …;   stash('a', a);   return (a,)       edges  act a 0->1
-         stage 1: b = …;   return (b,)                               skip a 0->2
-         stage 2: a = pop('a');   c = f(b, a);   return (c,)         act b 1->2
+after:   stage 0: a = …;   return (a,)           edges  act a 0->1
+         stage 1: b = …;   return (b,)                  skip a 0->2
+         stage 2: c = f(b, a);   return (c,)            act b 1->2
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxpipe.ir.plan import Plan, Stage, StageCosts, Write, pop, stash
+from fxpipe.ir.plan import Plan, Stage, StageCosts, Write
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.ir.value import HOST, Edge, outputs_of
 from fxpipe.passes.graph.lazy_module import lazy_module
@@ -101,30 +101,19 @@ class _Cutter:
         by_name = {node.name: node for node in self.traced.graph.nodes}
         parameters = [a for a in self.traced.parameters if self.home[a.name] == index]
         buffers = [a for a in self.traced.buffers if index in self._reading_stages(a.target)]
-        arriving = [e.value for e in into if e.kind != "skip"]
+        arriving = [edge.value for edge in into]
         # under autograd a graph reads parameters with get_attr nodes instead, as ordinary values
         placeholders = {name for name, node in by_name.items() if node.op == "placeholder"}
         held = [a.name for a in (*parameters, *buffers) if a.name in placeholders]
         read = [(name, graph.placeholder(name)) for name in (*held, *arriving)]
-        for edge in into:
-            if edge.kind == "skip":
-                popped = graph.create_node("call_function", pop, (edge.value,), name=edge.value)
-                read.append((edge.value, popped))
         for name, copy in read:
             copy.name = name  # fx renames a placeholder that is called like a builtin
             copy.meta.update(by_name[name].meta)
             copies[by_name[name]] = copy
-        skipping = {edge.value for edge in away if edge.kind == "skip"}
-        for argument in parameters:
-            if argument.name in skipping & placeholders:
-                self._stash(graph, copies[by_name[argument.name]])
         for node in nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            if node.name in skipping:
-                self._stash(graph, copies[node])
         writes = tuple(write for write in self.traced.writes if self._writer(write) == index)
-        values = outputs_of(tuple(edge for edge in away if edge.kind != "skip"))
-        returned = [copies[by_name[name]] for name in values]
+        returned = [copies[by_name[name]] for name in outputs_of(tuple(away))]
         returned += [copies[by_name[w.value]] for w in writes if w.value in by_name]
         graph.output(tuple(returned))
         graph.lint()
@@ -142,10 +131,6 @@ class _Cutter:
     def _writer(self, write: Write) -> int:
         """The stage that writes a buffer; for a module that is called the one that reads it."""
         return self.stage_of.get(write.value, self._first_reader(write.target))
-
-    @staticmethod
-    def _stash(graph: fx.Graph, value: fx.Node) -> None:
-        graph.create_node("call_function", stash, (value.name, value), name=f"stash_{value.name}")
 
     def _modules(self, index: int) -> tuple[str, ...]:
         """The outermost submodules that lie completely in this stage."""

@@ -13,16 +13,13 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe.random
-from fxpipe.ir.plan import Argument, Plan, Stage, Write, pop, stash
+from fxpipe.ir.plan import Argument, Plan, Stage, Write
 from fxpipe.ir.traced import Literal, Traced, Value
 from fxpipe.text.program import read_edge
 from fxpipe.text.scan import Line
 from fxpipe.torchtools.moments import DeferredNorm
 
-SCOPE = {
-    **{"torch": torch, "math": math, "operator": operator, "fxpipe": fxpipe},
-    **{"pop": pop, "stash": stash},
-}
+SCOPE = {"torch": torch, "math": math, "operator": operator, "fxpipe": fxpipe}
 _Body = tuple[tuple[Argument, ...], tuple[Argument, ...], tuple[Write, ...], fx.GraphModule]
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxpipe.random
-from fxpipe.ir.plan import pop, stash
 from fxpipe.text.graph import print_function, print_graph, print_value
 from tests.helpers.written import graph as read
 
@@ -64,19 +63,17 @@ def test_a_path_reads_like_the_models_own_code() -> None:
 def test_the_printed_form_is_the_documented_one() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    far = graph.create_node("call_function", pop, ("far",), name="far")
+    far = graph.placeholder("far")
     conv = graph.call_function(torch.ops.aten.conv2d.default, (x, far, None, [1, 1]))
     first = graph.call_function(operator.getitem, (conv, 0))
-    graph.call_function(stash, ("getitem", first))
     seeded = graph.call_function(fxpipe.random.native_dropout, (first,), {"train": True})
     graph.output((seeded, first))
     assert print_graph(graph) == "\n".join(
         (
             "x = placeholder()",
-            "far = pop('far')",
+            "far = placeholder()",
             "conv2d_default = torch.ops.aten.conv2d.default(x, far, None, [1, 1])",
             "getitem = operator.getitem(conv2d_default, 0)",
-            "stash = stash('getitem', getitem)",
             "native_dropout = fxpipe.random.native_dropout(getitem, train=True)",
             "return (native_dropout, getitem)",
         )
@@ -117,7 +114,7 @@ def test_a_default_and_another_name_of_an_argument_are_printed() -> None:
 
 
 FUNCTIONS = [
-    *(stash, pop, getattr, max, len, torch.relu, torch.einsum, torch.sym_max),
+    *(getattr, max, len, torch.relu, torch.einsum, torch.sym_max),
     *(nn.functional.relu, nn.functional.linear, nn.functional.max_pool2d),
     *(nn.functional.scaled_dot_product_attention, operator.floordiv, operator.and_, math.ceil),
     *(fxpipe.random.native_dropout, torch.ops.aten.relu, torch.ops.higher_order.cond),

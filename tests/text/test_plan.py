@@ -35,7 +35,6 @@ stage 0
     x = placeholder()
     conv2d = torch.ops.aten.conv2d.default(x, p_conv_weight)
     relu = torch.ops.aten.relu.default(conv2d)
-    stash_relu = stash('relu', relu)
     getitem_3 = torch.ops.aten.mul.Tensor(b_bn_mean, 0.9)
     return (relu, getitem_3)
 stage 1
@@ -48,7 +47,7 @@ stage 2 autograd
   graph
     p_0 = placeholder()
     add = placeholder()
-    relu = pop('relu')
+    relu = placeholder()
     mul = torch.ops.aten.mul.Tensor(add, relu)
     block = self.head[0](mul)
     linear = torch.ops.aten.linear.default(block, p_0)

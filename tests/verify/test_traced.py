@@ -85,12 +85,6 @@ def test_each_fault_is_reported(old: str, new: str, fault: str) -> None:
     assert any(re.search(fault, str(each)) for each in faults_of(traced))
 
 
-def test_a_cut_in_a_whole_graph_is_reported() -> None:
-    text = TEXT.replace("relu = torch.ops.aten.relu.default(mm)", "relu = pop('mm')")
-    with pytest.raises(VerificationError, match="node relu: marks where the model is cut"):
-        written.traced(text).verify()
-
-
 def test_a_constant_that_is_not_read_is_reported() -> None:
     traced = replace(written.traced(TEXT), constants={"table": torch.ones(2)})
     with pytest.raises(VerificationError, match="buffer table: is a constant that the graph does"):

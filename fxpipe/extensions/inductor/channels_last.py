@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from fxpipe.ir.plan import Plan, Stage, pop, stash
+from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.graph.lazy_module import lazy_module
 
@@ -103,11 +103,11 @@ class _Layer:
     def _orders(self, node: fx.Node, plain: Set[str]) -> dict[fx.Node, torch.memory_format]:
         """Operand → the order in which a node must get it, if that matters. Also notes whether the
         node is laid. ``plain`` are the values that must stay contiguous."""
-        if node.op == "placeholder" or node.target is pop:
+        if node.op == "placeholder":
             self._laid.update([node] if node.name in self._crossing else [])
             return {}
         operands = node.all_input_nodes
-        if node.op == "output" or node.target is stash:
+        if node.op == "output":
             results = [operand for operand in operands if operand.name in plain]
             return dict.fromkeys(results, torch.contiguous_format)
         if node.target is getitem:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.extensions.leaf_modules.kernel import AutogradKernel
-from fxpipe.ir.plan import Plan, Stage, stash
+from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.value import Edge
 from fxpipe.passes.differentiate.differentiate import Differentiator, Wanted
 from fxpipe.passes.graph.lazy_module import lazy_module
@@ -91,7 +91,7 @@ def _callable(stage: Stage, incoming: Sequence[Edge], returned: Sequence[str]) -
     for edge in incoming:
         copies[nodes[edge.value]] = graph.placeholder(edge.value)
     for node in stage.graph.graph.nodes:
-        if node in copies or node.op == "output" or node.target is stash:
+        if node in copies or node.op == "output":
             continue
         copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[nodes[name]] for name in returned))
