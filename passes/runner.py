@@ -1,7 +1,6 @@
-"""Run passes one after another and verify between them.
+"""Run a list of passes on named values, called facts, and verify what each pass makes.
 
-``run`` passes one value from pass to pass. ``run_all`` runs a list of ``Pass`` on named values,
-called facts; each ``Pass`` says which facts it requires and provides.
+Each ``Pass`` says which facts it requires and provides.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from fxpipe.errors import InputError, PassError, VerificationError
 from fxpipe.ir.plan import Plan
@@ -24,9 +23,6 @@ from fxpipe.verify.program import verify_program
 from fxpipe.verify.schedule import verify_schedule
 from fxpipe.verify.traced import verify_traced
 
-A = TypeVar("A", Traced, Plan, Schedule, Program)
-B = TypeVar("B", Traced, Plan, Schedule, Program)
-
 VERIFIERS: dict[type, tuple[str, Callable[[Any], object]]] = {
     Traced: ("traced graph", verify_traced),
     Plan: ("plan", verify_plan),
@@ -34,25 +30,6 @@ VERIFIERS: dict[type, tuple[str, Callable[[Any], object]]] = {
     Program: ("program", verify_program),
 }
 """Representation → its name in messages and its verifier."""
-
-
-def run(value: A, first: Callable[[A], B], /, *passes: Callable[[B], B]) -> B:
-    """Hand a value from pass to pass; verify it before the first and after each.
-
-    Raises:
-        PassError: the first pass was handed, or a pass made, something that its verifier refuses,
-            or that is no traced graph, plan, schedule or program. It names the pass; the verifier's
-            error is the cause.
-    """
-    _verify(value, f"pass {pass_name(first)!r} was handed")
-    functions: tuple[Callable[[Any], Any], ...] = (first, *passes)
-    result: Any = value
-    for function in functions:
-        name = pass_name(function)
-        with telling(name):
-            result = function(result)
-        _verify(result, f"pass {name!r} made")
-    return cast(B, result)
 
 
 @dataclass(frozen=True)
@@ -141,7 +118,7 @@ def run_all(passes: Sequence[Pass], given: Mapping[str, Any]) -> dict[str, Any]:
         values = result if len(names) > 1 else [result][: len(names)]
         for name, value in zip(names, values, strict=True):
             if type(value) in VERIFIERS and value is not facts.get(name):
-                _verify(value, f"pass {step.name!r} made")
+                _verify(value, step.name)
             facts[name] = value
     return facts
 
@@ -190,16 +167,13 @@ def pass_name(function: Callable[[Any], Any]) -> str:
     return str(name or type(function).__name__)
 
 
-def _verify(value: object, what: str) -> None:
-    entry = VERIFIERS.get(type(value))
-    if entry is None:
-        raise PassError(f"{what} {value!r:.99}, which is no representation that can be verified")
-    word, verify = entry
+def _verify(value: object, name: str) -> None:
+    word, verify = VERIFIERS[type(value)]
     try:
         with telling(f"verify {word}"):
             verify(value)
     except VerificationError as error:
-        raise PassError(f"{what} an invalid {word}: {error}") from error
+        raise PassError(f"pass {name!r} made an invalid {word}: {error}") from error
 
 
 def comes_after(program: Program, name: str, earlier: str) -> None:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxpipe.ir.plan import Plan, Stage
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import HOST, Edge
+
+
+def run(value: Schedule | Program, *passes: Callable[[Any], Program]) -> Program:
+    """Hand a schedule or a program from pass to pass; verify it before the first and after each."""
+    value.verify()
+    for made_by in passes:
+        value = made_by(value).verify()
+    assert isinstance(value, Program)
+    return value
 
 
 def chain(stages: int) -> Plan:

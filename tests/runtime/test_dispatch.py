@@ -25,12 +25,11 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.lowering.streams import Streams
-from fxpipe.passes.runner import run
 from fxpipe.passes.schedule import add_clip
 from fxpipe.runtime import choice
 from fxpipe.runtime.choice import Dispatches
 from tests.helpers.overlapping import OPTIMIZERS, compiled
-from tests.helpers.plans import chain
+from tests.helpers.plans import chain, run
 from tests.helpers.profiles import DEEP
 from tests.helpers.tiny import Snapshot, batch
 from tests.oracles.stream_machine import dispatch_order

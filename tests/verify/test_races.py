@@ -16,10 +16,9 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.lowering.streams import Streams
-from fxpipe.passes.runner import run
 from fxpipe.schedules import one_f_one_b
 from tests.helpers.mutants import launch_mutants
-from tests.helpers.plans import chain, skipping
+from tests.helpers.plans import chain, run, skipping
 from tests.helpers.profiles import deep
 from tests.oracles.stream_ordering import Ordering
 

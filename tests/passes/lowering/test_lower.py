@@ -20,11 +20,10 @@ from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.runner import run
 from fxpipe.passes.schedule import add_recompute
 from fxpipe.schedules import gpipe, inference, one_f_one_b, pipedream, two_bw
 from tests.helpers.lines import lines
-from tests.helpers.plans import chain, plan_of, skipping
+from tests.helpers.plans import chain, plan_of, run, skipping
 from tests.oracles.program_executor import program_is_right
 from tests.oracles.symbolic_loop import plain_loop
 

@@ -7,7 +7,6 @@ import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -17,45 +16,9 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.runner import Pass, run, run_all
+from fxpipe.passes.runner import Pass, run_all
 from fxpipe.schedules import gpipe
-from tests.helpers.plans import chain
-
-
-def test_passes_run_one_after_another() -> None:
-    program = run(gpipe(2, 2), Lower(chain(2)), communicate, free)
-    assert program.passes == ("lower", "communicate", "free")
-
-
-def test_what_the_first_pass_is_handed_is_verified() -> None:
-    wrong = replace(gpipe(2, 2), microbatches=3)
-    with pytest.raises(
-        PassError, match=r"^pass 'lower' was handed an invalid schedule: "
-    ) as caught:
-        run(wrong, Lower(chain(2)))
-    assert isinstance(caught.value.__cause__, VerificationError)
-    assert "stage 0 has no forward of micro-batch 2" in str(caught.value)
-
-
-def test_the_pass_that_makes_something_invalid_is_named() -> None:
-    def lose_a_device(program: Program) -> Program:
-        return replace(program, lists=(program.lists[0], ()))
-
-    with pytest.raises(PassError, match=r"^pass 'lose_a_device' made an invalid program") as caught:
-        run(gpipe(2, 2), Lower(chain(2)), lose_a_device, communicate)
-    assert isinstance(caught.value.__cause__, VerificationError)
-    assert len(caught.value.__cause__.faults) > 1
-
-
-def test_a_pass_that_makes_something_else_is_named() -> None:
-    class Nothing:
-        name: ClassVar[str] = "nothing"
-
-        def __call__(self, schedule: Schedule) -> None:
-            return None
-
-    with pytest.raises(PassError, match="pass 'nothing' made None, which is no representation"):
-        run(gpipe(1, 1), Nothing())  # type: ignore[type-var]
+from tests.helpers.plans import chain, run
 
 
 def doubled(x: int) -> int:

@@ -18,11 +18,10 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.lowering.streams import Streams
-from fxpipe.passes.runner import run
 from fxpipe.passes.schedule import add_clip
 from fxpipe.runtime.interpreter import HANDLERS
 from fxpipe.schedules import gpipe, one_f_one_b
-from tests.helpers.plans import chain, skipping
+from tests.helpers.plans import chain, run, skipping
 from tests.helpers.profiles import some
 from tests.oracles.stream_times import Timed, timed
 from tests.passes.lowering.test_lower import plans, schedules
