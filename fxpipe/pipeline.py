@@ -424,9 +424,9 @@ class Pipeline(nn.Module):
         The file has the weights, in all versions that later batches read, the buffers, the
         optimizers' state, the states of torch's generators for the CPU and the pipe's devices, and
         the number of batches; without an optimizer also ``.grad``. Everything is stored under its
-        name in the model, so training can go on with any partition. The file is in safetensors
-        format, without code and with a checksum. It is replaced atomically, so other processes may
-        read it at any time.
+        name in the model, so training can go on with any partition. The file is as ``torch.save``
+        writes it, with checksums, and no code in it is run. It is replaced atomically, so other
+        processes may read it at any time.
 
         Args:
             path: the path of the file.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fxpipe
@@ -112,16 +109,6 @@ def write_one(path: Path) -> Path:
         run(pipe, data)
         pipe.checkpoint(path)
     return path
-
-
-def header_of(path: Path) -> Any:
-    with safetensors.safe_open(path, framework="pt") as file:
-        return json.loads(file.metadata()["fxpipe"])
-
-
-def write_as(format_: int, path: Path, content: Any, tensors: dict[str, Tensor]) -> None:
-    """As an older version of the library did, without a checksum."""
-    save_file(tensors, path, {"fxpipe": json.dumps({"format": format_, "content": content})})
 
 
 def everything(pipe: fxpipe.Pipeline, scaler: torch.amp.GradScaler) -> list[Any]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
-import json
 import os
-import random
 import shutil
 import signal
 from collections.abc import Callable
@@ -17,14 +15,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import nn
 
 import fxpipe
 from examples.unet import UNet
 from fxpipe.runtime.weights import checkpoint_file as checkpoint
+from fxpipe.runtime.weights.checkpoint import encode, held
 from fxpipe.runtime.weights.checkpoint_file import FORMAT
-from tests.helpers.checkpoints import PLAIN, Left, header_of, make, run, same, write_as, write_one
+from tests.helpers.checkpoints import PLAIN, Left, make, run, same, write_one
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
 from tests.helpers.ranks import CONTEXT, DEADLINE
 from tests.oracles.delayed_loop import MSE, Factory
@@ -59,17 +58,6 @@ def refuse(
         assert torch.equal(torch.get_rng_state(), drawn)
         assert pipe.batches == 0
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("format_", [1, 2])
-def test_files_of_older_formats_are_read(format_: int, trained: Path, tmp_path: Path) -> None:
-    content = header_of(trained)["content"]
-    if format_ == 1:
-        del content["extra"], content["device_random"]
-    write_as(format_, tmp_path / "old", content, load_file(trained))
-    with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, **PLAIN, optimizer=ADAMW) as pipe:
-        assert pipe.restore(tmp_path / "old") is None
-        assert pipe.batches == 3
 
 
 def test_a_refused_checkpoint_leaves_a_run_as_it_was(tmp_path: Path) -> None:
@@ -138,38 +126,60 @@ def test_files_that_are_no_whole_checkpoint_are_refused(trained: Path, tmp_path:
         refuse(other, "is no checkpoint, or not all of one")
     refuse(tmp_path / "missing", "cannot read the checkpoint")
     refuse(tmp_path, "cannot read the checkpoint")
-    torch.save(make("mlp", 0, 1)[0].state_dict(), other)
-    refuse(other, "is no checkpoint, or not all of one")
     save_file({"x": torch.ones(2)}, other)
+    refuse(other, "is no checkpoint, or not all of one")
+    torch.save(make("mlp", 0, 1)[0].state_dict(), other)
     refuse(other, "holds tensors, but no checkpoint")
-    tensors, header = load_file(trained), header_of(trained)
-    newer = {"format": FORMAT + 1, "content": {}}
-    save_file(tensors, other, {"fxpipe": json.dumps(newer)})
+    torch.save({"fxpipe": FORMAT + 1}, other)
     refuse(other, f"has format {FORMAT + 1}, and this fxpipe reads those up to {FORMAT}")
-    for damaged in ("{", "[]", "{}", json.dumps({"format": 1, "content": {}})):
-        save_file(tensors, other, {"fxpipe": damaged})
-        refuse(other, "is damaged")
-    generator = random.Random(0)
-    for name in generator.sample(sorted(tensors), 5):
-        write_as(2, other, header["content"], {n: t for n, t in tensors.items() if n != name})
-        refuse(other, "is damaged")
-    save_file(tensors, other, {"fxpipe": json.dumps(header)})
-    refuse(other, "is damaged.*crc32")
+    whole = torch.load(trained)
+    for name in whole.keys() - {"fxpipe"}:
+        torch.save({key: value for key, value in whole.items() if key != name}, other)
+        refuse(other, "is damaged|made by a pipe without an optimizer|it has no parameter")
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
+    torch.save({"fxpipe": FORMAT, "extra": Evil(tmp_path / "ran")}, tmp_path / "evil")
+    refuse(tmp_path / "evil", "is no checkpoint, or not all of one .*Weights only load failed")
+    assert not (tmp_path / "ran").exists()
 
 
 @given(place=st.integers(0, 2**30), bit=st.integers(0, 7))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_a_file_with_a_flipped_bit_is_refused(
+def test_a_flipped_bit_is_noticed_or_changes_nothing(
     place: int, bit: int, trained: Path, tmp_path: Path
 ) -> None:
+    """Some bits of a zip file mean nothing, as those that pad it."""
+    expected = encode(checkpoint.read(trained), held)
     content = bytearray(trained.read_bytes())
     content[place % len(content)] ^= 1 << bit
     (tmp_path / "flipped").write_bytes(content)
-    with pytest.raises(fxpipe.CheckpointError):
-        checkpoint.read(tmp_path / "flipped")
+    try:
+        found = checkpoint.read(tmp_path / "flipped")
+    except fxpipe.CheckpointError:
+        return
+    assert same(encode(found, held), expected)
 
 
-def test_header_and_tensors_are_of_one_file_whatever_takes_its_place_meanwhile(
+def test_a_flipped_bit_in_a_tensor_is_noticed(trained: Path) -> None:
+    weight = checkpoint.read(trained).parameters["2.0.weight"].detach().numpy().tobytes()
+    content = bytearray(trained.read_bytes())
+    content[content.index(weight) + 17] ^= 4
+    trained.write_bytes(content)
+    refuse(trained, "the checksum of its .* is another")
+
+
+def test_checksums_and_tensors_are_of_one_file_whatever_takes_its_place_meanwhile(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = checkpoint.read(trained)
@@ -177,27 +187,27 @@ def test_header_and_tensors_are_of_one_file_whatever_takes_its_place_meanwhile(
     other = copy.copy(saved)
     object.__setattr__(other, "parameters", zeros)
     checkpoint.write(other, tmp_path / "other")
-    mapped = torch.UntypedStorage.from_file
+    load = torch.load
 
     def replaced_before(*args: Any, **kwargs: Any) -> Any:
-        if (tmp_path / "other").exists():  # between the header and the first tensor
-            (tmp_path / "other").replace(trained)
-        return mapped(*args, **kwargs)
+        (tmp_path / "other").replace(trained)
+        return load(*args, **kwargs)
 
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", replaced_before)
+    monkeypatch.setattr(torch, "load", replaced_before)
     found = checkpoint.read(trained)
     assert same(found.parameters, saved.parameters)
 
 
 def while_writing(monkeypatch: pytest.MonkeyPatch, do: Callable[[Path], None]) -> None:
     """Let something happen once in the middle of the next writing."""
+    save = torch.save
 
-    def writing(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-        monkeypatch.setattr(checkpoint, "save_file", save_file)
-        save_file(tensors, path, metadata)
+    def writing(content: Any, path: Path) -> None:
+        monkeypatch.setattr(torch, "save", save)
+        save(content, path)
         do(path)
 
-    monkeypatch.setattr(checkpoint, "save_file", writing)
+    monkeypatch.setattr(torch, "save", writing)
 
 
 def test_of_two_writers_at_once_both_succeed(
@@ -222,12 +232,12 @@ def test_of_two_writers_at_once_both_succeed(
 def killed(trained: Path) -> None:
     """Die in the middle of a file."""
 
-    def half(tensors: Any, path: Path, metadata: Any) -> None:
+    def half(content: Any, path: Path) -> None:
         path.write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
 
     saved = checkpoint.read(trained)
-    vars(checkpoint)["save_file"] = half
+    vars(torch)["save"] = half
     checkpoint.write(saved, trained)
 
 
@@ -273,8 +283,8 @@ def endless() -> list[Any]:
         (endless(), "extra holds itself"),
         ({"x": torch.eye(2).to_mkldnn()}, "extra/x is a tensor of a kind that .*_mkldnn"),
         ([torch.empty(2, device="meta")], "extra/0 is a tensor of a kind that .* on meta"),
-        (10**5000, "cannot write"),
-        ({10**5000: 1}, "cannot write"),
+        (10**5000, "extra is a int, which a checkpoint"),
+        ({10**5000: 1}, "extra/.* is a int, which a checkpoint"),
     ],
     ids=["cycle", "mkldnn", "meta", "digits", "digits of a key"],
 )

@@ -1,8 +1,8 @@
 """A checkpoint as a folder of torch.distributed.checkpoint (DCP), written by many processes.
 
 Every tensor has a path that does not depend on the process that wrote it, so any process can read
-the tensors it needs. Everything else is JSON, one text per process that wrote a part; it names the
-tensors and has their checksums.
+the tensors it needs. Everything else is in a header, one per process that wrote a part; it names
+the tensors and has their checksums.
 
     model                    name → parameter or persistent buffer, as in the model's state dict
     buffers, gradients       name → another buffer, or ``.grad``
@@ -10,14 +10,14 @@ tensors and has their checksums.
     older, predicted         version → name → value
     random, device_random    states of generators
     groups, extra            tensors among the optimizers' settings and the user's own values
-    fxpipe                   number of the process → its JSON (header) and the JSON's checksum
+    fxpipe                   number of the process → its header, written by ``torch.save``
 
 The steps are those of DCP's ``save`` and ``load``, but between them processes talk over the pipe's
 own group, so that all learn of a failure in one; and no code in the folder's pickles is run."""
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import pickle
 import zlib
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fxpipe.errors import CheckpointError, told
@@ -41,18 +41,17 @@ from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.weights.checkpoint import (
     EVERYTHING,
     Checkpoint,
-    checksum,
     decode,
     encode,
-    refused,
+    held,
+    load,
+    plain,
+    refuse_newer,
 )
 from fxpipe.runtime.weights.replacing import replacing, standing
 
-FORMAT = 2
-"""The newest format, which can hold parts of sharded optimizers."""
-
-WHOLE = 1
-"""The format without such parts, which older versions can read, too."""
+FORMAT = 3
+"""The format that this version writes and reads."""
 
 _SHARED = ("parameters", "buffers", "gradients", "history", "optimizer")
 """The attributes of which each process writes a part. The first process writes all others."""
@@ -104,7 +103,7 @@ def write(checkpoint: Checkpoint, state: Mapping[str, Any], path: Folder, group:
         parts: Iterable[str] = _SHARED if group.rank else EVERYTHING
         if group.replica:
             checkpoint, parts = replace(checkpoint, optimizer=shards), ("optimizer",)
-        tensors.seal(encode(checkpoint, tensors.add, parts), FORMAT if sharded else WHOLE)
+        tensors.seal(encode(checkpoint, tensors.add, parts))
         with ExitStack() as stack:
             unfinished = None
             if group.rank == 0:
@@ -147,36 +146,34 @@ class _Tensors:
         self._rank = str(rank)
         self._sums: dict[str, int] = {}
 
-    def add(self, path: tuple[str, ...], tensor: Tensor) -> dict[str, str]:
-        """Add a tensor, see ``Add``. Raises CheckpointError if the folder cannot hold it."""
+    def add(self, path: tuple[str, ...], tensor: Tensor) -> Tensor:
+        """Add a tensor; in the header, its number stands for it. Raises CheckpointError if the
+        folder cannot hold it."""
         *place, last = self._place(path)
         while (name := ".".join((*place, last))) in self._sums:  # keys with dots or slashes
             last += "'"
-        try:
-            self._sums[name] = checksum(name, self._put((*place, last), tensor))
-        except (RuntimeError, TypeError, ValueError, LookupError) as error:
-            raise refused("/".join(path), tensor) from error
-        return {"tensor": name}
+        self._sums[name] = checksum(name, self._put((*place, last), held(path, tensor)))
+        return torch.tensor(len(self._sums) - 1)
 
-    def seal(self, content: Mapping[str, Any], format_: int) -> None:
-        """Add the JSON, and tied parameters under their other names, too."""
+    def seal(self, content: Mapping[str, Any]) -> None:
+        """Add the header, and tied parameters under their other names, too."""
         for name, value in self._state.items():
-            plain = isinstance(value, Tensor) and value.layout is torch.strided
-            if plain and f"model.{name}" not in self._sums:
-                self._put(("model", name), value)
-        header = json.dumps({"format": format_, "content": content, "crc32": self._sums})
+            dense = isinstance(value, Tensor) and value.layout is torch.strided
+            if dense and f"model.{name}" not in self._sums:
+                self._put(("model", name), value.detach())
+        header = BytesIO()
+        torch.save({"format": FORMAT, "content": content, "crc32": self._sums}, header)
         self.nested["fxpipe"] = {
-            self._rank: {"header": header, "crc32": zlib.crc32(header.encode())}
+            self._rank: torch.frombuffer(bytearray(header.getvalue()), dtype=torch.uint8)
         }
 
     def _put(self, place: tuple[str, ...], tensor: Tensor) -> Tensor:
-        plain = tensor.detach().resolve_conj().resolve_neg().cpu()
         *outer, last = place
         inner = self.nested
         for key in outer:
             inner = inner.setdefault(key, {})
-        inner[last] = plain
-        return plain
+        inner[last] = kept = tensor.cpu()
+        return kept
 
     def _place(self, path: tuple[str, ...]) -> tuple[str, ...]:
         """Map a tensor's path in the checkpoint to its path in the folder."""
@@ -226,25 +223,18 @@ def read(path: Folder, own: Collection[str] | None = None) -> Checkpoint:
     try:
         reader = Reader(folder)
         places = reader.places
-        texts = reader.read([name for name in places if places[name][0] == "fxpipe"])
-        if not texts:
+        headers = [name for name in reader.tensors if places[name][0] == "fxpipe"]
+        if not headers:
             raise CheckpointError(
                 f"{shown} was not written by pipe.save(); read it with torch.distributed.checkpoint"
                 " and load the model's state dict with pipe.load_state_dict()"
             )
-        contents: list[Any] = []
+        parts = []
+        for _, header in sorted(reader.read(headers).items()):
+            parts.append(load(BytesIO(header.numpy().tobytes())))
+            refuse_newer(parts[-1]["format"], FORMAT, shown)
         sums: dict[str, int] = {}
-        for rank in range(len(texts) // 2):
-            header = texts[f"fxpipe.{rank}.header"]
-            if texts[f"fxpipe.{rank}.crc32"] != zlib.crc32(header.encode()):
-                raise ValueError("the checksum of its header is another")
-            part = json.loads(header)
-            if part["format"] > FORMAT:
-                raise CheckpointError(
-                    f"{shown} has format {part['format']}, and this fxpipe reads those up to "
-                    f"{FORMAT}; install the fxpipe that wrote it"
-                )
-            contents.append(part["content"])
+        for part in parts:
             sums |= part["crc32"]
         kept = {None} if own is None else {None, *own}
         wanted = [name for name in sums if own is None or _owner(places[name]) in kept]
@@ -252,14 +242,35 @@ def read(path: Folder, own: Collection[str] | None = None) -> Checkpoint:
         for name, tensor in tensors.items():
             if sums[name] != checksum(name, tensor):
                 raise ValueError(f"the checksum of {name!r} is another")
-        others = {n: reader.empty(n, "meta") for n in sums if n not in tensors}
-        return decode(contents, {**others, **tensors})
+        tensors |= {n: reader.empty(n, "meta") for n in sums if n not in tensors}
+        return decode(functools.reduce(_joined, (_filled(part, tensors) for part in parts)))
     except CheckpointError:
         raise
     except Exception as error:  # torch raises all kinds of errors if a file is damaged
         raise CheckpointError(
             f"{shown} is damaged, or not all of a checkpoint ({told(error)}); load an older one"
         ) from error
+
+
+def _filled(part: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    """The content of a header, with tensors in place of their numbers."""
+    names = [*part["crc32"]]
+    return plain(part["content"], lambda _, number: tensors[names[int(number)]])
+
+
+def _joined(a: Any, b: Any) -> Any:
+    """Join what two processes have of a value; if both have it, return the first one's."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return {**a, **b, **{key: _joined(a[key], b[key]) for key in a if key in b}}
+    return b if isinstance(a, list) and not a else a
+
+
+def checksum(name: str, tensor: Tensor) -> int:
+    """The CRC-32 of a dense tensor with its name, dtype and shape. It is certain to detect a few
+    flipped bits."""
+    head = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+    elements = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(elements.numpy().data, head)
 
 
 def _owner(place: tuple[str, ...]) -> str | None:
@@ -325,12 +336,15 @@ class Reader(FileSystemReader):
 
     Attributes:
         places: name → its path in the nested dicts that were written.
+        tensors: the names of tensors; anything else would be a pickle, and is not read.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._metadata = self.read_metadata()
         self.places: Mapping[str, tuple[str, ...]] = self._metadata.planner_data
+        kinds = self._metadata.state_dict_metadata
+        self.tensors = [name for name in kinds if isinstance(kinds[name], TensorStorageMetadata)]
         self.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -338,26 +352,20 @@ class Reader(FileSystemReader):
             metadata: Metadata = _Unpickler(file).load()
             return metadata
 
-    def read(self, names: Collection[str]) -> dict[str, Any]:
-        """Name → its tensor or other value."""
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Name → its tensor. Raises ValueError for what is no tensor."""
         values = {name: self.empty(name) for name in names}
-        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(values, self._metadata, is_coordinator=True)
         self.read_data(planner.create_local_plan(), planner).wait()
         return values
 
-    def empty(self, name: str, device: str = "cpu") -> Any:
-        """An uninitialised tensor like the one with this name; None if it is another value."""
+    def empty(self, name: str, device: str = "cpu") -> Tensor:
+        """An uninitialised tensor like the one with this name. Raises ValueError if it is none."""
         kind = self._metadata.state_dict_metadata[name]
         if not isinstance(kind, TensorStorageMetadata):
-            return None
+            raise ValueError(f"{name!r} is no tensor")
         return torch.empty(kind.size, dtype=kind.properties.dtype, device=device)
-
-
-class _Planner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        name = read_item.dest_index.fqn
-        self.state_dict[name] = torch.load(value, weights_only=True)
 
 
 class _Unpickler(pickle.Unpickler):

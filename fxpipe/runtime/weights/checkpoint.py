@@ -1,14 +1,12 @@
-"""The contents of a checkpoint, and their form: JSON that names tensors, without pickles."""
+"""The contents of a checkpoint, and their form: nested dicts, lists and tuples of tensors, numbers
+and strings, which ``torch.load`` reads without running any code."""
 
 from __future__ import annotations
 
-import functools
-import reprlib
-import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +21,10 @@ from fxpipe.runtime.weights.optimizer_state import (
 from fxpipe.runtime.weights.stage_weights import History
 
 _DEEPEST = 100
-_ADDED = ("attributes", "modules")
-"""Fields that were added without a new format; they are written only if they are not empty."""
+_MOST_BITS = 2040
+"""Of whole numbers that ``torch.load`` reads."""
 
-_CLASSES = {
-    kind.__name__: kind for kind in (GroupState, History, OptimizerState, ParameterState, Parts)
-}
+_CLASSES = (GroupState, History, OptimizerState, ParameterState, Parts)
 
 
 @dataclass(frozen=True)
@@ -93,63 +89,106 @@ class Checkpoint:
 EVERYTHING = tuple(part.name for part in fields(Checkpoint))
 """The attributes of a checkpoint."""
 
-Add = Callable[[tuple[str, ...], Tensor], dict[str, str]]
-"""Adds a tensor to a checkpoint: (path, tensor) → its entry in the JSON, {kind: name}."""
+Change = Callable[[tuple[str, ...], Tensor], Tensor]
+"""What stands for a tensor: (its path in the checkpoint, the tensor) → a tensor."""
 
 
-def encode(checkpoint: Checkpoint, add: Add, parts: Iterable[str] = EVERYTHING) -> dict[str, Any]:
-    """Turn these attributes of a checkpoint into JSON that names tensors, each of which is passed
-    to ``add``. Raises CheckpointError for a value that has no such form."""
-    names = [part.name for part in _written_fields(checkpoint) if part.name in parts]
-    return {name: _encode(getattr(checkpoint, name), (name,), add) for name in names}
+def plain(value: Any, change: Change, path: tuple[str, ...] = ()) -> Any:
+    """A value with dicts in place of dataclasses, and with its tensors changed: what
+    ``torch.load`` reads without running code. Raises CheckpointError if there is no such form."""
+
+    def inside(item: Any, key: object) -> Any:
+        return plain(item, change, (*path, str(key)[:_DEEPEST]))
+
+    if len(path) > _DEEPEST:
+        raise CheckpointError(f"{path[0]} holds itself, or is more than {_DEEPEST} levels deep")
+    match value:
+        case None | bool():
+            return value
+        case int() if value.bit_length() < _MOST_BITS:
+            return int(value)
+        case float():
+            return float(value)
+        case str():
+            return str(value)
+        case Tensor():
+            return change(path, value)
+        case list():
+            return [inside(item, index) for index, item in enumerate(value)]
+        case tuple():
+            return tuple([inside(item, index) for index, item in enumerate(value)])
+        case dict():
+            return {inside(key, "key"): inside(item, key) for key, item in value.items()}
+        case _ if type(value) in _CLASSES:
+            return {f.name: inside(getattr(value, f.name), f.name) for f in fields(value)}
+    raise CheckpointError(
+        f"{'/'.join(path)} is a {type(value).__name__}, which a checkpoint cannot hold; it holds "
+        "tensors, numbers, strings, and lists, tuples and dicts of them"
+    )
 
 
-def _written_fields(value: Any) -> list[Field[Any]]:
-    return [f for f in fields(value) if f.name not in _ADDED or getattr(value, f.name)]
+def encode(checkpoint: Checkpoint, change: Change, parts: Iterable[str] = EVERYTHING) -> Any:
+    """Turn these attributes of a checkpoint into plain dicts; see ``plain``."""
+    return {name: plain(getattr(checkpoint, name), change, (name,)) for name in parts}
 
 
-def decode(contents: Iterable[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> Checkpoint:
-    """The checkpoint that was encoded, joined from the parts that several processes had.
-
-    Args:
-        contents: process → what ``encode`` returned; the first has all attributes.
-        tensors: name → tensor.
+def decode(content: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint that was encoded.
 
     Raises:
-        LookupError, TypeError, ValueError, AttributeError, RuntimeError: it is damaged.
+        LookupError, TypeError, AttributeError, RuntimeError: it is damaged.
     """
-    decoded = ({k: _decode(value, tensors) for k, value in part.items()} for part in contents)
-    result: Checkpoint = _build(Checkpoint, functools.reduce(_joined, decoded))
-    if result.optimizer is None:
-        return result
-    whole = {
-        name: replace(
-            kept, state={k: v.whole() if isinstance(v, Parts) else v for k, v in kept.state.items()}
-        )
-        for name, kept in result.optimizer.parameters.items()
+    optimizer = content["optimizer"]
+    if optimizer is not None:
+        groups = [GroupState(**group) for group in optimizer["groups"]]
+        parameters = {name: ParameterState(**p) for name, p in optimizer["parameters"].items()}
+        optimizer = OptimizerState(groups, {n: _whole(p) for n, p in parameters.items()})
+    history = History(**content["history"])
+    rest = {name: content[name] for name in EVERYTHING}
+    return Checkpoint(**{**rest, "history": history, "optimizer": optimizer})
+
+
+def _whole(kept: ParameterState) -> ParameterState:
+    """The state of a parameter, joined from the parts that several processes had."""
+    state = {
+        key: Parts(**value).whole() if isinstance(value, dict) and "tensors" in value else value
+        for key, value in kept.state.items()
     }
-    return replace(result, optimizer=replace(result.optimizer, parameters=whole))
+    return replace(kept, state=state)
 
 
-def _joined(a: Any, b: Any) -> Any:
-    """Join what two processes have of a value; if both have it whole, return the first one's."""
-    match a, b:
-        case dict(), dict():
-            return {**a, **b, **{key: _joined(a[key], b[key]) for key in a if key in b}}
-        case History(), History():
-            older, predicted = _joined(a.older, b.older), _joined(a.predicted, b.predicted)
-            return replace(a, older=older, predicted=predicted)
-        case ParameterState(), ParameterState():
-            return replace(a, state=_joined(a.state, b.state))
-        case OptimizerState(), OptimizerState():
-            shifted = {
-                name: replace(kept, group=kept.group + len(a.groups))
-                for name, kept in b.parameters.items()
-            }
-            return OptimizerState([*a.groups, *b.groups], _joined(a.parameters, shifted))
-        case Parts(), Parts():
-            return replace(a, tensors=_joined(a.tensors, b.tensors))
-    return a
+def held(path: tuple[str, ...], tensor: Tensor) -> Tensor:
+    """A tensor as a checkpoint holds it: a ``Change``. Raises CheckpointError if it cannot."""
+    value = tensor.detach()
+    dense = value.layout is torch.strided and not value.is_quantized
+    if type(value) is not Tensor or not dense or value.is_meta:
+        raise CheckpointError(
+            f"{'/'.join(path)} is a tensor of a kind that a checkpoint cannot hold "
+            f"({tensor.layout}, {tensor.dtype}, on {tensor.device}); leave it out, or give dense "
+            "tensors in its place"
+        )
+    value = value.resolve_conj().resolve_neg()
+    alone = value.untyped_storage().nbytes() == value.nbytes
+    return value if alone else value.clone()  # of a view, a file would have all memory
+
+
+def load(file: BinaryIO) -> Any:
+    """Read what ``torch.save`` wrote, after its checksums; no code in it can run. Raises all kinds
+    of errors if it is damaged."""
+    damaged = zipfile.ZipFile(file).testzip()
+    if damaged is not None:
+        raise ValueError(f"the checksum of its {damaged!r} is another")
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def refuse_newer(format_: int, known: int, shown: str) -> None:
+    """Raises CheckpointError if a later version of this library wrote a checkpoint."""
+    if format_ > known:
+        raise CheckpointError(
+            f"{shown} has format {format_}, and this fxpipe reads those up to {known}; install "
+            "the fxpipe that wrote it"
+        )
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
@@ -193,100 +232,3 @@ def _having(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that override ``get_extra_state``, by name."""
     default = nn.Module.get_extra_state
     return {n: m for n, m in model.named_modules() if type(m).get_extra_state is not default}
-
-
-def checksum(name: str, tensor: Tensor, start: int = 0) -> int:
-    """The CRC-32 of a dense tensor with its name, dtype and shape, continued from ``start``. It is
-    certain to detect a few flipped bits.
-
-    Raises:
-        RuntimeError, TypeError, ValueError: the tensor's elements cannot be written.
-    """
-    if tensor.is_quantized:  # its integers could be written, but not their scale
-        raise TypeError("quantised")
-    head = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), start)
-    elements = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(elements.numpy().data, head)
-
-
-def refused(name: str, tensor: Tensor) -> CheckpointError:
-    """The error for a tensor that a checkpoint cannot hold."""
-    return CheckpointError(
-        f"{name} is a tensor of a kind that a checkpoint cannot hold ({tensor.layout}, "
-        f"{tensor.dtype}, on {tensor.device}); leave it out, or give dense tensors in its place"
-    )
-
-
-def _encode(value: Any, path: tuple[str, ...], add: Add) -> Any:
-    """A value as JSON, in which each tensor is replaced by the entry that ``add`` returns."""
-    if len(path) > 1 + _DEEPEST:
-        raise CheckpointError(f"{path[0]} holds itself, or is more than {_DEEPEST} levels deep")
-
-    def inside(item: Any, key: object) -> Any:
-        return _encode(item, (*path, str(key)), add)
-
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case Tensor():
-            return add(path, value)
-        case list() | tuple():
-            items = [inside(item, index) for index, item in enumerate(value)]
-            return items if isinstance(value, list) else {"tuple": items}
-        case dict():
-            pairs = [[inside(key, "key"), inside(item, key)] for key, item in value.items()]
-            return {"dict": pairs}
-        case _ if type(value) in _CLASSES.values():
-            inner = {f.name: inside(getattr(value, f.name), f.name) for f in _written_fields(value)}
-            return {"class": type(value).__name__, "fields": inner}
-    raise CheckpointError(
-        f"{'/'.join(path)} is a {type(value).__name__}, which a checkpoint cannot hold; it holds "
-        "tensors, numbers, strings, and lists, tuples and dicts of them"
-    )
-
-
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that ``_encode`` was given."""
-    match value:
-        case {"tensor": str(path)}:
-            return tensors[path]
-        case {"complex": str(path)}:
-            return torch.view_as_complex(tensors[path])
-        case {"tuple": list(items)}:
-            return tuple(_decode(item, tensors) for item in items)
-        case {"dict": list(pairs)}:
-            decoded = {_decode(key, tensors): _decode(item, tensors) for key, item in pairs}
-            if len(decoded) < len(pairs):
-                raise ValueError("two items have the same key")
-            return decoded
-        case {"class": str(name), "fields": dict(inner)}:
-            return _build(_CLASSES[name], {k: _decode(v, tensors) for k, v in inner.items()})
-        case list():
-            return [_decode(item, tensors) for item in value]
-        case dict():
-            raise ValueError(f"unknown kind of value {sorted(value)}")
-    return value
-
-
-def _build(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """Make a dataclass of values that were read. Raises ValueError if one has a wrong type."""
-    for name, hint in get_type_hints(kind).items():
-        if name in values and not _fits(values[name], hint):
-            raise ValueError(f"{name!r} of its {kind.__name__} is {reprlib.repr(values[name])}")
-    return kind(**values)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has the declared type of a field."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return True
-    if origin in (Union, UnionType):
-        return any(_fits(value, option) for option in inner)
-    if origin is Mapping:
-        return isinstance(value, dict) and all(
-            _fits(key, inner[0]) and _fits(item, inner[1]) for key, item in value.items()
-        )
-    if origin is Sequence:
-        return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
-    return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
