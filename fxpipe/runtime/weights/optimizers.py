@@ -8,7 +8,7 @@ to the stages when the next batch is submitted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from weakref import WeakKeyDictionary, WeakMethod
 
 from torch import nn
@@ -181,20 +181,24 @@ class Optimizers:
             state = shard.told(state, names)
         return state
 
-    def restoring(self, saved: OptimizerState) -> Callable[[], None]:
+    def restoring(self, saved: OptimizerState, own: Container[str]) -> Callable[[], None]:
         """Check that the optimizers can go on from a state. Returns a function that loads it.
+
+        Args:
+            saved: the state.
+            own: the names of the parameters whose values this process has restored.
 
         Raises:
             CheckpointError: the state is of other optimizers.
             InputError: the user's function returns no optimizer.
         """
         names, parts = self._names(), self._with_state()
-        kept = {name: s for name, s in saved.parameters.items() if name not in self._others}
+        kept = {n: s for n, s in saved.parameters.items() if n in own and n not in self._others}
         saved = OptimizerState(saved.groups, kept)
         for shard in self.shards.values():
             shard.follow()  # the parameters may have got their memory since
             saved = shard.cut_out(saved, names)
-        names = {p: name for p, name in names.items() if name not in self._others}
+        names = {p: n for p, n in names.items() if n in own and n not in self._others}
         load = loading(saved, parts, {**names, **self._part_names(names)})
 
         def put() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -247,7 +247,7 @@ class Progress:
         ]
         for generator, state in generators:
             _check_random(generator, state)
-        restore_optimizers = self._restoring(saved.optimizer)
+        restore_optimizers = self._restoring(saved.optimizer, values)
         take_back = set_extra_states(self._model, saved.modules)
         try:
             agreed()
@@ -286,7 +286,7 @@ class Progress:
         for version, tensors in (*history.older.items(), *history.predicted.items()):
             _check(f"version {version} of parameter", _part(parameters, tensors), tensors)
 
-    def _restoring(self, saved: OptimizerState | None) -> Callable[[], None]:
+    def _restoring(self, saved: OptimizerState | None, own: Container[str]) -> Callable[[], None]:
         """Check the saved state of the optimizers. Returns a function that loads it."""
         if self.stages is None:
             if saved is None:
@@ -301,7 +301,7 @@ class Progress:
                 "the checkpoint was made by a pipe without an optimizer, and this one has one; "
                 "leave optimizer= out of compile()"
             )
-        return self.stages.restoring(saved)
+        return self.stages.restoring(saved, own)
 
     def _current(self, changed: bool) -> History:
         """The current versions, with each parameter under its first name in the model."""
