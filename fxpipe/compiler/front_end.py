@@ -23,7 +23,6 @@ from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.extend import find
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED, Traced, Value, with_dims
-from fxpipe.log import LOGGER
 from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import LossModule
@@ -160,7 +159,6 @@ class FrontEnd:
         self.options = options
         self.fallback = fallback_of(options)
         self.guard = guard_of(options, self.fallback.called)
-        self._written: set[str] = set()  # inputs that the model writes into
         self._told: set[str] = set()  # other warnings that were given
 
     def trace(self, call: Call, *, free: Dims = ()) -> Traced:
@@ -198,7 +196,11 @@ class FrontEnd:
             leaves = dict(zip(call.batch.names, call.leaves[:inputs], strict=False))
             with put_back(leaves) as written:
                 output = run_all(passes.of(self.options, "try"), facts)["output"]
-            self._tell_written(written)
+            if written:
+                raise TraceError(
+                    f"the model writes into its input {written[0]!r}; let it work on a copy "
+                    "(x = x.clone()), or out of place (nn.ReLU without inplace=True)"
+                )
             traced = self._traced_model(args, kwargs, dims, free[:inputs])
             if free and any(out.dims is None for out in traced.outputs):
                 known = output_dims(options.model, args, kwargs, dims, _flat_outputs(traced), size)
@@ -214,9 +216,7 @@ class FrontEnd:
                     dims = [*_output_dims(traced, size), *target_dims]
                     free_too = [*_free_outputs(traced), *free[inputs:]] if free else ()
                     try:
-                        loss_graph = self._traced(
-                            module, (*flat, *targets), {}, dims, free_too, of_loss=True
-                        )
+                        loss_graph = self._traced(module, (*flat, *targets), {}, dims, free_too)
                     except TraceError as error:
                         self.fallback.take_loss(error)
                         return self.trace(call, free=free)
@@ -237,16 +237,6 @@ class FrontEnd:
         """Whether a submodule is called as it is."""
         tracer = self.options.tracer
         return name in self.fallback.called or (tracer is not None and tracer.calls(module))
-
-    def _tell_written(self, names: Sequence[str]) -> None:
-        """Warn once for each input that the model writes into."""
-        for name in (name for name in names if name not in self._written):
-            LOGGER.warning(
-                "the model writes into its input %r: it gets a copy of each micro-batch, and your "
-                "tensor keeps its values",
-                name,
-            )
-            self._written.add(name)
 
     def _traced_model(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, free: Dims
@@ -270,7 +260,6 @@ class FrontEnd:
         dims: Dims,
         free: Dims,
         calls: Calls | None = None,
-        of_loss: bool = False,
     ) -> Traced:
         """The graph of the model, or of the loss. One with ``calls`` holds for these sizes only."""
         facts = {
@@ -281,7 +270,6 @@ class FrontEnd:
             "free": free if calls is None else (),
             "calls": calls,
             "called": self.fallback.called.values(),
-            "discards": not of_loss,
         }
         try:
             traced: Traced = run_all(passes.of(self.options, "trace"), facts)["traced"]
@@ -298,8 +286,6 @@ class FrontEnd:
 
     def call(self, call: Call, with_loss: bool) -> tuple[Any, Tensor | None]:
         """Call the model itself on one micro-batch; returns its output, and its loss or None."""
-        if self._written:
-            call = call._mapped(torch.clone)
         args, kwargs, targets = call.batch.unflatten(call.leaves)
         model = self.options.model
         with assigned_in_place(model), checkpoints_opened():

@@ -94,7 +94,7 @@ TRACE = (
     Pass(refuse_sparse_values, "model, program", ""),
     Pass(
         functionalise,
-        "program, accepts, model, discards, dims",
+        "program, accepts, model, dims",
         "functional traced",
     ),
     Pass(refuse_values, "model, functional traced", ""),

@@ -86,6 +86,8 @@ def refuse_in_place(module: fx.GraphModule) -> None:
     """
     reached: set[fx.Node] = set()
     for node in module.graph.nodes:
+        if node.target is aten.lift_fresh_copy.default:
+            continue  # a constant that the model makes, as torch.tensor does
         if node.op == "placeholder" or not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
         value = node.meta.get("val")

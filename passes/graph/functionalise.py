@@ -49,7 +49,6 @@ def functionalise(
     program: ExportedProgram,
     accepts: Callable[[Shapes], bool],
     model: nn.Module | None = None,
-    discards: bool = False,
     dims: Dims | None = None,
 ) -> Traced:
     """The exported program as one functional graph.
@@ -58,17 +57,14 @@ def functionalise(
         program: the exported program; it is changed.
         accepts: whether the program holds for shapes of its inputs.
         model: the traced model, for error messages.
-        discards: whether to drop writes into inputs at the end of the graph, instead of refusing
-            them.
         dims: for each flat input the dimensions that are the batch; by default those of any size.
 
     Raises:
-        TraceError: the model writes into one of its inputs, and ``discards`` is not set, or it
-            keeps something that a graph cannot hold. If ``model`` is given, any other failure
-            becomes a TraceError, too.
+        TraceError: the model writes into one of its inputs, or it keeps something that a graph
+            cannot hold. If ``model`` is given, any other failure becomes a TraceError, too.
     """
     try:
-        return _functional(program, accepts, discards, dims)
+        return _functional(program, accepts, dims)
     except Exception as error:
         if model is None:
             raise
@@ -78,7 +74,6 @@ def functionalise(
 def _functional(
     program: ExportedProgram,
     accepts: Callable[[Shapes], bool],
-    discards: bool,
     dims: Dims | None,
 ) -> Traced:
     detach_without_grad(program.graph_module)
@@ -92,7 +87,7 @@ def _functional(
         program = functional(program)
     module, written = rewritten or (program.graph_module, [])
     parameters, buffers, constants, inputs = _arguments(program, module, first_name)
-    writes, outputs = _results(program, module, first_name, written, discards, samples)
+    writes, outputs = _results(program, module, first_name, written, samples)
     _let_copies_have_gradients(module)
     _let_strides_vary(module)
     part_recurrent(module)
@@ -159,7 +154,6 @@ def _results(
     module: fx.GraphModule,
     first_name: Callable[[str], str],
     written: Sequence[str],
-    discards: bool,
     samples: Collection[Any],
 ) -> tuple[list[Write], list[Value | Literal]]:
     """The writes of a graph to buffers, to those ``written`` first, and its outputs. ``samples``
@@ -182,8 +176,6 @@ def _results(
             case OutputKind.USER_OUTPUT:
                 name = node.name if isinstance(node, fx.Node) else ""
                 outputs.append(_output(out.arg, name, values.get(name), samples))
-            case OutputKind.USER_INPUT_MUTATION if discards:
-                continue
             case OutputKind.USER_INPUT_MUTATION:
                 raise TraceError(
                     f"the model writes into its input {out.target!r}; let it work on a copy "
