@@ -27,6 +27,7 @@ def test_after_any_swaps_the_rows_are_timed_as_an_order_of_theirs_is(
     random = Random(seed)
     before = listed(problem, random)
     rows = Rows(problem, before)
+    assert rows.value == pytest.approx(value_of(problem, before))
     for _ in range(12):
         moves = list(rows.moves(random))
         if not moves:
