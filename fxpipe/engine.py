@@ -84,11 +84,6 @@ class Engine:
         return self.progress.trained if self._overlapping is None else self._overlapping.count
 
     @property
-    def flushed(self) -> bool:
-        """Whether no batch is in flight."""
-        return self._overlapping is None
-
-    @property
     def grad_norm(self) -> float | None:
         """The gradient norm of the last batch; with batches in flight, of the newest batch that all
         devices have certainly finished. None before there is one, and without clipping."""

@@ -169,8 +169,6 @@ class VersionedWeights(Weights):
         with self._lock:
             for index, stage in enumerate(self._stages):
                 if stage.optimizer is not None:
-                    # learning-rate schedulers check this flag, and warn of a wrong order
-                    stage.optimizer._opt_called = True  # type: ignore[attr-defined]
                     groups = [frozen(group) for group in stage.optimizer.param_groups]
                     self._groups[index, batch] = groups
 
