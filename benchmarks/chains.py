@@ -132,7 +132,7 @@ def divided(work: Work, layers: Sequence[Any], stages: int) -> float:
     """The slowest stage here."""
     found = solve(work, Machine.equal(stages), layers)
     assert found is not None
-    return found.division.slowest
+    return found.slowest
 
 
 def measured(model: nn.Sequential, batch: Tensor) -> Atoms:

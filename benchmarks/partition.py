@@ -19,7 +19,7 @@ from statistics import median
 
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Report, timed
-from fxpipe.extensions.exact_cut.solve import SLACK, solve
+from fxpipe.extensions.exact_cut.solve import solve
 from fxpipe.passes.partition.work import Machine, Transfer, Work
 
 ATOMS = 10_000
@@ -34,8 +34,7 @@ LINK = 1e-3
 
 
 def main() -> int:
-    """Run the benchmark; returns 1 if a division for equal devices is not proven to be
-    within SLACK of the best, or a chain is divided worse than by torchgpipe."""
+    """Run the benchmark; returns 1 if a chain is divided worse than by torchgpipe."""
     machine = describe()
     figures: list[Figure] = []
     fine = True
@@ -46,10 +45,10 @@ def main() -> int:
             runs = [timed(divide) for _ in range(REPEATS)]
             found = runs[0][0]
             assert found is not None
-            fine = fine and (not devices.free or found.gap <= SLACK)
             name = f"{kind}, {stages} stages, {what}"
             figures.append(Figure(name, median(seconds for _, seconds in runs), "s"))
-            figures.append(Figure(f"{name}: gap to the bound", 100 * found.gap, "%"))
+            even = work.total / stages
+            figures.append(Figure(f"{name}: slowest stage over even ones", found.slowest / even))
     ratios = beside_torchgpipe()
     if ratios:
         fine = fine and max(ratios) <= 1 + 1e-9
@@ -106,7 +105,7 @@ def beside_torchgpipe() -> list[float]:
         work = Work(tuple(seconds), none, none, values)
         found = solve(work, Machine.equal(stages), range(len(seconds)))
         assert found is not None
-        ratios.append(found.division.slowest / theirs)
+        ratios.append(found.slowest / theirs)
     return ratios
 
 

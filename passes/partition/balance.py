@@ -72,13 +72,11 @@ def balance(
             "give fewer devices"
         )
     partitioner = partitioner or default_partitioner()
-    solution = partitioner.divide(atoms.work, machine, atoms.layers)
-    if solution is not None:
-        division = solution.division
-    else:
+    division = partitioner.divide(atoms.work, machine, atoms.layers)
+    if division is None:
         division = partitioner.nearest(atoms.work, machine)
         if not nearest:
-            raise PartitionError(_over(division, machine, partitioner.least))
+            raise PartitionError(_over(division, machine))
     return Assignment(stages, atoms.named(division.stage_of), division.loads)
 
 
@@ -104,12 +102,12 @@ def judge(
     return replace(assignment, loads=division.loads)
 
 
-def _over(division: Division, machine: Machine, least: str = "at least ") -> str:
+def _over(division: Division, machine: Machine) -> str:
     """The message that no cut keeps the memory limits, for the division that comes nearest."""
     stage = max(range(machine.stages), key=lambda k: division.loads[k].memory / machine.limits[k])
     needs, limit = division.loads[stage].memory, machine.limits[stage]
     return (
-        f"stage {stage} on {machine.name_of(stage)} needs {least}{bytes_text(needs)} and may "
+        f"stage {stage} on {machine.name_of(stage)} needs {bytes_text(needs)} and may "
         f"take {bytes_text(limit)}: its parameters, their gradients, optimizer state and versions, "
         f"and what {machine.peaks[stage]} micro-batches in flight keep; "
         "raise memory_limits, or give more devices"

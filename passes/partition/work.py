@@ -214,32 +214,14 @@ class Division:
         )
 
 
-@dataclass(frozen=True)
-class Solution:
-    """A division of the atoms, and the least seconds that any division's slowest stage may take."""
-
-    division: Division
-    bound: float
-
-    @property
-    def gap(self) -> float:
-        """How far the slowest stage is above the bound, relative to it; 0 if proven optimal."""
-        return max(self.division.slowest / self.bound - 1, 0.0) if self.bound else 0.0
-
-
 class Partitioner:
     """Divides work among stages: cuts the program's order into runs whose compute times are as even
     as possible. Extensions do better.
-
-    Attributes:
-        least: "at least " if no division needs less memory than ``nearest``, for messages.
     """
-
-    least: str = ""
 
     def divide(
         self, work: Work, machine: Machine, layers: Sequence[Hashable] = ()
-    ) -> Solution | None:
+    ) -> Division | None:
         """Divide the atoms, of which there are at least as many as stages; None if that keeps no
         memory limits.
 
@@ -249,7 +231,7 @@ class Partitioner:
             layers: atom → the layer that it belongs to.
         """
         division = self.nearest(work, machine)
-        return Solution(division, self.bound(work, machine)) if division.fits(machine) else None
+        return division if division.fits(machine) else None
 
     def nearest(self, work: Work, machine: Machine) -> Division:
         """The division that comes nearest to the memory limits, where ``divide`` finds none."""
@@ -263,11 +245,6 @@ class Partitioner:
             found = filled or found
         assert found is not None
         return weigh(work, machine, [bisect_right(found, atom) for atom in range(len(work))])
-
-    def bound(self, work: Work, machine: Machine) -> float:
-        """The seconds that the slowest stage of any division takes at least."""
-        heaviest = max(work.seconds, default=0.0) / max(machine.speeds)
-        return max(work.total / sum(machine.speeds), heaviest)
 
 
 def default_partitioner() -> Partitioner:

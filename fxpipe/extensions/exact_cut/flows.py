@@ -35,26 +35,22 @@ class Rates:
     mix: Tensor
 
 
-def rates_of(machine: Machine, fastest: bool) -> Rates:
+def rates_of(machine: Machine) -> Rates:
     """Return the rates of all stages, with a row for each kind of stage or for each column.
 
-    Values take the link to the next stage, or with ``fastest`` the fastest link that the stage has.
+    Values take the link to the next stage.
     """
     stages = machine.stages
     rates = torch.zeros((stages, 2 * _COLUMNS), dtype=torch.float64)
     if not machine.linked:
         return Rates(rates[:0], rates[:, :0])
     for stage in range(stages):
-        earlier = range(stage) if fastest else range(max(stage - 1, 0), stage)
-        later = range(stage + 1, stages if fastest else min(stage + 2, stages))
         for row, table in enumerate((machine.per_byte, machine.per_message) * 2):
             back = row >= _COLUMNS // 2
-            for column, others, inward in ((row, earlier, True), (row + 4, later, False)):
-                if table and others:
-                    comes = inward != back  # whether this row's bytes come to the stage
-                    rates[stage, column] = min(
-                        table[other][stage] if comes else table[stage][other] for other in others
-                    )
+            for column, other in ((row, stage - 1), (row + _COLUMNS, stage + 1)):
+                if table and other in range(stages):
+                    comes = (other < stage) != back  # whether this row's bytes come to the stage
+                    rates[stage, column] = table[other][stage] if comes else table[stage][other]
     if stages > 1:
         # nothing arrives at the first stage and nothing leaves the last: any rate is right there,
         # and their neighbour's makes fewer kinds

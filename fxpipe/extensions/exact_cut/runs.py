@@ -22,74 +22,41 @@ Goal = Literal["seconds", "bytes"]
 
 _ROUNDING = 1 + 1e-9
 
-_EVERY = 16
-"""``pairs`` looks at one in so many places."""
-
 
 class Runs:
-    """The cuts of a sequence of atoms into runs.
+    """The cuts of an order of all atoms into runs."""
 
-    The sequence may also be a chain of the graph that leaves out other atoms. Then ``bounds`` say
-    how much work comes before each place, runs may be empty, and costs are lower bounds.
-    """
-
-    def __init__(
-        self,
-        work: Work,
-        machine: Machine,
-        sequence: Sequence[int],
-        bounds: tuple[Sequence[float], Sequence[float]] | None = None,
-    ) -> None:
-        """Index a sequence of atoms, each of which comes after those that it reads.
-
-        Args:
-            bounds: place → the least and the most seconds of work before it; by default the work
-                of the sequence itself. There may be additional places at the end.
-        """
-        self.machine = machine
-        prefix = [0.0, *itertools.accumulate(work.seconds[atom] for atom in sequence)]
-        self.least, self.most = bounds or (prefix, prefix)
-        self.empty = bounds is not None
-        self.length = len(self.least) - 1
+    def __init__(self, work: Work, machine: Machine, sequence: Sequence[int]) -> None:
+        """Index a sequence of all atoms, each of which comes after those that it reads."""
+        self.machine, self.length = machine, len(sequence)
+        self.seconds = [0.0, *itertools.accumulate(work.seconds[atom] for atom in sequence)]
         position = {atom: place for place, atom in enumerate(sequence)}
         resident = [work.resident[atom] for atom in sequence]
         crossing: list[tuple[list[int], Transfer]] = []
         for transfer in work.transfers:
-            uses = sorted(position[reader] for reader in transfer.readers if reader in position)
-            if transfer.source is None and len(uses) == len(transfer.readers):
+            uses = sorted(position[reader] for reader in transfer.readers)
+            if transfer.source is None:
                 resident[uses[0]] += transfer.resident
                 crossing.append((uses, transfer))
-            elif transfer.source in position and uses:
+            else:
                 crossing.append(([position[transfer.source], *uses], transfer))
         self.steps = Steps(crossing, self.length)
         saved = [work.saved[atom] for atom in sequence]
-        padding = [0] * (self.length - len(sequence))
-        resident, saved = resident + padding, saved + padding
         self.resident = _summed(resident)
         self.saved = _summed(saved)
         fewest = min(machine.peaks)
         held = (stays + fewest * kept for stays, kept in zip(resident, saved, strict=True))
         self.bytes = [0, *itertools.accumulate(held)]
 
-    def cut(self, goal: Goal, cap: float, *, fastest: bool = False) -> list[int] | None:
+    def cut(self, goal: Goal, cap: float) -> list[int] | None:
         """Return the places where the stages after the first begin, or None if no cut keeps ``cap``
         and the limits.
 
         Args:
             goal: what to minimise: the seconds of the slowest stage, or the bytes that cross.
             cap: seconds that no stage may exceed.
-            fastest: as for ``rates_of``. The result then only tells whether a cut may exist.
         """
-        return _Sweep(self, goal, cap * _ROUNDING, fastest).cuts()
-
-    def pairs(self, cap: float) -> int:
-        """Estimate how many runs ``cut`` looks at, over all stages and places to begin."""
-        sweep = _Sweep(self, "seconds", cap * _ROUNDING, True)
-        return _EVERY * sum(
-            max(sweep.end(begin, stage) - begin, 0)
-            for stage, (first, last) in enumerate(sweep.begins)
-            for begin in range(first, last + 1, _EVERY)
-        )
+        return _Sweep(self, goal, cap * _ROUNDING).cuts()
 
 
 def equal_runs(ends: Sequence[float], stages: int) -> list[int]:
@@ -136,7 +103,7 @@ class _Sweep:
         begins: stage → the first and the last place where it can begin.
     """
 
-    def __init__(self, runs: Runs, goal: Goal, cap: float, fastest: bool) -> None:
+    def __init__(self, runs: Runs, goal: Goal, cap: float) -> None:
         self.runs = runs
         self.goal = goal
         self.cap = cap
@@ -147,10 +114,9 @@ class _Sweep:
         self.best = torch.full(shape, math.inf, dtype=torch.float64)
         self.best[0, 0] = 0
         self.parent = torch.zeros(shape, dtype=torch.int32)
-        self.least = torch.tensor(runs.least, dtype=torch.float64)
-        self.most = torch.tensor(runs.most, dtype=torch.float64)
+        self.seconds = torch.tensor(runs.seconds, dtype=torch.float64)
         self.begins = list(self._begins())
-        rates = rates_of(machine, fastest)
+        rates = rates_of(machine)
         self.mix = rates.mix.tolist()
         self.counted = goal == "bytes" or machine.limited
         rows = torch.cat([rates.rows, *[arriving_bytes()] * self.counted])
@@ -163,8 +129,6 @@ class _Sweep:
             last = min(first + min(max(width // 2, 16), 256), self.length) - 1
             self._runs_from(first, last)
             first = last + 1
-        if self.runs.empty:
-            return [] if bool((self.best[:, self.length] < math.inf).any()) else None
         if not self.best[self.stages, self.length] < math.inf:
             return None
         cuts = [self.length]
@@ -177,21 +141,19 @@ class _Sweep:
         from it on can take in."""
         runs = self.runs
         spans = [
-            _span(runs.least, runs.most, [self.cap * speed for speed in runs.machine.speeds]),
-            _span(runs.bytes, runs.bytes, self.rooms),
+            _span(runs.seconds, [self.cap * speed for speed in runs.machine.speeds]),
+            _span(runs.bytes, self.rooms),
         ]
         for stage in range(self.stages):
-            first, last = 0, self.length - 1
-            if not runs.empty:
-                first, last = stage, self.length - self.stages + stage
+            first, last = stage, self.length - self.stages + stage
             limits = [span[stage] for span in spans if span]
             yield max(first, *(a for a, _ in limits)), min(last, *(b for _, b in limits))
 
     def end(self, begin: int, stage: int) -> int:
         """Return the last place where a stage that begins at ``begin`` can end."""
         runs = self.runs
-        reach = runs.most[begin] + self.cap * runs.machine.speeds[stage]
-        end = bisect.bisect_right(runs.least, reach) - 1
+        reach = runs.seconds[begin] + self.cap * runs.machine.speeds[stage]
+        end = bisect.bisect_right(runs.seconds, reach) - 1
         if runs.machine.limited:
             reach = runs.bytes[begin] + self.rooms[stage]
             end = min(end, bisect.bisect_right(runs.bytes, reach) - 1)
@@ -203,9 +165,6 @@ class _Sweep:
         furthest = max((self.end(b, k) for k, (a, b) in enumerate(spans) if a <= b), default=0)
         table: Tensor | None = None
         for stage, span in enumerate(spans):
-            if stage and self.runs.empty:
-                here = self.best[stage, first : last + 1]
-                torch.minimum(here, self.best[stage - 1, first : last + 1], out=here)
             if span[0] > span[1]:
                 continue
             begins = slice(span[0], span[1] + 1)
@@ -225,15 +184,13 @@ class _Sweep:
     def _ends(self, stage: int, begins: slice) -> slice:
         """The places where a stage that begins in ``begins`` can end and the next one can begin."""
         first, last = begins.start + 1, self.end(begins.stop - 1, stage)
-        if not self.runs.empty:
-            following = [*self.begins, (self.length, self.length)][stage + 1]
-            first, last = max(first, following[0]), min(last, following[1])
-        return slice(first, last + 1)
+        following = [*self.begins, (self.length, self.length)][stage + 1]
+        return slice(max(first, following[0]), min(last, following[1]) + 1)
 
     def _try(self, stage: int, begins: slice, ends: slice, flows: Tensor) -> None:
         """Try all runs of a stage between ``begins`` and ``ends``."""
         machine = self.runs.machine
-        seconds = (self.least[ends] - self.most[begins, None]).clamp_min_(0)
+        seconds = (self.seconds[ends] - self.seconds[begins, None]).clamp_min_(0)
         seconds /= machine.speeds[stage]
         for row, part in zip(flows, self.mix[stage], strict=False):
             if part:
@@ -263,14 +220,13 @@ class _Sweep:
         parents[better] = (place[better] + begins.start).to(parents.dtype)
 
 
-def _span(
-    least: Sequence[float], most: Sequence[float], rooms: Sequence[float]
-) -> list[tuple[int, int]]:
-    """Stage → the first and the last place where it can begin, if stages can take ``rooms``."""
+def _span(amounts: Sequence[float], rooms: Sequence[float]) -> list[tuple[int, int]]:
+    """Stage → the first and the last place where it can begin, if stages can take ``rooms``;
+    ``amounts`` has what comes before each place."""
     before = [0.0, *itertools.accumulate(rooms)]
     after = [0.0, *itertools.accumulate(reversed(rooms))][:0:-1]
     return [
-        (bisect.bisect_left(most, least[-1] - rest), bisect.bisect_right(least, done) - 1)
+        (bisect.bisect_left(amounts, amounts[-1] - rest), bisect.bisect_right(amounts, done) - 1)
         for done, rest in zip(before, after, strict=False)
     ]
 

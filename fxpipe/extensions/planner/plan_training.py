@@ -184,7 +184,7 @@ class _Cuts:
     def taken(self, cut: Cut) -> tuple[Traced, Assignment, Mapping[str, NodeCost]]:
         """The whole graph, the stages of its nodes, and the nodes' costs."""
         largest = self._measured[max(self._measured)]
-        division = cut.solution.division
+        division = cut.division
         nodes = self._atoms.named(division.stage_of)
         assignment = Assignment(cut.count, nodes, division.loads)
         return largest["traced"], assignment, largest["costs"]

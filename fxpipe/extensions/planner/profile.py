@@ -8,7 +8,7 @@ from functools import cache
 
 from fxpipe.extensions.planner.candidates import Affine
 from fxpipe.extensions.simulator.sizes import Sizes
-from fxpipe.passes.partition.work import Machine, Solution, Work, default_partitioner
+from fxpipe.passes.partition.work import Division, Machine, Work, default_partitioner
 
 KINDS = "FBIW"
 
@@ -42,8 +42,8 @@ class Profile:
         atoms. ``speed`` is that of the devices."""
         if len(self.work) < stages:
             return None
-        solution = default_partitioner().divide(self.work, Machine.equal(stages), self.layers)
-        return None if solution is None else Cut(self, solution, stages, speed)
+        division = default_partitioner().divide(self.work, Machine.equal(stages), self.layers)
+        return None if division is None else Cut(self, division, stages, speed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +52,13 @@ class Cut:
 
     Attributes:
         profile: the model.
-        solution: the cut, and how good it is.
+        division: the cut.
         count: how many stages there are.
         speed: the speed of the devices relative to the measured one.
     """
 
     profile: Profile
-    solution: Solution
+    division: Division
     count: int
     speed: float = 1.0
 
@@ -70,7 +70,7 @@ class Cut:
     @property
     def stage_of(self) -> tuple[int, ...]:
         """Atom → stage."""
-        return self.solution.division.stage_of
+        return self.division.stage_of
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ class Cut:
             if value.source is not None and readers - {source}:
                 values[source] += value.bytes
         parameters = {s: round(size) for s, size in enumerate(self._parameters)}
-        received = (load.received for load in self.solution.division.loads)
+        received = (load.received for load in self.division.loads)
         kept = {
             s: round((stashed + arrived) * share)
             for s, (stashed, arrived) in enumerate(zip(saved, received, strict=True))

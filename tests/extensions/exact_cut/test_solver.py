@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.extensions.exact_cut.downsets import Search, downsets
-from fxpipe.extensions.exact_cut.lattice import Lattice
+from fxpipe.extensions.exact_cut.downsets import downsets, searched
 from fxpipe.extensions.exact_cut.solve import SLACK, least_limits, solve
 from fxpipe.passes.partition.work import Machine, Transfer, Work
-from tests.helpers.profiles import DEEP, deep
+from tests.helpers.profiles import DEEP
 from tests.helpers.works import MANY, chain, machines, works
 from tests.oracles.every_division import fits, legal, weighed
 
@@ -35,43 +34,28 @@ def test_the_slowest_stage_is_within_a_hundredth_of_the_best(
         assert found is None
         return
     assert found is not None
-    assert found.division.stage_of in fitting
+    assert found.stage_of in fitting
     best = min(max(weighed(work, machine, c)[0]) for c in fitting)
-    seconds, crossing = weighed(work, machine, found.division.stage_of)
-    assert max(seconds) == pytest.approx(found.division.slowest)
-    assert crossing == found.division.crossing
+    seconds, crossing = weighed(work, machine, found.stage_of)
+    assert max(seconds) == pytest.approx(found.slowest)
+    assert crossing == found.crossing
     assert max(seconds) <= best * (1 + SLACK) + 1e-9
-    assert found.bound <= best * (1 + 1e-9) + 1e-12
-    assert found.gap <= SLACK + 1e-9
 
 
 @MANY
 @given(st.data(), works(), st.integers(1, 3))
-def test_the_best_way_through_all_downsets_is_the_best_assignment(
+def test_the_search_of_all_divisions_finds_the_best(
     data: st.DataObject, work: Work, stages: int
 ) -> None:
-    """Where no value is read by several stages and links are alike; else it is a bound."""
     machine = data.draw(machines(stages))
     fitting = [c for c in legal(work, stages) if fits(work, machine, c)]
+    found = searched(work, machine, None)
     if not fitting:
+        assert found is None
         return
     slowest = {c: max(weighed(work, machine, c)[0]) for c in fitting}
-    best = min(slowest.values())
-    sets = downsets(work, 1000)
-    assert sets is not None
-    found, all_seen = Search(work, machine, sets).better(best * 1.03 + 1e-9)
-    assert all_seen
     assert found is not None
-    assert slowest[tuple(found)] == pytest.approx(best)
-    lattice = Lattice(work, machine, sets)
-    way = lattice.best(best, fastest=True)
-    assert way is not None
-    assert way[0] <= best * (1 + 1e-9)
-    single = not machine.linked or all(len(value.readers) == 1 for value in work.transfers)
-    if single and (stages < 3 or not machine.linked):
-        assert way[0] == pytest.approx(best)
-        assert slowest[tuple(way[1])] == pytest.approx(best)
-        assert best == 0 or lattice.best(best * 0.999, fastest=True) is None
+    assert slowest[found.stage_of] == pytest.approx(min(slowest.values()))
 
 
 def test_all_downsets_are_listed_and_nothing_else() -> None:
@@ -113,15 +97,14 @@ def blocks(count: int, stages: int, dice: random.Random) -> tuple[Work, Machine]
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
-def test_networks_of_blocks_are_divided_with_a_proof_over_links_and_within_limits(
-    stages: int,
-) -> None:
+def test_networks_of_blocks_are_divided_over_links_and_within_limits(stages: int) -> None:
+    """No stage is much slower than if all work were divided evenly, and nothing sent."""
     for seed in range(3):
         work, machine = blocks(30, stages, random.Random(seed))
         found = solve(work, machine)
         assert found is not None
-        assert found.division.fits(machine)
-        assert found.gap <= SLACK + 1e-9
+        assert found.fits(machine)
+        assert found.slowest <= 1.2 * work.total / sum(machine.speeds)
 
 
 def block_partition(seconds: Sequence[float], stages: int) -> float:
@@ -152,8 +135,7 @@ def test_a_chain_is_never_cut_worse_than_the_best_blocks_of_its_layers(
     ]
     found = solve(chain(seconds), Machine.equal(stages), layers)
     assert found is not None
-    assert found.division.slowest <= block_partition(whole, stages) * (1 + 1e-9)
-    assert found.bound == pytest.approx(block_partition(seconds, stages), rel=2e-3)
+    assert found.slowest <= block_partition(whole, stages) * (1 + 1e-9)
 
 
 @given(
@@ -169,13 +151,13 @@ def test_of_cuts_as_good_the_one_that_sends_least_is_taken(
     machine = Machine.equal(stages)
     found = solve(work, machine)
     assert found is not None
-    cap = max(block_partition(work.seconds, stages), found.bound * (1 + SLACK))
+    cap = block_partition(work.seconds, stages) * (1 + SLACK)
     least = min(
         crossing
         for seconds, crossing in (weighed(work, machine, c) for c in legal_runs(len(work), stages))
         if max(seconds) <= cap * (1 - 1e-9) or max(seconds) == block_partition(work.seconds, stages)
     )
-    assert found.division.crossing <= least
+    assert found.crossing <= least
 
 
 def legal_runs(length: int, stages: int) -> Iterator[list[int]]:
@@ -191,18 +173,18 @@ def test_a_slow_link_is_avoided() -> None:
     free = solve(work, Machine.equal(2))
     assert found is not None
     assert free is not None
-    assert free.division.crossing == 100
-    assert found.division.crossing == 1
-    assert found.division.slowest == pytest.approx(4.2)  # 4 s, 1 byte there and 1 back
+    assert free.crossing == 100
+    assert found.crossing == 1
+    assert found.slowest == pytest.approx(4.2)  # 4 s, 1 byte there and 1 back
 
 
 def test_memory_limits_move_a_cut() -> None:
     work = Work((1.0,) * 4, (10, 10, 1, 1), (1,) * 4, chain([1.0] * 4).transfers)
     found = solve(work, Machine((1.0, 1.0), (13.0, math.inf), (2, 1)))
     assert found is not None
-    assert found.division.stage_of == (0, 1, 1, 1)
-    assert found.division.loads[0].memory == 12  # its parameters, and two micro-batches
-    assert found.division.loads[1].memory == 12 + 3 + 1
+    assert found.stage_of == (0, 1, 1, 1)
+    assert found.loads[0].memory == 12  # its parameters, and two micro-batches
+    assert found.loads[1].memory == 12 + 3 + 1
 
 
 def test_the_least_limits_that_would_do_are_found() -> None:
@@ -231,31 +213,21 @@ def wide(atoms: int, kind: str) -> Work:
 
 
 @pytest.mark.parametrize("kind", ["chain", "towers", "random"])
-@pytest.mark.parametrize("stages", [8, *deep(64)])
-def test_many_atoms_are_divided_as_well_as_can_be(kind: str, stages: int) -> None:
-    found = solve(wide(ATOMS, kind), Machine.equal(stages))
+def test_many_atoms_are_divided_evenly(kind: str) -> None:
+    work = wide(ATOMS, kind)
+    found = solve(work, Machine.equal(8))
     assert found is not None
-    assert found.gap <= SLACK + 1e-9
+    assert found.slowest <= 1.02 * work.total / 8
 
 
-@pytest.mark.parametrize(
-    ("kind", "gap"), [("chain", SLACK), ("towers", 0.06), *deep(("random", SLACK))]
-)
-def test_many_atoms_are_divided_within_limits(kind: str, gap: float) -> None:
+@pytest.mark.parametrize("kind", ["chain", "towers", "random"])
+def test_many_atoms_are_divided_within_limits(kind: str) -> None:
     """By even work the first stages, which keep the most micro-batches, would exceed them."""
     work, peaks = wide(ATOMS, kind), tuple(range(8, 0, -1))
-    found = solve(work, Machine((1.0,) * 8, (750.0 * ATOMS,) * 8, peaks))
-    assert found is not None
-    assert found.gap <= gap + 1e-9
-
-
-@pytest.mark.parametrize("kind", ["chain", *deep("towers", "random")])
-def test_many_atoms_are_divided_over_links(kind: str) -> None:
-    """Their gap is told, but not always closed: several stages may read one value."""
-    link = ((1e-3,) * 64,) * 64
-    found = solve(wide(ATOMS, kind), Machine((1.0,) * 64, per_byte=link))
-    assert found is not None
-    assert found.gap <= 0.1
+    machine = Machine((1.0,) * 8, (750.0 * ATOMS,) * 8, peaks)
+    found = solve(work, machine)
+    assert found is not None and found.fits(machine)
+    assert found.slowest <= 1.1 * work.total / 8
 
 
 def test_what_is_reserved_is_left_free() -> None:
@@ -263,5 +235,5 @@ def test_what_is_reserved_is_left_free() -> None:
     machine = Machine((1.0, 1.0), (13.0, math.inf), (1, 1), reserved=(4, 0))
     found = solve(work, machine)
     assert found is not None
-    assert found.division.stage_of == (0, 1, 1, 1)
-    assert [load.memory for load in found.division.loads] == [9, 15]
+    assert found.stage_of == (0, 1, 1, 1)
+    assert [load.memory for load in found.loads] == [9, 15]
