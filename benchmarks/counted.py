@@ -21,7 +21,7 @@ from fxpipe.extensions.simulator.optimizers import Counting
 from fxpipe.ir import instruction as ins
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
-from fxpipe.runtime.ranks.links import Links
+from fxpipe.runtime.ranks.log import Log
 
 Handler = Callable[[Machine, Any], None]
 
@@ -101,8 +101,7 @@ def counted(pipe: fxpipe.Pipeline) -> Iterator[list[Counted]]:
     handlers = {kind: counting(interpreter.HANDLERS[kind]) for kind in kinds}
     with (
         patch.object(interpreter, "HANDLERS", handlers),
-        patch.object(Links, "send", uncounted(Links.send)),
-        patch.object(Links, "send_all", uncounted(Links.send_all)),
+        patch.object(Log, "tell", uncounted(Log.tell)),
     ):
         yield found
 

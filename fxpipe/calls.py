@@ -18,10 +18,9 @@ from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
 from fxpipe.runtime.devices.backend import is_worker
-from fxpipe.runtime.ranks.message import digest
 from fxpipe.signals import HeldSignals
 from fxpipe.torchtools import allocator
-from fxpipe.torchtools.pytrees import together
+from fxpipe.torchtools.pytrees import digest, together
 
 
 class Calls:

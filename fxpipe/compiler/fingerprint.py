@@ -11,7 +11,7 @@ from torch import nn
 from fxpipe.compiler.compiled import Kind
 from fxpipe.formatting import without_addresses
 from fxpipe.runtime.batch import MicroBatches
-from fxpipe.runtime.ranks.message import digest
+from fxpipe.torchtools.pytrees import digest
 
 
 def fingerprint(

@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,28 @@ def start(
     replicas: int | None = None,
 ) -> Any:
     """Start a rank; ``result_of`` has its result when it has ended."""
-    process = CONTEXT.Process(
-        target=_run, args=(rank, size, folder, function, args, timeout, replicas)
-    )
+    own = rank, size, folder, served(), function, args, timeout, replicas
+    process = CONTEXT.Process(target=_run, args=own)
     process.start()
     return process
+
+
+@cache
+def served() -> int:
+    """The port of a store in this process, which outlives the ranks, as under torchrun."""
+    _stores.append(_tcp("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    port: int = _stores[0].port
+    return port
+
+
+def store_of(port: int, folder: str) -> Any:
+    """The store of the ranks that share a folder, in a process of its own."""
+    whole = _tcp("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    return dist.PrefixStore(folder, whole)  # type: ignore[attr-defined]
+
+
+_stores: list[Any] = []
+_tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
 
 
 def result_of(folder: str, rank: int) -> Any:
@@ -99,6 +117,7 @@ def _run(
     rank: int,
     size: int,
     folder: str,
+    port: int,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     timeout: float,
@@ -110,11 +129,12 @@ def _run(
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
         try:
-            store = dist.FileStore(  # type: ignore[attr-defined]
-                str(Path(folder, "store")), size
-            )
             dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+                "gloo",
+                store=store_of(port, folder),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout),
             )
             shape = (size,) if replicas is None else (replicas, size // replicas)
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp")[-len(shape) :])

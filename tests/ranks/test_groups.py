@@ -1,140 +1,303 @@
-"""A group of ranks whose links are in one process: who is lost, and whose word counts."""
+"""A group of ranks whose log is in one process: who is lost, and whose word counts."""
 
 from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from fxpipe import RankError
-from fxpipe.runtime.ranks.group import Membership, RankGroup
-from fxpipe.runtime.ranks.links import CLOSED
-from fxpipe.runtime.ranks.message import Message
-from tests.helpers.joined import joined
-from tests.helpers.tiny import soon
+from fxpipe import InputError, RankError
+from fxpipe.runtime.ranks import log
+from fxpipe.runtime.ranks.group import Membership, RankGroup, failure_of
+from fxpipe.runtime.ranks.log import CLOSED, Entry, Log
+from tests.helpers.tiny import soon, within
 
 pytestmark = pytest.mark.timeout(120, method="thread")
 
 
-def groups(size: int) -> list[RankGroup]:
-    """The ranks of a pipe, connected as their processes would be."""
-    names = tuple(f"rank {rank} (host, process {rank})" for rank in range(size))
-    return [
-        RankGroup(Membership(rank, names, names, ("host",) * size, own, 1, 5.0))
-        for rank, own in enumerate(joined(size))
-    ]
+@pytest.fixture
+def groups() -> Iterator[Callable[..., list[RankGroup]]]:
+    """Makes the ranks of a pipe, connected as their processes would be, each in its first call."""
+    made: list[RankGroup] = []
+
+    def make(size: int, timeout: float = 5.0) -> list[RankGroup]:
+        store, meeting = dist.HashStore(), dist.HashStore()  # type: ignore[attr-defined]
+        names = tuple(f"rank {rank} (host, process {rank})" for rank in range(size))
+
+        def join(rank: int) -> RankGroup:
+            group = dist.ProcessGroupGloo(meeting, rank, size, timedelta(seconds=60))
+            places = names, names, ("host",) * size
+            return RankGroup(Membership(rank, *places, group, 1, timeout, store))
+
+        with ThreadPoolExecutor(size) as pool:
+            own = [*pool.map(join, range(size))]
+        made.extend(own)
+        together(own, lambda group: called(group, "compile", lambda: None))
+        return own
+
+    make.made = made  # type: ignore[attr-defined]
+    yield make
+    for group in made:
+        group.close()
+
+
+def called(group: RankGroup, what: str, work: Callable[[], Any]) -> Any:
+    with group.calling(what):
+        return work()
+
+
+def together(groups: list[RankGroup], work: Callable[[RankGroup], Any]) -> list[Any]:
+    """What each rank returns, or its error."""
+
+    def run(group: RankGroup) -> Any:
+        try:
+            return work(group)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return [*pool.map(run, groups)]
 
 
 def ends(group: RankGroup) -> None:
-    """End a rank's part of its process groups, as the end of its process does."""
-    assert group.links is not None
-    group.links._lost = lambda rank, why: None  # it tells nobody any more
-    for peer in group.links._peers.values():
-        peer.poison()
+    """End a rank as the end of its process does: it tells nobody any more."""
+    own = group._log
+    assert own is not None
+    own._writes = None
+    own._part = lambda rank, why: None  # type: ignore[method-assign]
+    log.poison(own._group)
 
 
-def test_a_group_that_is_collected_says_goodbye() -> None:
+VALUES = {
+    "words": [None, 1, 2.5, "three", (4, {"five": 6})],
+    "dense": torch.arange(6.0).view(2, 3).t(),
+    "gaps": torch.arange(6)[::2],
+    "repeated": torch.ones(1).expand(3),
+    "nothing": torch.empty(0, 3),
+    "half": torch.ones(2, dtype=torch.bfloat16),
+    "complex": torch.ones(2, dtype=torch.complex64).conj(),
+    "sparse": torch.eye(3).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_values_of_all_kinds_and_sizes_are_exchanged_whole(groups: Any, size: int) -> None:
+    large = torch.randn(log.LARGE)
+
+    def exchange(group: RankGroup) -> list[Any]:
+        with group.calling("step"):
+            found = group.exchange("values", VALUES)
+            return [*found, *group.exchange("more", large + group.rank)]
+
+    for found in together(groups(size), exchange):
+        assert not isinstance(found, Exception), found
+        for each in found[:size]:
+            assert each["words"] == VALUES["words"]
+            for name in VALUES.keys() - {"words"}:
+                value, expected = each[name], VALUES[name]
+                assert isinstance(expected, Tensor) and value.dtype == expected.dtype
+                assert torch.equal(value.to_dense(), expected.to_dense()), name
+        assert found[0]["dense"].stride() == (1, 3)
+        for rank, each in enumerate(found[size:]):
+            assert torch.equal(each, large + rank)
+
+
+def test_what_cannot_be_pickled_is_refused(groups: Any) -> None:
+    one, *_ = groups(2)
+    with pytest.raises(InputError, match="would have to go from one rank to another and cannot"):
+        one.tell(Entry("said", (9, 0, "x"), threading.Lock()))
+
+
+def test_what_all_have_read_is_dropped(groups: Any) -> None:
+    ranks = groups(2)
+
+    def many(group: RankGroup) -> tuple[int, int]:
+        with group.calling("step"):
+            for number in range(50):
+                large = torch.zeros(log.LARGE) if number % 10 == 0 else None
+                group.exchange("number", large)
+        own = group._log
+        assert own is not None
+        return len(own._own), len(own._sent)
+
+    for kept, sent in together(ranks, many):
+        assert kept <= 8 and sent <= 1
+
+
+def test_a_failure_ends_the_exchange_that_it_comes_before_on_all_ranks_and_the_next_goes_on(
+    groups: Any,
+) -> None:
+    def fails(group: RankGroup) -> Any:
+        with group.calling("step"):
+            group.exchange("first", 0)
+            if group.rank == 1:
+                raise ValueError("no")
+            return group.exchange("second", 0)
+
+    ranks = groups(3)
+    first, own, third = together(ranks, fails)
+    assert isinstance(own, ValueError)
+    for told in (first, third):
+        assert isinstance(told, RankError) and told.rank == 1
+        assert "rank 1 (host, process 1) failed: ValueError: no" in str(told)
+        assert any("Traceback" in note for note in told.__notes__)
+    assert {group.failures for group in ranks} == {1}
+    goes_on = together(ranks, lambda g: called(g, "step", lambda: g.exchange("first", g.rank)))
+    assert goes_on == [[0, 1, 2]] * 3
+
+
+def test_ranks_decide_alike_whether_an_exchange_was_complete_before_a_failure(groups: Any) -> None:
+    """Whoever is told of a failure that comes after all values still completes the exchange."""
+    ranks = groups(3)
+    entered = threading.Barrier(3)
+
+    def late(group: RankGroup) -> Any:
+        with group.calling("step"):
+            entered.wait()
+            if group.rank == 0:
+                for rank in range(3):
+                    ranks[rank].tell(Entry("said", (2, 1, "end"), rank))
+                group.tell(Entry("failed", (2,), failure_of(ValueError("after"))))
+                group.tell(Entry("said", (2, 2, "more")))
+            own = group._log
+            assert own is not None and soon(lambda: 2 in group._failures)
+            del own
+            with group.changed:
+                return sorted(group._said[2, 1]), (2, 2) in group._said
+
+    assert together(ranks, late) == [([0, 1, 2], False)] * 3
+
+
+def test_after_a_failure_ranks_tell_how_far_they_are_wherever_they_were(groups: Any) -> None:
+    def fails(group: RankGroup) -> Any:
+        try:
+            with group.calling("step"):
+                try:
+                    if group.rank == 1:
+                        raise ValueError("no")
+                    group.exchange("first", 0)
+                except Exception as error:
+                    group.announce(error)
+                    told.append(group.outcomes(group.rank))
+                    raise
+        except Exception:
+            return None
+
+    told: list[Any] = []
+    together(groups(3), fails)
+    assert told == [[0, 1, 2]] * 3
+
+
+def test_ranks_at_other_places_of_a_call_and_ranks_that_do_not_come_are_named(groups: Any) -> None:
+    ranks = groups(2, timeout=0.5)
+    apart = together(
+        ranks, lambda g: called(g, "step", lambda: g.exchange("left" if g.rank else "right"))
+    )
+    assert all("is at another place of the call" in str(error) for error in apart), apart
+
+    def absent(group: RankGroup) -> Any:
+        with group.calling("step"):
+            return None if group.rank else group.exchange("first")
+
+    first, _ = together(ranks, absent)
+    assert isinstance(first, RankError) and first.rank == 1
+    assert "rank 1 (host, process 1) has not reached the point" in str(first)
+
+
+def test_a_group_that_is_collected_says_goodbye(groups: Any) -> None:
     one, two = groups(2)
-    links = one.links
-    assert links is not None
+    threads = one._log._threads
+    groups.made.clear()
     del one
     gc.collect()
-    assert soon(lambda: bool(two.inbox.gone))
+    assert soon(lambda: two.gone is not None)
     with pytest.raises(RankError, match=f"rank 0 .*{CLOSED}") as raised:
         two.check()
     assert raised.value.rank == 0
-    links._thread.join(10)
-    assert not links._thread.is_alive()
+    assert soon(lambda: not any(thread.is_alive() for thread in threads))
     two.close()
 
 
-def test_a_damaged_message_of_a_known_kind_loses_the_rank() -> None:
-    for bad in (Message("said", (1,)), Message("failed", ()), Message("value", ("x",))):
-        one, two = groups(2)
-        assert one.links is not None
-        one.links.send(1, bad)
-        assert soon(lambda two=two: bool(two.inbox.gone))  # type: ignore[misc]
-        assert "cannot be read" in two.inbox.gone[0]
-        one.close()
-        two.close()
+def test_a_rank_whose_process_ends_is_named_by_all_others(groups: Any) -> None:
+    ranks = groups(4)
+    ends(ranks[2])
+    others = [group for group in ranks if group.rank != 2]
+    with within(5):
+        assert soon(lambda: all(group.gone for group in others))
+    for group in others:
+        with pytest.raises(RankError, match=r"rank 2 .* has ended") as raised:
+            group.check()
+        assert raised.value.rank == 2
 
 
-def test_a_rank_whose_results_were_kept_by_the_others_alone_is_named_at_the_next_call() -> None:
+def test_a_rank_that_ends_before_it_has_written_what_it_counted_is_named(groups: Any) -> None:
+    one, two, three = groups(3)
+    two._log._writes.add("last", 1)
+    ends(two)
+    assert soon(lambda: one.gone is not None and three.gone is not None)
+    assert one.gone.rank == three.gone.rank == 1
+
+
+def test_a_rank_that_falls_silent_is_lost_and_told_by_whom(
+    groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "SILENCE", 0.5)
+    monkeypatch.setattr(log, "BEAT", 0.1)
+    beat = Log._beat
+
+    def unless_silent(own: Log) -> None:
+        if own._rank == 1:
+            own._closing.wait()
+        else:
+            beat(own)
+
+    monkeypatch.setattr(Log, "_beat", unless_silent)
+    ranks = groups(3)
+    assert soon(lambda: all(group.gone for group in ranks))
+    first, second, third = (group.gone for group in ranks)
+    assert first.rank == third.rank == 1 and "no sign of life" in str(first)
+    assert second.rank == 2 and "has lost this one" in str(second)
+
+
+def test_a_store_that_is_lost_ends_the_pipe(groups: Any) -> None:
+    class Lost:
+        def get(self, key: str) -> bytes:
+            raise RuntimeError("Connection reset by peer")
+
     one, two = groups(2)
-    told: list[str] = []
+    one._log._reads = Lost()
+    together([one, two], lambda group: group.tell(Entry("meet", ((1, 9),))))
+    assert soon(lambda: one.gone is not None)
+    assert "the store of torch.distributed cannot be reached any more" in str(one.gone)
+    assert soon(lambda: two.gone is not None) and two.gone.rank == 0
 
-    def calls(group: RankGroup, fails: bool) -> None:
-        with group.calling("compile"):
-            pass
+
+def test_a_rank_whose_results_were_kept_by_the_others_alone_is_named_at_the_next_call(
+    groups: Any,
+) -> None:
+    def calls(group: RankGroup) -> str:
         try:
             with group.calling("step"):
                 group.settle(None)
-                if fails:
+                if group.rank == 1:
                     raise MemoryError
                 group.kept += 1
         except MemoryError:
             pass
         with pytest.raises(RankError, match="stages do not match") as raised, group.calling("step"):
             raise AssertionError("the ranks have diverged")
-        told.append(str(raised.value))
         group.kept = 0  # after a checkpoint
         with group.calling("step"):
             group.settle(None)
+        return str(raised.value)
 
-    other = threading.Thread(target=calls, args=(two, True))
-    other.start()
-    calls(one, False)
-    other.join()
-    assert len(told) == 2 and told[0] == told[1]
-    one.close()
-    two.close()
-
-
-@pytest.mark.parametrize("leaves", ["calls", "closes"])
-def test_a_rank_that_waits_for_one_that_knows_of_a_lost_one_is_told_of_the_lost_one(
-    leaves: str,
-) -> None:
-    """The lost rank has said all that the first one needs of it, and the other never comes."""
-    one, two, three = groups(3)
-    told: list[BaseException] = []
-
-    def call(group: RankGroup) -> None:
-        try:
-            with group.calling("step"):
-                group.settle(None)
-        except RankError as error:
-            told.append(error)
-
-    def all_call(*ranks: RankGroup) -> list[threading.Thread]:
-        threads = [threading.Thread(target=call, args=(group,)) for group in ranks]
-        for thread in threads:
-            thread.start()
-        return threads
-
-    for thread in all_call(one, two, three):  # the first call compiles
-        thread.join()
-    assert three.links is not None and not told
-    three.links.send_all(Message("said", (2, 0, "the beginning of a call"), ["step", 0, ""]))
-    (waits,) = all_call(one)
-    assert soon(lambda: one.call == 2)
-    ends(three)
-    assert soon(lambda: 2 in two.inbox.gone)
-    if leaves == "calls":
-        call(two)
-    else:
-        two.close()
-    waits.join()
-    assert told and all(isinstance(error, RankError) and error.rank == 2 for error in told), told
-    for group in (one, two, three):
-        group.close()
-
-
-def test_a_rank_that_another_one_has_lost_is_given_up_soon_though_it_lives() -> None:
-    one, two, three = groups(3)
-    assert one.links is not None
-    one.links.send(1, Message("gone", (2,), "cannot be reached any more"))
-    assert soon(lambda: 2 in two.inbox.gone and 1 in three.inbox.gone)
-    assert two.inbox.gone == {2: "cannot be reached any more"}
-    for group in (one, two, three):
-        group.close()
+    first, second = together(groups(2), calls)
+    assert first == second and first.startswith("rank ")

@@ -54,9 +54,9 @@ def train(rank: int, ranks: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     import fxpipe
-    from fxpipe.runtime.ranks import links
+    from fxpipe.runtime.ranks import log
 
-    links.SILENCE = 3.0
+    log.SILENCE = 3.0
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     trained(ranks, mesh)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.helpers.ranks import served, store_of
 from tests.simcuda.process import at_once
 
 dist: Any = torch.distributed
@@ -26,7 +26,7 @@ def on_devices_of_ranks(
         AssertionError: the function raised on a rank, or its process has ended.
     """
     with tempfile.TemporaryDirectory() as folder:
-        calls = [(rank, size, folder, function, args, replicas) for rank in range(size)]
+        calls = [(rank, size, folder, served(), function, args, replicas) for rank in range(size)]
         return at_once(_call, calls, devices=size)
 
 
@@ -34,6 +34,7 @@ def _call(
     rank: int,
     size: int,
     folder: str,
+    port: int,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     replicas: int | None,
@@ -43,7 +44,7 @@ def _call(
     nccl.install()
     torch.cuda.set_device(rank)
     cuda.configure(cuda.Mode.LAZY)
-    store = dist.FileStore(str(Path(folder, "store")), size)
+    store = store_of(port, folder)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     names = ("pp",) if replicas is None else ("dp", "pp")
     shape = (size,) if replicas is None else (replicas, size // replicas)

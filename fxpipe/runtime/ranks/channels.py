@@ -2,7 +2,7 @@
 
 Tensors whose shapes the plan says go from device to device over ``PairGroups``, in the order of the
 lists. Receives are posted ahead, into the memory in which the values stay. Everything else (losses,
-outputs, norms, values that are no tensors) goes by messages.
+outputs, norms, values that are no tensors) goes by the log.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -27,9 +27,8 @@ from fxpipe.ir.value import CROSSING, Buffer
 from fxpipe.runtime.devices.backend import Channels
 from fxpipe.runtime.host import Job, alone
 from fxpipe.runtime.interpreter import Machine, Stopped
-from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.inbox import failure_of
-from fxpipe.runtime.ranks.message import Message
+from fxpipe.runtime.ranks.group import RankGroup, failure_of
+from fxpipe.runtime.ranks.log import Entry
 from fxpipe.runtime.ranks.pairs import PairGroups
 
 SMALL = 4096
@@ -90,15 +89,15 @@ class RankChannels(Channels):
         self._pauses: list[int] = []
         self._until: int | None = None  # the position of the next pause
         self.failure: RankError | None = None
-        assert group.links is not None
-        self._group, self._links, self._jobs = group, group.links, jobs
+        self._group, self._jobs = group, jobs
         self._program, self._overlaps = program, program.depth > 0
         self._unsent: list[tuple[Any, Any]] = []  # published here
         self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}  # of batches not fed yet
         self._met: SimpleQueue[int | None] = SimpleQueue()
         self._times_met: Counter[int] = Counter()
+        self._meetings = 0
         self._failed: Callable[[RankError], None] = lambda error: None
-        self._run = group.delivery.open(self)
+        self._run = group.open(self)
 
     def when_failed(self, failed: Callable[[RankError], None]) -> None:
         self._failed = failed
@@ -123,8 +122,8 @@ class RankChannels(Channels):
     def put(self, device: int, buffer: Buffer, value: Any) -> None:
         spec = self._spec(buffer)
         if spec is None:
-            message = _values(self._run, [buffer], [value])
-            self._links.send(self._group.pipeline[device], message)
+            entry = Entry("value", (self._run, tuple(buffer)), value)
+            self._group.tell(entry, [self._group.pipeline[device]])
             return
         if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
             raise InputError(
@@ -243,36 +242,35 @@ class RankChannels(Channels):
             self.flush()
 
     def flush(self) -> None:
-        if self._unsent:
-            unsent, self._unsent = self._unsent, []
-            pipeline = self._group.pipeline
-            self._links.send_all(Message("outputs", (self._run,), unsent), pipeline)
-            losses = [
-                (words, value)
-                for words, value in unsent
-                if (buffer := Buffer(*words)).value == self._jobs[buffer.batch].host.shared
-            ]
-            if losses:
-                elsewhere = {*range(self._group.size)}.difference(pipeline)
-                self._links.send_all(Message("outputs", (self._run,), losses), elsewhere)
+        unsent, self._unsent = self._unsent, []
+        losses = [
+            (words, value)
+            for words, value in unsent
+            if (buffer := Buffer(*words)).value == self._jobs[buffer.batch].host.shared
+        ]
+        own = self._group.pipeline
+        elsewhere = [rank for rank in range(self._group.size) if rank not in own]
+        for values, ranks in ((unsent, own), (losses, elsewhere)):
+            others = [rank for rank in ranks if rank != self._group.rank]
+            if values and others:
+                self._group.tell(Entry("outputs", (self._run,), values), others)
 
     def fed(self, batch: int) -> None:
-        with self._group.inbox.changed:
+        with self._group.changed:
             for buffer, value, replica in self._outputs.pop(batch, []):
                 self._jobs[batch].host.take(buffer, value, replica)
 
     def meet(self) -> None:
         """Wait until all ranks of this replica have called this. Raises Stopped if the run ends."""
         pipeline = self._group.pipeline
-        self._links.send_all(Message("meet", (self._run,)), pipeline)
-        self._times_met[self._group.rank] += 1
-        count = self._times_met[self._group.rank]
-        while any(self._times_met[rank] < count for rank in pipeline):
+        self._group.tell(Entry("meet", (self._run,)), pipeline)
+        self._meetings += 1
+        while any(self._times_met[rank] < self._meetings for rank in pipeline):
             self._times_met[self._next(self._met)] += 1
 
     def left(self, explain: Callable[[], BaseException]) -> None:
         if self._overlaps:  # else the call that is running tells the other ranks
-            self._links.send_all(Message("left", (self._run,), failure_of(explain())))
+            self._group.tell(Entry("left", (self._run,), failure_of(explain())))
 
     def stop(self) -> None:
         super().stop()
@@ -280,39 +278,35 @@ class RankChannels(Channels):
         self._stopped.set()
         self._pairs.abort()
 
-    def deliver(self, rank: int, message: Message) -> None:
-        """Handle a message from another rank; called by a thread that reads messages."""
+    def deliver(self, rank: int, entry: Entry) -> None:
+        """Handle what a rank has told of this run; called by the thread that reads the log."""
         replica = self._group.replica_of(rank)
-        match message.kind:
-            case "meet":
-                self._met.put(rank)
-            case "left":
-                error = self._group.inbox.error_of(rank, message.value)
-                if self.running:
-                    self.fail(error)
+        if entry.kind == "meet":
+            self._met.put(rank)
+        elif rank == self._group.rank:
+            return  # it is known here
+        elif entry.kind == "left":
+            error = self._group.error_of(rank, entry.value)
+            if self.running:
+                self.fail(error)
+            else:
+                self.failure = error  # the run will not start
+        elif entry.kind == "value":
+            super().put(self._group.device, Buffer(*entry.key[1]), entry.value)
+        else:
+            for words, value in entry.value:
+                buffer = Buffer(*words)
+                if buffer.batch in self._jobs:
+                    self._jobs[buffer.batch].host.take(buffer, value, replica)
                 else:
-                    self.failure = error  # the run will not start
-            case "values":
-                for words, value in zip(message.key[1], message.value, strict=True):
-                    super().put(self._group.device, Buffer(*words), value)
-            case _:
-                for words, value in message.value:
-                    buffer = Buffer(*words)
-                    if buffer.batch in self._jobs:
-                        self._jobs[buffer.batch].host.take(buffer, value, replica)
-                    else:
-                        self._outputs.setdefault(buffer.batch, []).append((buffer, value, replica))
+                    self._outputs.setdefault(buffer.batch, []).append((buffer, value, replica))
 
     def fail(self, error: RankError) -> None:
-        """Stop the run, as another rank has left it; called by the thread that reads messages."""
+        """Stop the run, as another rank has left it; called by the thread that reads the log."""
         if self.running and not self.stopping:
             self.failure = error
             self._failed(error)  # before the devices report that they have been stopped
             self.stop()
-
-
-def _values(run: Any, buffers: Sequence[Buffer], values: Sequence[Any]) -> Message:
-    return Message("values", (run, [*map(tuple, buffers)]), [*values])
 
 
 @functools.cache

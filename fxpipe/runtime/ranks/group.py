@@ -7,24 +7,33 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import threading
+import time
+import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fxpipe.errors import InputError, RankError
-from fxpipe.runtime.ranks.inbox import (
-    OUTCOME,
-    Delivery,
-    Exchange,
-    Inbox,
-    difference,
-    failure_of,
-)
-from fxpipe.runtime.ranks.links import CLOSED, Links, close_all
-from fxpipe.runtime.ranks.message import Message
-from fxpipe.signals import held_once
+from fxpipe.errors import InputError, RankError, told
+from fxpipe.runtime.ranks.log import STORE, Entry, Log, close_all
+from fxpipe.signals import held_once, raise_held
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.ranks.channels import RankChannels
+
+POLL = 0.1
+"""Seconds between two checks for signals while a thread waits for another rank."""
+
+OUTCOME = "outcome"
+"""The name of the exchange after a failure, wherever in the call each rank was then."""
+
+Key = tuple[int, int]
+"""Identifies a run's channels: the number of the call that opens them, and the number of channels
+opened in that call, these included."""
+
+_PLACE = ("device", "instruction", "stage", "microbatch", "source")
 
 
 class Membership(NamedTuple):
@@ -37,8 +46,7 @@ class Membership(NamedTuple):
         places: device → what tables call its ranks, ``rank 1, host``, or with two replicas
             ``ranks 1 and 3, host``.
         hosts: rank → the name of its host.
-        groups: other rank → a gloo process group of that rank and this one, the lower one first;
-            none once there are links, which own them.
+        group: a gloo process group of all ranks, which belongs to the log.
         threads: intra-op threads of this rank's device: its share of the host's threads, or
             OMP_NUM_THREADS. 0 for the only rank of a pipe.
         timeout: seconds that a rank may be late.
@@ -51,7 +59,7 @@ class Membership(NamedTuple):
     names: tuple[str, ...] = ("this process",)
     places: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
-    groups: Mapping[int, Any] = MappingProxyType({})
+    group: Any = None
     threads: int = 0
     timeout: float = 0.0
     store: Any = None
@@ -67,7 +75,7 @@ class RankGroup:
     """The ranks of a pipe, as one of them sees them.
 
     Attributes:
-        members: names, places and process groups of the ranks.
+        members: names and places of the ranks, and what connects them.
         rank: the number of this rank.
         size: the number of ranks.
         replicas: the number of replicas of the pipeline. All ranks of a replica come before those
@@ -83,12 +91,12 @@ class RankGroup:
             number are used, once a call has begun on all ranks.
         summed: the bytes that this rank has sent to sum gradients over the replicas.
         closed: whether ``close`` was called.
-        inbox: the values and failures that other ranks have sent.
-        delivery: passes the messages of runs to their channels.
+        changed: the lock to hold for any change by what other ranks tell; those that wait for it
+            hear of each.
     """
 
     def __init__(self, members: Membership = ALONE) -> None:
-        """Start the links to the other ranks; by default there are none."""
+        """Open the log of the ranks; by default there is only one."""
         self.members = members
         self.rank, self.size, self.replicas = members.rank, len(members.names), members.replicas
         self._devices = self.size // self.replicas
@@ -96,16 +104,22 @@ class RankGroup:
         self.call = self.kept = self.failures = 0
         self.summed = self.epoch = 0
         self.closed = False
-        self.inbox = Inbox(members.names, members.rank)
-        self.delivery = Delivery(self.inbox.changed)
+        self.changed = threading.Condition(threading.RLock())
+        self._gone: tuple[int, int, str] | None = None  # who has told of which lost rank, and why
+        # call and number of an exchange → rank → what it is about, and the value
+        self._said: dict[tuple[int, int], dict[int, tuple[str, Any]]] = {}
+        self._failures: dict[int, RankError] = {}  # call → the first failure of it
+        self._run: Key = 0, 0
+        self._channels = weakref.WeakValueDictionary[Key, "RankChannels"]()
+        self._early: dict[Key, list[tuple[int, Entry]]] = {}  # for channels that are not open yet
         self._what = ""  # the name of the running call; empty between calls
         self._exchanges = 0  # completed exchanges of this call
         self._settled = False  # whether all ranks have done the call's work, and only return
         self._told = False  # whether this rank has announced that the call failed
         self._outcome_told = False  # whether it has sent, in this call, how far it has come
         self._failed: Callable[[], str] = lambda: ""
-        self.links = _links(self) if self.size > 1 else None
-        self.members = members._replace(groups=MappingProxyType({}))  # the links end them
+        self._log = _log(self) if self.size > 1 else None
+        self.members = members._replace(group=None)  # the log ends it
 
     @property
     def pipeline(self) -> range:
@@ -151,7 +165,9 @@ class RankGroup:
         with held_once():
             self.call, self._exchanges = self.call + 1, 0
             self._what, self._told, self._settled, self._outcome_told = what, False, False, False
-            self.delivery.begin(self.call)
+            with self.changed:
+                self._run = self.call, 0
+                self._early = {key: kept for key, kept in self._early.items() if key > self._run}
             try:
                 self.check()  # inside the try: the others may wait in this call for the failure
                 self._begin(what)
@@ -161,7 +177,7 @@ class RankGroup:
                 raise
             finally:
                 self._what = ""
-                self.inbox.forget(self.call)
+                self._forget()
 
     def when_failed(self, failed: Callable[[], str]) -> None:
         """Call a function on every rank after a failed call, and add its text to the error."""
@@ -180,11 +196,11 @@ class RankGroup:
             RankError: a rank is gone.
         """
         self._check_open()
-        for rank in [*self.inbox.gone]:  # raise for the rank that was lost first
-            raise self.inbox.lost(rank)
+        if (gone := self.gone) is not None:
+            raise gone
 
     def _check_open(self) -> None:
-        if self.links is not None and self.links.forked:
+        if self._log is not None and self._log.forked:
             raise InputError(
                 "this process was forked from the one that compiled the pipe, and the other ranks "
                 "are connected only to that one; use the pipe there"
@@ -197,25 +213,52 @@ class RankGroup:
 
         Args:
             about: what the value is; all ranks must exchange the same things in the same order.
-            value: tensors, numbers, strings, None, and lists, tuples and dicts of them.
+            value: tensors, and whatever pickle takes.
             held: whether signals are held during the wait.
 
         Returns:
-            Rank → its value.
+            Rank → its value. Either all ranks return from an exchange, or none: the log says
+            whether all values came before a failure.
 
         Raises:
             RankError: a rank failed, is gone or late, or exchanges something else.
         """
         if self.size == 1:
             return [value]
-        assert self.links is not None
         index = -1 if about == OUTCOME else self._exchanges  # ranks fail at different places
-        exchange = Exchange(self.call, index, about)
         self._settled = False
-        self.links.send_all(Message("said", tuple(exchange), value))
-        values = self.inbox.values(exchange, self.members.timeout, held=held)
+        self.tell(Entry("said", (self.call, index, about), value))
+        deadline, names = time.monotonic() + self.members.timeout, self.members.names
+        with self.changed:
+            while True:
+                said = self._said.get((self.call, index), {})
+                for rank, (theirs, _) in said.items():
+                    if theirs != about:
+                        raise RankError(
+                            f"{names[rank]} is at another place of the call ({theirs}) than this "
+                            f"rank ({about}); let every rank make the same calls with the same "
+                            "model and options",
+                            rank=rank,
+                        )
+                if len(said) == self.size:
+                    break
+                failure = self.gone if about == OUTCOME else self.failure
+                if failure is not None:
+                    raise failure
+                if time.monotonic() > deadline:
+                    late = next(rank for rank in range(self.size) if rank not in said)
+                    raise RankError(
+                        f"{names[late]} has not reached the point where this rank waits ({about}) "
+                        f"in {self.members.timeout:.0f} s, the timeout of init_process_group; let "
+                        "every rank make the same calls",
+                        rank=late,
+                    )
+                self.changed.wait(POLL)
+                if not held:
+                    raise_held()
+            del self._said[self.call, index]
         self._exchanges += 1
-        return [value if rank == self.rank else values[rank] for rank in range(self.size)]
+        return [said[rank][1] for rank in range(self.size)]
 
     def share(self, about: str, make: Callable[[], Any]) -> Any:
         """Call ``make`` on rank 0, and return its result on all ranks."""
@@ -244,7 +287,7 @@ class RankGroup:
         try:
             answers = self.exchange(OUTCOME, value, held=True)
         except RankError:
-            if not self.inbox.gone:
+            if self.gone is None:
                 self.close()  # it is not known how far the others have come
             return [value]
         return [answer for answer in answers if answer is not None]
@@ -288,28 +331,64 @@ class RankGroup:
 
     def announce(self, error: BaseException) -> None:
         """Tell all other ranks that this call has failed here, unless they know already."""
-        if not self._what or self._told or self._settled or self.inbox.knows(error):
+        if not self._what or self._told or self._settled or error is self.failure:
             return
         self._told = True
-        assert self.links is not None
-        self.links.send_all(Message("failed", (self.call, self._exchanges), failure_of(error)))
+        self.tell(Entry("failed", (self.call,), failure_of(error)))
 
-    # messages from the other ranks
+    def tell(self, entry: Entry, ranks: Collection[int] | None = None) -> None:
+        """Tell some ranks something, by default all, this one included; waits for none.
+
+        Raises:
+            InputError: it has something that cannot be pickled.
+        """
+        assert self._log is not None
+        self._log.tell(entry, ranks)
+
+    def error_of(self, rank: int, value: Mapping[str, Any]) -> RankError:
+        """Return the error to raise here for an error that a rank has told with ``failure_of``."""
+        name, place = self.members.names[rank], {key: value[key] for key in _PLACE if key in value}
+        if "rank" in value:  # a RankError there: its message holds on every rank
+            error = RankError(value["error"], rank=value["rank"], **place)
+        else:
+            error = RankError(f"{name} failed: {value['error']}", rank=rank, **place)
+        error.add_note(f"On {name}:\n{value['traceback']}")
+        return error
+
+    def open(self, channels: RankChannels) -> Key:
+        """Hand what belongs to a run to its channels. Returns their key, alike on all ranks."""
+        with self.changed:
+            self._run = key = self._run[0], self._run[1] + 1
+            self._channels[key] = channels
+            for rank, entry in self._early.pop(key, []):
+                channels.deliver(rank, entry)
+        return key
+
+    @property
+    def gone(self) -> RankError | None:
+        """A new error, which says that a rank is gone, after which no rank hears of another."""
+        if self._gone is None:
+            return None
+        names, (teller, lost, why) = self.members.names, self._gone
+        if lost == self.rank and teller != lost:
+            lost, why = teller, f"has lost this one, which {why}"
+        name = "the store of torch.distributed" if lost == STORE else names[lost]
+        return RankError(
+            f"{name} {why}; start all ranks again, from the last checkpoint", rank=lost
+        )
 
     @property
     def failure(self) -> RankError | None:
-        """The reason why this call cannot go on, if another rank has failed or is gone."""
-        failure = self.inbox.failure(self.call, self._exchanges)
-        gone = [*self.inbox.gone]
-        return self.inbox.lost(gone[0]) if failure is None and gone else failure
+        """The reason why this call cannot go on, if a rank has failed in it or is gone."""
+        return self._failures.get(self.call) or self.gone
 
     def close(self) -> None:
-        """Stop what still runs here, say goodbye to the other ranks, and end the links."""
-        if self.links is None or self.links.forked:
+        """Stop what still runs here, and say goodbye to the other ranks."""
+        if self._log is None or self._log.forked:
             return
         self.closed = True
-        self.delivery.stop(RankError("the pipe was closed", rank=self.rank))
-        self.links.close()
+        self._stop(RankError("the pipe was closed", rank=self.rank))
+        self._log.close()
 
     def _begin(self, what: str) -> None:
         """Check that all ranks make the same call, and have kept the results of as many runs."""
@@ -338,52 +417,64 @@ class RankGroup:
             self.failures += 1
             if note := self._failed():
                 error.add_note(note)
-            if not self._outcome_told and self.links is not None:  # others may wait for it
-                self.links.send_all(Message("said", (self.call, -1, OUTCOME)))
+            if not self._outcome_told:  # others may wait for it
+                self.tell(Entry("said", (self.call, -1, OUTCOME)))
         if self.call == 1:  # the first call is compile: there will be no pipe
             self.close()
 
-    def _deliver(self, rank: int, message: Message) -> None:
-        """Handle a message; called by a thread that reads. May raise for a damaged message."""
-        if message.kind == "said":
-            call, index, about = message.key
-            self.inbox.say(rank, Exchange(call, index, about), message.value)
-        elif message.kind == "failed":
-            call, index = message.key
-            error = self.inbox.fail(rank, call, index, message.value)
-            if call == self.call:
-                self.delivery.stop(error)
-        elif message.kind == "gone":
-            (lost,) = message.key
-            if lost != self.rank and self.links is not None:
-                self.links.doubt(lost, str(message.value))
-        else:
-            self.delivery.deliver(rank, message)
+    def _forget(self) -> None:
+        """Drop what belongs to this call, which is over here."""
+        with self.changed:
+            self._said = {key: said for key, said in self._said.items() if key[0] > self.call}
+            self._failures = {call: e for call, e in self._failures.items() if call > self.call}
 
-    def _lost(self, rank: int, why: str) -> None:
-        if why != CLOSED and self.links is not None:  # the others may not have noticed
-            self.links.send_all(Message("gone", (rank,), why))
-        self.delivery.stop(self.inbox.lose(rank, why))
+    def _deliver(self, rank: int, entry: Entry) -> None:
+        """Handle an entry of the log; called by the thread that reads it."""
+        stops: RankError | None = None
+        with self.changed:
+            call = of = entry.key[0]
+            if entry.kind == "gone":
+                self._gone = rank, of, entry.value
+                stops = self.gone
+            elif entry.kind == "said":
+                _, index, about = entry.key
+                if call >= self.call and (call not in self._failures or about == OUTCOME):
+                    self._said.setdefault((call, index), {})[rank] = about, entry.value
+            elif entry.kind == "failed":
+                if (call > self.call or self._what) and call not in self._failures:
+                    self._failures[call] = error = self.error_of(rank, entry.value)
+                    stops = error if call == self.call and rank != self.rank else None
+            elif (channels := self._channels.get(of)) is not None:
+                channels.deliver(rank, entry)
+            elif of > self._run:  # else the run is over here
+                self._early.setdefault(of, []).append((rank, entry))
+            self.changed.notify_all()
+        if stops is not None:
+            self._stop(stops)
+
+    def _stop(self, error: RankError) -> None:
+        """Stop all runs because of an error."""
+        with self.changed:
+            running = [*self._channels.values()]
+        for channels in running:
+            channels.fail(error)
 
 
-def _links(group: RankGroup) -> Links:
-    """Start the links of a group. They end when the group is garbage-collected."""
+def _log(group: RankGroup) -> Log:
+    """Open the log of a group. It ends when the group is garbage-collected."""
     reference = weakref.ref(group)
 
-    def deliver(rank: int, message: Message) -> None:
+    def deliver(rank: int, entry: Entry) -> None:
         if (alive := reference()) is not None:
-            alive._deliver(rank, message)
+            alive._deliver(rank, entry)
 
-    def lost(rank: int, why: str) -> None:
-        if (alive := reference()) is not None:
-            alive._lost(rank, why)
-
-    links = Links(group.rank, group.members.groups, deliver, lost)
-    weakref.finalize(group, links.end).atexit = False
+    members = group.members
+    log = Log(group.rank, group.size, members.store, members.group, deliver)
+    weakref.finalize(group, log.end).atexit = False
     if not _groups:
         atexit.register(_close_all)
     _groups.add(group)
-    return links
+    return log
 
 
 _groups = weakref.WeakSet[RankGroup]()
@@ -393,10 +484,28 @@ def _close_all() -> None:
     """Close all groups at exit, before workers are joined: wakes those that wait for a rank."""
     for group in list(_groups):
         group.close()
-    close_all()  # those of groups that are no more
+    close_all()  # the logs of groups that are no more
 
 
 def refuse_on_ranks(group: RankGroup, what: str, cure: str) -> None:
     """Raise InputError if a pipe runs over several ranks, for a feature that needs one process."""
     if group.size > 1:
         raise InputError(f"{what} is not possible over several ranks; {cure}")
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """Return what a rank tells the others about its error."""
+    text = "".join(traceback.format_exception(error))
+    value: dict[str, Any] = {"error": told(error), "traceback": text}
+    value |= {name: getattr(error, name) for name in _PLACE if hasattr(error, name)}
+    if isinstance(error, RankError):
+        value |= {"error": str(error), "rank": error.rank}
+    return value
+
+
+def difference(names: Sequence[str], first: int, rank: int, texts: Sequence[str]) -> str:
+    """Say which line of two ranks' texts is the first that differs."""
+    pairs = zip_longest(texts[first].split("\n"), texts[rank].split("\n"))
+    number, pair = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    mine, theirs = ("missing" if line is None else repr(line.strip()) for line in pair)
+    return f"line {number} is {mine} on {names[first]} and {theirs} on {names[rank]}"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +28,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import CROSSING
 from fxpipe.runtime.ranks.group import RankGroup
+from fxpipe.runtime.ranks.log import poison
 from fxpipe.runtime.ranks.rendezvous import interruptibly, within
 from fxpipe.signals import raise_held
 
@@ -38,8 +38,6 @@ ABORTING = 30.0
 BLOCKS = 8
 """Multiprocessors that a communicator may occupy, of an H100's 132. A receive that is posted early
 holds them until its value has come; the communicator's other receives are queued behind it."""
-
-_VALUES, _POISON = range(2)  # gloo's tags
 
 Pair = tuple[int, int]
 """Two devices of a replica: on accelerators the sending one and the receiving one, else the lower
@@ -104,12 +102,12 @@ class PairGroups:
         """Send a dense tensor, which must not change, and be kept with the returned work, until it
         is there."""
         pair = self._pair(self._ranks.device, target)
-        return self._groups[pair].send([_bytes(value)], pair.index(target), _VALUES)
+        return self._groups[pair].send([_bytes(value)], pair.index(target), 0)
 
     def receive(self, source: int, room: Tensor) -> Any:
         """Receive into a dense tensor, in the order of the calls. Returns the work."""
         pair = self._pair(source, self._ranks.device)
-        return self._groups[pair].recv([_bytes(room)], pair.index(source), _VALUES)
+        return self._groups[pair].recv([_bytes(room)], pair.index(source), 0)
 
     def abort(self) -> None:
         """End all pending transfers, here and at the other ends, for good; later calls of the pipe
@@ -207,14 +205,6 @@ class PairGroups:
                 group.abort() if self._directed else poison(group)
         finally:
             self._aborted.set()
-
-
-def poison(group: Any) -> None:
-    """End all that is pending in a gloo group, here and at the other ends, for good: a wait that
-    times out does so, and nothing else does."""
-    with suppress(RuntimeError):
-        byte, other = torch.empty(1, dtype=torch.uint8), int(group.rank() == 0)
-        group.recv([byte], other, _POISON).wait(timedelta(milliseconds=1))
 
 
 def _bytes(dense: Tensor) -> Tensor:

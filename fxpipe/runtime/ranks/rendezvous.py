@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,7 +25,7 @@ from fxpipe.signals import raise_held
 T = TypeVar("T")
 
 JOINS = timedelta(seconds=30)
-"""How long two ranks may take to reach each other, once all have met."""
+"""How long ranks may take to reach each other, once all have met."""
 
 _POLL = 0.05
 
@@ -128,7 +127,7 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Member
     infos.sort(key=lambda each: ranks.index(each.global_rank))  # from the order of the groups
     names = tuple(_named_rank(each) for each in infos)
     store = within(dist.distributed_c10d._get_default_store(), f"fxpipe/{infos[0].name}")
-    joined = interruptibly(lambda: _joined(store, rank, names), raise_held)
+    joined = interruptibly(lambda: _joined(store, rank, size), raise_held)
     threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         on_host = sum(each.host == info.host and each.network == info.network for each in infos)
@@ -138,7 +137,7 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Member
         names=names,
         places=tuple(_place(infos[first::devices]) for first in range(devices)),
         hosts=tuple(each.host for each in infos),
-        groups=joined,
+        group=joined,
         threads=threads,
         timeout=timeout,
         store=store,
@@ -165,27 +164,17 @@ def _gathered(groups: Sequence[dist.ProcessGroup], info: RankInfo) -> list[RankI
     return infos
 
 
-def _joined(store: Any, rank: int, names: Sequence[str]) -> dict[int, Any]:
-    """Return other rank → a gloo process group of that rank and this one.
-
-    All ranks make their groups in one order, so they cannot wait for each other in a cycle. Raises
-    RankError if a rank cannot be reached.
-    """
-    groups: dict[int, Any] = {}
-    for pair in combinations(range(len(names)), 2):
-        if rank in pair:
-            other = pair[1 - pair.index(rank)]
-            own = within(store, f"{pair[0]}-{pair[1]}")
-            try:
-                groups[other] = dist.ProcessGroupGloo(own, pair.index(rank), 2, JOINS)
-            except BaseException as error:
-                raise RankError(
-                    f"{names[other]} cannot be reached ({told(error)}); if its own error says "
-                    "nothing else, open the network between the hosts, or name the interface that "
-                    "joins them in GLOO_SOCKET_IFNAME",
-                    rank=other,
-                ) from error
-    return groups
+def _joined(store: Any, rank: int, size: int) -> Any:
+    """Return a gloo process group of all ranks. Raises RankError if one cannot be reached."""
+    try:
+        return dist.ProcessGroupGloo(within(store, "all"), rank, size, JOINS)
+    except BaseException as error:
+        raise RankError(
+            f"the ranks cannot reach each other ({told(error)}); if no rank's error says anything "
+            "else, open the network between the hosts, or name the interface that joins them in "
+            "GLOO_SOCKET_IFNAME",
+            rank=-1,
+        ) from error
 
 
 def _check_alike(infos: Sequence[RankInfo]) -> None:
