@@ -6,6 +6,7 @@ The tracing passes make the graphs. A fallback decides about lines that cannot b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from fxpipe.passes.tracing.trace import Dims, is_free, shapes_of
 from fxpipe.passes.tracing.tracer import Calls
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
+from fxpipe.torchtools.following import Following
 from fxpipe.torchtools.functions import checkpoints_opened
 from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.state import assigned_in_place, intra_op_threads, put_back, untouched
@@ -287,8 +289,9 @@ class FrontEnd:
     def call(self, call: Call, with_loss: bool) -> tuple[Any, Tensor | None]:
         """Call the model itself on one micro-batch; returns its output, and its loss or None."""
         args, kwargs, targets = call.batch.unflatten(call.leaves)
-        model = self.options.model
-        with assigned_in_place(model), checkpoints_opened():
+        model, called = self.options.model, self.fallback.called.values()
+        spread = Following(model, called) if self.options.apart else nullcontext()
+        with assigned_in_place(model), checkpoints_opened(), spread:
             output = model(*args, **kwargs)
             if not with_loss:
                 return output, None

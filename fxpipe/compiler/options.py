@@ -28,7 +28,7 @@ from fxpipe.torchtools.pytrees import size_in_bytes
 
 WHOLE = 1 << 26
 """A model with at most this many bytes on the meta device gets data while it is compiled; and one
-with at most this many is as a whole on the first device, or on each rank's, meanwhile."""
+with at most this many is as a whole on each rank's device meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,14 +118,9 @@ class Options:
         return self.torch_devices[self.group.device]
 
     @property
-    def several(self) -> bool:
-        """Whether there are several devices with memory of their own."""
-        return bool(self.places) and len(self.devices if self.ranks else set(self.places)) > 1
-
-    @property
     def whole(self) -> bool:
         """Whether this process may hold the whole model while it is compiled."""
-        return (self.size if self.several else self.hollow) <= WHOLE
+        return (self.size if self.places and self.ranks else self.hollow) <= WHOLE
 
     @property
     def size(self) -> int:
@@ -135,8 +130,15 @@ class Options:
     @property
     def apart(self) -> bool:
         """Whether no device may hold the whole model while it is compiled, but only stages that it
-        runs."""
-        return self.several and not self.whole
+        runs: if there are several with memory of their own."""
+        several = len(self.devices if self.ranks else set(self.places)) > 1
+        return bool(self.places) and several and not (self.ranks and self.whole)
+
+    @property
+    def spread(self) -> bool:
+        """Whether the model itself can run with its stages on several devices, in this process: it
+        needs data for that."""
+        return self.apart and not self.ranks and not self.hollow
 
     def owns(self, stage: int) -> bool:
         """Whether this process runs a stage, updates its weights and keeps its state, which a

@@ -196,7 +196,7 @@ class Placement:
             "owners": {},
             "stage_costs": {},
             "under_autograd": facts["traced"].under_autograd,
-            "whole": self._options.whole,
+            "whole": self._options.whole and not self._options.apart,
             "reduced": reduced,
             "functional": parted and not facts["traced"].under_autograd,
             "threads": self._options.threads,

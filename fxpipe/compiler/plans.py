@@ -13,7 +13,7 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.front_end import Call, FrontEnd
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
-from fxpipe.compiler.residence import gathered, settle
+from fxpipe.compiler.residence import gathered, settle, settled
 from fxpipe.errors import told
 from fxpipe.extend import find, there
 from fxpipe.ir.plan import Plan, StageCosts
@@ -25,8 +25,9 @@ from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.trace import Shapes
 from fxpipe.torchtools.state import intra_op_threads, under, untouched
 
-Compare = Callable[[Call, Traced, Plan], None]
-"""Compares a plan with the model on the example of a call; raises TraceError if they differ."""
+Compare = Callable[[Call, Traced, Plan], bool]
+"""Compares a plan with the model on the example of a call. Returns whether it could; raises
+TraceError if they differ."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,16 @@ class Plans:
         if key not in self._placed_plans:
             with self._gathered(call) as here:
                 traced, plan = self._plan(here)
-                if not options.apart:
+                if not options.spread:
                     plan = self._compiled(plan)
-                self._check(here, traced, plan)
+                    self._check(here, traced, plan)
             if options.places:
                 stage_devices = tuple(options.places[device] for device in placement)
                 facts = {"plan": plan, "device": options.here, "stage_devices": stage_devices}
                 plan = self._compiled(run_all(passes.of(self.options, "devices"), facts)["plan"])
+            if options.spread:
+                with settled(options, call, traced, plan) as here:
+                    self._check(here, traced, plan)
             self._placed_plans[key] = traced, plan
         traced, plan = self._placed_plans[key]
         settle(options, traced, plan, call.schedule)
@@ -322,10 +326,9 @@ class Plans:
         key = (id(traced), call.purpose != "infer", call.parted)
         if key in self._checked:
             return
-        if self._compare is not None:
-            self._compare(call, traced, plan)
-        self.proven = True
-        self.front_end.guard.settle()  # attributes that this run has set make no new variant
+        if self._compare is None or self._compare(call, traced, plan):
+            self.proven = True
+            self.front_end.guard.settle()  # attributes that this run has set make no new variant
         self._checked.add(key)
 
     def _graph(self, call: Call) -> Graph:

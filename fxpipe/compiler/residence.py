@@ -1,9 +1,9 @@
 """Where a model's parameters and buffers are while it is compiled, and while it runs.
 
-Of a large model, no device with memory of its own ever holds parameters of a stage that it does not
+On devices with memory of their own, no device ever holds parameters of a stage that it does not
 run. Until the stages are known, operations are traced and timed on the first device with numbers
 that stand for parameters: all of these share the memory of the largest. Then each stage moves to
-its device.
+its device, where the finished plan is compared with the model.
 
 Over ranks on CPUs, a rank has the parameters of its own stages only, from the first run on.
 """
@@ -26,7 +26,7 @@ from fxpipe.ir.traced import Traced
 from fxpipe.runtime.batch import ordinary
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.meta import become, lent, standing_in
-from fxpipe.torchtools.state import move, on_device, to_device
+from fxpipe.torchtools.state import move, on_device, returned_if_failed, to_device
 
 
 @contextmanager
@@ -52,6 +52,19 @@ def gathered(options: Options, call: Call, graphs: Iterable[Traced]) -> Iterator
                 place = lent if options.apart else on_device
                 stack.enter_context(place(model, constants, here))
             yield _on_first(options, call)
+
+
+@contextmanager
+def settled(options: Options, call: Call, traced: Traced, plan: Plan) -> Iterator[Call]:
+    """Settle the stages, and yield the call with its tensors on the first device. If the block
+    fails, the tensors of the stages are where they were."""
+    with (
+        returned_if_failed(tensor for tensor, _ in _homes(options, traced, plan, call.schedule)),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        settle(options, traced, plan, call.schedule)
+        yield _on_first(options, call)
 
 
 def settle(options: Options, traced: Traced, plan: Plan, schedule: Schedule) -> None:

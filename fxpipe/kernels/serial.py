@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.value import HOST, gradient_groups, outputs_of
 from fxpipe.kernels.kernel import BackwardResult
+from fxpipe.torchtools.state import brought
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ def run_serially(
     *,
     halves: bool = False,
     own: Collection[int] | None = None,
+    devices: Sequence[torch.device] = (),
     take: Callable[[str, Tensor], None] | None = None,
 ) -> SerialResult:
     """Run one micro-batch through a differentiated plan, forward and, if asked, backward.
@@ -49,9 +52,15 @@ def run_serially(
         output_gradients: value → its gradient, for each output that carries one back.
         halves: whether to run every backward as its two halves.
         own: the stages whose parameters' gradients are wanted; by default all.
+        devices: stage → the device of its parameters and buffers, to which values are copied; by
+            default all is on one device.
         take: gets each parameter's gradient, with its name, as soon as its stage has run; by
             default they are kept in the result.
     """
+
+    def here(value: Any, stage: int) -> Any:
+        on_cpu = not isinstance(value, Tensor) or value.is_cpu
+        return value if on_cpu or not devices else brought(value, devices[stage])
 
     crossed = dict(values)
     written: dict[str, Tensor] = {}
@@ -61,7 +70,7 @@ def run_serially(
         result = stage.kernel.forward(
             [state[a.target] for a in stage.parameters],
             [state[a.target] for a in stage.buffers],
-            [crossed[edge.value] for edge in plan.edges_into(stage.index)],
+            [here(crossed[edge.value], stage.index) for edge in plan.edges_into(stage.index)],
         )
         names = outputs_of(plan.edges_from(stage.index))
         crossed.update(zip(names, result.outputs, strict=True))
@@ -76,7 +85,7 @@ def run_serially(
     for stage in reversed(needed):
         assert stage.kernel is not None
         incoming = [
-            reduce(add, [crossing[edge.value, edge.target] for edge in group])
+            reduce(add, [here(crossing[edge.value, edge.target], stage.index) for edge in group])
             for group in gradient_groups(plan.edges_from(stage.index))
         ]
         kernel, kept = stage.kernel, saved[stage.index]

@@ -1,6 +1,7 @@
 """Where parameters are while a model is compiled for devices with memory of their own.
 
-With real ones see tests/gpu/test_compile_memory.py.
+Here devices are those of tensors without data, which refuse to mix as CUDA devices do; with real
+ones see tests/gpu/test_compile_memory.py.
 """
 
 from __future__ import annotations
@@ -13,10 +14,67 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxpipe
 from fxpipe.kernels.serial import SerialResult, run_serially
+from fxpipe.torchtools.following import Following
 from fxpipe.torchtools.meta import lent
+
+
+def placed(module: nn.Module, homes: dict[str, int]) -> nn.Module:
+    """A module, each parameter of which is on one of the CUDA devices; without data."""
+    for name, parameter in [*module.named_parameters()]:
+        owner, _, last = name.rpartition(".")
+        home = next(home for start, home in homes.items() if name.startswith(start))
+        value = nn.Parameter(torch.empty(parameter.shape, device=f"cuda:{home}"), False)
+        setattr(module.get_submodule(owner), last, value)
+    return module
+
+
+class Residual(nn.Module):
+    """Reads its input once more where the layer's output is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h += x
+        return torch.cat([h + torch.relu(self.second(h)), h])
+
+
+@pytest.mark.parametrize("homes", [{"first": 0, "second": 1}, {"first": 1, "second": 0}])
+def test_values_go_to_the_devices_of_weights(homes: dict[str, int]) -> None:
+    model = Residual()
+    with FakeTensorMode():
+        placed(model, homes)
+        x = torch.empty(4, 8, device="cuda:0")
+        with pytest.raises(RuntimeError, match="device"):
+            model(x)
+        with Following(model):
+            y = model(x)
+        assert y.device == torch.device("cuda", list(homes.values())[-1])
+        with pytest.raises(RuntimeError, match="device"):  # and no longer after it
+            model(x)
+
+
+def test_a_submodule_that_is_called_as_it_is_gets_what_it_reads() -> None:
+    seen: list[Any] = []
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.device)
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Layer(8, 8))
+    with FakeTensorMode():
+        placed(model, {"0": 0, "1": 1})
+        with Following(model, [model[1]]):
+            model(torch.empty(4, 8, device="cuda:0"))
+    assert seen == [torch.device("cuda:1")]
+    assert not model[1]._forward_pre_hooks
 
 
 def test_lent_parameters_share_one_memory_and_get_their_own_data_back() -> None:

@@ -26,6 +26,7 @@ from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.serial import SerialResult, run_serially
 from fxpipe.torchtools import moments, source
 from fxpipe.torchtools.pytrees import taken_apart
+from fxpipe.torchtools.state import brought
 
 _RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """How much two runs of the same operations may differ, as a part of the greatest entry; a wrong
@@ -69,6 +70,7 @@ def check(
     call: Callable[[], tuple[Any, Tensor | None]],
     differentiated: bool,
     own: Collection[int],
+    devices: Sequence[torch.device] = (),
 ) -> None:
     """Compare a differentiated plan with the model; split backwards are run whole and in halves.
 
@@ -82,6 +84,7 @@ def check(
         differentiated: whether gradients are compared as well.
         own: the stages whose parameters' gradients are compared; a rank has no memory for those of
             other ranks.
+        devices: stage → the device of its parameters, if they are on several.
 
     Raises:
         TraceError: the plan and the model differ; names the output or parameter.
@@ -132,6 +135,7 @@ def check(
                 seeds,
                 halves=halves,
                 own=own,
+                devices=devices,
                 take=take,
             )
 
@@ -174,6 +178,9 @@ def check(
             of_model: dict[str, Tensor] = {}
             if differentiated:
                 seeds, of_model = _gradients(plan, state, own, traced.loss, outputs, loss)
+            if devices:  # which have no memory for two sets of gradients beside the weights
+                of_model = {name: gradient.cpu() for name, gradient in of_model.items()}
+                _let_go(devices)
             for halves in (True, False) if parted else (False,):
                 left = dict(of_model)
                 if not halves:  # the last run
@@ -336,6 +343,15 @@ def _gradients(
     return seeds, of_model
 
 
+def _let_go(devices: Sequence[torch.device]) -> None:
+    """Make autograd's thread of each device let go of the gradients of its last backward, which it
+    may hold until it begins another."""
+    with torch.enable_grad():
+        for device in {*devices}:
+            number = torch.zeros((), device=device, requires_grad=True)
+            torch.autograd.grad(2 * number, number)
+
+
 def _refusal(what: str, difference: str, cure: str) -> TraceError:
     return TraceError(
         "the traced graph does not compute what the model computes: "
@@ -365,7 +381,7 @@ def _apart(here: Tensor, there: Tensor) -> float:
     """How far two tensors differ; 0 if that is no number, as for other shapes, or whole numbers."""
     if here.shape != there.shape or not _rounds(here):
         return 0.0
-    return _greatest(here.detach() - there.detach())
+    return _greatest(brought(here.detach(), there.device) - there.detach())
 
 
 def _rounds(tensor: Tensor) -> bool:
@@ -375,7 +391,7 @@ def _rounds(tensor: Tensor) -> bool:
 def _difference(here: Tensor, there: Tensor, allowed: float, few: float = 0.0) -> str:
     """How two tensors differ if it is by more than allowed, or in more than a part of ``few`` whole
     numbers; an empty string if they agree."""
-    here, there = here.detach(), there.detach()
+    here, there = brought(here.detach(), there.device), there.detach()
     if here.shape != there.shape or here.dtype != there.dtype:
         return f"{tuple(here.shape)} {here.dtype}, not {tuple(there.shape)} {there.dtype}"
     if not _rounds(here):

@@ -12,19 +12,20 @@ from torch.utils import _pytree as pytree
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.plans import Plans
 from fxpipe.compiler.preflight import trained_by
-from fxpipe.errors import TraceError
+from fxpipe.errors import TraceError, told
 from fxpipe.extensions.model_check.check import CloseError, check
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
 from fxpipe.passes.runner import Pass, run_all
+from fxpipe.torchtools.following import is_of_devices
 from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.state import autocasts, intra_op_threads, under, untouched
 
 _CHECK = Pass(
     check,
-    "traced, plan, values, state, call, differentiated, own",
+    "traced, plan, values, state, call, differentiated, own, devices",
     "",
     when="whole",
 )
@@ -37,9 +38,12 @@ class Checking:
         self._plans, self._options, self._front_end = plans, plans.options, plans.front_end
         self._doubted = False  # whether there was a warning of what may be rounding
 
-    def __call__(self, call: Call, traced: Traced, plan: Plan) -> None:
-        """Compare a plan with the model on the example of a call, unless no device may hold the
-        model as a whole.
+    def __call__(self, call: Call, traced: Traced, plan: Plan) -> bool:
+        """Compare a plan with the model on the example of a call.
+
+        Returns:
+            Whether it was compared, or cannot be as the model has no data; not if the model does
+            not run on several devices.
 
         Raises:
             TraceError: they differ; names the line or the value if it can be found.
@@ -61,6 +65,9 @@ class Checking:
             "differentiated": gradients,
             "own": [s.index for s in plan.stages if options.owns(s.index)],
             "whole": options.whole,
+            "devices": [options.places[device] for device in call.schedule.placement]
+            if options.spread
+            else [],
         }
         left_out = f"the compiled {call.purpose} is not compared with the model, "
         cure = "; compile a smaller one of its kind to check it"
@@ -68,12 +75,16 @@ class Checking:
             size = bytes_text(options.hollow)
             LOGGER.info("%swhich has %s, not all with data%s", left_out, size, cure)
         elif not options.whole:
-            LOGGER.info("%swhich no device holds as a whole%s", left_out, cure)
+            LOGGER.info("%swhich no rank's device holds as a whole%s", left_out, cure)
         with untouched(model), intra_op_threads(options.threads):
             try:
                 with under(()):  # in graphs, casts are operations
                     run_all((_CHECK,), facts)
             except Exception as error:
+                if options.spread and is_of_devices(error):
+                    why = f"which does not run on several devices: {told(error)}"
+                    LOGGER.info("%s%s%s", left_out, why, cure)
+                    return False
                 if not isinstance(error, TraceError):
                     raise
                 if not (self._plans.proven and isinstance(error, CloseError)):
@@ -86,6 +97,7 @@ class Checking:
             if gradients:
                 with torch.enable_grad():
                     self._find_hidden(call, outputs.pop() if outputs else run()[0])
+        return True
 
     def _find_hidden(self, call: Call, output: Any) -> None:
         """Raise TraceError if a backward from the model's ``output`` would give a gradient to a
