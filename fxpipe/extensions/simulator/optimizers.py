@@ -82,7 +82,7 @@ def _steps(optimizer: Optimizer, groups: list[dict[str, Any]]) -> tuple[int, int
     """The same for a copy of the optimizer with other parameter groups."""
     stepped, step = alone(optimizer, groups), type(optimizer).step
     step(stepped)
-    with Counting() as counting:
+    with Counting(meta=True) as counting:
         step(stepped)
     return _bytes(stepped.state), counting.peak
 
@@ -145,8 +145,10 @@ class Counting(TorchDispatchMode):
         peak: the most bytes that were alive at once; the caller may reset it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, meta: bool = False) -> None:
+        """``meta`` tells whether tensors on the meta device count, as if they had data."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._meta = meta
         self.alive = 0
         self.peak = 0
         # storage → a weak reference to it, and whether it counts
@@ -171,7 +173,7 @@ class Counting(TorchDispatchMode):
         """Register the tensors in nested containers until they are freed, unless they are
         registered already. ``counted`` tells whether they count."""
         for leaf in (values,) if isinstance(values, Tensor) else pytree.tree_leaves(values):
-            if isinstance(leaf, Tensor) and not leaf.is_meta:
+            if isinstance(leaf, Tensor) and (self._meta or not leaf.is_meta):
                 self._adopt(leaf.untyped_storage(), counted)
 
     def _adopt(self, storage: torch.UntypedStorage, counted: bool) -> None:

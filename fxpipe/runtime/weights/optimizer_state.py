@@ -216,6 +216,16 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
     return None
 
 
+def bring(optimizer: Optimizer) -> None:
+    """Bring state that was loaded before its parameters came to their devices there, too."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            kept = optimizer.state.get(parameter, {})
+            values = [x for x in kept.values() if isinstance(x, Tensor) and x.dim()]
+            if any(not x.is_meta and x.device != parameter.device for x in values):
+                optimizer.state[parameter] = placed(kept, parameter, group)
+
+
 def placed(
     state: Mapping[str, Any], parameter: Tensor, settings: Mapping[str, Any]
 ) -> dict[str, Any]:

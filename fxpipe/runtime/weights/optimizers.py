@@ -19,7 +19,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.runtime.weights.live import Mark, differs, mark, settings, shown, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_hooks
-from fxpipe.runtime.weights.optimizer_state import OptimizerState, loading, take
+from fxpipe.runtime.weights.optimizer_state import OptimizerState, bring, loading, take
 from fxpipe.runtime.weights.shards import Shards
 
 
@@ -90,6 +90,7 @@ class Optimizers:
         for parameter, name in names.items():
             if name in self._others:
                 whole.state.pop(parameter, None)
+        bring(whole)
         made = tuple(self._given.of(stage) if stage else None for stage in owned)
         for optimizer, parameters in zip(made, owned, strict=True):
             if optimizer is not None and self._shard is not None:
