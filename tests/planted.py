@@ -185,10 +185,10 @@ PASSES = {
         "max(self._reading_stages(a.target), default=0)",
         "tests/partition/test_cut.py",
     ),
-    "a skipping parameter is not stashed": Fault(
+    "a value goes to the first stage that reads it alone": Fault(
         "fxpipe/passes/partition/cut.py",
-        "if argument.name in skipping & placeholders:",
-        "if argument.name in ():",
+        "targets - {source})]",
+        "targets - {source})][:1]",
         "tests/partition/test_cut.py tests/models/test_exactness.py",
     ),
     "the slowest of the slow stages is not weighed by its device's speed": Fault(

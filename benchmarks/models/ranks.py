@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -89,11 +89,11 @@ def train(setting: Setting, devices: DeviceMesh | Sequence[str]) -> Found:
     names = {parameter: name for name, parameter in model.named_parameters()}
     gradients: dict[str, Tensor] = {}
 
-    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        own = list(parameters)
-        made = torch.optim.AdamW(own, lr=1e-2)
-        made.register_step_pre_hook(lambda *_: gradients.update(_gradients(own, names)))
-        return made
+    class Noting(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            held = [parameter for group in self.param_groups for parameter in group["params"]]
+            gradients.update(_gradients(held, names))
+            return super().step(closure)
 
     with fxpipe.compile(
         model,
@@ -101,7 +101,7 @@ def train(setting: Setting, devices: DeviceMesh | Sequence[str]) -> Found:
         schedule=setting.schedule,
         microbatches=MICROBATCHES,
         loss=case.loss,
-        optimizer=optimizer,
+        optimizer=lambda parameters: Noting(parameters, lr=1e-2),
     ) as pipe:
         losses = [pipe.step(*b.args, target=b.target, **b.kwargs) for b in batches]
         found = {f"loss of step {number}": loss.clone() for number, loss in enumerate(losses)}

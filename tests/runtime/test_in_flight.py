@@ -241,7 +241,7 @@ def test_no_optimizer_is_refused_at_once() -> None:
         fxpipe.compile(nn.Linear(2, 2), 1, schedule="2bw", loss=MSE)
 
 
-def test_too_few_micro_batches_name_the_number_or_the_delay_that_would_do() -> None:
+def test_too_few_micro_batches_name_the_delay_that_would_do() -> None:
     model, data = make("mlp", 6, 4)
     with (
         compiled(model, 4, 2) as pipe,
@@ -249,7 +249,6 @@ def test_too_few_micro_batches_name_the_number_or_the_delay_that_would_do() -> N
     ):
         pipe.step(data[0][0], target=data[0][1])
     assert "delay=2" in str(caught.value)
-    assert "3 micro-batches" in str(caught.value)
     expected = DelayedLoop.beside(model, SGD, 2, delay=2)
     with compiled(model, 4, 2, schedule=fxpipe.schedules.two_bw.delayed(2)) as pipe:
         for x, y in data:

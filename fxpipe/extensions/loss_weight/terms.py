@@ -193,10 +193,10 @@ class _Reader:
             return read[-1] in self.known
         selects = operation == "mean" and read[0].op == "call_function"
         selection = self._operation(read[0]) if selects else ""
-        if selection == "masked_select":
-            return True
+        if selection != "index":
+            return selection == "masked_select"
         chosen = [n.meta.get("val") for n in read[0].all_input_nodes[1:]]
-        return selection == "index" and any(x is not None and x.dtype is torch.bool for x in chosen)
+        return any(x is not None and x.dtype is torch.bool for x in chosen)
 
     def _within(self, node: fx.Node) -> list[Divisor]:
         """The divisors of the means that a term depends on in some other way."""

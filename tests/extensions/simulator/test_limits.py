@@ -141,7 +141,7 @@ def test_a_step_that_comes_after_a_call_may_not_break_the_limits() -> None:
     with (
         pipe_within(counted - 1) as pipe,
         torch.no_grad(),
-        pytest.raises(fxpipe.PartitionError, match=r"stage 0 .*needs at least"),
+        pytest.raises(fxpipe.PartitionError, match=r"stage 0 .* needs .* and may take"),
     ):
         pipe(x)
     with pipe_within(counted) as pipe:

@@ -154,7 +154,6 @@ class Forces(nn.Module):
 LEAVES: list[tuple[Any, list[Any]]] = [
     (Halved, [Halved]),
     (Forces, [Forces]),
-    (Forces, []),  # all of the model becomes a leaf
 ]
 
 
