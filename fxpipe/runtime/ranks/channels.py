@@ -34,7 +34,7 @@ from fxpipe.runtime.ranks.pairs import PairGroups
 SMALL = 4096
 """Published tensors of fewer bytes are collected and sent together."""
 
-PATIENCE = 2.0
+PATIENCE = 5.0
 """Seconds to wait, after a failed transfer, for the other rank's own error, which says more."""
 
 
@@ -222,9 +222,10 @@ class RankChannels(Channels):
             raise
 
     def start(self) -> None:
-        self.running = True
-        if (failure := self.failure or self._group.failure) is not None:
-            self.fail(failure)
+        with self._group.changed:  # a failure that is told meanwhile must not be lost
+            self.running = True
+            if (failure := self.failure or self._group.failure) is not None:
+                self.fail(failure)
 
     def pause(self) -> None:
         self.running = False
