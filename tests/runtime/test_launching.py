@@ -212,7 +212,9 @@ def test_what_fails_late_is_told_with_how_to_find_it(schedule: str, dispatch: Di
             pipe.flush()
         assert isinstance(caught.value.__cause__, LateError)
         text = str(caught.value)
-        assert "when device 1 was given" in text
+        # where batches overlap, the caller, who begins the next one meanwhile, may ask first
+        askers = ["device 1 was given", "a batch began or ended"][: 1 + (schedule == "2bw")]
+        assert any(f"when {asker}" in text for asker in askers)
         assert "CUDA_LAUNCH_BLOCKING=1" in text and "start it again" in text
 
 
