@@ -31,11 +31,16 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(DEPTH)))
 
 
+def address_space() -> int:
+    """Return how many bytes of address space this process takes."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
 def limit_memory(more: int) -> None:
     """Let this process allocate at most ``more`` bytes of address space from now on."""
     ctypes.CDLL(None).mallopt(-8, 1)  # one arena for all threads: each arena reserves address space
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + more, now + more))
+    most = address_space() + more
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def train(mesh: DeviceMesh, steps: int) -> tuple[list[float], int]:
