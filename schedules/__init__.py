@@ -36,6 +36,7 @@ from fxpipe.schedules.one_f_one_b_async import (
     pipedream_vertical,
     two_bw,
 )
+from fxpipe.schedules.planned import hanayo, interleaved_zb
 from fxpipe.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = [
@@ -44,8 +45,10 @@ __all__ = [
     "chimera",
     "dualpipe_v",
     "gpipe",
+    "hanayo",
     "inference",
     "interleaved_one_f_one_b",
+    "interleaved_zb",
     "looped_bfs",
     "naive",
     "one_f_one_b",

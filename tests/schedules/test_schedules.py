@@ -50,6 +50,8 @@ DRAWN: dict[str, tuple[int, int, dict[str, int], int]] = {
     "cdp-v1": (3, 3, AS_LONG, 2),
     "cdp-v2": (3, 3, AS_LONG, 2),
     "chimera": (4, 4, AS_LONG, 1),
+    "interleaved-zb": (2, 4, HALVES, 1),
+    "hanayo": (2, 2, AS_LONG, 1),
     "inference": (2, 3, AS_LONG, 1),
 }
 """Every schedule of the library → what its docstring draws: p, m, how long its tasks are, steps."""

@@ -46,7 +46,13 @@ SAME = {
 }
 """Published schedule → the library's of the same order."""
 
-AS_GOOD = {"sail-v-half": "v-half", "sail-v-min": "v-min", "sail-zbv": "zb-v", "torch-zbv": "zb-v"}
+AS_GOOD = {
+    "sail-v-half": "v-half",
+    "sail-v-min": "v-min",
+    "sail-zbv": "zb-v",
+    "torch-interleavedzero": "interleaved-zb",
+    "torch-zbv": "zb-v",
+}
 """How a published schedule's name begins → the library's that takes neither more time nor more
 memory, in some cases in another order."""
 

@@ -75,7 +75,7 @@ def test_the_bubble_in_the_table_of_schedules_is_that_of_their_simulations() -> 
             for text, value in ((formula, simulation.bubble), (between, simulation.bubble_size)):
                 text = re.sub(r"(?<=\d)(?=[mp(])|(?<=m)(?=\()", "*", text).replace("−", "-")
                 assert value == pytest.approx(eval(text, {"p": p, "m": m})), (name, text)
-    assert len(checked) == 10
+    assert len(checked) == 11
 
 
 def test_the_simulator_finds_the_same_times_with_streams() -> None:
