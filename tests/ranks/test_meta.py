@@ -35,7 +35,7 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2))
         self.lstm = nn.LSTM(8, 8, batch_first=True)
         self.norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(8, 11)
