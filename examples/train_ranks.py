@@ -40,15 +40,19 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return x, x.roll(1, dims=1).tanh()
 
 
-def train(folder: str, steps: int, every: int, replicas: int = 1) -> None:
-    """Train until ``steps`` batches are done, with a checkpoint after every ``every`` batches."""
+def mesh_of(replicas: int = 1) -> DeviceMesh | int:
+    """Return the mesh of the processes that torchrun has started; one device without it."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    devices: DeviceMesh | int = 1
+    if processes == 1:
+        return 1
+    return init_device_mesh("cpu", (replicas, processes // replicas), mesh_dim_names=("dp", "pp"))
+
+
+def train(folder: str, steps: int, every: int, devices: DeviceMesh | int) -> None:
+    """Train until ``steps`` batches are done, with a checkpoint after every ``every`` batches."""
     own = slice(None)  # which samples of a batch this process trains on
-    if processes > 1:
-        shape = replicas, processes // replicas
-        devices = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
-        own = slice(devices.get_local_rank("dp"), None, replicas)
+    if not isinstance(devices, int):
+        own = slice(devices.get_local_rank("dp"), None, devices.size(0))
     with fxpipe.compile(
         make_model(),
         devices,
@@ -75,4 +79,4 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--replicas", type=int, default=1, help="how many pipelines train together")
     options = parser.parse_args()
-    train(options.folder, options.steps, options.every, options.replicas)
+    train(options.folder, options.steps, options.every, mesh_of(options.replicas))

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.planner.cluster import Cluster
     from fxpipe.extensions.planner.plan_training import plan_training
     from fxpipe.extensions.prediction.extension import Prediction
+    from fxpipe.extensions.rejoin import rejoin
     from fxpipe.extensions.replicas.extension import Replicas
     from fxpipe.extensions.search.search import search_schedule
     from fxpipe.passes.partition.options import Partition
@@ -121,6 +122,7 @@ __all__ = [
     "list_schedule",
     "one_each",
     "plan_training",
+    "rejoin",
     "round_robin",
     "schedule",
     "search_schedule",

@@ -84,6 +84,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
         "compare": f"{_HERE}.comparison.comparison:compare",
         "plan_training": f"{_HERE}.planner.plan_training:plan_training",
+        "rejoin": f"{_HERE}.rejoin:rejoin",
         "search_schedule": f"{_HERE}.search.search:search_schedule",
     },
     "schedule": {

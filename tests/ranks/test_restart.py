@@ -25,7 +25,7 @@ def dying(number):
         os.kill(os.getpid(), signal.SIGKILL)
     return batch(number)
 train_ranks.batch = dying
-train_ranks.train(sys.argv[1], 8, 2)
+train_ranks.train(sys.argv[1], 8, 2, train_ranks.mesh_of())
 """
 
 
@@ -52,7 +52,7 @@ def test_a_run_whose_rank_was_killed_ends_with_the_same_weights(
     )
     assert made.returncode == 0, made.stderr[-3000:]
     assert "exitcode: -9" in made.stderr
-    train_ranks.train(str(tmp_path / "whole"), 8, 2)
+    train_ranks.train(str(tmp_path / "whole"), 8, 2, 1)
     assert made.stdout.splitlines() == capsys.readouterr().out.splitlines()
     killed, whole = (checkpoint_folder.read(tmp_path / name) for name in ("killed", "whole"))
     assert same(killed.parameters, whole.parameters)
