@@ -1,8 +1,7 @@
 """The partitioning problem: a graph of atoms with costs, and the devices of the stages.
 
 An atom is a group of nodes that is never cut. Every edge runs from a lower atom number to a higher
-one. A partition is legal if no value runs to an earlier stage. The first k stages together then
-hold a downset of the graph: a set that contains, with each atom, all atoms that it reads.
+one. A partition is legal if no value runs to an earlier stage.
 """
 
 from __future__ import annotations
@@ -140,11 +139,6 @@ class Machine:
         return not self.linked and not self.limited
 
     @property
-    def free(self) -> bool:
-        """Whether only compute time matters and all devices are equally fast."""
-        return self.computes_alone and len(set(self.speeds)) == 1
-
-    @property
     def held(self) -> tuple[tuple[int, int], ...]:
         """Stage → how many micro-batches' saved values it holds, and how many's received values."""
         return tuple(zip(self.peaks, self.arrived, strict=True))
@@ -235,16 +229,8 @@ class Partitioner:
 
     def nearest(self, work: Work, machine: Machine) -> Division:
         """The division that comes nearest to the memory limits, where ``divide`` finds none."""
-        ends = [0.0, *accumulate(work.seconds)]
-        low, high = 0.0, ends[-1] / min(machine.speeds)
-        found = _filled(ends, machine.speeds, math.inf)
-        for _ in range(60):
-            limit = (low + high) / 2
-            filled = _filled(ends, machine.speeds, limit)
-            low, high = (limit, high) if filled is None else (low, limit)
-            found = filled or found
-        assert found is not None
-        return weigh(work, machine, [bisect_right(found, atom) for atom in range(len(work))])
+        cuts = even_runs([0.0, *accumulate(work.seconds)], machine.speeds)
+        return weigh(work, machine, [bisect_right(cuts, atom) for atom in range(len(work))])
 
 
 def default_partitioner() -> Partitioner:
@@ -253,6 +239,27 @@ def default_partitioner() -> Partitioner:
         return Partitioner()
     made: Partitioner = find("option", "partitioner")()
     return made
+
+
+def even_runs(ends: Sequence[float], speeds: Sequence[float]) -> list[int]:
+    """Return where the stages after the first begin in the cut with the fastest slowest stage, if
+    only compute counts. No stage is empty.
+
+    This bisects the slowest stage's time, and tries each guess by filling stage after stage.
+
+    Args:
+        ends: seconds of work before each place, from 0.
+        speeds: stage → speed of its device.
+    """
+    low, high = 0.0, ends[-1] / min(speeds)
+    cuts = _filled(ends, speeds, math.inf)
+    assert cuts is not None
+    for _ in range(60):
+        limit = (low + high) / 2
+        filled = _filled(ends, speeds, limit)
+        low, high = (limit, high) if filled is None else (low, limit)
+        cuts = filled or cuts
+    return cuts
 
 
 def _filled(ends: Sequence[float], speeds: Sequence[float], limit: float) -> list[int] | None:

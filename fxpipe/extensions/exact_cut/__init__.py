@@ -1,1 +1,1 @@
-"""The best cut of a model into stages, and how near the best one a cut is proven to be."""
+"""The best cut of a model into stages, among those of several orders of its operations."""

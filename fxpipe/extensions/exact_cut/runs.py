@@ -59,38 +59,6 @@ class Runs:
         return _Sweep(self, goal, cap * _ROUNDING).cuts()
 
 
-def equal_runs(ends: Sequence[float], stages: int) -> list[int]:
-    """Return the cuts with the fastest slowest stage, for equal devices; no stage is empty.
-
-    This bisects the slowest stage's time, and tries each guess by filling stage after stage.
-    ``ends`` are the seconds of work before each place, from 0.
-    """
-    low, high = ends[-1] / stages, ends[-1]
-    cuts = _filled(ends, stages, high)
-    assert cuts is not None
-    for _ in range(60):
-        guess = (low + high) / 2
-        faster = _filled(ends, stages, guess)
-        if faster is None:
-            low = guess
-        else:
-            cuts, high = faster, guess
-    return cuts
-
-
-def _filled(ends: Sequence[float], stages: int, limit: float) -> list[int] | None:
-    """Fill each stage up to the limit, but leave an atom for each later one; None if work is left
-    at the end."""
-    places = [0]
-    for stage in range(stages):
-        furthest = len(ends) - 1 - (stages - 1 - stage)
-        end = bisect.bisect_right(ends, ends[places[-1]] + limit) - 1
-        if end == places[-1]:
-            return None
-        places.append(min(end, furthest))
-    return places[1:-1] if places[-1] == len(ends) - 1 else None
-
-
 class _Sweep:
     """One pass of the dynamic program over the places, a block at a time.
 

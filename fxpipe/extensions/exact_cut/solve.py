@@ -2,9 +2,7 @@
 
 1. Cut several orders of the graph, the program's first, into runs, each in the best way. For a
    model that is a chain of atoms the first is exact.
-2. If the slowest stage could still be more than SLACK faster, search all divisions, if the graph is
-   so small or narrow that it has few.
-3. Among the cuts of the best order that are at most SLACK slower than it, take the one that sends
+2. Among the cuts of the best order that are at most SLACK slower than it, take the one that sends
    the fewest bytes.
 """
 
@@ -15,10 +13,9 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
-from fxpipe.extensions.exact_cut.downsets import searched
 from fxpipe.extensions.exact_cut.orders import orders
-from fxpipe.extensions.exact_cut.runs import Runs, equal_runs
-from fxpipe.passes.partition.work import Division, Machine, Work, weigh
+from fxpipe.extensions.exact_cut.runs import Runs
+from fxpipe.passes.partition.work import Division, Machine, Work, even_runs, weigh
 from fxpipe.torchtools.state import intra_op_threads
 
 SLACK = 0.01
@@ -44,8 +41,6 @@ def solve(work: Work, machine: Machine, layers: Sequence[Hashable] = ()) -> Divi
             best = division if division.fits(machine) else best
         if best is not None and best.slowest <= least * (1 + SLACK):
             break
-    else:
-        best = searched(work, machine, best)
     return None if best is None else _with_fewest_bytes(work, machine, best, layers)
 
 
@@ -78,9 +73,9 @@ def _fastest(
 ) -> list[int] | None:
     """Atom → stage for the best cut of an order into runs; None if none is as fast as ``best`` and
     keeps the limits."""
-    if machine.free:
-        cuts = equal_runs(_sums(work.seconds[atom] for atom in order), machine.stages)
-        return _stages(order, cuts)
+    if machine.computes_alone:
+        ends = _sums(work.seconds[atom] for atom in order)
+        return _stages(order, even_runs(ends, machine.speeds))
     if best is not None:
         most = best.slowest
     else:
@@ -108,17 +103,17 @@ def _with_fewest_bytes(
 
 
 def _between_layers(work: Work, machine: Machine, layers: Sequence[Hashable]) -> float:
-    """The slowest stage of the best cut between layers; infinite unless devices are equal and only
-    compute counts."""
-    if not machine.free or not layers:
+    """The slowest stage of the best cut between layers; infinite unless only compute counts."""
+    if not machine.computes_alone or not layers:
         return math.inf
     sums, following = _sums(work.seconds), [*layers[1:], object()]
     borders = zip(sums[1:], layers, following, strict=True)
     ends = [0.0, *(done for done, here, after in borders if here != after)]
     if len(ends) <= machine.stages:
         return math.inf
-    cuts = [0, *equal_runs(ends, machine.stages), len(ends) - 1]
-    return max(ends[end] - ends[start] for start, end in itertools.pairwise(cuts))
+    cuts = [0, *even_runs(ends, machine.speeds), len(ends) - 1]
+    stages = zip(itertools.pairwise(cuts), machine.speeds, strict=True)
+    return max((ends[end] - ends[start]) / speed for (start, end), speed in stages)
 
 
 def _sums(seconds: Iterable[float]) -> list[float]:

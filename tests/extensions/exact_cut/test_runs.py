@@ -80,8 +80,8 @@ def test_a_sequence_is_cut_into_the_best_runs(
 
 
 def cells(count: int, dice: random.Random) -> Work:
-    """Cells of five branches of three atoms that meet, each of the results of the two before: as
-    found by architecture search, with more downsets than can be listed."""
+    """Cells of five branches of three atoms that meet, each of the results of the two before,
+    as found by architecture search."""
     seconds, transfers = [1.0, 1.0], [Transfer(0, (1,), 4, True)]
     results = [0, 1]
     for _ in range(count):
