@@ -111,7 +111,7 @@ JOIN = (
 SINGLE = (
     Pass(
         distinct,
-        "traced, values, state, wanted, whole",
+        "traced, values, state, wanted, scratches",
         "traced, values, wanted, equal",
         when="reduced",
     ),
@@ -129,7 +129,7 @@ SINGLE = (
 operations alone, if nobody needs the plan itself. Its backward has halves if steps need them."""
 
 MEASURE = (
-    Pass(measure, "traced, plan, values, state, whole", "costs", when="not under_autograd"),
+    Pass(measure, "traced, plan, values, state, scratches", "costs", when="not under_autograd"),
     Pass(spread, "costs, equal", "costs", when="reduced"),
 )
 """A graph and that plan → what each node costs. Over several ranks, only rank 0 runs this."""

@@ -252,15 +252,16 @@ def _measured(options: Options, facts: Mapping[str, Any]) -> dict[str, Sequence[
 
 def _trying_stand_ins(facts: Mapping[str, Any], run: Callable[[Mapping[str, Any]], T]) -> T:
     """What ``run`` makes of the facts where operations get numbers that share memory, so that no
-    activations are kept. If an operation refuses such numbers, as a Cholesky decomposition does, it
-    is made of the values themselves, unless these may not be in memory all at once."""
+    activations are kept and a device holds the operands of one operation. If one refuses such
+    numbers, as a Cholesky decomposition does, it is made of the values themselves, unless these may
+    not be in memory all at once."""
     try:
-        return run({**facts, "whole": False})
+        return run({**facts, "scratches": {}})
     except Exception as error:
         if not facts["whole"]:
             raise
         LOGGER.info("stages are measured with the values of a batch: %s", told(error))
-    return run(facts)
+    return run({**facts, "scratches": None})
 
 
 def _node_costs(costs: Mapping[str, Any]) -> dict[str, NodeCost]:

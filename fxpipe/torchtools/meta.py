@@ -43,13 +43,19 @@ class Scratch:
         device: where the memory is.
         turns: how many memories of a dtype take turns, so that operands of an operation seldom
             share one.
+        least: how many numbers a memory has at least.
         signed: whether its numbers have both signs.
     """
 
     def __init__(
-        self, device: torch.device | str = "cpu", turns: int = 1, *, signed: bool = False
+        self,
+        device: torch.device | str = "cpu",
+        turns: int = 1,
+        *,
+        least: int = 0,
+        signed: bool = False,
     ) -> None:
-        self._device, self._signed = device, signed
+        self._device, self._least, self._signed = device, least, signed
         self._memories: dict[torch.dtype, deque[Tensor]] = defaultdict(deque)
         self._turns = turns
 
@@ -62,7 +68,7 @@ class Scratch:
         memories = self._memories[dtype]
         memory = memories.popleft() if len(memories) == self._turns else None
         if memory is None or len(memory) < span:
-            room = max(span, 2 * len(memory)) if memory is not None else span
+            room = max(span, self._least, 2 * len(memory) if memory is not None else 0)
             del memory
             memory = _numbers(torch.empty(room, dtype=dtype), self._signed).to(self._device)
         memories.append(memory)

@@ -26,7 +26,7 @@ from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.differentiate.extract import ancestors
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import compute_nodes, is_part
-from fxpipe.passes.partition.measure import OPERANDS, NodeCost, look
+from fxpipe.passes.partition.measure import NodeCost, look, scratch_on
 from fxpipe.torchtools.meta import Scratch
 from fxpipe.torchtools.pytrees import bytes_of
 from fxpipe.torchtools.state import under
@@ -50,7 +50,7 @@ def distinct(
     values: Mapping[str, Any],
     state: Mapping[str, Tensor],
     wanted: Wanted,
-    whole: bool = True,
+    scratches: dict[torch.device, Scratch] | None = None,
 ) -> tuple[Traced, Mapping[str, Any], Wanted, Mapping[str, tuple[str, int]]]:
     """Run a graph once, node by node, and reduce it to its different operations.
 
@@ -59,17 +59,18 @@ def distinct(
         values: input → an example of the size of one micro-batch.
         state: name in the model → parameter, buffer or constant.
         wanted: the gradients that the call computes.
-        whole: whether the operands of all operations may be in memory at once. Otherwise they are
-            numbers in memory that they share.
+        scratches: device → memory that operands share, whose numbers they get; what is missing is
+            added. Without it, the operands of all operations are in memory at once.
 
     Returns:
         The reduced graph, its values, the results that get a gradient, and for each node of the
         whole graph the node that is equal, or "" if it computes no tensor, with its bytes.
     """
-    reduced = _Reduced(traced, values, state, wanted, whole)
+    reduced = _Reduced(traced, values, state, wanted, scratches)
     given = {**values, **{a.name: state[a.target] for a in (*traced.parameters, *traced.buffers)}}
     with torch.set_grad_enabled(bool(wanted.outputs)):
         reduced.run(*(given[n.name] for n in traced.graph.find_nodes(op="placeholder")))
+    reduced.share()
     return reduced.traced(), reduced.values, reduced.wanted(), reduced.equal
 
 
@@ -97,14 +98,15 @@ class _Reduced(fx.Interpreter):
         values: Mapping[str, Any],
         state: Mapping[str, Tensor],
         wanted: Wanted,
-        whole: bool,
+        scratches: dict[torch.device, Scratch] | None,
     ) -> None:
         super().__init__(traced.module, garbage_collect_values=True)
         self.extra_traceback = False
         self.values: dict[str, Any] = {}
         self.equal: dict[str, tuple[str, int]] = {}
         self._whole = traced
-        self._scratches: dict[torch.device, Scratch] | None = None if whole else {}
+        self._scratches = scratches
+        self._shared: dict[str, torch.device] = {}  # operand in shared memory → its device
         trained = {a.name for a in traced.parameters if state[a.target].requires_grad}
         if wanted.inputs:
             trained |= {k for k, x in values.items() if isinstance(x, Tensor) and x.requires_grad}
@@ -173,16 +175,22 @@ class _Reduced(fx.Interpreter):
                     self.values[name] = value
             return self._held[name]
         copy = self._placeholder(f"{name}_of_{node.name}", operand)
-        self.values[copy.name] = self._given(value)
+        self.values[copy.name] = value
+        if self._scratches is not None and value.is_floating_point():  # indices keep their values
+            self._shared[copy.name] = value.device
+            form = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
+            self.values[copy.name] = form.requires_grad_(value.requires_grad)
         return copy
 
-    def _given(self, value: Tensor) -> Tensor:
-        """The value, or numbers in shared memory in place of it; indices keep their values."""
-        if self._scratches is None or not value.is_floating_point():
-            return value
-        device = value.device
-        scratch = self._scratches.setdefault(device, Scratch(device, turns=OPERANDS))
-        return scratch.like(value).requires_grad_(value.requires_grad)
+    def share(self) -> None:
+        """Give operands numbers in shared memory; only now, when the run has let go of its own."""
+        for name, device in self._shared.items():
+            assert self._scratches is not None
+            form = self.values[name]
+            scratch = scratch_on(device, self._whole.graph, self._scratches)
+            self.values[name] = scratch.like(form).requires_grad_(form.requires_grad)
 
     def _placeholder(self, name: str, like: fx.Node) -> fx.Node:
         with self._graph.inserting_after(self._last):

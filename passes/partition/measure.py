@@ -37,7 +37,7 @@ _SAMPLES = 4
 _RARE = 0.1
 """Runs end once operations with fewer times make up at most this share of the total time."""
 
-OPERANDS = 3
+OPERANDS = 2
 """How many memories operands get in turn, where these do not get memory each."""
 
 Operation = tuple[Any, Hashable, Hashable]
@@ -73,7 +73,7 @@ def measure(
     values: Mapping[str, Any],
     state: Mapping[str, Tensor],
     watch: Stopwatch | None = None,
-    whole: bool = True,
+    scratches: dict[torch.device, Scratch] | None = None,
 ) -> dict[str, NodeCost]:
     """Time the one stage of a plan, operation by operation.
 
@@ -82,8 +82,8 @@ def measure(
             measured, too.
         values: input name → value.
         watch: the stopwatch; by default that of the values' device.
-        whole: whether all values may be in memory at once. Otherwise operations get stand-ins of
-            the same shapes, which all share one memory.
+        scratches: device → memory that values share: operations get stand-ins of the same shapes
+            in it. Without it, all values of the stage are in memory at once.
     """
     (stage,) = plan.stages
     kernel = stage.kernel
@@ -94,8 +94,9 @@ def measure(
     ]
     watch = watch or Stopwatch.of(arguments)
     times = _Times()
-    shared = Scratch(watch.device or "cpu", turns=OPERANDS)
-    scratch = None if whole else shared
+    place = watch.device or torch.device("cpu")
+    shared = scratch_on(place, traced.graph, {} if scratches is None else scratches)
+    scratch = None if scratches is None else shared
     forward = _Timer(kernel.forward_graph, watch, times, scratch)
     backward, input_grad, weight_grad = (
         None if graph is None else _Timer(graph, watch, times, scratch)
@@ -125,6 +126,16 @@ def measure(
         ahead, back, first, second = (part.get(node.name, 0.0) for part in parts)
         costs[node.name] = NodeCost(ahead, back, sizes.get(node.name, 0), first, second)
     return costs
+
+
+def scratch_on(
+    device: torch.device, graph: fx.Graph, scratches: dict[torch.device, Scratch]
+) -> Scratch:
+    """The memory that values of a graph share on a device; made if it is not in ``scratches``."""
+    if device not in scratches:
+        sizes = [x.numel() for n in graph.nodes if _is_plain(x := n.meta.get("val"))]
+        scratches[device] = Scratch(device, turns=OPERANDS, least=max(sizes, default=0))
+    return scratches[device]
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,39 @@ def test_compiling_takes_no_more_than_steps(optimizer: Optimizer) -> None:
     assert_within(*on_devices(counted, {"schedule": "1f1b"}, optimizer))
 
 
+class Wide(nn.Module):
+    """Of little state: nearly all that devices hold are values, the largest on the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1)
+        self.last = nn.Conv2d(24, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.first(x))
+        y: Tensor = self.last(torch.cat([torch.relu(self.second(h)), h], 1))
+        return y
+
+
+def wide() -> tuple[list[int], list[int]]:
+    """Device → the bytes that it holds at most in steps, and while compiling."""
+    x = torch.randn(16, 1, 32, 32)
+    options: dict[str, Any] = {"partition": ["second"], "microbatches": 4, "optimizer": SGD}
+    with fxpipe.compile(Wide(), ["cuda:0", "cuda:1"], loss=mse_loss, **options) as pipe:
+        with peaks(2) as compiling:
+            pipe.prepare(x, target=x)
+        pipe.step(x, target=x)
+        with peaks(2) as steps:
+            pipe.step(x, target=x)
+    return steps, compiling
+
+
+def test_compiling_where_values_are_the_most_takes_no_more_than_the_fullest_device() -> None:
+    """The first device measures the operations of all stages, one at a time."""
+    steps, compiling = on_devices(wide)
+    assert max(compiling) <= max(steps)
+
+
 def loaded(folder: Path) -> list[int]:
     """Device → the bytes that it holds at most while a checkpoint takes the place of training."""
     x, y = data(4)
