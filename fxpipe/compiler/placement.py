@@ -253,7 +253,7 @@ def _measured(options: Options, facts: Mapping[str, Any]) -> dict[str, Sequence[
 def _trying_stand_ins(facts: Mapping[str, Any], run: Callable[[Mapping[str, Any]], T]) -> T:
     """What ``run`` makes of the facts where operations get numbers that share memory, so that no
     activations are kept and a device holds the operands of one operation. If one refuses such
-    numbers, as a Cholesky decomposition does, it is made of the values themselves, unless these may
+    numbers, as a user's own operation may, it is made of the values themselves, unless these may
     not be in memory all at once."""
     try:
         return run({**facts, "scratches": {}})
