@@ -174,7 +174,7 @@ def compile(
         given = arguments.with_automatic(arguments.read_extensions(extensions))
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
         cuts = read_partition(partition, memory_limits)
-        cuts.check(model, len(places))
+        cuts.check(len(places))
         make: Callable[[Options, Choice], Compiler] = Compiler
         late = arguments.read_late(schedule)
         if late is not None:

@@ -43,8 +43,6 @@ def unbalanced(seconds: Sequence[float], partition: Partition) -> str | None:
 def _cure(seconds: Sequence[float], partition: Partition) -> str:
     if partition.at is not None:
         return "leave out partition= (at=), and the stages are balanced, or begin others there"
-    if partition.keep_together:
-        return f"leave out keep_together={list(partition.keep_together)}, or name smaller modules"
     cure = "partition=[...] with the modules at which stages begin may divide it better"
     enough = math.ceil(sum(seconds) / max(seconds))
     if enough < len(seconds):

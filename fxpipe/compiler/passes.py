@@ -138,11 +138,11 @@ PARTITION = (
     Pass(footprint_of, "traced, plan, costs, state, copies", "footprint", when="limited"),
     Pass(
         balance,
-        "traced, stages, costs, machine, footprint, together, nearest, partitioner",
+        "traced, stages, costs, machine, footprint, nearest, partitioner",
         "assignment",
         when="not named",
     ),
-    Pass(cut_at, "traced, stages, at, model, together", "assignment", when="named"),
+    Pass(cut_at, "traced, stages, at, model", "assignment", when="named"),
     Pass(
         judge,
         "traced, assignment, costs, machine, footprint, nearest",

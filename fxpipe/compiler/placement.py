@@ -93,7 +93,6 @@ class Placement:
             "machine": machine,
             "limited": machine.limited,
             "footprint": Footprint(),
-            "together": partition.keep_together,
             "at": partition.at,
             "named": partition.at is not None,
             "judged": partition.at is not None and not later,

@@ -162,14 +162,6 @@ def within(node: fx.Node, module: str) -> bool:
     return any(path == module or path.startswith(module + ".") for path in module_paths(node))
 
 
-def kept_together(nodes: Sequence[fx.Node], modules: Sequence[str]) -> Iterator[Bond]:
-    """Yield the nodes of each submodule that has several."""
-    for module in modules:
-        group = [node for node in nodes if within(node, module)]
-        if len(group) > 1:
-            yield Bond(group, module)
-
-
 def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[Bond]:
     """Yield the groups of nodes that must share a stage.
 

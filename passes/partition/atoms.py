@@ -9,7 +9,7 @@ every layer, is sent to the stages that read it: that takes less time than to co
 Nodes on a path between two nodes of an atom join it, so that the atoms have no cycle.
 
 The readers of a value keep their ``turns``, so that the stages add gradients in autograd's order.
-This can make the best cut slower, with ``together`` much slower.
+This can make the best cut slower.
 
 Memory is estimated on the whole model as a single stage: parameters with their optimizer state, and
 saved values. A value that is sent may count on both sides, because what a stage receives counts as
@@ -37,7 +37,6 @@ from fxpipe.passes.partition.assignment import (
     compute_nodes,
     differentiable,
     in_order,
-    kept_together,
     readers,
     turns,
 )
@@ -85,14 +84,12 @@ def atoms_of(
     traced: Traced,
     costs: Mapping[str, NodeCost],
     footprint: Footprint,
-    together: Sequence[str] = (),
     *,
     views: bool = True,
 ) -> Atoms:
     """Return the atoms of a graph.
 
     Args:
-        together: submodules that must not be cut.
         views: whether views stay with tensors that nothing else reads.
     """
     ordered = in_order(traced)
@@ -100,8 +97,7 @@ def atoms_of(
     names = {argument.target: argument.name for argument in traced.parameters}
     back = differentiable(traced, names.values()) if trained else {}
     pairs = list(turns(traced, ordered))
-    bound = (*bonds(traced, ordered), *kept_together(ordered, together))
-    joined = [bond.nodes for bond in bound] + ([*_views(ordered)] if views else [])
+    joined = [bond.nodes for bond in bonds(traced, ordered)] + ([*_views(ordered)] if views else [])
     groups = _joined(ordered, joined, pairs)
     atom_of = {node: atom for atom, group in enumerate(groups) for node in group}
     transfers = [

@@ -26,7 +26,6 @@ from fxpipe.passes.partition.assignment import (
     Assignment,
     bonds,
     in_order,
-    kept_together,
     within,
 )
 from fxpipe.passes.partition.atoms import Footprint, atoms_of
@@ -47,7 +46,6 @@ def balance(
     *,
     machine: Machine | None = None,
     footprint: Footprint | None = None,
-    together: Sequence[str] = (),
     nearest: bool = False,
     partitioner: Partitioner | None = None,
 ) -> Assignment:
@@ -56,7 +54,6 @@ def balance(
     Args:
         machine: speeds, memory limits and links; by default equal devices.
         footprint: what stays in memory, for the limits.
-        together: submodules that must not be cut.
         nearest: whether to return the cut that comes nearest to the memory limits, instead of
             raising, if no cut keeps them.
         partitioner: what divides the work; by default that of the extension that has one.
@@ -65,7 +62,7 @@ def balance(
         PartitionError: the graph cannot be cut into that many stages, or no cut keeps the limits.
     """
     machine = machine or Machine.equal(stages)
-    atoms = atoms_of(traced, costs, footprint or Footprint(), together)
+    atoms = atoms_of(traced, costs, footprint or Footprint())
     if len(atoms.nodes) < stages:
         raise PartitionError(
             f"the model can be cut into at most {len(atoms.nodes)} stages, not {stages}; "
@@ -119,7 +116,6 @@ def cut_at(
     stages: int,
     at: Sequence[str],
     model: nn.Module,
-    together: Sequence[str] = (),
 ) -> Assignment:
     """Cut by names of submodules: a new stage begins at each.
 
@@ -135,7 +131,7 @@ def cut_at(
     nodes = in_order(traced)
     place_of = {node: place for place, node in enumerate(nodes)}
     runs: list[tuple[int, int, str]] = []
-    for bond in (*bonds(traced, nodes), *kept_together(nodes, together)):
+    for bond in bonds(traced, nodes):
         places = [place_of[node] for node in bond.nodes]
         runs.append((min(places), max(places), bond.what))
     modules = [name for name, _ in model.named_modules() if name]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from itertools import permutations
 from numbers import Real
 from typing import Any
 
-from torch import nn
-
-from fxpipe.errors import InputError, near
+from fxpipe.errors import InputError
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 from fxpipe.passes.partition.work import Machine
@@ -28,7 +26,6 @@ class Partition:
 
     Attributes:
         at: names of submodules; a stage begins at each. None to balance the stages.
-        keep_together: names of submodules that must not be cut.
         memory_limits: bytes: one number for all devices, or a list with one for each; None for no
             limit. A limit covers all that ``pipe.simulate().memory`` counts: parameters, gradients,
             optimizer state, weight versions, the saved values of as many micro-batches as the
@@ -43,26 +40,27 @@ class Partition:
     """
 
     at: Sequence[str] | None = None
-    keep_together: Sequence[str] = ()
     memory_limits: Each | None = None
     device_speeds: Sequence[float] | None = None
     link_bandwidth: Pairs | None = None
     link_latency: Pairs | None = None
+    keep_together: InitVar[object] = None
 
-    def check(self, model: nn.Module, devices: int) -> None:
+    def __post_init__(self, keep_together: object) -> None:
+        if keep_together is not None:
+            raise InputError(
+                "Partition takes keep_together no longer: write at=[...] with the submodules at "
+                "which stages begin, which parts no other"
+            )
+
+    def check(self, devices: int) -> None:
         """Check the constraints.
 
         Raises:
-            InputError: a submodule is unknown, or a number does not fit the devices.
+            InputError: the cuts are no names, or a number does not fit the devices.
         """
-        for what, names in (("at", self.at or ()), ("keep_together", self.keep_together)):
-            if not _are_names(names):
-                raise InputError(f"{what} is {names!r}; give a list of submodule names")
-        modules = [name for name, _ in model.named_modules() if name]
-        for name in self.keep_together:
-            if name not in modules:
-                hint = near(name, modules)
-                raise InputError(f"keep_together names no submodule {name!r}: {hint}")
+        if not _are_names(self.at or ()):
+            raise InputError(f"at is {self.at!r}; give a list of submodule names")
         self.limits(devices)  # checks its numbers, and so does links
         _each("device_speeds", self.device_speeds, devices, alone=False)
         self.links(devices)

@@ -94,7 +94,6 @@ def test_a_slow_stage_is_marked_and_warned_of_once(
         ((1.0, 4.0, 1.0), Partition(), r"with the modules .*; else 2 stages .*\(devices=2\);"),
         ((3.0, 4.0, 2.0), Partition(), r"partition=\[...\] with the modules .* better; docs"),
         ((1.0, 4.0, 1.0), Partition(at=["a", "b"]), r"leave out partition= \(at=\)"),
-        ((1.0, 4.0, 1.0), Partition(keep_together=["a"]), r"keep_together=\['a'\]"),
     ],
 )
 def test_the_warning_gives_the_line_to_write(

@@ -50,8 +50,7 @@ def compiled(model: nn.Module, devices: int = 2, **options: Any) -> fxpipe.Pipel
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep_together": ["frist"]}, "keep_together names no submodule 'frist': did you mean"),
-        ({"keep_together": "first"}, "keep_together is 'first'; give a list of submodule names"),
+        ({"keep_together": ["first"]}, r"keep_together no longer: write at=\[...\] with the"),
         ({"at": [3]}, r"at is \[3\]; give a list of submodule names"),
         ({"memory_limits": [1, 2, 3]}, "memory_limits is .*; give one number, or a list of 2"),
         ({"memory_limits": [1, -1]}, "memory_limits of device 1 is -1; give a positive number"),
@@ -71,20 +70,6 @@ def compiled(model: nn.Module, devices: int = 2, **options: Any) -> fxpipe.Pipel
 def test_wrong_options_are_refused_with_a_cure(options: dict[str, Any], message: str) -> None:
     with pytest.raises(fxpipe.InputError, match=message):
         compiled(Blocks(), **options)
-
-
-def test_modules_that_are_kept_together_are_in_one_stage() -> None:
-    for module in ("first", "second", "third"):
-        with compiled(Blocks(), keep_together=[module]) as pipe:
-            whole = [name for stage in pipe.plan.stages for name in stage.modules]
-            assert module in whole
-
-
-def test_a_named_cut_may_not_part_what_is_kept_together() -> None:
-    with pytest.raises(fxpipe.PartitionError, match=r"third\.1.*third must be in one stage"):
-        compiled(Blocks(), at=["third.1"], keep_together=["third"])
-    with compiled(Blocks(), at=["third"], keep_together=["third"]) as pipe:
-        assert "third" in pipe.plan.stages[1].modules
 
 
 def test_the_table_says_what_was_balanced() -> None:

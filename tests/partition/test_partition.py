@@ -173,13 +173,9 @@ def is_run(stage_of: Mapping[str, int], order: Sequence[str]) -> bool:
 
 
 @given(recipes(), st.data())
-def test_links_limits_speeds_and_what_is_kept_together_hold_at_once(
-    recipe: Recipe, data: st.DataObject
-) -> None:
+def test_links_limits_and_speeds_hold_at_once(recipe: Recipe, data: st.DataObject) -> None:
     traced, costs = built(recipe)
     stages = range(recipe.stages)
-    for node in data.draw(st.sets(st.sampled_from(compute_nodes(traced.graph)), max_size=3)):
-        node.meta["nn_module_stack"] = {"m": ("m", "Module")}
     link = data.draw(st.sampled_from([0.0, 0.1, 1.0]))
     machine = Machine(
         speeds=tuple(data.draw(st.sampled_from([1.0, 2.0])) for _ in stages),
@@ -189,19 +185,17 @@ def test_links_limits_speeds_and_what_is_kept_together_hold_at_once(
     )
     footprint = Footprint({"p": 6, "q": 3}, {node.name: 2 for node in in_order(traced)})
     alone = atoms_of(traced, costs, footprint, views=False)
-    order = [n[0].name for n in atoms_of(traced, costs, footprint, ["m"]).nodes]
+    order = [n[0].name for n in atoms_of(traced, costs, footprint).nodes]
     slowest_of: dict[tuple[int, ...], float] = {}
     runs: list[float] = []
     for candidate in every_assignment(traced, recipe.stages):
-        module = {candidate[n.name] for n in in_order(traced) if "nn_module_stack" in n.meta}
         stage_of = tuple(candidate[nodes[0].name] for nodes in alone.nodes)
         division = weigh(alone.work, machine, stage_of)
-        if len(module) <= 1 and division.fits(machine):
+        if division.fits(machine):
             slowest_of[stage_of] = division.slowest
             runs += [division.slowest] if is_run(candidate, order) else []
-    options: dict[str, Any] = {"machine": machine, "footprint": footprint, "together": ["m"]}
     try:
-        ours = balance(traced, recipe.stages, costs, **options)
+        ours = balance(traced, recipe.stages, costs, machine=machine, footprint=footprint)
     except PartitionError:
         assert not runs
         return
