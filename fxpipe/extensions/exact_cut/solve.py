@@ -34,7 +34,7 @@ def solve(work: Work, machine: Machine, layers: Sequence[Hashable] = ()) -> Divi
     """
     least = max(work.total / sum(machine.speeds), max(work.seconds) / max(machine.speeds))
     best: Division | None = None
-    for order in orders(work, machine, least):
+    for order in orders(work):
         stage_of = _fastest(work, machine, order, least, best)
         division = best if stage_of is None else weigh(work, machine, stage_of)
         if division is not None and (best is None or division.slowest < best.slowest):
