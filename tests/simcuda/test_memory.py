@@ -263,6 +263,32 @@ def test_compiling_where_values_are_the_most_takes_no_more_than_the_fullest_devi
     assert max(compiling) <= max(steps)
 
 
+def planned() -> tuple[list[int], list[int], list[float], list[float]]:
+    """Device → the bytes that GPipe needs, and those that what is planned for two thirds of it
+    takes; and the losses of both, the second where devices have no more."""
+    x, y = data(8)
+
+    def losses(**options: Any) -> tuple[list[int], list[float]]:
+        devices = ["cuda:0", "cuda:1"]
+        with fxpipe.compile(made(4), devices, loss=mse_loss, optimizer=SGD, **options) as pipe:
+            first = [float(pipe.step(x, target=y))]
+            with peaks(2) as held:
+                return held, first + [float(pipe.step(x, target=y)) for _ in range(3)]
+
+    held, expected = losses(schedule="gpipe", microbatches=8)
+    limit = max(held) * 2 // 3
+    gc.collect()
+    with within(2, 1.03 * limit):  # as exact as predictions are
+        most, found = losses(schedule="auto", microbatches=8, memory_limits=limit)
+    return held, most, expected, found
+
+
+def test_what_is_planned_for_a_limit_trains_on_devices_that_have_no_more() -> None:
+    needed, held, expected, found = on_devices(planned)
+    assert max(held) < max(needed)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def loaded(folder: Path) -> list[int]:
     """Device → the bytes that it holds at most while a checkpoint takes the place of training."""
     x, y = data(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import tempfile
+from contextlib import suppress
 from functools import cache
 from statistics import mean
 from time import perf_counter
@@ -52,7 +53,7 @@ def away_rates(place: str) -> tuple[float, float]:
 def _measured_rates(place: str) -> tuple[float, float]:
     from fxpipe.extensions.offload.storing import FileMemory
 
-    memory = torch.ones(1 << 25, dtype=torch.uint8, device=place)
+    memory = _most(place)
     stored, fetched = [], []
     for _ in range(_ROUNDS):
         start = perf_counter()
@@ -72,3 +73,11 @@ def _measured_rates(place: str) -> tuple[float, float]:
         stored.append(between - start)
         fetched.append(perf_counter() - between)
     return memory.nbytes / min(stored), memory.nbytes / min(fetched)
+
+
+def _most(place: str) -> torch.Tensor:
+    """32 MiB on a device, or less if it has no room for them; at least 4 KiB."""
+    for power in range(25, 12, -1):
+        with suppress(torch.OutOfMemoryError):
+            return torch.ones(1 << power, dtype=torch.uint8, device=place)
+    return torch.ones(1 << 12, dtype=torch.uint8, device=place)
