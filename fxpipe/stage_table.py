@@ -20,7 +20,7 @@ from fxpipe.formatting import (
 )
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import GraphKernel, peak_of
-from fxpipe.passes.partition.work import Load
+from fxpipe.passes.partition.work import StageLoad
 
 _MODULES = 12
 """The most modules of a stage that are named, where runs of numbers count once."""
@@ -36,7 +36,7 @@ def stage_table(
     model: nn.Module,
     compiled: Compiled | None,
     places: Sequence[str],
-    loads: Sequence[Load],
+    loads: Sequence[StageLoad],
     peaks: Sequence[int] | None,
     replicas: int,
 ) -> str:
@@ -135,7 +135,7 @@ def _milliseconds(stage: Stage, which: str) -> str:
     return "–" if stage.costs is None else f"{1e3 * getattr(stage.costs, which):.2f} ms"
 
 
-def _balance(busy: Sequence[float], loads: Sequence[Load]) -> str:
+def _balance(busy: Sequence[float], loads: Sequence[StageLoad]) -> str:
     """How the slowest stage compares with the mean."""
     if not sum(busy):
         return "–: not measured yet; pipe.simulate() measures it"

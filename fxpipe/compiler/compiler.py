@@ -31,7 +31,7 @@ from fxpipe.log import LOGGER, reported
 from fxpipe.passes.graph.lazy_module import sources_forgotten
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.work import Load
+from fxpipe.passes.partition.work import StageLoad
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import returned_loss
 from fxpipe.passes.tracing.trace import shapes_of
@@ -281,7 +281,7 @@ class Compiler:
         return measured
 
     @property
-    def loads(self) -> Sequence[Load]:
+    def loads(self) -> Sequence[StageLoad]:
         """Stage → load; empty before the model is measured and partitioned."""
         return self._placement.loads
 

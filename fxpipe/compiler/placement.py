@@ -22,7 +22,7 @@ from fxpipe.passes.partition.assignment import Assignment, compute_nodes, owners
 from fxpipe.passes.partition.atoms import Footprint
 from fxpipe.passes.partition.distinct import reducible
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.work import Load, Machine
+from fxpipe.passes.partition.work import Machine, StageLoad
 from fxpipe.passes.runner import run_all
 from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.torchtools.state import intra_op_threads, under, untouched
@@ -207,7 +207,7 @@ class Placement:
         return () if self._budget is None else (self._budget,)
 
     @property
-    def loads(self) -> Sequence[Load]:
+    def loads(self) -> Sequence[StageLoad]:
         """Stage → load, by the costs of the first graph; empty as long as these are not known."""
         return () if self._reference is None else self._reference[1].loads
 
@@ -326,7 +326,7 @@ class MemoryBudget:
         self._reserved: dict[int, int] = {}
         self._left = _TRIES
 
-    def keeps(self, loads: Sequence[Load], peaks: Sequence[float]) -> bool:
+    def keeps(self, loads: Sequence[StageLoad], peaks: Sequence[float]) -> bool:
         """Whether a cut for ``machine`` keeps the limits: ``loads`` are what the partition counted
         for each stage, ``peaks`` the predicted peaks of devices. If it does not, ``machine`` leaves
         more free from now on; raises PartitionError if no other cut may be tried."""

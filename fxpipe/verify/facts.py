@@ -27,7 +27,7 @@ from fxpipe.text.program import print_instruction
 from fxpipe.verify.tasks import Spot, Window, wrong_batch
 
 
-class Move(NamedTuple):
+class Transit(NamedTuple):
     """A send or a receive of a value: its position, the buffer, and its batch there."""
 
     position: int
@@ -35,7 +35,7 @@ class Move(NamedTuple):
     batch: int
 
 
-Moves = dict[tuple[int, int], list[Move]]
+Moves = dict[tuple[int, int], list[Transit]]
 """(from, to) → the sends, or the receives, between two devices in the order of their list."""
 
 
@@ -126,7 +126,7 @@ class Facts:
                 x = program.lists[device][position]
                 assert isinstance(x, ins.Move)
                 moves[program.ends_of(x.buffer)].append(
-                    Move(position, x.buffer._replace(batch=0), x.buffer.batch)
+                    Transit(position, x.buffer._replace(batch=0), x.buffer.batch)
                 )
         return moves
 

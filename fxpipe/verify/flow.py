@@ -21,7 +21,7 @@ from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.value import HOST, Buffer, forward_buffer, gradient_buffer
 from fxpipe.ir.walk import Wait, waits_of, walk
-from fxpipe.verify.facts import Facts, Move
+from fxpipe.verify.facts import Facts, Transit
 from fxpipe.verify.tasks import microbatches_text, steps_later
 
 
@@ -94,7 +94,7 @@ def paired(facts: Facts) -> Iterator[Fault]:
 
 
 def _crossed(
-    facts: Facts, pair: tuple[int, int], leaving: list[Move], arriving: list[Move]
+    facts: Facts, pair: tuple[int, int], leaving: list[Transit], arriving: list[Transit]
 ) -> Iterator[Fault]:
     """Report the first value that is received in another order than it is sent.
 
@@ -198,7 +198,7 @@ def stuck(facts: Facts, channel: int | None) -> Iterator[Fault]:
 
 
 def _too_late(
-    facts: Facts, pair: tuple[int, int], sent: list[Move], received: list[Move]
+    facts: Facts, pair: tuple[int, int], sent: list[Transit], received: list[Transit]
 ) -> Iterator[Fault]:
     """Check that a value is sent in the step in which it is received, or earlier."""
     source, device = pair
@@ -218,8 +218,8 @@ def _too_late(
 def _sends(
     facts: Facts,
     pair: tuple[int, int],
-    sent: list[Move],
-    received: list[Move],
+    sent: list[Transit],
+    received: list[Transit],
     channel: int,
     waits: list[list[Wait]],
 ) -> Iterator[Fault]:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import PartitionError
 from fxpipe.ir.traced import SEEDS, Traced
-from fxpipe.passes.partition.work import Load
+from fxpipe.passes.partition.work import StageLoad
 from fxpipe.passes.tracing.tracer import tensors_read
 from fxpipe.torchtools.source import module_paths, module_stack
 
@@ -50,7 +50,7 @@ class Assignment:
 
     stages: int
     nodes: Mapping[str, int]
-    loads: tuple[Load, ...] = field(default=(), compare=False)
+    loads: tuple[StageLoad, ...] = field(default=(), compare=False)
 
 
 def one_stage(traced: Traced) -> Assignment:

@@ -164,7 +164,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Load:
+class StageLoad:
     """What a stage computes, sends and holds.
 
     Attributes:
@@ -189,7 +189,7 @@ class Division:
     """A division of the atoms among stages: atom → stage, with the load of each stage."""
 
     stage_of: tuple[int, ...]
-    loads: tuple[Load, ...] = field(compare=False)
+    loads: tuple[StageLoad, ...] = field(compare=False)
 
     @property
     def slowest(self) -> float:
@@ -296,7 +296,7 @@ def weigh(work: Work, machine: Machine, stage_of: Sequence[int]) -> Division:
     return Division(
         tuple(stage_of),
         tuple(
-            Load(
+            StageLoad(
                 compute[k] / machine.speeds[k],
                 transfer[k],
                 machine.reserved[k] + held[k] + saving * kept[k] + receiving * received[k],

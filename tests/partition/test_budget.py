@@ -6,11 +6,11 @@ import pytest
 
 import fxpipe
 from fxpipe.compiler.placement import MemoryBudget
-from fxpipe.passes.partition.work import Load, Machine
+from fxpipe.passes.partition.work import Machine, StageLoad
 
 
-def loads(*memory: float) -> list[Load]:
-    return [Load(memory=each) for each in memory]
+def loads(*memory: float) -> list[StageLoad]:
+    return [StageLoad(memory=each) for each in memory]
 
 
 def test_what_was_predicted_beyond_the_count_is_left_free_by_the_next_cut() -> None:

@@ -26,7 +26,7 @@ from fxpipe.extensions.inductor.libraries import (
     can_compile,
     compile_all,
 )
-from fxpipe.extensions.inductor.library import Compiled, Wiring
+from fxpipe.extensions.inductor.library import LibraryCall, Wiring
 from fxpipe.extensions.inductor.lower_graph import CannotCompile, graph_text, lowered
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import PEAK, GraphKernel
@@ -63,7 +63,7 @@ def compile_stages(plan: Plan, threads: int, own: Collection[int]) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-class Job:
+class GraphToCompile:
     """One graph of a stage, to be compiled.
 
     Attributes:
@@ -125,12 +125,12 @@ class Job:
             return self.module
         library = libraries.load(self.key, record.suffix, self.device)
         module = lazy_module(self.module, self.module.graph, type(self.module).__name__)
-        vars(module)["forward"] = Compiled(library, self._wiring, self.module.forward)
+        vars(module)["forward"] = LibraryCall(library, self._wiring, self.module.forward)
         module.meta[PEAK] = record.peak + sum(draw.bytes for draw in self._wiring.draws)
         return module
 
 
-def _jobs(stage: Stage, threads: int) -> Iterator[Job]:
+def _jobs(stage: Stage, threads: int) -> Iterator[GraphToCompile]:
     kernel = stage.kernel
     if not isinstance(kernel, GraphKernel):
         LOGGER.info("stage %s runs as it is: autograd drives its backward", stage.index)
@@ -147,7 +147,7 @@ def _jobs(stage: Stage, threads: int) -> Iterator[Job]:
     for name, module in parts.items():
         if module is None or not any(n.op == "call_function" for n in module.graph.nodes):
             continue
-        yield Job(module, f"the graph of stage {stage.index} for {name}", owned, threads)
+        yield GraphToCompile(module, f"the graph of stage {stage.index} for {name}", owned, threads)
         if name in ("forward", "input gradients") or name.startswith("bucket"):
             owned = owned | _allocates(module.graph)
 
@@ -164,12 +164,12 @@ def _allocates(graph: fx.Graph) -> set[str]:
     return names
 
 
-def _make(jobs: Sequence[Job], libraries: Libraries, options: dict[str, Any]) -> None:
+def _make(jobs: Sequence[GraphToCompile], libraries: Libraries, options: dict[str, Any]) -> None:
     """Compile the graphs that are not in the folder yet."""
     new = {job.key: job for job in jobs if job.key and libraries.record(job.key) is None}
     lacking = "" if can_compile() else "there is no C++ compiler; install g++, or name one in CXX"
     with libraries.scratch() as scratch:
-        tasks: list[tuple[Job, tuple[Any, ...]]] = []
+        tasks: list[tuple[GraphToCompile, tuple[Any, ...]]] = []
         for job in new.values():
             job.reason = lacking
             if lacking:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fxpipe.errors import FxpipeError, told
 
@@ -152,7 +152,7 @@ class Library:
             ) from error
 
 
-class Compiled:
+class LibraryCall:
     """Runs a graph by its library, with the boxed calling convention of the graph."""
 
     def __init__(
@@ -185,12 +185,6 @@ class Compiled:
         arguments.clear()
         sources: dict[str, Any] = {"argument": through, "made": self.library.run(taken)}
         return tuple(at if kind == "constant" else sources[kind][at] for kind, at in wiring.gives)
-
-
-def compiled(module: fx.GraphModule | None) -> Compiled | None:
-    """The ``Compiled`` that runs a graph module; None if it runs as it is."""
-    forward = None if module is None else vars(module).get("forward")
-    return forward if isinstance(forward, Compiled) else None
 
 
 def _loaded(path: Path, device: torch.device) -> Callable[[list[Tensor]], Sequence[Tensor]]:

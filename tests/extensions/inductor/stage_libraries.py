@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
 import fxpipe
-from fxpipe.extensions.inductor.library import Compiled, compiled
+from fxpipe.extensions.inductor.library import LibraryCall
 from fxpipe.ir.traced import SEED
 from fxpipe.random import mix
 
@@ -114,13 +114,14 @@ def stepped(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def graphs(pipe: fxpipe.Pipeline) -> list[Compiled | None]:
+def graphs(pipe: fxpipe.Pipeline) -> list[LibraryCall | None]:
     """What runs each graph of the stages that computes anything."""
     found = []
     for stage in pipe.plan.stages:
         for graph in (stage.forward, stage.backward, stage.input_grad, stage.weight_grad):
             if graph is not None and any(n.op == "call_function" for n in graph.graph.nodes):
-                found.append(compiled(graph))
+                forward = vars(graph).get("forward")
+                found.append(forward if isinstance(forward, LibraryCall) else None)
     return found
 
 
