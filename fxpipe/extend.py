@@ -215,9 +215,14 @@ def _package(target: str) -> str:
     return ".".join(parts[:3] if target.startswith(f"{_HERE}.") else parts[:1])
 
 
+class MissingView(InputError, AttributeError):
+    """A view whose extension is not there, so that ``hasattr`` is False."""
+
+
 class View:
     """A method of a class that an extension has: ``formulas = View()`` in the body of ``Schedule``
-    is what the door "view" knows as "Schedule.formulas", imported when it is first read.
+    is what the door "view" knows as "Schedule.formulas", imported when it is first read. Reading it
+    raises MissingView where the extension is not there.
 
     Args:
         static: whether the function is called without an instance, as a static method is.
@@ -231,7 +236,10 @@ class View:
         self._name = f"{owner.__name__}.{name}"
 
     def __get__(self, instance: object | None, owner: type) -> Callable[..., Any]:
-        function: Callable[..., Any] = find("view", self._name, f"{self._name}()")
+        try:
+            function: Callable[..., Any] = find("view", self._name, f"{self._name}()")
+        except InputError as error:
+            raise MissingView(*error.args) from error
         return function if instance is None or self._static else MethodType(function, instance)
 
 

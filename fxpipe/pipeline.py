@@ -554,6 +554,8 @@ class Pipeline(nn.Module):
             self._model.training = mode
 
     def __getattr__(self, name: str) -> Any:
+        if isinstance(view := vars(Pipeline).get(name), View):
+            return view.__get__(self, Pipeline)  # its error again, which names the extension
         try:
             return super().__getattr__(name)
         except AttributeError as error:

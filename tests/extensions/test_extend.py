@@ -69,6 +69,16 @@ def test_a_package_that_an_extension_lacks_is_no_missing_extension(
         extend.find("command", "search")
 
 
+def test_a_view_whose_extension_is_not_there_is_no_attribute_and_its_error_says_which() -> None:
+    for name in ("Schedule.simulate", "Pipeline.simulate"):
+        extend.register("view", name, "fxpipe.extensions.lost:simulate")
+    with fxpipe.compile(nn.Linear(2, 2), ["cpu"]) as pipe:
+        for owner in (find_recipe("gpipe")(2, 4), pipe):
+            assert not hasattr(owner, "simulate")
+            with pytest.raises(InputError, match=r"needs the extension fxpipe\.extensions\.lost"):
+                _ = owner.simulate
+
+
 def test_a_view_is_a_method_of_the_class() -> None:
     @extend.view(Schedule, "letters")
     def letters(schedule: Schedule, *, last: str = "") -> str:
