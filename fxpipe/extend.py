@@ -102,7 +102,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Schedule.draw": f"{_HERE}.draw.schedule:draw_schedule",
         "Schedule.formulas": f"{_HERE}.formulas:schedule_formulas",
         "Schedule.from_csv": f"{_HERE}.peers.forms:parse_csv",
-        "Schedule.from_nodes": f"{_HERE}.peers.forms:parse_nodes",
         "Schedule.grid": f"{_HERE}.draw.grid:schedule_grid",
         "Schedule.simulate": f"{_HERE}.simulator:simulate_schedule",
         "Simulation.draw": f"{_HERE}.draw.schedule:draw_simulations",

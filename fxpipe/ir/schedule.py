@@ -209,7 +209,6 @@ class Schedule:
         return read_schedule(path)
 
     from_csv = View(static=True)
-    from_nodes = View(static=True)
     csv = View()
     formulas = View()
 

@@ -1,20 +1,15 @@
-"""Schedules in the formats of other libraries.
+"""``parse_csv`` and ``schedule_csv``: the CSV of torch.distributed.pipelining, a row per rank:
 
-``parse_csv`` and ``schedule_csv``: the CSV of torch.distributed.pipelining, a row per rank:
-
-    0F0,0F1,0B0,0B1
-    ,1F0,1B0,(1F1;1B1)OVERLAP_F_B
-
-``parse_nodes`` reads zero-bubble's lists of scheduled nodes, one list for each pipeline stage.
+0F0,0F1,0B0,0B1
+,1F0,1B0,(1F1;1B1)OVERLAP_F_B
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fxpipe.errors import InputError
 from fxpipe.ir.schedule import Schedule
@@ -269,67 +264,3 @@ def _inexpressible(schedule: Schedule) -> Iterator[str]:
     for device in range(schedule.devices):
         if not schedule.held_by(device):
             yield f"device {device} holds no stage, and each rank needs one: leave it out"
-
-
-_NODES = {"F": "F", "B": "I", "W": "W", "BW": "B"}
-_MOVES = re.compile(r"(SEND|RECV)_(FORWARD|BACKWARD)|((SEND|RECV)_)?POST_VALIDATION")
-Nodes = Sequence[Sequence[Any]]
-
-
-def parse_nodes(nodes: Nodes, *, name: str = "nodes") -> Schedule:
-    """Read zero-bubble's lists of scheduled nodes, one list for each pipeline stage.
-
-    A node has ``type``, ``stage`` (its device) and ``microbatch`` or ``minibatch``. If a device has
-    several chunks, it also has ``layer_group_idx``, or ``chunk`` in a V schedule. There, B is the
-    input gradient and BW the whole backward. Sends, receives and validations are dropped, as the
-    compiler derives them.
-
-    Args:
-        nodes: the lists, of objects or mappings.
-        name: the schedule's name.
-
-    Raises:
-        InputError: ``nodes`` is no list of lists, or a node has no task; the message names it.
-    """
-    if not isinstance(nodes, list | tuple) or not all(isinstance(n, list | tuple) for n in nodes):
-        raise InputError(f"nodes is {nodes!r:.99}; give lists of nodes, one a stage")
-    rows: list[list[Task]] = []
-    for device, nodes_of_device in enumerate(nodes):
-        tasks = [
-            _task(node, device, len(nodes), f"row {device + 1}, node {at + 1}")
-            for at, node in enumerate(nodes_of_device)
-        ]
-        rows.append([task for task in tasks if task is not None])
-    return _schedule(name, rows)
-
-
-def _task(node: Any, device: int, devices: int, where: str) -> Task | None:
-    """Return the task of a node; None if the node moves a value or validates an update."""
-
-    def field(*names: str) -> Any:
-        for name in names:
-            if isinstance(node, Mapping):
-                if name in node:
-                    return node[name]
-            elif hasattr(node, name):
-                return getattr(node, name)
-        return None
-
-    kind = field("type")
-    kind = str(getattr(kind, "value", kind))
-    if _MOVES.fullmatch(kind):
-        return None
-    if kind not in _NODES:
-        raise InputError(f"{where}: type {kind} has no task here; known are {', '.join(_NODES)}")
-    if field("seq_split_idx"):
-        raise InputError(f"{where}: it is a part of a sequence; only whole micro-batches are read")
-    stage, microbatch, chunk = field("stage"), field("microbatch", "minibatch"), field("chunk") or 0
-    for word, number in (("stage", stage), ("microbatch", microbatch), ("chunk", chunk)):
-        if not isinstance(number, int) or number < 0:
-            raise InputError(f"{where}: its {word} is {number!r}; give a whole number from 0")
-    if stage != device:
-        raise InputError(f"{where}: it is of stage {stage}; move it to row {stage + 1}")
-    group = field("layer_group_idx")
-    if not isinstance(group, int):
-        group = chunk * devices + (devices - 1 - device if chunk % 2 else device)
-    return Task(_NODES[kind], microbatch, group)
