@@ -57,9 +57,7 @@ class Engine:
             clipping = Clipping(options.clip_norm, options.scaler, options.model)
         stages = None
         if options.optimizer is not None:
-            shard = None
-            if options.sharding is not None and options.shards:
-                shard = options.sharding, options.group.replica, options.replicas
+            shard = (options.group.replica, options.replicas) if options.shards else None
             stages = Optimizers(options.model, options.optimizer, options.owns, self.flush, shard)
         self.progress = Progress(options.model, stages, clipping, backend.generators, options.owns)
         self.stashed: Mapping[int, int] = {}
@@ -332,7 +330,6 @@ class Engine:
             optimizers,
             onto_grad=onto_grad and self._options.group.replica == 0,
             deferred=compiled.traced.deferred,
-            shards=self.progress.shards,
         )
         return self._run(FlushedRun, compiled, weights, optimizers)
 

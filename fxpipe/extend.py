@@ -61,7 +61,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "partial_backward": f"{_HERE}.replicas.opcodes:PartialBackward",
         "reduce_scatter": f"{_HERE}.replicas.opcodes:ReduceScatter",
         "all_gather": f"{_HERE}.replicas.opcodes:AllGather",
-        "take_part": f"{_HERE}.replicas.opcodes:TakePart",
         "gather_weights": f"{_HERE}.replicas.opcodes:GatherWeights",
         "share": f"{_HERE}.copies.opcodes:Share",
         "give": f"{_HERE}.copies.opcodes:Give",

@@ -103,15 +103,14 @@ def _row(schedule: Schedule, device: int, modes: Sequence[Recompute]) -> Iterato
         yield from unit
 
 
-def add_reduce(schedule: Schedule, shards: bool = False) -> Schedule:
+def add_reduce(schedule: Schedule) -> Schedule:
     """Schedule → Schedule: a reduce right after each stage's last backward.
 
     Where batches overlap, an update right behind the reduce would wait for the whole sum. So the
     update moves as late as the delay allows, right before the first forward that reads its version.
     The sum hides behind the tasks between: in 1F1B without flush, m − p + 1 of m micro-batches.
-    Meanwhile the stage keeps the gradients of two batches. With sharded optimizers the new weights
-    must also be gathered before that forward, so the update comes halfway. In schedules with user
-    tasks or clips, updates stay where they are.
+    Meanwhile the stage keeps the gradients of two batches. In schedules with user tasks or clips,
+    updates stay where they are.
 
     Before, with a delay of 1 on two devices::
 
@@ -125,13 +124,12 @@ def add_reduce(schedule: Schedule, shards: bool = False) -> Schedule:
 
     Args:
         schedule: a schedule without reduces; any other is returned unchanged.
-        shards: whether each replica updates a part of the weights.
     """
     if "A" in schedule.kinds:
         return schedule
     rows = tuple(tuple(_reducing(row)) for row in schedule.rows)
     if schedule.depth and "C" not in schedule.kinds and not schedule.kinds - BUILT_IN:
-        rows = tuple(_late(schedule, row, shards) for row in rows)
+        rows = tuple(_late(schedule, row) for row in rows)
     return replace(schedule, rows=rows)
 
 
@@ -148,9 +146,9 @@ def _reducing(row: tuple[Task, ...]) -> Iterator[Task]:
             yield replace(task, kind="A", microbatch=None)
 
 
-def _late(schedule: Schedule, row: tuple[Task, ...], shards: bool) -> tuple[Task, ...]:
-    """Move each update of a device right before the first forward that reads its version, or with
-    ``shards`` halfway there, unless that leaves fewer tasks between it and its reduce."""
+def _late(schedule: Schedule, row: tuple[Task, ...]) -> tuple[Task, ...]:
+    """Move each update of a device right before the first forward that reads its version, unless
+    that leaves fewer tasks between it and its reduce."""
     tasks = row
     for update in [task for task in row if task.kind == "U"]:
         stage = update.stage
@@ -162,10 +160,6 @@ def _late(schedule: Schedule, row: tuple[Task, ...], shards: bool) -> tuple[Task
             if (task.kind, task.stage) == ("F", stage)
         )
         moved = (*rest[:at], replace(update, batch=-1 - steps), *rest[at:])
-        if shards:
-            earlier, at = divmod(at - _between(moved, stage) // 2, len(rest))
-            at -= rest[at] in schedule.paired
-            moved = (*rest[:at], replace(update, batch=-1 - steps - earlier), *rest[at:])
         if _between(moved, stage) > _between(tasks, stage):
             tasks = moved
     return tasks

@@ -353,7 +353,6 @@ class Compiler:
             "updates": updates,
             "pause": purpose == "call",
             "replicas": self.options.replicas,
-            "shards": self.options.shards,
             "streams": bool(self.options.places),
         }
         program: Program = run_all(passes.of(self.options, "program"), facts)["program"]

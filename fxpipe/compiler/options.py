@@ -23,7 +23,6 @@ from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.devices.lanes import Place
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
-from fxpipe.runtime.weights.shards import Shards
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 WHOLE = 1 << 26
@@ -49,7 +48,8 @@ class Options:
         hollow: the bytes of the model's parameters and buffers if some of them were on the meta
             device when it was given, or, over ranks on CPUs, from the first run on; else 0.
         replicas: how many pipelines train the model side by side.
-        sharding: what lets each replica train a part of every parameter; None if nothing does.
+        sharded: whether each replica is to update some of the parameters, and have no state of the
+            others.
         bucket_bytes: the bytes of gradients that are summed over replicas in one bucket.
         in_order: whether gradients are added in the order of the replicas on every kind of device.
         decides: "search" or "auto" if the first step chooses the schedule, else ""; ``recipe`` then
@@ -77,7 +77,7 @@ class Options:
     group: RankGroup = field(default_factory=RankGroup)
     hollow: int = 0
     replicas: int = 1
-    sharding: type[Shards] | None = None
+    sharded: bool = False
     bucket_bytes: float = 25 * 2**20
     in_order: bool = False
     decides: str = ""
@@ -104,8 +104,8 @@ class Options:
 
     @property
     def shards(self) -> bool:
-        """Whether each replica updates a part of the weights."""
-        return self.sharding is not None and self.replicas > 1
+        """Whether there are several replicas, each of which updates some of the parameters."""
+        return self.sharded and self.replicas > 1
 
     @property
     def placement(self) -> tuple[int, ...]:

@@ -64,7 +64,7 @@ def part_gradients(plan: Plan, bucket_bytes: float) -> Plan:
 SCHEDULE = (
     Pass(write_schedule, "recipe, devices, microbatches, short", "schedule"),
     Pass(add_recompute, "schedule, recompute", "recomputing schedule", when="recomputes"),
-    Pass(add_reduce, "recomputing schedule, shards", "reducing schedule", when="replicated"),
+    Pass(add_reduce, "recomputing schedule", "reducing schedule", when="replicated"),
     Pass(add_clip, "reducing schedule", "clipping schedule", when="clips"),
 )
 """A recipe and a number of micro-batches → the schedule of a step or a call."""
@@ -188,7 +188,7 @@ DEVICES = (Pass(place_devices, "plan, device, stage_devices", "plan"),)
 """Let stages make their tensors on the devices where they run; for devices with streams."""
 
 PROGRAM = (
-    Pass(Lower, "schedule, plan, updates, pause, replicas, shards", "program"),
+    Pass(Lower, "schedule, plan, updates, pause, replicas", "program"),
     Pass(communicate, "program", "communicated program"),
     Pass(free, "communicated program", "freed program"),
     Pass(Streams, "freed program", "program", when="streams"),

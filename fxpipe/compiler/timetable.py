@@ -111,7 +111,6 @@ class Timetable:
             "short": microbatches < self._whole,
             **self._modes(purpose),
             "replicated": (self._options.replicas > 1 and purpose != "infer") or copied,
-            "shards": self._options.shards,
             "clips": self._options.clips and purpose == "step",
         }
         try:

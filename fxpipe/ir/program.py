@@ -141,9 +141,9 @@ class Program:
         }
 
     @cached_property
-    def sharded(self) -> frozenset[int]:
-        """The stages whose weights are updated in parts, one by each replica."""
-        return frozenset(x.stage for x in self._instructions if x.shards)
+    def opcodes(self) -> frozenset[str]:
+        """The opcodes of its instructions."""
+        return frozenset(x.opcode for x in self._instructions)
 
     @cached_property
     def clips(self) -> bool:

@@ -126,7 +126,7 @@ def _needs_of(window: Window) -> Callable[[Key], list[Key]]:
 
     def unseen(key: Key) -> list[Key]:
         kind, _, stage = key
-        gathers = [("gather", None, stage), ("part", None, stage), ("add", None, stage)]
+        gathers = [("gather", None, stage), ("add", None, stage)]
         norm = "norm", None, stage
         match kind:
             case "gather" | "part":

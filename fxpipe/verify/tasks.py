@@ -234,13 +234,8 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
     clips = "C" in present
     reduces = ("A" in present and not gives) or (replicas > 1 and window.trains)
     for stage, device in enumerate(window.schedule.placement):
-        shards = ("part", None, stage) in spots
-        once = {"U": updates or shards, "A": reduces, "C": clips, "norm": clips}
-        once |= {"weights": True} if shards else {"gather": reduces}
-        once["add"] = gives and bool(copies[stage])
-        refused, what = _REFUSED[shards]
-        if (refused, None, stage) in spots:
-            yield Fault(f"stage {stage} {what}", "remove it", device)
+        once = {"U": updates, "A": reduces, "C": clips, "norm": clips, "gather": reduces}
+        once |= {"weights": "weights" in present, "add": gives and bool(copies[stage])}
         lacks: dict[str, list[int]] = defaultdict(list)
         for i in range(window.schedule.microbatches):
             if ("F", i, stage) not in spots:
@@ -298,12 +293,6 @@ def _offload(window: Window, i: int, stage: int) -> Iterator[Fault]:
     elif back is not None and stored is None:
         yield window.fault(back, "it fetches what is never stored", "add its O behind the forward")
 
-
-_REFUSED = {
-    True: ("gather", "has an all_gather, and a take_part of the same sums"),
-    False: ("weights", "has a gather_weights, and each replica updates all weights"),
-}
-"""Whether a stage takes a part of its sums → the kind that it must not have then, and why."""
 
 _EACH = {
     "add": "let it add what its copies give",
@@ -383,28 +372,24 @@ def _too_early(window: Window, at: Spot, on: Spot) -> Fault:
 def gradients_used_up(window: Window) -> Iterator[Fault]:
     """Check that a user's task gets the gradients that it needs.
 
-    They are gone while the replicas sum them, where the replica keeps only a part of the sums, and
-    after the update of their batch.
+    They are gone while the replicas sum them, and after the update of their batch.
     """
     for of_stage in window.by_stage:
         update: Spot | None = None
         summing: Spot | None = None
-        part: Spot | None = None
         for _, kind, _, spot in of_stage:
             if kind == "A" and "gather" in window.kinds:
                 summing = spot
-            elif kind in ("gather", "part"):
-                summing, part = None, spot if kind == "part" else None
+            elif kind == "gather":
+                summing = None
             if kind == "U":
                 update = spot
                 continue
-            task, gone = window.kinds[kind], summing or part or update
+            task, gone = window.kinds[kind], summing or update
             if gone and "gradients" in (*task.reads, *task.writes):
                 did, where = ("used up", "that")
                 if summing:
                     did, where = ("sent to be summed", "that, or behind the stage's all_gather")
-                elif part:
-                    did, where = ("left to other replicas but for a part", "the reduce_scatter")
                 yield window.fault(
                     spot,
                     f"it needs gradients that {window.text(*gone[:2])}, position {gone.position}, "

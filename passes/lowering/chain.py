@@ -38,10 +38,10 @@ def _empty() -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def with_sums(schedule: Schedule, replicas: int = 1, shards: bool = False) -> Schedule:
+def with_sums(schedule: Schedule, replicas: int = 1) -> Schedule:
     """The schedule with an A for each stage and copy, if it sums gradients."""
     summed = schedule.trains and (replicas > 1 or any(schedule.working))
-    return add_reduce(schedule, shards) if summed else schedule
+    return add_reduce(schedule) if summed else schedule
 
 
 def chain_program(
@@ -49,19 +49,18 @@ def chain_program(
     *,
     frees: bool = True,
     replicas: int | None = None,
-    shards: bool = False,
     buckets: Mapping[int, Sequence[Bucket]] | None = None,
 ) -> Program:
-    """Lower a verified schedule over a chain of stages; see ``Lower`` for ``shards``.
+    """Lower a verified schedule over a chain of stages.
 
     By default there are two ``replicas`` if it sums gradients, else one. ``buckets`` has those of
     the stages' gradients.
     """
     if replicas is None:
         replicas = 2 if "A" in schedule.kinds and not schedule.copies else 1
-    schedule = with_sums(schedule, replicas, shards)
+    schedule = with_sums(schedule, replicas)
     plan = chain(schedule.stages, buckets)
-    lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas, shards=shards)
+    lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas)
     program = communicate(lower(schedule))
     if schedule.paired:
         program = together(program, pairs_in(schedule))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -57,15 +57,12 @@ class Lower:
         pause: whether each device pauses before its first backward, so that the caller can take
             the outputs and later provide their gradients.
         replicas: how many pipelines run the program side by side.
-        shards: whether each replica updates a part of the weights, and keeps optimizer state for
-            that part only.
     """
 
     plan: Plan
     updates: bool = True
     pause: bool = False
     replicas: int = 1
-    shards: bool = False
     name: ClassVar[str] = "lower"
 
     @without_collection()
@@ -132,7 +129,7 @@ class Lower:
         yield from instructions.before(device, len(row))
         if flush and schedule.trains and self.updates:
             yield ins.Barrier()
-            yield from instructions.gathered(behind)
+            yield from behind
 
 
 class Beside(Protocol):
@@ -176,8 +173,7 @@ class _Instructions:
         if lower.replicas > 1 or any(schedule.working):
             name = "sum_replicas" if lower.replicas > 1 else "sum_copies"
             make = find("option", name, f"schedule {schedule.name!r}")
-            shards = lower.shards and lower.updates
-            self._sums = make(schedule, lower.plan, shards, self.of)
+            self._sums = make(schedule, lower.plan)
         summed = self._sums is not None and self._trains
         self._gathers = _gathers(schedule, lower.updates) if summed else {}
 
@@ -190,10 +186,6 @@ class _Instructions:
         """Yield what an A becomes."""
         if self._sums is not None and (begun := self._sums.of(task, device)) is not None:
             yield begun
-
-    def gathered(self, behind: Sequence[ins.Instruction]) -> Iterator[ins.Instruction]:
-        """Yield what comes behind a barrier."""
-        yield from behind if self._sums is None else self._sums.gathered(behind)
 
     def of(self, task: Task, position: int) -> ins.Instruction:
         """The instruction that runs a task at a position of its row."""
@@ -235,8 +227,7 @@ class _Instructions:
         return self._sums is not None and self._sums.rest(task)
 
     def before(self, device: int, position: int) -> Iterator[ins.Instruction]:
-        """Yield what a position waits for: sums, with their norms if stages clip, and the weights
-        that it is the first to read."""
+        """Yield what a position waits for: sums, with their norms if stages clip."""
         if self._sums is None:
             return
         for stage, batch in self._gathers.get((device, position), ()):
@@ -245,7 +236,6 @@ class _Instructions:
             yield waits
             if self._clips:
                 yield ins.Norm(stage, batch)
-        yield from self._sums.reads(device, position)
 
     def after(self, task: Task) -> Iterator[ins.Instruction]:
         """Yield the norm of the gradients that a task completes, if stages clip."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.task import Task
-
-Reading = Callable[[Task, int], ins.Instruction]
-"""A task and its position in its row → the instruction that runs it, for the version it reads."""
 
 
 class Sums:
@@ -34,11 +31,3 @@ class Sums:
     def waits(self, stage: int, batch: int) -> ins.Instruction | None:
         """What waits for the sum of a stage's gradients, unless nothing sums them."""
         return None
-
-    def reads(self, device: int, position: int) -> Iterator[ins.Instruction]:
-        """Yield what comes before a position of a row that is the first to read weights."""
-        yield from ()
-
-    def gathered(self, behind: Iterable[ins.Instruction]) -> Iterator[ins.Instruction]:
-        """Yield what comes behind a barrier, with what it needs."""
-        yield from behind

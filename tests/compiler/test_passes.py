@@ -74,7 +74,6 @@ def test_replicas_that_clip_sum_first_and_then_clip(name: str) -> None:
         "recompute": "never",
         "recomputes": False,
         "replicated": True,
-        "shards": False,
         "clips": True,
     }
     schedule: Schedule = run_all(LISTS["schedule"], facts)["schedule"]

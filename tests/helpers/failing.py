@@ -28,7 +28,7 @@ from tests.oracles.delayed_loop import DelayedLoop
 
 HANDLERS = interpreter.HANDLERS
 
-REPLICAS = {"PartialBackward", "ReduceScatter", "AllGather", "TakePart", "GatherWeights"}
+REPLICAS = {"PartialBackward", "ReduceScatter", "AllGather", "GatherWeights"}
 COPIES = {"Share", "Give", "Add"}
 KINDS = {made.__name__ for made in ins.every_opcode().values()} - {"Pause"} - REPLICAS - COPIES
 """All kinds of instructions of a step. A pause is in a differentiable call alone, and some are in

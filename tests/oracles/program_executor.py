@@ -39,7 +39,6 @@ class _Run(Devices):
     def __init__(self, program: Program, favourite: int, steps: int) -> None:
         super().__init__(program)
         self.summed: set[tuple[int, int]] = set()
-        self.parts: set[tuple[int, int]] = set()  # stages' sums of which a replica has a part
         self.apart: set[tuple[int, int]] = set()  # stages' versions with parts not yet gathered
         self.begun: dict[tuple[int, int], tuple[str | None, int, int, int]] = {}
         self.complete: set[tuple[int, int]] = set()  # stages' sums that lack the last reduce
@@ -109,7 +108,7 @@ class _Run(Devices):
                 if (self.flush and self.backwards) or (stage, writes) in self.model.weights:
                     raise WrongError("weights change too early, or twice")
                 self.model.update(stage, self.step + batch, reads, writes)
-                if (stage, self.step + batch) in self.parts:
+                if "gather_weights" in self.program.opcodes:
                     self.apart.add((stage, writes))
             case ins.Run(kind, stage, i, version, batch):
                 version = max(self.step + version, 0)
@@ -117,8 +116,6 @@ class _Run(Devices):
                 self._whole(stage, version)
                 if "gradients" in KINDS[kind].reads:
                     self._there(stage, self.step + batch)
-                    if (stage, self.step + batch) in self.parts:
-                        raise WrongError("it has a part of the gradients")
                 if (kind, stage, i, self.step + batch) in self.model.seen:
                     raise WrongError("runs twice")
                 self.model.look(kind, stage, i, self.step + batch, version)
@@ -129,15 +126,13 @@ class _Run(Devices):
                     raise WrongError("summed twice at once, or before a backward is finished")
                 self.complete.discard((stage, batch))
                 self.summed.add((stage, batch))
-            case ins.OncePerStep(stage, batch, opcode="all_gather" | "take_part" as word):
+            case ins.OncePerStep(stage, batch, opcode="all_gather"):
                 batch += self.step
                 self._at_home(device, stage)
                 if (stage, batch) not in self.summed:
                     raise WrongError("nothing is being summed")
                 self.summed.remove((stage, batch))
                 self.model.reduce(stage, batch)
-                if word == "take_part":
-                    self.parts.add((stage, batch))
             case ins.OncePerStep(stage, batch, opcode="gather_weights"):
                 self._at_home(device, stage)
                 if (stage, self.step + batch + 1) not in self.apart:

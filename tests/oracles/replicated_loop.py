@@ -84,9 +84,6 @@ class ReplicatedLoop(DelayedLoop):
 
     clip: float | None = None
     scale: float = 1.0
-    stages: Sequence[Sequence[str]] | None = None
-    """Stage → the names of its parameters, if the norm for clipping is summed over the replicas'
-    parts of the gradients."""
 
     def backward(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> Tensor:
         """Add the gradients of the batches of all replicas to ``.grad`` and clip them."""
@@ -95,22 +92,6 @@ class ReplicatedLoop(DelayedLoop):
         for parameter in parameters:
             if parameter.grad is not None and self.scale != 1.0:
                 parameter.grad *= 1 / self.scale
-        if self.clip is not None and self.stages is not None:
-            self._clip_parts(self.clip, self.stages, len(x))
-        elif self.clip is not None:
+        if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.clip)
         return made
-
-    def _clip_parts(self, limit: float, stages: Sequence[Sequence[str]], replicas: int) -> None:
-        norms: list[Tensor] = []
-        for names in stages:
-            own = [self.model.get_parameter(name).grad for name in names]
-            for replica in range(replicas):
-                for gradient in own:
-                    assert gradient is not None
-                    ends = [gradient.numel() * k // replicas for k in (replica, replica + 1)]
-                    norms.append(gradient.reshape(-1)[slice(*ends)].norm())
-        factor = (limit / (torch.stack(norms).norm() + 1e-6)).clamp(max=1)
-        for parameter in self.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad *= factor

@@ -114,9 +114,8 @@ def looped(
     scale: float = 1,
     schedule: str = "1f1b",
     clip_norm: float | None = None,
-    stages: Sequence[Sequence[str]] | None = None,
 ) -> Results:
-    """The same in plain loops; clipped by the norm of parts where there are ``stages``."""
+    """The same in plain loops."""
     model = made()
     made_by = OPTIMIZERS[optimizer](model.parameters())
     late = {"2bw": ("first", "second", "third", "fourth"), "pipedream": ("first", "second")}
@@ -124,7 +123,7 @@ def looped(
     plain = ReplicatedLoop(
         model, made_by, F.mse_loss, 4, lambda name: int(name.startswith(delayed))
     )
-    plain.clip, plain.scale, plain.stages = clip_norm, scale, stages
+    plain.clip, plain.scale = clip_norm, scale
     found: Results = {}
     for step in range(steps):
         x, y = zip(*(batch(step, replica) for replica in range(replicas)), strict=True)

@@ -21,7 +21,7 @@ import functools
 import os
 import pickle
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from io import BytesIO
@@ -90,29 +90,31 @@ def write(checkpoint: Checkpoint, state: Mapping[str, Any], path: Folder, group:
         state: this process's part of the model's state dict.
         path: the folder, which all processes can reach.
         group: the processes; each of them calls this inside of ``calling``. Those of the first
-            replica write everything, the others only their parts of sharded optimizers.
+            replica write everything, the others only the states that it has not.
 
     Raises:
         CheckpointError: the folder cannot hold a value, or cannot be written. An older folder stays
             as it is.
     """
     try:
-        shards = checkpoint.shards
-        sharded = shards is not None and bool(shards.parameters)
+        optimizer, parts = checkpoint.optimizer, _SHARED if group.rank else EVERYTHING
+        states = {} if optimizer is None else optimizer.parameters
+        stated = {name for name, kept in states.items() if kept.state}
+        known = group.exchange("states", stated)
+        own = stated.difference(*known[: group.rank])
         tensors = _Tensors({} if group.replica else state, group.rank)
-        parts: Iterable[str] = _SHARED if group.rank else EVERYTHING
-        if group.replica:
-            checkpoint, parts = replace(checkpoint, optimizer=shards), ("optimizer",)
+        if group.replica and optimizer is not None:
+            optimizer = replace(optimizer, parameters={name: states[name] for name in own})
+            checkpoint, parts = replace(checkpoint, optimizer=optimizer), ("optimizer",)
         tensors.seal(encode(checkpoint, tensors.add, parts))
         with ExitStack() as stack:
             unfinished = None
             if group.rank == 0:
                 _refuse_others(path)
                 unfinished = stack.enter_context(replacing(path, folder=True))
-            told = group.exchange("folder", (unfinished and str(unfinished), sharded))
-            writer = Writer(told[0][0])
-            writes = not group.replica or any(shards for _, shards in told)
-            written = writer.write(tensors.nested, group.rank) if writes else None
+            told = group.exchange("folder", unfinished and str(unfinished))
+            writer = Writer(told[0])
+            written = writer.write(tensors.nested, group.rank) if own or not group.replica else None
             files = group.exchange("files", written)
             if group.rank == 0:
                 writer.complete([part for part in files if part is not None])
@@ -233,6 +235,11 @@ def read(path: Folder, own: Collection[str] | None = None) -> Checkpoint:
         for _, header in sorted(reader.read(headers).items()):
             parts.append(load(BytesIO(header.numpy().tobytes())))
             refuse_newer(parts[-1]["format"], FORMAT, shown)
+        if any("/tensors/" in name for name in reader.tensors if name.startswith("optimizer.")):
+            raise CheckpointError(
+                f"{shown} has optimizer states in flat parts, as earlier versions of fxpipe wrote "
+                "them; load it into one process with such a version, and save it from there"
+            )
         sums: dict[str, int] = {}
         for part in parts:
             sums |= part["crc32"]

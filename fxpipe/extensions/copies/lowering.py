@@ -10,7 +10,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
-from fxpipe.passes.lowering.sums import Reading, Sums
+from fxpipe.passes.lowering.sums import Sums
 from fxpipe.torchtools.moments import DeferredNorm
 
 
@@ -38,7 +38,7 @@ class SumCopies(Sums):
           barrier
     """
 
-    def __init__(self, schedule: Schedule, plan: Plan, shards: bool, reading: Reading) -> None:
+    def __init__(self, schedule: Schedule, plan: Plan) -> None:
         self._copies, self._homes = schedule.working, schedule.placement
 
     def begin(self, device: int) -> Iterator[ins.Instruction]:

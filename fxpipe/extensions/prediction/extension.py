@@ -32,7 +32,7 @@ class Prediction(Extension):
 
     def check(self, options: Options) -> None:
         """Raise InputError with a sharded optimizer."""
-        if options.sharding is not None:
+        if options.sharded:
             raise InputError(
                 "Prediction needs the momentum of all weights, and with shard_optimizer=True a "
                 "replica has that of a part; leave one of them out"

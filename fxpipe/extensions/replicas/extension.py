@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
 from fxpipe.extend import Extension
-from fxpipe.extensions.replicas.sharding import FlatShards
+from fxpipe.extensions.replicas.lowering import gather_weights
+from fxpipe.passes.runner import Pass
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,11 @@ class Replicas(Extension):
     With one replica nothing changes.
 
     Attributes:
-        shard_optimizer: let each replica keep the optimizer's state for only one part of every
-            parameter, update that part, and send the new weights to the other replicas (ZeRO, stage
-            1). The weights are the same to the bit, and as many bytes are sent. Parameters are cut
-            as flat arrays, so the optimizer has to treat each element by itself, as SGD, Adam and
-            AdamW do; any other is refused. ``pipe.optimizer`` then has only the settings of its
-            groups.
+        shard_optimizer: let each replica keep the optimizer's state of some parameters only, update
+            these, and send the new weights to the other replicas (ZeRO, stage 1, arXiv 1910.02054).
+            The weights are the same to the bit; half as many bytes more are sent. The parameters of
+            a stage are dealt out whole, about as many bytes to each replica. ``pipe.optimizer``
+            then gives no ``state_dict``; ``pipe.save`` saves the state.
         bucket_cap_mb: the size in MiB of the buckets in which a stage's gradients are summed, as in
             ``DistributedDataParallel``. A bucket is sent while the last backward computes the next
             ones. ``math.inf`` sums all gradients of a stage at once. The sums are the same to the
@@ -52,6 +53,11 @@ class Replicas(Extension):
                 "shard_optimizer=True, and there is no optimizer; give optimizer=, such as lambda "
                 "parameters: torch.optim.AdamW(parameters), or leave shard_optimizer out"
             )
-        sharding = FlatShards if sharded else None
         bucket, in_order = cap * 2**20, self.in_order
-        return replace(options, sharding=sharding, bucket_bytes=bucket, in_order=in_order)
+        return replace(options, sharded=sharded, bucket_bytes=bucket, in_order=in_order)
+
+    def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
+        """With sharded optimizers, what exchanges new weights."""
+        if not options.shards:
+            return {}
+        return {"program": [("lower", Pass(gather_weights, "program", "program"))]}

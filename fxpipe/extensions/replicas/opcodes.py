@@ -1,4 +1,4 @@
-"""Sums of gradients over the replicas, and weights that each replica updates a part of."""
+"""Sums of gradients over the replicas, and weights of which each replica updates some."""
 
 from __future__ import annotations
 
@@ -54,18 +54,8 @@ class ReduceScatter(Summing):
         machine.replicas.reduce_scatter(self.stage, machine.step + self.batch, gradients, -1)
 
 
-class _Taking(Summing):
-    __slots__ = ()
-    before_barrier = True
-
-    def run(self, machine: Machine) -> None:
-        take, count = getattr(machine.replicas, self.opcode), machine.program.buckets
-        sums = take(self.stage, machine.step + self.batch, count.get(self.stage, 1))
-        machine.store.gradients[self.stage, self.batch] = sums
-
-
 @dataclass(frozen=True, slots=True)
-class AllGather(_Taking):
+class AllGather(Summing):
     """Wait for the sums of all replicas. Roughly: gradients[stage] = [peer.sum() for each peer].
 
     From then on the sums are the stage's gradients.
@@ -74,26 +64,20 @@ class AllGather(_Taking):
     opcode = "all_gather"
     stands_for = TaskKind("gather", "all_gather", per_microbatch=False, follows="A")
     mark = Mark("g", border="gradient")
+    before_barrier = True
 
-
-@dataclass(frozen=True, slots=True)
-class TakePart(_Taking):
-    """Wait for this replica's part of the sums. Roughly: gradients[stage] = self.sum().
-
-    From then on it is the stage's gradients: all that the replica needs with sharded optimizers.
-    """
-
-    opcode = "take_part"
-    shards = True
-    stands_for = TaskKind("part", "take_part", per_microbatch=False, follows="A")
-    mark = Mark("t", border="gradient")
+    def run(self, machine: Machine) -> None:
+        buckets = machine.program.buckets.get(self.stage, 1)
+        sums = machine.replicas.all_gather(self.stage, machine.step + self.batch, buckets)
+        machine.store.gradients[self.stage, self.batch] = sums
 
 
 @dataclass(frozen=True, slots=True)
 class GatherWeights(Summing):
-    """Wait for all parts of new weights. Roughly: weights[batch + 1] = [part() for each peer].
+    """Exchange new weights: each replica has updated some. Roughly:
+    weights[batch + 1] = [peers[of].weight() for of in owners].
 
-    The update of ``batch`` on each replica has made its part and sent it.
+    It comes right behind the update, and waits for the other replicas.
     """
 
     opcode = "gather_weights"
@@ -104,9 +88,8 @@ class GatherWeights(Summing):
         return "", "weights"
 
     def run(self, machine: Machine) -> None:
-        batch = machine.step + self.batch
-        parts = machine.replicas.gather_weights(self.stage, batch)
-        machine.weights.gather(self.stage, batch + 1, parts)
+        version = machine.step + self.batch + 1
+        machine.replicas.gather_weights(machine.weights.parameters(self.stage, version))
 
 
 @dataclass(frozen=True, slots=True)

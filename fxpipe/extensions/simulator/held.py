@@ -20,15 +20,12 @@ from fxpipe.passes.graph.liveness import Liveness, liveness
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 
-def _optimizer(optimizer: Optimizer | None, schedule: Schedule, shards: bool) -> tuple[int, int]:
+def _optimizer(optimizer: Optimizer | None, schedule: Schedule) -> tuple[int, int]:
     """The bytes of an optimizer's state, and of its step's workspace."""
     if optimizer is None:
         return 0, 0
     state, step = optimizer_memory(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if shards and schedule.overlaps:  # the newest parts have memory of their own
-        size = sum(p.nbytes for p in parameters)
-        state, step = state + size, step + size
     if schedule.predict:  # batches read predicted copies, and the newest version is kept as well
         state += sum(p.nbytes for p in parameters if p.requires_grad)
     return state, step
@@ -42,7 +39,6 @@ def plan_sizes(
     *,
     early: float = 0,
     elsewhere: Collection[int] = (),
-    shards: bool = False,
 ) -> Sizes:
     """The bytes of everything that the stages of a differentiated plan hold, with the state of
     their optimizers after a step.
@@ -57,7 +53,6 @@ def plan_sizes(
         schedule: the schedule; if its batches read predicted weights, these are copies.
         early: how many values from each other device may be in memory before their receives.
         elsewhere: stages of other processes. They have gradients if this process's stages have.
-        shards: whether the optimizers are sharded.
     """
     graphs = {
         stage.index: GraphMemory(plan, stage, stage.kernel)
@@ -69,7 +64,7 @@ def plan_sizes(
     buffers = {s.index: _bytes(state[a.target] for a in s.buffers) for s in plan.stages}
     written = {s.index: _bytes(state[w.target] for w in s.writes) for s in plan.stages}
     trained = {index: [x for x in whole if x.requires_grad] for index, whole in tensors.items()}
-    optimizing = {index: _optimizer(by_stage.get(index), schedule, shards) for index in trained}
+    optimizing = {index: _optimizer(by_stage.get(index), schedule) for index in trained}
     gradients = {
         index: _bytes(x.grad for x in some if x.grad is not None) for index, some in trained.items()
     }

@@ -75,10 +75,6 @@ class Holding:
                 self._add("parameters", sizes.parameters.get(stage, 0))
                 self._add("optimizer", sizes.optimizer.get(stage, 0))
 
-    def _own(self, stage: int) -> int:
-        """Bytes of the part of a stage's gradients that this replica sums."""
-        return self._gradients.bytes(stage, None, self.program.replicas)
-
     def _land(self, stage: int, batch: int, bucket: int) -> None:
         """Replace a bucket of gradients by this replica's part; for a moment both are held."""
         self._away.remove((stage, batch, bucket))
@@ -103,15 +99,13 @@ class Holding:
             before += self._accumulate(instruction.stage, instruction.batch)
         if instruction.partial:
             self._leave(instruction)
-        if instruction.opcode in ("all_gather", "take_part"):
+        if instruction.opcode == "all_gather":
             for key in [k for k in self._away if k[:2] == (instruction.stage, instruction.batch)]:
                 self._land(*key)
         more = 0
         match instruction:
             case ins.Update():
                 more = self._update(instruction, position)
-                if instruction.stage in self.program.sharded:
-                    more = max(more, self._exchanged(instruction.stage, instruction.batch).bytes)
             case ins.OncePerStep(stage, opcode="all_gather"):
                 # the parts of all replicas arrive, and are joined in new memory
                 more = 2 * self.sizes.gradients.get(stage, 0)
@@ -136,11 +130,6 @@ class Holding:
             return None
         return instruction.stage, instruction.batch, getattr(instruction, "bucket", -1)
 
-    def _exchanged(self, stage: int, batch: int) -> Piece:
-        """What replicas exchange of a stage's new weights: this one's part, and those that come."""
-        size = self.sizes.gradients.get(stage, 0) + self._own(stage)
-        return Piece("versions", ("weights", stage, batch), size)
-
     def parts_of(self, level: int) -> dict[str, int]:
         """The parts of the bytes that ``run`` has just returned."""
         parts = dict(self.parts)
@@ -161,13 +150,9 @@ class Holding:
             of = instruction.stage, instruction.batch
             ended = (*self._gradients.sums(*of), *self._gradients.parts(*of))
             self._release(*(piece for piece in ended if piece.key in self._count))
-            if instruction.stage in self.program.sharded:
-                self._take(self._exchanged(*of))
         elif begins := self._begins(instruction):
             self._away.append(begins)
             self._take(self._gradients.arriving(*begins))
-        elif instruction.opcode == "gather_weights":
-            self._release(self._exchanged(instruction.stage, instruction.batch))
         elif instruction.opcode == "all_gather":
             self._take(*self._gradients.sums(instruction.stage, instruction.batch))
             self._release(*self._gradients.parts(instruction.stage, instruction.batch))

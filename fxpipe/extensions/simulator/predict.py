@@ -24,6 +24,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.value import owners
 from fxpipe.runtime.weights.optimizer import state_size
 
 _LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
@@ -112,8 +113,8 @@ def held_sizes(
         state: name in the model → parameter or buffer.
         own: stage → the optimizer that this process has; None if it has none yet.
         stepping: whether optimizers step. Those that this process does not have are then made, only
-            to be counted. If they are sharded, all are made, with the parts of the last replica,
-            which are the largest.
+            to be counted. If they are sharded, all are made, with the parameters of the replica
+            that has the largest share.
     """
     plan, given = compiled.plan, options.optimizer if stepping else None
     optimizers = [*(own or [None] * len(plan.stages))]
@@ -122,10 +123,9 @@ def held_sizes(
         parameters = {a.target: state[a.target] for a in stage.parameters}
         missing = own is None or stage.index in elsewhere or options.shards
         if given is not None and parameters and missing:
-            optimizers[stage.index] = optimizer = given.of(parameters)
-            if options.sharding is not None and options.shards:
-                last = options.replicas - 1
-                options.sharding(optimizer, [*parameters.values()], last, options.replicas)
+            if options.shards:
+                parameters = _largest_share(parameters, options.replicas)
+            optimizers[stage.index] = given.of(parameters)
     return plan_sizes(
         plan,
         state,
@@ -133,8 +133,16 @@ def held_sizes(
         compiled.schedule,
         early=options.early(compiled.program),
         elsewhere=elsewhere,
-        shards=options.shards,
     )
+
+
+def _largest_share(parameters: Mapping[str, Tensor], replicas: int) -> dict[str, Tensor]:
+    """The parameters that the replica with the most bytes updates."""
+    by = owners([p.nbytes for p in parameters.values()], replicas)
+    shares: list[dict[str, Tensor]] = [{} for _ in range(replicas)]
+    for of, (name, parameter) in zip(by, parameters.items(), strict=True):
+        shares[of][name] = parameter
+    return max(shares, key=lambda share: sum(p.nbytes for p in share.values()))
 
 
 def step_sizes(compiled: Compiled, options: Options, updates: bool) -> Sizes:

@@ -138,7 +138,9 @@ def _title(simulation: Simulation) -> str:
 def _sums(simulation: Simulation) -> str:
     """How much of the sums over the replicas hides, and the bytes that they take."""
     replicas = simulation.program.replicas
-    what = "sum gradients" + " and gather weights" * bool(simulation.program.sharded)
+    what = "sum gradients" + " and gather weights" * (
+        "gather_weights" in simulation.program.opcodes
+    )
     text = f"{simulation.hidden:.1%} of the time in which {replicas} replicas {what} hides"
     if simulation.sizes is None:
         return text

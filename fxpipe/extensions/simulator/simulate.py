@@ -140,14 +140,13 @@ def simulate_schedule(
     sizes: Sizes | None = None,
     steps: int | None = None,
     replicas: int | None = None,
-    shards: bool = False,
 ) -> Simulation:
     """Simulate a schedule for stages that each hand one value to the next.
 
     The arguments are those of ``simulate``; in ``sizes``, stage s makes the value ``y<s>``. With
     several ``replicas``, each stage gets an A if the schedule has none; with one, an A does
     nothing. By default there are two if the schedule has an A, else one, as in its pictures and
-    formulas. With ``shards``, each replica updates a part of the weights.
+    formulas.
 
     Raises:
         VerificationError: the schedule is not valid.
@@ -160,7 +159,7 @@ def simulate_schedule(
     pairs = pairs_in(schedule.verify())
     # the sums of a paired backward begin at its end
     buckets = {} if sizes is None or pairs else sizes.buckets
-    program = chain_program(schedule, replicas=replicas, shards=shards, buckets=buckets)
+    program = chain_program(schedule, replicas=replicas, buckets=buckets)
     settings: dict[str, Any] = {"links": links, "overlap": overlap, "overhead": overhead}
     return simulate(program, costs, sizes=sizes, steps=steps, pairs=pairs, **settings)
 
@@ -355,5 +354,5 @@ class _Ways:
         if not isinstance(buffer, Sum):
             return sizes.crossing(buffer)
         replicas, bucket = self._program.replicas, buffer.bucket_in(self._program)
-        replica = 0 if buffer.what == "part" else replicas - 1
+        replica = 0 if buffer.what == "weights" else replicas - 1  # of those with the most bytes
         return sizes.summing(buffer.stage, replica, replicas, buffer.what, bucket)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fxpipe.ir.value import Buffer, part_of
+from fxpipe.ir.value import Buffer, owners, part_of
 
 if TYPE_CHECKING:
     from fxpipe.extensions.simulator.sums import Summed
@@ -200,17 +200,21 @@ class Sizes:
         bucket: int | None = None,
     ) -> int:
         """Bytes that a replica sends to sum a stage's gradients over all replicas: to each other
-        replica its part, and then the sums of its own part, or its new weights, to all.
+        replica its part, and then the sums of its own part to all; or to send the weights that it
+        has updated to all.
 
         Args:
             stage: the stage.
             replica: the replica that sends.
             replicas: how many there are.
-            what: "sum" for both, "part" for the first, "weights" for the second alone.
+            what: "sum" or "weights".
             bucket: the bucket of the gradients; None for all gradients.
         """
-        part = self.part(stage, replica, replicas, bucket)
         if what == "weights":
-            return (replicas - 1) * part
+            whole = self.elements.get(stage, [(self.gradients.get(stage, 0), 1)])
+            sizes = [count * size for count, size in whole]
+            own = zip(sizes, owners(sizes, replicas), strict=True)
+            return (replicas - 1) * sum(size for size, of in own if of == replica)
+        part = self.part(stage, replica, replicas, bucket)
         parts = sum(self.part(stage, other, replicas, bucket) for other in range(replicas)) - part
-        return parts if what == "part" else parts + (replicas - 1) * part
+        return parts + (replicas - 1) * part

@@ -12,9 +12,8 @@ from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 
-Summed = Literal["sum", "part", "weights"]
-"""What replicas exchange: gradients until all replicas have their sums; or, with sharded
-optimizers, until each has the sum of its part, and later the parts of the new weights."""
+Summed = Literal["sum", "weights"]
+"""What replicas exchange: gradients, and with sharded optimizers new weights."""
 
 
 class Sum(NamedTuple):
@@ -42,7 +41,6 @@ class Sum(NamedTuple):
 
 GATHERING: Mapping[str, Summed] = {
     "all_gather": "sum",
-    "take_part": "part",
     "gather_weights": "weights",
 }
 """Opcode of an instruction that waits for the other replicas → for what."""
@@ -58,11 +56,11 @@ def begun_by(instruction: ins.Instruction, program: Program) -> Sum | None:
     """What an instruction begins to exchange with the other replicas, if anything."""
     match instruction:
         case ins.OncePerStep(stage, batch, opcode="reduce_scatter"):
-            return Sum(stage, batch, "part" if stage in program.sharded else "sum")
+            return Sum(stage, batch)
         case ins.Compute(stage, batch=batch, partial=True):
             bucket: int = getattr(instruction, "bucket", 0)
-            return Sum(stage, batch, "part" if stage in program.sharded else "sum", bucket)
-        case ins.Update(stage, batch=batch) if stage in program.sharded:
+            return Sum(stage, batch, bucket=bucket)
+        case ins.Update(stage, batch=batch) if "gather_weights" in program.opcodes:
             return Sum(stage, batch, "weights")
     return None
 

@@ -54,7 +54,6 @@ class Instruction:
         lets_go: whether memory of its device may be free for others once it is done.
         before_barrier: whether it computes or sums gradients, and so comes before a barrier.
         partial: whether it runs only a part of a task, which the instruction behind it completes.
-        shards: whether from it on each replica has only a part of the stage's gradients.
         stage: its stage; moves and meetings have none.
     """
 
@@ -71,7 +70,6 @@ class Instruction:
     lets_go: ClassVar[bool] = True
     before_barrier: ClassVar[bool] = False
     partial: ClassVar[bool] = False
-    shards: ClassVar[bool] = False
     stage: int
 
     @property

@@ -37,16 +37,9 @@ class Norm(OncePerStep):
         absolute = machine.step + self.batch
         gradients = machine.store.gradients.get((self.stage, self.batch), [])
         clipping = machine.jobs[absolute].clipping
-        if self.stage in machine.program.sharded:  # replicas exchange norms that are still scaled
-            shared = machine.replicas.all_norms(self.stage, absolute, norms_of(gradients))
-            norms = [None if norm is None else norm.clone() for norm in shared]
-            if clipping is not None:
-                clipping.unscale(absolute, norms)
-                clipping.unscale(absolute, gradients)
-        else:
-            if clipping is not None:
-                clipping.unscale(absolute, gradients)
-            norms = norms_of(gradients)
+        if clipping is not None:
+            clipping.unscale(absolute, gradients)
+        norms = norms_of(gradients)
         machine.store.values.update(dict.fromkeys(self.makes(machine.program), norms))
 
 
@@ -75,6 +68,5 @@ class Clip(OncePerStep):
             norms += store.values[buffer]
         clipping = machine.jobs[absolute].clipping
         if clipping is not None:
-            if not machine.program.sharded:  # else they are norms of parts, not of parameters
-                norms = clipping.in_order(names, norms)
+            norms = clipping.in_order(names, norms)
             clipping.clip(absolute, store.gradients.get((self.stage, self.batch), []), norms)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 class Update(Instruction):
     """Step a stage's optimizer. Roughly: weights[writes] = optimizer(weights[reads], gradients).
 
-    Where optimizers are sharded, each replica updates a part and sends it to the others.
-
     Attributes:
         reads: the newest version, counted as in Compute.
         writes: the next version.
@@ -38,9 +36,7 @@ class Update(Instruction):
     def run(self, machine: Machine) -> None:
         stage, step = self.stage, machine.step
         gradients = machine.store.gradients.pop((stage, self.batch), [])
-        parts = machine.weights.update(stage, step + self.reads, gradients)
-        if stage in machine.program.sharded:
-            machine.replicas.give_weights(stage, step + self.batch, parts)
+        machine.weights.update(stage, step + self.reads, gradients)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 The ranks with the same device in all replicas have a process group. All of them run the same list,
 so they launch the same collectives in the same order. A collective follows what is launched on the
 compute stream and runs beside it; that stream, or a CPU device, waits where the list waits for
-sums, norms or weights.
+sums or weights.
 
 A gradient is cut into N parts, one for each replica. In the order of the replicas, each receives
 its part from all others, adds up the N contributions 0, 1, 2 …, and sends the sum to all others. So
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import InputError
-from fxpipe.ir.value import part_of
+from fxpipe.ir.value import owners, part_of
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.ranks.channels import RankChannels
 
@@ -62,7 +62,6 @@ class CollectiveChannels(RankChannels):
         the replicas, not in that of the backend."""
         self._in_order = in_order
         self._summing: dict[tuple[int, int, int], _Begun] = {}
-        self._updated: dict[tuple[int, int], _Begun] = {}
         super().__init__(*args)
 
     def prepare(self, machine: Machine) -> None:
@@ -81,7 +80,7 @@ class CollectiveChannels(RankChannels):
             InputError: autograd has found no gradient for a trained parameter.
         """
         self._check(stage, gradients)
-        replicas, sharded = self._group.replicas, stage in self._program.sharded
+        replicas = self._group.replicas
         kinds = [None if x is None else torch.empty_like(x, device="meta") for x in gradients]
         parts = [[_part(x, r, replicas) for x in gradients] for r in range(replicas)]
         given = rows_of(parts, kinds, replicas)
@@ -89,17 +88,13 @@ class CollectiveChannels(RankChannels):
         sizes = [sum(piece.nbytes for piece in part if piece is not None) for part in parts]
         own = sizes[self._group.replica]
         del parts
-        self._group.summed += sum(sizes) - own + (0 if sharded else own * (replicas - 1))
+        self._group.summed += sum(sizes) - own + own * (replicas - 1)
         rows, works, twins = Rows(), [], self._pairs.twins
         with self._explained():
             for dtype, row in given.items():
                 if self._in_order:
                     rows[dtype] = torch.empty_like(row)
                     work = twins.alltoall_base(_bytes(rows[dtype]), _bytes(row), [], [])
-                elif sharded:
-                    rows[dtype] = torch.empty_like(row[:1])
-                    options = dist.ReduceScatterOptions()  # type: ignore[attr-defined,unused-ignore]
-                    work = twins._reduce_scatter_base(_real(rows[dtype]), _real(row), options)
                 else:
                     rows[dtype] = row
                     work = twins.allreduce([_real(row)])
@@ -114,35 +109,29 @@ class CollectiveChannels(RankChannels):
             summed = [self._gather(each.kinds, each.rows) for each in summed]
         return merged([self._joined(each) for each in summed])
 
-    def take_part(self, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
-        """Wait for the sums of this replica's part only. Raises like ``all_gather``."""
+    def gather_weights(self, parameters: Sequence[Tensor]) -> None:
+        """Send each trained parameter of a stage from the replica that has updated it to all
+        others, in place. Raises like ``all_gather``."""
         here, replicas = self._group.replica, self._group.replicas
-        summed = [self._summed(stage, batch, bucket) for bucket in range(-1, buckets - 1)]
-        return merged([_pieces(each.rows, 0, each.kinds, here, replicas) for each in summed])
-
-    def all_norms(self, stage: int, batch: int, own: list[Tensor | None]) -> list[Tensor | None]:
-        """Wait for the gradient norms of every replica's part of a stage, in the order of the
-        replicas; ``own`` are those of this one's. Raises like ``all_gather``."""
-        present = [norm for norm in own if norm is not None]
-        if not present:
-            return []
-        norms = torch.stack(present)
-        rows = self._waited(self._gather([], {norms.dtype: norms[None]}))
-        return [*rows[norms.dtype].view(-1).unbind()]
-
-    def give_weights(self, stage: int, batch: int, parts: list[Tensor]) -> None:
-        """Send the other replicas the parts of a stage's weights updated here; never waits."""
-        sizes = self._weights.trained_sizes(stage) if parts else []
-        kinds = [part.new_empty(n, device="meta") for part, n in zip(parts, sizes, strict=True)]
-        replicas = self._group.replicas
-        self._group.summed += sum(part.nbytes for part in parts) * (replicas - 1)
-        self._updated[stage, batch] = self._gather(kinds, rows_of([parts], kinds, replicas))
-
-    def gather_weights(self, stage: int, batch: int) -> list[list[Tensor]]:
-        """Wait for a stage's updated weights: replica → its parts. Raises like ``all_gather``."""
-        updated = self._updated.pop((stage, batch))
-        parts = self._parts_of(self._waited(updated), updated.kinds)
-        return [[piece for piece in pieces if piece is not None] for pieces in parts]
+        works: list[Any] = []
+        copied: list[tuple[Tensor, Tensor]] = []
+        with self._explained():
+            for parameter, of in zip(
+                parameters, owners([p.nbytes for p in parameters], replicas), strict=True
+            ):
+                if not parameter.requires_grad or not parameter.numel():
+                    continue
+                value = parameter.detach()
+                row = value.reshape(-1)  # a copy, if it is not contiguous
+                if of == here:
+                    self._group.summed += value.nbytes * (replicas - 1)
+                elif row.data_ptr() != value.data_ptr() or not value.is_contiguous():
+                    copied.append((value, row))
+                works.append(self._broadcast(row, of))
+            for work in works:
+                work.wait()
+        for value, row in copied:
+            value.copy_(row.view(value.shape))
 
     def pool(
         self, device: int, step: int, values: dict[str, Tensor], *, whole: bool

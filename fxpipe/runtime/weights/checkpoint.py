@@ -16,7 +16,6 @@ from fxpipe.runtime.weights.optimizer_state import (
     GroupState,
     OptimizerState,
     ParameterState,
-    Parts,
 )
 from fxpipe.runtime.weights.stage_weights import History
 
@@ -24,7 +23,7 @@ _DEEPEST = 100
 _MOST_BITS = 2040
 """Of whole numbers that ``torch.load`` reads."""
 
-_CLASSES = (GroupState, History, OptimizerState, ParameterState, Parts)
+_CLASSES = (GroupState, History, OptimizerState, ParameterState)
 
 
 @dataclass(frozen=True)
@@ -73,17 +72,6 @@ class Checkpoint:
             history=self.history.renamed({name: name for name in names}),
             optimizer=optimizer,
         )
-
-    @property
-    def shards(self) -> OptimizerState | None:
-        """The tensors of the optimizers' state of which this process has only a part."""
-        if self.optimizer is None:
-            return None
-        parameters = {
-            name: replace(kept, state={k: v for k, v in kept.state.items() if isinstance(v, Parts)})
-            for name, kept in self.optimizer.parameters.items()
-        }
-        return replace(self.optimizer, parameters={k: v for k, v in parameters.items() if v.state})
 
 
 EVERYTHING = tuple(part.name for part in fields(Checkpoint))
@@ -142,19 +130,10 @@ def decode(content: Mapping[str, Any]) -> Checkpoint:
     if optimizer is not None:
         groups = [GroupState(**group) for group in optimizer["groups"]]
         parameters = {name: ParameterState(**p) for name, p in optimizer["parameters"].items()}
-        optimizer = OptimizerState(groups, {n: _whole(p) for n, p in parameters.items()})
+        optimizer = OptimizerState(groups, parameters)
     history = History(**content["history"])
     rest = {name: content[name] for name in EVERYTHING}
     return Checkpoint(**{**rest, "history": history, "optimizer": optimizer})
-
-
-def _whole(kept: ParameterState) -> ParameterState:
-    """The state of a parameter, joined from the parts that several processes had."""
-    state = {
-        key: Parts(**value).whole() if isinstance(value, dict) and "tensors" in value else value
-        for key, value in kept.state.items()
-    }
-    return replace(kept, state=state)
 
 
 def held(path: tuple[str, ...], tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,14 @@ from torch.amp import GradScaler
 
 from fxpipe.errors import CheckpointError
 
-if TYPE_CHECKING:
-    pass
-
 
 class Clipping:
     """Clips the gradients of a batch by one norm over all stages.
 
     Each stage computes the same norm from the norms of all gradients, so no stage has to send a
     result to the others. It equals that of ``torch.nn.utils.clip_grad_norm_`` over all parameters
-    after ``GradScaler.unscale_``, or over the replicas' parts with sharded optimizers. With a
-    scaler, no stage updates if the norm is not finite. The host decides that, so it waits for the
-    norm once per stage; without a scaler it does not wait.
+    after ``GradScaler.unscale_``. With a scaler, no stage updates if the norm is not finite. The
+    host decides that, so it waits for the norm once per stage; without a scaler it does not wait.
 
     Attributes:
         limit: the greatest norm that gradients may have; None for any.

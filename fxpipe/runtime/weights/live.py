@@ -7,8 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +18,6 @@ from fxpipe.ir.plan import Stage
 from fxpipe.runtime.interpreter import Stopped
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
-
-if TYPE_CHECKING:
-    from fxpipe.runtime.weights.shards import Shards
-
 
 _PARAMETERS = ("params", "param_names")
 """The keys of a parameter group that are not settings."""
@@ -155,21 +150,9 @@ class Weights:
         None for 0."""
         return [None] * len(self._names[stage])
 
-    def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> None:
         """Update a stage with the gradients of a batch that read the version ``reads``. ``.grad``
-        stays as it was.
-
-        Returns:
-            This replica's parts of the new weights where the optimizers are sharded, else nothing.
-        """
-        raise NotImplementedError
-
-    def gather(self, stage: int, version: int, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Join a stage's new version from its parts, replica → what ``update`` returned there."""
-        raise NotImplementedError
-
-    def trained_sizes(self, stage: int) -> list[int]:
-        """The elements of each whole parameter of which ``update`` returns parts."""
+        stays as it was."""
         raise NotImplementedError
 
     def stop(self) -> bool:
@@ -213,17 +196,6 @@ class Weights:
                 self._lock.notify_all()
 
 
-def fill(target: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write flat parts, in the order of the replicas, to a tensor, which one of them may be a view
-    of."""
-    if not target.is_contiguous():
-        target.copy_(torch.cat(list(parts)).view(target.shape))
-        return
-    for own, part in zip(target.view(-1).split([p.numel() for p in parts]), parts, strict=True):
-        if own.data_ptr() != part.data_ptr():
-            own.copy_(part)
-
-
 class LiveWeights(Weights):
     """One version of the weights: the model's own tensors, which updates change in place.
 
@@ -242,7 +214,6 @@ class LiveWeights(Weights):
         *,
         onto_grad: bool,
         deferred: Sequence[DeferredNorm] = (),
-        shards: Mapping[Optimizer, Shards] = MappingProxyType({}),
     ) -> None:
         """Bind the stages to their tensors and optimizers.
 
@@ -250,7 +221,6 @@ class LiveWeights(Weights):
             stages, state, deferred: as for ``bind``.
             optimizers: stage → its optimizer, or None.
             onto_grad: whether the sums of gradients start from ``.grad`` and then replace it.
-            shards: optimizer → the parts of parameters that it trains, if it is sharded.
         """
         super().__init__()
         self.bind(stages, state, deferred)
@@ -261,7 +231,6 @@ class LiveWeights(Weights):
         ]
         self._optimizers = optimizers
         self._onto_grad = onto_grad
-        self._shards = shards
         self._updated: set[int] = set()
 
     @property
@@ -289,38 +258,21 @@ class LiveWeights(Weights):
         copies = iter(clones([gradient for gradient in before if gradient is not None]))
         return [None if gradient is None else next(copies) for gradient in before]
 
-    def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> None:
         optimizer = self._optimizers[stage]
         if optimizer is None or not gradients:
-            return []
-        shards, parameters = self._shards.get(optimizer), self._parameters[stage]
+            return
+        parameters = self._parameters[stage]
         with self._updating(stage):
-            if shards is not None:
-                shards.follow()
-            trained = parameters if shards is None else shards.parts_of(parameters)
-            before = [parameter.grad for parameter in trained]
+            before = [parameter.grad for parameter in parameters]
             try:
-                for parameter, gradient in zip(trained, gradients, strict=True):
+                for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
                 optimizer.step()
             finally:
-                for parameter, gradient in zip(trained, before, strict=True):
+                for parameter, gradient in zip(parameters, before, strict=True):
                     parameter.grad = gradient
-        if shards is not None:
-            return shards.trained(parameters)
         self._updated.add(stage)
-        return []
-
-    def gather(self, stage: int, version: int, parts: Sequence[Sequence[Tensor]]) -> None:
-        pieces = zip(*parts, strict=True)
-        with torch.no_grad():
-            for parameter in self._parameters[stage]:
-                if parameter.requires_grad:
-                    fill(parameter.detach(), next(pieces))
-        self._updated.add(stage)
-
-    def trained_sizes(self, stage: int) -> list[int]:
-        return [p.numel() for p in self._parameters[stage] if p.requires_grad]
 
     def outcome(self) -> dict[int, bool | int]:
         """Stage whose update has begun → whether it has ended."""

@@ -57,23 +57,6 @@ class OptimizerState:
     parameters: Mapping[str, ParameterState]
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of one tensor of a parameter's state in sharded optimizers, as far as known here.
-
-    Attributes:
-        shape: the shape of the whole tensor.
-        tensors: offset in the flattened whole → the replica's part that begins there.
-    """
-
-    shape: Sequence[int]
-    tensors: Mapping[int, Tensor]
-
-    def whole(self) -> Tensor:
-        """The whole tensor. Raises RuntimeError if a part is missing."""
-        return torch.cat([part for _, part in sorted(self.tensors.items())]).view(self.shape)
-
-
 def frozen(group: dict[str, Any]) -> dict[str, Any]:
     """A group's settings, with copies of those that could be changed in place."""
     return {key: unshared(value) for key, value in settings(group).items()}

@@ -8,8 +8,8 @@ to the stages when the next batch is submitted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from weakref import WeakKeyDictionary, WeakMethod
+from collections.abc import Callable, Container, Mapping
+from weakref import WeakMethod
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
+from fxpipe.ir.value import owners
 from fxpipe.runtime.weights.live import Mark, differs, mark, settings, shown, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_hooks
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, bring, loading, take
-from fxpipe.runtime.weights.shards import Shards
 
 
 class Optimizers:
@@ -28,8 +28,6 @@ class Optimizers:
 
     Attributes:
         made: stage → its optimizer; None before the first plan.
-        shards: optimizer → the parts of parameters that it trains, if it is sharded. No process has
-            the state of all parameters then, so the whole optimizer has settings only.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class Optimizers:
         given: GivenOptimizer,
         owns: Callable[[int], bool],
         flush: Callable[[], None],
-        shard: tuple[type[Shards], int, int] | None,
+        shard: tuple[int, int] | None,
     ) -> None:
         """The stages are not known yet.
 
@@ -47,17 +45,16 @@ class Optimizers:
             given: makes the optimizers.
             owns: whether this process trains a stage.
             flush: a method that finishes the batches in flight.
-            shard: what cuts parameters, this replica's number and the number of replicas, if
-                optimizers are sharded.
+            shard: this replica's number and the number of replicas, if each of them updates some
+                of the parameters, and has no state of the others.
         """
         self.made: tuple[Optimizer | None, ...] | None = None
-        self.shards: WeakKeyDictionary[Optimizer, Shards] = WeakKeyDictionary()
         self._model = model
         self._given = given
         self._owns = owns
         self._flush = _weakly(flush)
         self._shard = shard
-        self._others: set[str] = set()  # parameters that only other processes train
+        self._others: set[str] = set()  # parameters that only other processes update
         self._members: list[list[int]] = []  # group → ids of its parameters
         # group and setting → its marks in the whole optimizer and in each stage's, when last equal
         self._sent: dict[tuple[int, str], tuple[Mark, list[Mark]]] = {}
@@ -84,27 +81,27 @@ class Optimizers:
         whole, names = self.one(), self._names()
         state = dict(self._model.named_parameters(remove_duplicate=False))
         stages = [{a.target: state[a.target] for a in s.parameters} for s in plan.stages]
-        owned = [stage if self._owns(index) else {} for index, stage in enumerate(stages)]
-        own = {names[p] for stage in owned for p in stage.values()}
+        owned = [self._updated(s) if self._owns(index) else None for index, s in enumerate(stages)]
+        own = {names[p] for stage in owned if stage for p in stage.values()}
         self._others = {names[p] for stage in stages for p in stage.values()} - own
         for parameter, name in names.items():
             if name in self._others:
                 whole.state.pop(parameter, None)
         bring(whole)
-        made = tuple(self._given.of(stage) if stage else None for stage in owned)
-        for optimizer, parameters in zip(made, owned, strict=True):
-            if optimizer is not None and self._shard is not None:
-                kind, replica, replicas = self._shard
-                kept = ((p, whole.state.get(p)) for p in parameters.values())
-                optimizer.state.update({p: state for p, state in kept if state})
-                kind.check(optimizer)
-                self.shards[optimizer] = kind(optimizer, [*parameters.values()], replica, replicas)
-        if self.shards:
-            whole.state.clear()
+        made = tuple(None if stage is None else self._given.of(stage) for stage in owned)
         self.made = made
         self._sent.clear()
         self.submit()
         return made
+
+    def _updated(self, stage: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter] | None:
+        """Those of a stage's parameters that this replica updates; None if there are none at
+        all."""
+        if not stage or self._shard is None:
+            return dict(stage) or None
+        replica, replicas = self._shard
+        by = owners([p.nbytes for p in stage.values()], replicas)
+        return {name: p for (name, p), of in zip(stage.items(), by, strict=True) if of == replica}
 
     def one(self) -> Optimizer:
         """The whole optimizer, with the settings that steps have changed. It is made if there is
@@ -148,7 +145,7 @@ class Optimizers:
         """Copy to the stages the settings that changed in the whole optimizer since they were last
         equal, and let them share its state if the user has replaced that."""
         whole, parts = self._given.all(), self._parts
-        if not self.shards and any(part.state is not whole.state for part in parts):
+        if any(part.state is not whole.state for part in parts):
             self._flush()
             for part in parts:
                 part.state = whole.state
@@ -176,11 +173,7 @@ class Optimizers:
         Raises:
             CheckpointError: an optimizer keeps state that belongs to no parameter.
         """
-        names, parts = self._names(), self._with_state()
-        state = take(parts, {**names, **self._part_names(names)})
-        for shard in self.shards.values():
-            state = shard.told(state, names)
-        return state
+        return take([self.one()], self._names())
 
     def restoring(self, saved: OptimizerState, own: Container[str]) -> Callable[[], None]:
         """Check that the optimizers can go on from a state. Returns a function that loads it.
@@ -193,14 +186,11 @@ class Optimizers:
             CheckpointError: the state is of other optimizers.
             InputError: the user's function returns no optimizer.
         """
-        names, parts = self._names(), self._with_state()
+        whole, names = self.one(), self._names()
         kept = {n: s for n, s in saved.parameters.items() if n in own and n not in self._others}
         saved = OptimizerState(saved.groups, kept)
-        for shard in self.shards.values():
-            shard.follow()  # the parameters may have got their memory since
-            saved = shard.cut_out(saved, names)
         names = {p: n for p, n in names.items() if n in own and n not in self._others}
-        load = loading(saved, parts, {**names, **self._part_names(names)})
+        load = loading(saved, [whole], names)
 
         def put() -> None:
             load()
@@ -212,17 +202,8 @@ class Optimizers:
     def _parts(self) -> list[Optimizer]:
         return [*filter(None, self.made or ())]
 
-    def _with_state(self) -> Sequence[Optimizer]:
-        """The optimizers that have the state of all parameters of this process."""
-        whole = self.one()
-        return self._parts if self.shards else [whole]
-
     def _names(self) -> dict[nn.Parameter, str]:
         return {parameter: name for name, parameter in self._model.named_parameters()}
-
-    def _part_names(self, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
-        """Part of a parameter → the parameter's name."""
-        return {p: name for shard in self.shards.values() for p, name in shard.named(names).items()}
 
     def _fetch(self) -> None:
         """Copy to the whole optimizer the settings that steps have changed; each stage keeps its
@@ -245,11 +226,10 @@ class Optimizers:
     def _look(self) -> None:
         """Finish the batches in flight, and fetch what they have changed. Raises InputError if no
         process has the whole state."""
-        if self.shards:
+        if self._shard is not None:
             raise InputError(
-                "with shard_optimizer=True pipe.optimizer has only the settings of its groups: no "
-                "replica has the state of whole parameters, which state_dict and load_state_dict "
-                "need; use pipe.save and pipe.load"
+                "with shard_optimizer=True no replica has the state of all parameters, which "
+                "state_dict and load_state_dict need; use pipe.save and pipe.load"
             )
         self._flush()
         self._fetch()

@@ -18,7 +18,6 @@ from fxpipe.runtime.weights.checkpoint import Checkpoint, extra_states, set_extr
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
 from fxpipe.runtime.weights.optimizers import Optimizers
-from fxpipe.runtime.weights.shards import Shards
 from fxpipe.runtime.weights.stage_weights import History, StageWeights
 from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals
@@ -68,11 +67,6 @@ class Progress:
     def optimizers(self) -> tuple[Optimizer | None, ...] | None:
         """Stage → its optimizer; None before the first plan."""
         return None if self.stages is None else self.stages.made
-
-    @property
-    def shards(self) -> Mapping[Optimizer, Shards]:
-        """Optimizer → the parts of parameters that it trains, if it is sharded."""
-        return {} if self.stages is None else self.stages.shards
 
     @property
     def trained(self) -> int:
@@ -172,7 +166,6 @@ class Progress:
                 schedule.delays,
                 kind=kind,
                 owns=self._owns,
-                shards=self.shards,
             )
             names = self._names()
             targets = {

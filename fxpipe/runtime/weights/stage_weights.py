@@ -73,9 +73,6 @@ class StageWeights:
     predicts = False
     """Whether batches read predicted weights instead."""
 
-    in_parts = False
-    """Whether each replica updates a part of the weights."""
-
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
@@ -166,14 +163,6 @@ class StageWeights:
                 f"the parameter {name!r} was changed by hand while batches were in flight; call "
                 "pipe.flush() before"
             )
-
-    def parts(self) -> list[Tensor]:
-        """This replica's parts of the weights that its last update made, if ``in_parts``."""
-        return []
-
-    def gather(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Join the next version from its parts, replica → what ``parts`` returned there, if
-        ``in_parts``."""
 
     def update(
         self,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch.optim import Optimizer
 from fxpipe.ir.plan import Stage
 from fxpipe.runtime.weights.live import Weights
 from fxpipe.runtime.weights.optimizer_state import frozen
-from fxpipe.runtime.weights.shards import Shards
 from fxpipe.runtime.weights.stage_weights import Buffers, History, StageWeights
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
@@ -44,7 +42,6 @@ class VersionedWeights(Weights):
         *,
         kind: Callable[[Mapping[str, nn.Parameter], Optimizer, int], StageWeights] = StageWeights,
         owns: Callable[[int], bool] = lambda stage: True,
-        shards: Mapping[Optimizer, Shards] = MappingProxyType({}),
     ) -> None:
         """Take the current parameters as version 0.
 
@@ -55,7 +52,6 @@ class VersionedWeights(Weights):
             kind: makes the versions of a stage that is trained.
             owns: whether this process updates a stage. Of other processes' stages only the number
                 of the newest version is known, and only while no batch is in flight.
-            shards: optimizer → the parts of parameters that it trains, if it is sharded.
 
         Raises:
             InputError: weights are to be predicted, and an optimizer has no momentum.
@@ -63,11 +59,7 @@ class VersionedWeights(Weights):
         super().__init__()
         self.base = 0
         self._stages = [
-            StageWeights(named, None, delay)
-            if optimizer is None
-            else kind(named, optimizer, delay)
-            if (parts := shards.get(optimizer)) is None
-            else parts.versions(named, optimizer, delay)
+            StageWeights(named, None, delay) if optimizer is None else kind(named, optimizer, delay)
             for named, optimizer, delay in zip(parameters, optimizers, delays, strict=True)
         ]
         for stage in self._stages:
@@ -178,24 +170,13 @@ class VersionedWeights(Weights):
             tensors[name] if name in tensors else self._state[name] for name in self._names[stage]
         ]
 
-    def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> None:
         weights = self._stages[stage]
         with self._updating(stage):
             named = dict(zip(self._names[stage], gradients, strict=True)) if gradients else {}
             with self._lock:
                 groups = self._groups.pop((stage, reads), [])
             self._carry(stage, weights.update(named, groups))
-        return weights.parts()
-
-    def gather(self, stage: int, version: int, parts: Sequence[Sequence[Tensor]]) -> None:
-        weights = self._stages[stage]
-        if weights.in_parts:
-            with self._updating(stage):
-                weights.gather(parts)
-
-    def trained_sizes(self, stage: int) -> list[int]:
-        parameters = self._stages[stage].parameters.values()
-        return [parameter.numel() for parameter in parameters if parameter.requires_grad]
 
     def _carry(self, stage: int, changed: Sequence[Mapping[str, Any]]) -> None:
         """Set the settings that an optimizer's step changed for later batches, too."""

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are killed
 CASES: list[tuple[list[list[int]], type[ins.Instruction], dict[str, Any]]] = [
     ([[0, 1], [2, 3]], opcodes.GatherWeights, {"schedule": "2bw", "shards": True}),
     ([[0], [1], [2]], opcodes.ReduceScatter, {"schedule": "zb-h1", "clip_norm": 0.1}),
-    ([[0], [1]], opcodes.TakePart, {"shards": True}),
+    ([[0], [1]], opcodes.AllGather, {"shards": True}),
 ]
 """Replica → its ranks; what the last of all has run when it is killed; and the pipe's options."""
 

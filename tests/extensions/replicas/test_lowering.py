@@ -8,6 +8,7 @@ import pytest
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.replicas import opcodes
+from fxpipe.extensions.replicas.lowering import gather_weights
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket
 from fxpipe.ir.program import Program
@@ -114,35 +115,14 @@ def test_several_replicas_need_a_schedule_that_sums_their_gradients() -> None:
     assert Lower(chain(2), replicas=2)(inference(2, 2)).replicas == 2
 
 
-def test_with_shards_weights_are_gathered_before_they_are_read() -> None:
-    plain = add_reduce(one_f_one_b(2, 2), shards=True)
-    for device, own in enumerate(Lower(chain(2), replicas=2, shards=True)(plain).lists):
-        behind = [f"take_part s{device}", "barrier", f"update s{device} v0 -> v1"]
+def test_with_shards_weights_are_gathered_right_behind_their_update() -> None:
+    plain = Lower(chain(2), replicas=2)(add_reduce(one_f_one_b(2, 2)))
+    for device, own in enumerate(gather_weights(plain).lists):
         told = [*map(print_instruction, own)]
-        assert told[-5:] == [f"reduce_scatter s{device}", *behind, f"gather_weights s{device}"]
-    window = Lower(chain(2), replicas=2, shards=True)(add_reduce(two_bw(2, 4), shards=True))
-    assert window.sharded == {0, 1}
-    for device, own in enumerate(window.lists):
+        assert told[-3:] == ["barrier", f"update s{device} v0 -> v1", f"gather_weights s{device}"]
+    window = gather_weights(Lower(chain(2), replicas=2)(add_reduce(two_bw(2, 4))))
+    for own in window.lists:
         told = [*map(print_instruction, own)]
-        assert told[0] == f"gather_weights s{device}''"
-        assert told[1] == f"forward s{device}[0] v-1 keep"
-        at = told.index(f"update s{device}' v-1 -> v0")
-        assert told[at - 1] == f"take_part s{device}'" and 0 < at < len(told) - 1
-    alone = Lower(chain(2), replicas=1, shards=True)(plain)
-    assert alone == Lower(chain(2))(plain)
-
-
-def test_with_shards_a_task_cannot_need_the_gradients_that_are_summed() -> None:
-    define_task("N", "look", run=lambda context: None, reads=("gradients",), cost=1)
-    try:
-        rows = "0: F0 B0 N A U\n", "0: F0 B0 A N U\n"
-        early, late = (Schedule.parse(HEAD + row) for row in rows)
-        Lower(chain(1), replicas=2, shards=True)(early)
-        what = r"task N@0 of schedule 'one', device 0, position 3, needs the gradients that A has"
-        with pytest.raises(InputError, match=what):
-            Lower(chain(1), replicas=2, shards=True)(late)
-    finally:
-        del KINDS["N"]
-
-
-HEAD = "schedule one stages=1 microbatches=1 delay=0\nplace 0\n"
+        at = next(at for at, line in enumerate(told) if line.startswith("update"))
+        batch = told[at].split()[1]
+        assert told[at + 1] == f"gather_weights {batch}"

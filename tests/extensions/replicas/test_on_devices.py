@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.extensions.replicas.test_sharded import stages_of
 from tests.helpers.profiles import DEEP
 from tests.ranks.test_replicas import CASES, Results, assert_equal, looped, trained
 from tests.simcuda.process import on_devices, simulated
@@ -57,12 +56,9 @@ def run_cases(
     return results
 
 
-def run_loops(replicas: int, devices: int, cases: Sequence[tuple[str, bool]]) -> list[Results]:
+def run_loops(replicas: int, cases: Sequence[tuple[str, bool]]) -> list[Results]:
     """The same in plain loops on the CPU."""
-    return [
-        looped(replicas, steps=STEPS, stages=stages_of(devices) if shards else None, **CASES[name])
-        for name, shards in cases
-    ]
+    return [looped(replicas, steps=STEPS, **CASES[name]) for name, _ in cases]
 
 
 @pytest.mark.smoke
@@ -70,7 +66,7 @@ def run_loops(replicas: int, devices: int, cases: Sequence[tuple[str, bool]]) ->
 def test_sums_in_the_order_of_the_replicas_have_the_bits_of_loops(shape: tuple[int, int]) -> None:
     replicas, devices = shape
     cases = SHAPES[shape]
-    loops = on_devices(run_loops, replicas, devices, cases)
+    loops = on_devices(run_loops, replicas, cases)
     size = replicas * devices
     ranks = on_devices_of_ranks(size, run_cases, cases, True, SEED, replicas=replicas)
     print(f"FXPIPE_SEED={SEED}")  # shown if a value differs
@@ -82,7 +78,7 @@ def test_sums_in_the_order_of_the_replicas_have_the_bits_of_loops(shape: tuple[i
 def test_sums_by_the_backend_are_alike_in_all_replicas_and_near_those_of_loops() -> None:
     """From three replicas on the order shows."""
     cases = [("1f1b", False), ("clipped", True)]
-    loops = on_devices(run_loops, 3, 1, cases)
+    loops = on_devices(run_loops, 3, cases)
     first, *others = on_devices_of_ranks(3, run_cases, cases, False, SEED, replicas=3)
     for index, (name, _) in enumerate(cases):
         differs = False

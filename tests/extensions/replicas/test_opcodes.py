@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fxpipe.errors import InputError, ParseError
+from fxpipe.extensions.replicas.lowering import gather_weights
 from fxpipe.extensions.replicas.opcodes import (
     AllGather,
     GatherWeights,
     PartialBackward,
     ReduceScatter,
-    TakePart,
 )
 from fxpipe.ir.plan import Bucket
 from fxpipe.ir.program import Program
@@ -25,7 +25,6 @@ LINES = {
     ),
     "reduce_scatter": (ReduceScatter(2), "reduce_scatter s2"),
     "all_gather": (AllGather(2, -1), "all_gather s2'"),
-    "take_part": (TakePart(1), "take_part s1"),
     "gather_weights": (GatherWeights(2, -2), "gather_weights s2''"),
 }
 
@@ -39,11 +38,9 @@ def test_every_instruction_is_read_back(word: str) -> None:
 def test_the_program_of_replicas_is_read_back_and_verified(shards: bool) -> None:
     schedule = find_recipe("1f1b")(2, 2)
     buckets = {0: [Bucket((0,)), Bucket((1,))]}
-    program = chain_program(schedule, replicas=2, shards=shards, buckets=buckets)
-    used = {x.opcode for own in program.lists for x in own} & {*LINES}
-    alone = {"take_part", "gather_weights"} if shards else {"all_gather"}
-    assert used == {"partial_backward", "reduce_scatter", *alone}
-    assert program.sharded == ({0, 1} if shards else set())
+    program = chain_program(schedule, replicas=2, buckets=buckets)
+    program = gather_weights(program) if shards else program
+    assert {*LINES} - program.opcodes == ({"gather_weights"} if not shards else set())
     assert program.buckets == {0: 2}
     assert Program.parse(str(program.verify())) == program
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import fxpipe
 from benchmarks.counted import counted
 from fxpipe.errors import InputError
-from fxpipe.extensions.replicas.sharding import refuse_others
 from fxpipe.ir.program import Program
+from fxpipe.ir.value import owners
 from tests.helpers.one_optimizer import made_by
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
@@ -47,13 +47,6 @@ if DEEP:
     SHAPES[2, 2] = [*CASES]
 
 
-def stages_of(devices: int) -> Sequence[Sequence[str]]:
-    """Stage → the names of its parameters."""
-    names = [name for name, _ in made().named_parameters()]
-    late = [name.startswith(("third", "fourth")) and devices == 2 for name in names]
-    return [[n for n, at in zip(names, late, strict=True) if at == s] for s in range(devices)]
-
-
 def run_cases(mesh: DeviceMesh, names: list[str]) -> list[Results]:
     return [trained(mesh, shards=True, **CASES[name]) for name in names]
 
@@ -64,7 +57,7 @@ def test_sharded_optimizers_give_the_bits_of_whole_ones(shape: tuple[int, int]) 
     replicas, devices = shape
     ranks = on_ranks(replicas * devices, run_cases, SHAPES[shape], replicas=replicas)
     for index, name in enumerate(SHAPES[shape]):
-        expected = looped(replicas, stages=stages_of(devices), **CASES[name])
+        expected = looped(replicas, **CASES[name])
         for rank in ranks:
             assert_equal(rank[index], expected, name)
 
@@ -107,21 +100,15 @@ def grid(mesh: DeviceMesh) -> dict[tuple[str, str, bool], tuple[Results, Results
                 seen[f"loss {step}"] = pipe.step(x, target=y).clone()
             pipe.flush()
             seen |= pipe.state_dict()
+            names = {parameter: key for key, parameter in pipe.named_parameters()}
             gradients = {
-                f"{argument.target} {step}": gradient
-                for stage, optimizer in zip(pipe.plan.stages, made_by(pipe), strict=True)
-                if optimizer is not None
-                for step, own in enumerate(logs[id(optimizer.param_groups[0]["params"][0])])
-                for argument, gradient in zip(stage.parameters, own, strict=True)
+                f"{names[parameter]} {step}": gradient
+                for each in filter(None, made_by(pipe))
+                for step, own in enumerate(logs[id(each.param_groups[0]["params"][0])])
+                for parameter, gradient in zip(each.param_groups[0]["params"], own, strict=True)
             }
         found[case] = seen, gradients
     return found
-
-
-def part(gradient: Tensor, replica: int) -> Tensor:
-    """What one of two replicas has of the sum of a gradient."""
-    count = gradient.numel()
-    return gradient.reshape(-1)[count * replica // 2 : count * (replica + 1) // 2]
 
 
 def test_losses_gradients_and_weights_are_those_of_a_loop_with_and_without_shards() -> None:
@@ -138,11 +125,11 @@ def test_losses_gradients_and_weights_are_those_of_a_loop_with_and_without_shard
             expected[f"loss {step}"] = loop.step(x, y)
         expected |= model.state_dict()
         names = [key for key, _ in model.named_parameters()]
-        for rank, found in enumerate(ranks):
+        for found in ranks:
             seen, gradients = found[schedule, name, shards]
             assert_equal(seen, {key: expected[key] for key in seen}, f"{schedule} {name}")
             whole = {
-                f"{key} {step}": part(g, rank // 2) if shards else g
+                f"{key} {step}": g
                 for step, own in enumerate(logs[id(optimizer.param_groups[0]["params"][0])])
                 for key, g in zip(names, own, strict=True)
             }
@@ -182,7 +169,6 @@ def figures(mesh: DeviceMesh) -> dict[str, Any]:
                 if shards:
                     with pytest.raises(InputError, match=r"use pipe\.save and pipe\.load"):
                         pipe.optimizer.state_dict()
-                    assert not pipe.optimizer.state
                 program, simulated = pipe.program, pipe.simulate(steps=3)
                 assert Program.parse(str(program)) == program.verify()
                 device, sent = pipe._group.device, simulated.summed(replica)
@@ -195,18 +181,21 @@ def figures(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 @pytest.mark.smoke
-def test_optimizer_state_is_divided_by_the_replicas_and_as_many_bytes_are_sent() -> None:
+def test_optimizer_state_is_divided_by_the_replicas_and_half_as_many_bytes_more_are_sent() -> None:
     ranks = on_ranks(3, figures, replicas=3)
     for schedule in ("1f1b", "2bw"):
         whole, part = f"{schedule} False", f"{schedule} True"
         for rank in ranks:
             assert_equal(rank[part], rank[whole], schedule)
             assert rank[f"{part} memory"] == ranks[0][f"{part} memory"]
-        (full, sent), (_, parts_sent) = ranks[0][f"{whole} state"], ranks[0][f"{part} state"]
+        full = ranks[0][f"{whole} state"][0]
+        sent, parts_sent = (
+            sum(sum(rank[f"{kind} state"][1]) for rank in ranks) for kind in (whole, part)
+        )
         parts = [rank[f"{part} state"][0] for rank in ranks]
         assert sum(parts) == full == 2 * 4 * sum(p.numel() for p in made().parameters())
-        assert max(parts) - min(parts) <= 2 * 4 * len(list(made().parameters()))
-        assert sent == parts_sent
+        assert max(parts) - min(parts) <= 2 * 4 * max(p.numel() for p in made().parameters())
+        assert parts_sent == sent * 3 // 2
         assert ranks[0][f"{part} memory"][0][0] < ranks[0][f"{whole} memory"][0][0]
 
 
@@ -273,35 +262,28 @@ class Normed(torch.optim.Optimizer):
                     parameter -= group["lr"] * parameter.grad / parameter.grad.norm()
 
 
+def normed(mesh: DeviceMesh) -> list[Results]:
+    """The weights that an optimizer makes that needs whole gradients, whole and sharded."""
+    found = []
+    for shards in (False, True):
+        with pipe_of(mesh, optimizer=Normed, shards=shards) as pipe:
+            for step in range(STEPS):
+                x, y = batch(step, mesh["dp"].get_local_rank())
+                pipe.step(x, target=y)
+            found.append(pipe.state_dict(full=True))
+    return found
+
+
+def test_an_optimizer_that_needs_whole_parameters_trains_in_shards() -> None:
+    for whole, sharded in on_ranks(2, normed, replicas=2):
+        assert_equal(sharded, whole, "normed")
+
+
 @pytest.mark.smoke
-def test_optimizers_that_need_whole_parameters_are_refused() -> None:
-    weights = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))]
-    known: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-        "Adafactor": torch.optim.Adafactor,
-        "Normed": Normed,
-    }
-    for name, kind in known.items():
-        with pytest.raises(InputError, match=f"{name} .* leave shard_optimizer out, or give"):
-            refuse_others(kind(weights))
-    sparse = [nn.Parameter(torch.eye(3).to_sparse())]
-    with pytest.raises(InputError, match="a parameter of SGD is sparse, and cannot be cut"):
-        refuse_others(torch.optim.SGD(sparse))
-    for kind in (
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-        torch.optim.Adagrad,
-        torch.optim.Adadelta,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.ASGD,
-    ):
-        before, kept = torch.get_rng_state(), kind(weights)
-        refuse_others(kept)
-        assert torch.equal(before, torch.get_rng_state())
+def test_parameters_are_dealt_out_by_bytes() -> None:
+    assert owners([5, 1, 4, 3, 2], 2) == [0, 0, 1, 1, 0]
+    assert owners([7], 3) == [0]
+    assert owners([], 2) == []
 
 
 @pytest.mark.smoke
@@ -367,6 +349,6 @@ def test_one_replica_shards_nothing() -> None:
             microbatches=2,
         ) as pipe:
             pipe.step(x, target=y)
-            assert not pipe.program.sharded
+            assert "gather_weights" not in pipe.program.opcodes
             states.append({key: value.clone() for key, value in pipe.state_dict().items()})
     assert_equal(states[1], states[0], "one replica")

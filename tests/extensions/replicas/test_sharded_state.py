@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.extensions.replicas.sharding import FlatShards, ShardedStage
-from fxpipe.ir.value import part_of
-from fxpipe.runtime.weights.optimizer_state import frozen
 from tests.extensions.replicas.test_sharded import state_bytes
 from tests.helpers.one_optimizer import made_by
 from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
@@ -89,7 +84,6 @@ def looked_at(mesh: DeviceMesh, folder: Path) -> list[Results]:
             pipe.prepare(x, target=y)
             assert [group["lr"] for group in pipe.optimizer.param_groups] == [0.01]
             found.append(go_on(pipe, replica, load, save, steps))
-            assert not pipe.optimizer.state
     return found
 
 
@@ -183,49 +177,3 @@ def test_a_model_gets_its_values_after_its_optimizers_are_made(tmp_path: Path) -
         for steps, state in zip((5, 3), found, strict=True):
             expected = looped(2, "adamw", steps, schedule="2bw")
             assert_equal(state, {key: expected[key] for key in state}, str(steps))
-
-
-@pytest.mark.smoke
-def test_parts_may_be_ahead_of_the_version_which_takes_the_memory_of_the_oldest() -> None:
-    alone = nn.Linear(3, 5)
-    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    stages = []
-    for replica in range(2):
-        own = dict(copy.deepcopy(alone).named_parameters())
-        optimizer = torch.optim.SGD(own.values(), lr=0.1, momentum=0.9)
-        shards = FlatShards(optimizer, [*own.values()], replica, 2)
-        stages.append(ShardedStage(own, optimizer, 1, shards))
-        stages[-1].restart(0)
-    gradients = [{name: torch.randn_like(p) for name, p in alone.named_parameters()} for _ in "123"]
-
-    made_of: dict[int, list[list[Tensor]]] = {}
-
-    def update(number: int) -> None:
-        made_of[number + 1] = []
-        for replica, stage in enumerate(stages):
-            parts: dict[str, Tensor | None] = {}
-            for name, whole in gradients[number].items():
-                span = part_of(whole.numel(), replica, 2)
-                parts[name] = whole.reshape(-1)[span.start : span.stop]
-            assert stage.optimizer is not None
-            stage.update(parts, [*map(frozen, stage.optimizer.param_groups)])
-            made_of[number + 1].append(stage.parts())
-
-    def gather(version: int) -> None:
-        for stage in stages:
-            stage.gather(made_of[version])
-
-    memory: set[int] = set()
-    update(0)
-    for number in range(1, 4):
-        if number < 3:
-            update(number)
-        gather(number)
-        memory |= {t.data_ptr() for s in stages for v in s.live.values() for t in v.values()}
-    assert len(memory) == 2 * 2 * 2  # replicas, versions, parameters
-    for each in gradients:
-        for name, parameter in alone.named_parameters():
-            parameter.grad = each[name]
-        plain.step()
-    for stage in stages:
-        assert_equal(dict(stage.parameters), dict(alone.named_parameters()), "weights")

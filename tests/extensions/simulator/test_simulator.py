@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import fxpipe
 from fxpipe.errors import InputError, VerificationError
+from fxpipe.extensions.replicas.lowering import gather_weights
 from fxpipe.extensions.simulator import Link, Sizes, simulate
 from fxpipe.extensions.simulator.simulation import Transfer
 from fxpipe.ir import instruction as ins
@@ -315,7 +316,7 @@ def every_opcode() -> list[Program]:
         "0: F0 R0 B0 U\n1: F0 I0 W0 U\n2: F0 O0 P0 B0 U\n"
     )
     programs = [paused, Lower(chain(2), replicas=2)(add_reduce(CLIPPING))]
-    programs.append(Lower(chain(2), replicas=2, shards=True)(add_reduce(CLIPPING)))
+    programs.append(gather_weights(programs[-1]))
     copied = chain_program(find_recipe("chimera")(2, 2))
     parted = chain_program(add_reduce(CLIPPING), buckets={0: [Bucket((0,)), Bucket((1,))]})
     return [whole(again, skipping(3)), *map(communicate, programs), copied, parted]

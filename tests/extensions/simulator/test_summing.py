@@ -14,15 +14,17 @@ from sympy import Eq, Symbol
 from fxpipe.errors import InputError
 from fxpipe.extensions.formulas import time
 from fxpipe.extensions.replicas import opcodes
-from fxpipe.extensions.simulator import Link, Simulation, Sizes
+from fxpipe.extensions.replicas.lowering import gather_weights
+from fxpipe.extensions.simulator import Link, Simulation, Sizes, simulate
 from fxpipe.extensions.simulator.measured import measured_run
 from fxpipe.extensions.simulator.report import chrome_trace
 from fxpipe.extensions.simulator.simulation import Transfer
 from fxpipe.extensions.simulator.sums import GATHERING, Sum
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket
+from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.passes.schedule import add_reduce
 from tests.oracles import small_simulator
 from tests.oracles.small_simulator import makespan
@@ -260,64 +262,47 @@ def gathers(simulation: Simulation) -> list[tuple[str, int, float, float]]:
     ]
 
 
-def test_with_shards_half_of_the_bytes_go_behind_the_update() -> None:
+def sharded(schedule: Schedule, replicas: int) -> Program:
+    return gather_weights(chain_program(schedule, replicas=replicas))
+
+
+def test_with_shards_new_weights_are_sent_behind_the_update() -> None:
     link = {(0, 0): Link(latency=1, bandwidth=5)}
-    found = TWO.simulate(FREE, replicas=2, links=link, sizes=sizes(2, 10), shards=True)
-    # each replica sends 5 bytes of parts, and 5 of new weights; each takes a time of 1 and 1
+    found = simulate(sharded(TWO, 2), FREE, links=link, sizes=sizes(2, 10), steps=1)
+    # the owner of a stage's weights sends 10 bytes, in a time of 2, and 1 goes by on the way
     sent = [(str(t.buffer), t.ready, t.start, t.end) for t in found.transfers]
     assert sent == [
-        ("part:1[0]", 6, 6, 8),
-        ("part:0[0]", 10, 10, 12),
-        ("weights:0[0]", 12, 12, 14),
-        ("weights:1[0]", 12, 13, 15),
+        ("sum:1[0]", 6, 6, 10),
+        ("sum:0[0]", 10, 10, 14),
+        ("weights:0[0]", 14, 14, 17),
+        ("weights:1[0]", 17, 17, 20),
     ]
     assert gathers(found) == [
-        ("TakePart", 1, 10, 10),
-        ("TakePart", 0, 10, 12),
-        ("GatherWeights", 0, 12, 14),
-        ("GatherWeights", 1, 14, 15),
+        ("AllGather", 1, 10, 10),
+        ("AllGather", 0, 10, 14),
+        ("GatherWeights", 0, 14, 17),
+        ("GatherWeights", 1, 17, 20),
     ]
-    assert found.hidden == 1 - 5 / 8
     assert "sum gradients and gather weights hides" in str(found)
     (starts,), (ends,) = found.events.starts, found.events.ends
     times = [int(1e9 * time) for pair in zip(starts, ends, strict=True) for time in pair]
     measured = measured_run(found.window, 1, [times], found.sizes)
-    assert measured.summed(1) == found.summed(1) == (20,)
+    assert measured.summed(0) == found.summed(0) == (40,)
     ends_of = {str(t.buffer): t.end for t in measured.transfers}
-    assert ends_of == {"part:1[0]": 10, "part:0[0]": 12, "weights:0[0]": 14, "weights:1[0]": 15}
+    assert ends_of == {"sum:1[0]": 10, "sum:0[0]": 14, "weights:0[0]": 17, "weights:1[0]": 20}
 
 
-@given(st.integers(1, 5), st.lists(st.tuples(SMALL, st.sampled_from([2, 4])), max_size=4))
-def test_shards_send_as_many_bytes(replicas: int, elements: list[tuple[int, int]]) -> None:
+@given(st.integers(2, 5), st.lists(st.tuples(SMALL, st.sampled_from([2, 4])), max_size=4))
+def test_shards_send_half_as_many_bytes_more(
+    replicas: int, elements: list[tuple[int, int]]
+) -> None:
     sizes = Sizes(elements={0: elements, 1: elements})
     whole = TWO.simulate(replicas=replicas, sizes=sizes)
-    shards = TWO.simulate(replicas=replicas, sizes=sizes, shards=True)
-    for replica in range(replicas):
-        assert whole.summed(replica) == shards.summed(replica)
-
-
-def test_what_is_gathered_hides_behind_the_tasks_of_the_next_batch() -> None:
-    links, room = Link(bandwidth=1000), sizes(2, 4000)
-    schedule = find_recipe("2bw")(2, 4)
-    found = schedule.simulate({"A": 0, "U": 0}, replicas=2, links=links, sizes=room, shards=True)
-    alone = schedule.simulate({"A": 0, "U": 0}, sizes=room)
-    assert found.steady.period == alone.steady.period
-
-
-def test_with_shards_a_replica_keeps_the_sum_of_its_part_alone() -> None:
-    free = dict.fromkeys("FBAU", 0)
-    room = Sizes(gradients={0: 300, 1: 30})
-    found = TWO.simulate(free, replicas=3, sizes=room, shards=True)
-    instructions: list[str] = [*map(str, found.program.lists[0])]
-    levels: dict[str, int] = dict(zip(instructions, found.memory[0].levels, strict=True))
-    assert levels[str(opcodes.ReduceScatter(0))] == 60 + 600
-    assert levels[str(opcodes.TakePart(1))] == 600 + 60 + 10
-    assert levels[str(opcodes.TakePart(0))] == 10 + 600 + 100
-    # what is sent of the new weights lies beside them, and so does what comes
-    assert levels[str(ins.Update(0))] == 10 + 100 + (100 + 300)
-    assert levels[str(ins.Update(1))] == 10 + 400 + (10 + 30)
-    assert levels[str(opcodes.GatherWeights(0))] == 400 + 40
-    assert levels[str(opcodes.GatherWeights(1))] == 40
+    shards = simulate(sharded(TWO, replicas), sizes=sizes)
+    sent = [
+        sum(sum(each.summed(replica)) for replica in range(replicas)) for each in (whole, shards)
+    ]
+    assert 3 * sent[0] == 2 * sent[1]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half"])
