@@ -74,8 +74,8 @@ class AllGather(Summing):
 
 @dataclass(frozen=True, slots=True)
 class GatherWeights(Summing):
-    """Exchange new weights: each replica has updated some. Roughly:
-    weights[batch + 1] = [peers[of].weight() for of in owners].
+    """Exchange new weights: each replica has updated some. Roughly: weights[batch + 1] =
+    [peers[of].weight() for of in owners].
 
     It comes right behind the update, and waits for the other replicas.
     """
