@@ -19,6 +19,7 @@ from fxpipe.runtime import interpreter
 from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.text.program import print_instruction
+from tests.helpers.profiles import deep
 from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, within
 
 Handlers = Mapping[type[Instruction], Callable[[Machine, Any], None]]
@@ -81,7 +82,7 @@ def refuses_all_but_a_checkpoint(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor, fo
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(
-    ("dispatch", "optimizer"), [("device", None), ("device", adam), ("thread", adam)]
+    ("dispatch", "optimizer"), [("device", None), ("thread", adam), *deep(("device", adam))]
 )
 def test_a_fault_at_any_instruction_has_not_happened(
     dispatch: Dispatches,

@@ -75,9 +75,8 @@ def filled(folder: Path, way: str, whole: int) -> None:
     ("way", "whole"),
     [
         ("drawn", 0),
-        ("folder", options.WHOLE),
-        ("mapped", 0),
-        *deep(("drawn", options.WHOLE), ("folder", 0), ("mapped", options.WHOLE)),
+        ("mapped", options.WHOLE),
+        *deep(("drawn", options.WHOLE), ("folder", 0), ("folder", options.WHOLE), ("mapped", 0)),
     ],
 )
 def test_a_model_without_data_trains_over_the_devices_of_a_process(

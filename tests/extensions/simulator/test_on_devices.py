@@ -56,7 +56,7 @@ def looked_at(
     return predicted, *counted(options, optimizer, look)
 
 
-@pytest.mark.parametrize("optimizer", [SGD, Adam])
+@pytest.mark.parametrize("optimizer", [Adam, *deep(SGD)])
 @pytest.mark.parametrize(
     "options",
     [
