@@ -21,7 +21,7 @@ from typing import Any
 import fxpipe
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Grid, Report, finished, store
-from fxpipe.extensions.search.listing import list_schedule
+from fxpipe.extensions.search.listing import order_by_policy
 from fxpipe.extensions.search.local import greedy_policies
 from fxpipe.extensions.search.search import Found
 from fxpipe.extensions.simulator import Link
@@ -137,7 +137,7 @@ def best_of_others(found: Found) -> float:
     problem = found.problem
     least = min((t for t in found.library.values() if not isinstance(t, str)), default=inf)
     for policy in greedy_policies(problem):
-        least = min(least, list_schedule(problem, policy, [0.0] * problem.devices, inf)[0])
+        least = min(least, order_by_policy(problem, policy, [0.0] * problem.devices, inf)[0])
     return least
 
 

@@ -34,7 +34,7 @@ def read_late(schedule: ScheduleLike) -> LateSchedule | None:
     return schedule if isinstance(schedule, LateSchedule) else None
 
 
-def read_schedule(
+def given_schedule(
     schedule: ScheduleLike, devices: int, microbatches: int | None
 ) -> tuple[Recipe, int | None]:
     """Return the recipe of a schedule, and the number of micro-batches if it is known.

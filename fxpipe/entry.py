@@ -179,7 +179,7 @@ def compile(
         late = arguments.read_late(schedule)
         if late is not None:
             schedule, make = late.start()
-        recipe, microbatches = arguments.read_schedule(schedule, len(places), microbatches)
+        recipe, microbatches = arguments.given_schedule(schedule, len(places), microbatches)
         if recipe.copies(len(places)):
             arguments.check_copies(recipe, torch_devices[0])
         arguments.check_clipping(clip_norm, scaler, optimizer)

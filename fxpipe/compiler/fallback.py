@@ -10,7 +10,7 @@ from torch import nn
 
 from fxpipe.errors import TraceError
 from fxpipe.ir.traced import Traced
-from fxpipe.passes.tracing.tracer import Calls
+from fxpipe.passes.tracing.tracer import UntracedCalls
 
 if TYPE_CHECKING:
     from fxpipe.compiler.options import Options
@@ -43,7 +43,7 @@ class Fallback:
         raise error
 
     @contextmanager
-    def calls(self) -> Iterator[Calls | None]:
+    def calls(self) -> Iterator[UntracedCalls | None]:
         """Inside, the model is traced: the calls that its graph is to have; None if it has none."""
         yield None
 

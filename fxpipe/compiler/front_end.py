@@ -29,7 +29,7 @@ from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import LossModule
 from fxpipe.passes.tracing.explain import refuse_names, untraceable
 from fxpipe.passes.tracing.trace import Dims, is_free, shapes_of
-from fxpipe.passes.tracing.tracer import Calls
+from fxpipe.passes.tracing.tracer import UntracedCalls
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
 from fxpipe.torchtools.following import Following
@@ -261,7 +261,7 @@ class FrontEnd:
         kwargs: dict[str, Any],
         dims: Dims,
         free: Dims,
-        calls: Calls | None = None,
+        calls: UntracedCalls | None = None,
     ) -> Traced:
         """The graph of the model, or of the loss. One with ``calls`` holds for these sizes only."""
         facts = {

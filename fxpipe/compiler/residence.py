@@ -26,7 +26,7 @@ from fxpipe.ir.traced import Traced
 from fxpipe.runtime.batch import ordinary
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.meta import become, lent, standing_in
-from fxpipe.torchtools.state import move, on_device, returned_if_failed, to_device
+from fxpipe.torchtools.state import move, returned_if_failed, to_device, whole_on_device
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def gathered(options: Options, call: Call, graphs: Iterable[Traced]) -> Iterator
                 shared = nn.Parameter if not options.whole else ()
                 stack.enter_context(standing_in(model, lambda x: isinstance(x, shared)))
             if options.places:
-                place = lent if options.apart else on_device
+                place = lent if options.apart else whole_on_device
                 stack.enter_context(place(model, constants, here))
             yield _on_first(options, call)
 

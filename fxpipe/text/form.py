@@ -16,7 +16,7 @@ _EDGE = re.compile(r"(?:in|act|skip|out)\b")
 _WORD = re.compile(r"\w+")
 
 
-class Kind(NamedTuple):
+class FieldForm(NamedTuple):
     """How a field is read and printed. ``read`` gets the end of the message for a missing field."""
 
     read: Callable[[Line, str], Any]
@@ -47,14 +47,14 @@ def _end(line: Line, what: str) -> int:
 
 
 KINDS = {
-    "": Kind(lambda line, what: line.integer(f"a number{what}")),
-    "signed": Kind(_signed),
-    "batch": Kind(_batch, batch_mark),
-    "edge": Kind(lambda line, what: line.need(_EDGE, f"a kind of edge{what}")),
-    "word": Kind(lambda line, what: line.need(_WORD, f"a word{what}")),
-    "title": Kind(lambda line, what: line.title(f"a name{what}"), print_title),
-    "value": Kind(_value),
-    "end": Kind(_end, stage_name),
+    "": FieldForm(lambda line, what: line.integer(f"a number{what}")),
+    "signed": FieldForm(_signed),
+    "batch": FieldForm(_batch, batch_mark),
+    "edge": FieldForm(lambda line, what: line.need(_EDGE, f"a kind of edge{what}")),
+    "word": FieldForm(lambda line, what: line.need(_WORD, f"a word{what}")),
+    "title": FieldForm(lambda line, what: line.title(f"a name{what}"), print_title),
+    "value": FieldForm(_value),
+    "end": FieldForm(_end, stage_name),
 }
 """The kinds of fields that a template can name after the colon."""
 
@@ -72,7 +72,7 @@ class Form:
         stands for any number of blanks."""
         self.example = example
         self.flags = flags
-        self._pieces: list[tuple[str, list[tuple[str, str]], str | None, Kind, str]] = []
+        self._pieces: list[tuple[str, list[tuple[str, str]], str | None, FieldForm, str]] = []
         as_in = f", as in {example}"
         for text, field, kind, _ in Formatter().parse(template):
             after = f" after {text.strip()!r}" if text.strip() else ""

@@ -30,7 +30,7 @@ their MRO without this flag, which is written in C."""
 
 
 @dataclass(frozen=True)
-class Parts:
+class TakenApart:
     """An object that was taken apart: a pytree node, registered with PyTorch.
 
     Attributes:
@@ -45,9 +45,9 @@ class Parts:
 
 
 pytree.register_pytree_node(
-    Parts,
+    TakenApart,
     lambda parts: (list(parts.tensors.values()), (parts.kind, tuple(parts.tensors), parts.others)),
-    lambda values, context: Parts(
+    lambda values, context: TakenApart(
         context[0], dict(zip(context[1], values, strict=True)), context[2]
     ),
     serialized_type_name="fxpipe.torchtools.pytrees.Parts",
@@ -59,12 +59,12 @@ pytree.register_pytree_node(
 
 
 def taken_apart(value: Any) -> Any:
-    """Replace each object in a value that contains tensors, and is no pytree, by its ``Parts``."""
+    """Replace each object in a value that has tensors, and is no pytree, by its ``TakenApart``."""
     return pytree.tree_map(_Walk(), value)
 
 
 def together(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """Return the value of these leaves, with objects in place of ``Parts``."""
+    """Return the value of these leaves, with objects in place of ``TakenApart``."""
     return _objects(pytree.tree_unflatten(list(leaves), spec))
 
 
@@ -91,7 +91,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Any, Any]] = {}
-        """Id → the object, which is kept alive so that its id stays unique, and its ``Parts``."""
+        """Id → the object, kept alive so that its id stays unique, and its ``TakenApart``."""
 
     def __call__(self, leaf: Any) -> Any:
         if isinstance(leaf, _WHOLE) or not hasattr(leaf, "__dict__"):
@@ -111,12 +111,12 @@ class _Walk:
         if not tensors:
             return leaf
         others = {name: value for name, value in vars(leaf).items() if name not in tensors}
-        return Parts(type(leaf), tensors, others)
+        return TakenApart(type(leaf), tensors, others)
 
 
 def _objects(value: Any) -> Any:
     def restored(parts: Any) -> Any:
-        if not isinstance(parts, Parts):
+        if not isinstance(parts, TakenApart):
             return parts
         base: Any = next(kind for kind in parts.kind.__mro__ if not kind.__flags__ & _OF_PYTHON)
         new = base.__new__(parts.kind)
@@ -124,7 +124,7 @@ def _objects(value: Any) -> Any:
         new.__dict__.update({name: _objects(inner) for name, inner in parts.tensors.items()})
         return new
 
-    return pytree.tree_map(restored, value, is_leaf=lambda node: isinstance(node, Parts))
+    return pytree.tree_map(restored, value, is_leaf=lambda node: isinstance(node, TakenApart))
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:

@@ -206,7 +206,9 @@ def without_collection() -> Iterator[None]:
 
 
 @contextmanager
-def on_device(model: nn.Module, others: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+def whole_on_device(
+    model: nn.Module, others: Iterable[Tensor], device: torch.device
+) -> Iterator[None]:
     """Copy the whole model and other tensors to one device inside the block, where they stay the
     same objects. Afterwards they have their own memory again, as nothing in the block changes them:
     else who compares memory and versions would take them for changed by the user."""

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.kernels.graph import onto
 
 
-class Span(NamedTuple):
+class Life(NamedTuple):
     """The life of one storage.
 
     Attributes:
@@ -49,7 +49,7 @@ class Liveness:
     """
 
     steps: int
-    spans: Mapping[int, Span]
+    spans: Mapping[int, Life]
     of: Mapping[fx.Node, tuple[int, ...]]
 
     def lies_in(self, nodes: Iterable[Any]) -> tuple[int, ...]:
@@ -77,13 +77,13 @@ def liveness(
     step = {node: place for place, node in enumerate([*computing, output])}
     arguments = (node for node in nodes if node.op == "placeholder")
     storages = _Storages(dict(zip(arguments, shared, strict=False)), absent)
-    spans: dict[int, Span] = {}
+    spans: dict[int, Life] = {}
     for node in nodes:
         first = step.get(node, -1)
         unread = len(computing) if node.op == "placeholder" else first
         last = max((step[user] for user in node.users), default=unread)
         for storage, size in storages.find(node):
-            span = spans.setdefault(storage, Span(size, first, last))
+            span = spans.setdefault(storage, Life(size, first, last))
             spans[storage] = span._replace(last=max(span.last, last))
     of = {node: tuple(numbers.values()) for node, numbers in storages.of.items()}
     return Liveness(len(computing), spans, of)

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError, way_out
 from fxpipe.passes.tracing.explain import untraceable
-from fxpipe.passes.tracing.tracer import Calls
+from fxpipe.passes.tracing.tracer import UntracedCalls
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import functions_kept
 from fxpipe.torchtools.pytrees import returning_parts
@@ -83,7 +83,7 @@ def export(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     free: Dims,
-    calls: Calls | None,
+    calls: UntracedCalls | None,
 ) -> tuple[ExportedProgram, Callable[[Shapes], bool]]:
     """The model's program of ATen operations, and a test of the shapes that it holds for.
 

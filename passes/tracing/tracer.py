@@ -40,7 +40,7 @@ class Tracer(Protocol):
         """Whether a submodule is called as it is without being asked to be."""
 
 
-class Calls(Protocol):
+class UntracedCalls(Protocol):
     """The calls, in a run of a model, of submodules that its graph is to call as they are."""
 
     def opaque(self, model: nn.Module) -> AbstractContextManager[None]:

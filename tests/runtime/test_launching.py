@@ -232,11 +232,11 @@ def test_a_failure_that_nobody_asked_about_is_told_when_the_next_step_begins() -
 
 def test_who_waits_for_an_event_is_woken_when_the_run_stops() -> None:
     from fxpipe.ir.launch import Event, Launch
-    from fxpipe.runtime.devices.launching import Events
+    from fxpipe.runtime.devices.launching import RunEvents
     from fxpipe.runtime.interpreter import Stopped
 
     program = Program("x", 1, (0,), (), ((),), (), ((Launch(waits=(Event(0),)),),))
-    events = Events(program)
+    events = RunEvents(program)
     caught: list[BaseException] = []
 
     def wait() -> None:

@@ -7,7 +7,7 @@ from statistics import median
 
 from fxpipe.errors import Fault, InputError
 from fxpipe.extensions.draw.chart import TICKS, FaultMarks, nice_step
-from fxpipe.extensions.draw.timeline import Span, Timeline, timeline_of
+from fxpipe.extensions.draw.timeline import Bar, Timeline, timeline_of
 from fxpipe.extensions.simulator.costs import Costs
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
@@ -130,7 +130,7 @@ class _Grid:
             row[self._column(tick * self._unit)] = "."
         return row
 
-    def _put(self, span: Span[Task]) -> None:
+    def _put(self, span: Bar[Task]) -> None:
         start, stop = self._column(span.start), self._column(span.end)
         room = stop - start
         name = self._name(span)
@@ -140,7 +140,7 @@ class _Grid:
         if start and (span.device, span.position) in self._joined:
             self._rows[span.device][start - 1] = "&"
 
-    def _name(self, span: Span[Task]) -> str:
+    def _name(self, span: Bar[Task]) -> str:
         task = span.task
         stage = task.stage if self._tags_stages else None
         name = str(Task(task.kind, task.microbatch, None, 0 if self._steps else task.batch))

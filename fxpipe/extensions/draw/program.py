@@ -33,7 +33,7 @@ from fxpipe.extensions.draw.styles import (
     arrow_entries,
     instruction_style,
 )
-from fxpipe.extensions.draw.timeline import Span, Timeline, sketch
+from fxpipe.extensions.draw.timeline import Bar, Timeline, sketch
 from fxpipe.extensions.simulator.simulate import share_of
 from fxpipe.formatting import plural
 from fxpipe.ir import instruction as ins
@@ -154,7 +154,7 @@ class _Scale:
     arrows: bool
 
 
-_Box = tuple[Span[ins.Instruction], str]
+_Box = tuple[Bar[ins.Instruction], str]
 """An instruction and the name of its box."""
 
 
@@ -236,7 +236,7 @@ def _unit(program: Program) -> float:
 
 
 def _draw(
-    chart: Chart, span: Span[ins.Instruction], drawn: InstructionStyle, scale: _Scale, wrong: bool
+    chart: Chart, span: Bar[ins.Instruction], drawn: InstructionStyle, scale: _Scale, wrong: bool
 ) -> str | None:
     """Draw an instruction; returns its node, or None if it is left out.
 
@@ -289,8 +289,8 @@ def _draw_transfers(chart: Chart, boxes: Sequence[_Box], scale: _Scale) -> None:
 
 def _path(
     chart: Chart,
-    source: Span[ins.Instruction],
-    target: Span[ins.Instruction],
+    source: Bar[ins.Instruction],
+    target: Bar[ins.Instruction],
     scale: _Scale,
     buffer: Buffer,
 ) -> list[Point]:

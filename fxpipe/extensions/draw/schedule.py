@@ -31,7 +31,7 @@ from fxpipe.extensions.draw.styles import (
     boxes_of,
     simulation_boxes,
 )
-from fxpipe.extensions.draw.timeline import Span, Timeline, simulated, timeline_of
+from fxpipe.extensions.draw.timeline import Bar, Timeline, simulated, timeline_of
 from fxpipe.extensions.simulator.costs import Costs
 from fxpipe.extensions.simulator.simulation import Simulation, Transfer
 from fxpipe.extensions.simulator.sums import Sum
@@ -200,7 +200,7 @@ def _draw_pairs(charts: Sequence[Chart], timeline: Timeline[Task]) -> None:
                 chart.canvas.box(corner, width, chart.row_height, _PAIR)
 
 
-def _crossed(charts: Sequence[Chart], span: Span[Task]) -> list[tuple[Chart, float, float]]:
+def _crossed(charts: Sequence[Chart], span: Bar[Task]) -> list[tuple[Chart, float, float]]:
     """The lines that a task crosses, with its start and end in each."""
     crossed = [
         (chart, max(span.start, chart.start), min(span.end, chart.end))

@@ -25,7 +25,7 @@ T = TypeVar("T")
 _UNKNOWN_TIME = 1.0
 
 
-class Span(NamedTuple, Generic[T]):
+class Bar(NamedTuple, Generic[T]):
     """A task or an instruction with its start and end.
 
     ``device`` is its row, a device or one stream of it, and ``position`` its index in the row.
@@ -53,8 +53,8 @@ class Timeline(Generic[T]):
     """
 
     devices: int
-    spans: tuple[Span[T], ...]
-    unrun: tuple[Span[T], ...] = ()
+    spans: tuple[Bar[T], ...]
+    unrun: tuple[Bar[T], ...] = ()
     simulation: Simulation | None = None
     beside: tuple[tuple[int, str], ...] = ()
     joined: frozenset[tuple[int, int]] = frozenset()
@@ -65,9 +65,9 @@ class Timeline(Generic[T]):
         return 0 if self.simulation is None else self.simulation.steps
 
     @cached_property
-    def stuck(self) -> tuple[Span[T], ...]:
+    def stuck(self) -> tuple[Bar[T], ...]:
         """The task at which each stuck device waits for ever."""
-        first: dict[int, Span[T]] = {}
+        first: dict[int, Bar[T]] = {}
         for span in self.unrun:
             first.setdefault(span.device, span)
         return tuple(first.values())
@@ -81,7 +81,7 @@ class Timeline(Generic[T]):
 def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline[Task]:
     """The timeline of a simulation, with its times multiplied by ``unit``."""
     spans = [
-        Span(s.device, s.position, s.start * unit, s.end * unit, task_of(s.instruction))
+        Bar(s.device, s.position, s.start * unit, s.end * unit, task_of(s.instruction))
         for s in simulation.spans
     ]
     letters = {"offloaded": "O", "fetching": "P"}
@@ -92,7 +92,7 @@ def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline[Task]:
         letter, (_, _, stage, _, i, batch) = letters[t.buffer.kind], t.buffer
         row = simulation.devices + beside.index((t.source, letter))
         task = Task(letter, i, stage, batch)
-        spans.append(Span(row, t.position, t.start * unit, t.end * unit, task))
+        spans.append(Bar(row, t.position, t.start * unit, t.end * unit, task))
     rows = simulation.devices + len(beside)
     return Timeline(rows, tuple(spans), (), simulation, tuple(beside), simulation.joined)
 
@@ -119,12 +119,12 @@ def timeline_of(
     marks = mark(wrong if faults is None else faults)
     if wrong or marks.faults:
         return _refused(schedule, costs), marks
-    steps = default_steps(schedule) if steps is None else steps
+    steps = steps_to_show(schedule) if steps is None else steps
     program, pairs = chain_program(schedule), pairs_in(schedule)
     return simulated(simulate(program, costs, steps=steps, pairs=pairs)), marks
 
 
-def default_steps(schedule: Schedule) -> int:
+def steps_to_show(schedule: Schedule) -> int:
     """How many steps to show: one, or, if batches overlap, enough for one in steady state."""
     return schedule.depth + 2 + max(schedule.delays) if schedule.overlaps else 1
 
@@ -133,7 +133,7 @@ def sketch(rows: Sequence[Sequence[T]], cost: Callable[[T], float], waits: Waits
     """Return the timeline of ``rows``, in which each item starts as soon as the item before it in
     its row and all items that it waits for are done."""
     ends: list[list[float]] = [[] for _ in rows]
-    spans: list[list[Span[T]]] = [[] for _ in rows]
+    spans: list[list[Bar[T]]] = [[] for _ in rows]
     waited = [0] * len(rows)
     for row, stop in walk(list(map(len, rows)), waits).turns:
         row_waits, number, done = waits[row], waited[row], ends[row]
@@ -145,14 +145,14 @@ def sketch(rows: Sequence[Sequence[T]], cost: Callable[[T], float], waits: Waits
                 number += 1
             item = rows[row][position]
             done.append(start + cost(item))
-            spans[row].append(Span(row, position, start, done[-1], item))
+            spans[row].append(Bar(row, position, start, done[-1], item))
         waited[row] = number
-    unrun: list[Span[T]] = []
+    unrun: list[Bar[T]] = []
     for row, items in enumerate(rows):
         free = ends[row][-1] if ends[row] else 0.0
         for position in range(len(ends[row]), len(items)):
             start, free = free, free + cost(items[position])
-            unrun.append(Span(row, position, start, free, items[position]))
+            unrun.append(Bar(row, position, start, free, items[position]))
     return Timeline(len(rows), tuple(chain.from_iterable(spans)), tuple(unrun))
 
 

@@ -49,7 +49,7 @@ class Policy:
     even: bool = False
 
 
-def list_schedule(
+def order_by_policy(
     problem: Problem,
     policy: Policy,
     release: Sequence[float],

@@ -9,7 +9,7 @@ from math import ceil, floor, inf
 from random import Random
 
 from fxpipe.extensions.search.bounds import lag, room, way_down
-from fxpipe.extensions.search.listing import NEVER, Habit, Policy, list_schedule
+from fxpipe.extensions.search.listing import NEVER, Habit, Policy, order_by_policy
 from fxpipe.extensions.search.problem import Order, Problem
 
 FIRST, LAST = -1e9, 1e9
@@ -114,7 +114,7 @@ class Local:
         release = [0.0] * problem.devices
         for again in range(1 if problem.flush else _REPEATS):
             # the first step starts from empty devices: never cut it off
-            value, order, done = list_schedule(
+            value, order, done = order_by_policy(
                 problem, policy, release, cutoff if problem.flush or again else inf
             )
             self.passes += 1

@@ -18,7 +18,7 @@ _TABU = 10, 30
 """For at least and at most how many further swaps two tasks are not swapped back."""
 
 
-class Rows:
+class NumberedOrder:
     """The tasks of an order as numbers, with the end of each and the time from its start to the end
     of all tasks; without flush, that to the end of a device counts from the device's start. The
     next numbers are one for each device, which stands for both its begin and its end, and ``none``,
@@ -198,7 +198,7 @@ def improve(local: Local, enough: float, go_on: Callable[[], bool]) -> None:
     """Swap tasks, from the best order on, until its time is at most ``enough`` or ``go_on()`` is
     false. Two tasks are not swapped back for a while, unless that gives a new best order."""
     problem, random = local.problem, local.random
-    rows = Rows(problem, local.first)
+    rows = NumberedOrder(problem, local.first)
     best, step = rows.value, 0
     until: dict[tuple[int, int], int] = {}
     while local.value > enough and go_on():

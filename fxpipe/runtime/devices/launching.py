@@ -32,7 +32,7 @@ from fxpipe.text.program import print_instruction
 from fxpipe.torchtools.accelerator import kind_of
 
 
-class Events:
+class RunEvents:
     """The events of one run: a wait is launched only after the event's record was launched."""
 
     def __init__(self, program: Program, devices: Sequence[int] | None = None) -> None:
@@ -87,7 +87,7 @@ class LaunchingChannels(Channels):
 
     def __init__(self, program: Program, threads: int) -> None:
         super().__init__(program, threads)
-        self.events = Events(program)
+        self.events = RunEvents(program)
 
     def arrive(self, machine: Machine, buffer: Buffer) -> Any:
         """Receive a value for a device, and copy it to its memory on the stream of the running

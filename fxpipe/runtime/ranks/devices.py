@@ -23,9 +23,9 @@ from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.devices.lanes import Lanes, Place
 from fxpipe.runtime.devices.launching import (
-    Events,
     LaunchingChannels,
     LaunchingMachine,
+    RunEvents,
     StreamBackend,
 )
 from fxpipe.runtime.failure import DeviceMemory
@@ -53,7 +53,7 @@ class DeviceChannels(CollectiveChannels, LaunchingChannels):
     ) -> None:
         self._leaving: dict[Buffer, tuple[Tensor, Any]] = {}
         super().__init__(program, group, jobs, pairs, in_order=in_order)
-        self.events = Events(program, (group.device,))
+        self.events = RunEvents(program, (group.device,))
 
     def keep(self, device: int, buffer: Buffer, sent: Tensor, work: Any) -> None:
         self._leaving[buffer] = sent, work

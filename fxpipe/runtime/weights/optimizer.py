@@ -110,7 +110,7 @@ class GivenOptimizer:
     def _checked(self, optimizer: Optimizer, what: str) -> Optimizer:
         """Return a whole-model optimizer. Raises InputError if it has hooks on its step, or
         parameters that the model has not."""
-        refuse_hooks(optimizer, what)
+        refuse_step_hooks(optimizer, what)
         known = {id(parameter) for parameter in self._known.values()}
         for parameter in _parameters(optimizer):
             if id(parameter) not in known:
@@ -122,7 +122,7 @@ class GivenOptimizer:
         return optimizer
 
 
-def refuse_hooks(whole: Optimizer, what: str) -> None:
+def refuse_step_hooks(whole: Optimizer, what: str) -> None:
     """Raises InputError if the whole optimizer has hooks on its step, or another step than its
     class's: the stages' optimizers, copies of it, would call neither."""
     if whole._optimizer_step_pre_hooks or whole._optimizer_step_post_hooks:

@@ -19,7 +19,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.value import owners
 from fxpipe.runtime.weights.live import Mark, differs, mark, settings, shown, unshared
-from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_hooks
+from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_step_hooks
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, bring, loading, take
 
 
@@ -130,7 +130,7 @@ class Optimizers:
                 that no stage would call.
         """
         whole = self._given.all()
-        refuse_hooks(whole, "the optimizer")
+        refuse_step_hooks(whole, "the optimizer")
         if _members(whole) != self._members:
             raise InputError(
                 "a parameter group of the optimizer has come, or has other parameters than when "

@@ -17,7 +17,7 @@ from fxpipe.errors import Fault, InputError, VerificationError
 from fxpipe.extensions.draw.chart import nice_step
 from fxpipe.extensions.draw.picture import BACKWARD, FAULT, FORWARD, TASKS, UPDATE, Picture
 from fxpipe.extensions.draw.schedule import draw_schedule
-from fxpipe.extensions.draw.timeline import default_steps
+from fxpipe.extensions.draw.timeline import steps_to_show
 from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, B, F, Task, U
@@ -287,7 +287,7 @@ def test_each_micro_batch_tells_the_version_that_it_reads() -> None:
 
 
 def test_the_default_shows_a_step_between_others() -> None:
-    assert [default_steps(s) for s in (one_f_one_b(2, 2), window())] == [1, 4]
+    assert [steps_to_show(s) for s in (one_f_one_b(2, 2), window())] == [1, 4]
 
 
 def test_a_count_of_steps_that_makes_no_sense_is_refused() -> None:

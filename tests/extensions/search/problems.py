@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from fxpipe.extensions.search.bounds import best_bound, chain_bounds, work_bounds
-from fxpipe.extensions.search.listing import list_schedule
+from fxpipe.extensions.search.listing import order_by_policy
 from fxpipe.extensions.search.local import Local, random_policy
 from fxpipe.extensions.search.problem import Order, Problem
 from fxpipe.extensions.search.search import Found
@@ -29,7 +29,7 @@ UNEQUAL: dict[Key, float] = {
 def listed(problem: Problem, random: Random) -> Order:
     """The order that a list schedule by drawn habits has."""
     policy = random_policy(problem, random)
-    _, rows, _ = list_schedule(problem, policy, [0.0] * problem.devices, inf)
+    _, rows, _ = order_by_policy(problem, policy, [0.0] * problem.devices, inf)
     return tuple(map(tuple, rows))
 
 

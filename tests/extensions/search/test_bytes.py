@@ -14,7 +14,7 @@ import pytest
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.search import local, search
-from fxpipe.extensions.search.listing import list_schedule
+from fxpipe.extensions.search.listing import order_by_policy
 from fxpipe.extensions.search.read import Given, problems_of
 from fxpipe.extensions.search.search import search_schedule
 from fxpipe.extensions.simulator import Sizes
@@ -120,10 +120,10 @@ def test_searches_with_less_memory_are_a_part_of_the_seconds(
 
     def listed(*given: Any) -> object:
         now[0] += 1
-        return list_schedule(*given)
+        return order_by_policy(*given)
 
     monkeypatch.setattr(search, "perf_counter", clock)
-    monkeypatch.setattr(local, "list_schedule", listed)
+    monkeypatch.setattr(local, "order_by_policy", listed)
     monkeypatch.setattr(search, "best_bound", lambda problem: 1.0)  # which nothing meets
     one_more = SimpleNamespace(memory=(SimpleNamespace(peak=31),) * 2)
     monkeypatch.setattr(Schedule, "simulate", lambda *given, **named: one_more)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fxpipe
 from fxpipe.errors import InputError
-from fxpipe.extensions.search.listing import Habit, Policy, list_schedule
+from fxpipe.extensions.search.listing import Habit, Policy, order_by_policy
 from fxpipe.extensions.search.local import given_policies, random_policy
 from fxpipe.extensions.search.problem import Problem
 from fxpipe.extensions.search.read import Given, problems_of
@@ -39,7 +39,7 @@ def test_every_list_schedule_is_valid_and_keeps_to_the_memory(problem: Problem, 
     random = Random(seed)
     policies = [*list(given_policies(problem))[::17], *(random_policy(problem, random),) * 3]
     for policy in policies:
-        value, rows, _ = list_schedule(problem, policy, [0.0] * problem.devices, inf)
+        value, rows, _ = order_by_policy(problem, policy, [0.0] * problem.devices, inf)
         order = tuple(map(tuple, rows))
         assert fits(problem, order)
         problem.schedule_of(order).verify()
@@ -127,7 +127,7 @@ def test_a_first_stage_may_wait_for_a_forward_that_a_later_one_is_about_to_get(
     problem = problems_of(given)[0]
     habit = Habit(4, 0.0, -1e9, 1.0, 0.0, 10**6, hold)
     first = habit._replace(turn=10.0)
-    _, order, _ = list_schedule(problem, Policy((first, habit, habit)), [0.0, 0.0], inf)
+    _, order, _ = order_by_policy(problem, Policy((first, habit, habit)), [0.0, 0.0], inf)
     assert order[0][:3] == [0, 0, third]
 
 

@@ -13,7 +13,7 @@ from fxpipe.extensions.search.bounds import best_bound
 from fxpipe.extensions.search.local import Local
 from fxpipe.extensions.search.problem import Problem
 from fxpipe.extensions.search.read import Given, problems_of
-from fxpipe.extensions.search.swaps import Rows, improve
+from fxpipe.extensions.search.swaps import NumberedOrder, improve
 from fxpipe.extensions.search.timing import fits, value_of
 from fxpipe.extensions.simulator.costs import Key
 from tests.extensions.search.problems import larger, listed, problems, shared
@@ -26,7 +26,7 @@ def test_after_any_swaps_the_rows_are_timed_as_an_order_of_theirs_is(
 ) -> None:
     random = Random(seed)
     before = listed(problem, random)
-    rows = Rows(problem, before)
+    rows = NumberedOrder(problem, before)
     assert rows.value == pytest.approx(value_of(problem, before))
     for _ in range(12):
         moves = list(rows.moves(random))

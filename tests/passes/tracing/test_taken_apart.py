@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.torchtools.pytrees import Parts, _Walk, taken_apart, together
+from fxpipe.torchtools.pytrees import TakenApart, _Walk, taken_apart, together
 from tests.oracles import loop
 
 
@@ -82,7 +82,7 @@ def test_what_holds_no_tensors_stays_as_it_is(value: Any) -> None:
 def test_what_pytorch_knows_keeps_its_type() -> None:
     value = OrderedDict(a=[torch.zeros(1)], b=(torch.ones(1),))
     assert type(taken_apart(value)) is OrderedDict
-    assert not any(isinstance(x, Parts) for x in pytree.tree_leaves(taken_apart(value)))
+    assert not any(isinstance(x, TakenApart) for x in pytree.tree_leaves(taken_apart(value)))
 
 
 class Named(SimpleNamespace):
@@ -111,7 +111,7 @@ def test_objects_that_share_what_they_hold_are_walked_once_each() -> None:
     for depth in range(100):  # 2**100 ways lead to the first
         inner = Cache([inner, inner], str(depth))  # type: ignore[list-item]
     made = taken_apart(Found(torch.zeros(1), inner))
-    assert isinstance(made, Parts)
+    assert isinstance(made, TakenApart)
     assert made.others["cache"] is inner
 
 
