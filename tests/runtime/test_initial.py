@@ -138,6 +138,18 @@ def test_a_process_that_keeps_one_tensor_draws_the_same_values(kept: int) -> Non
     assert [x is tensor for x in others] == [not x.is_meta for x in others]
 
 
+def test_attention_which_draws_by_a_private_method_gets_its_constructors_values() -> None:
+    def make() -> nn.Module:
+        return nn.TransformerEncoderLayer(8, 2, 16)
+
+    torch.manual_seed(SEED)
+    expected = make().state_dict()
+    model = without_data(make)
+    torch.manual_seed(SEED)
+    initialise(model, list(model.parameters()), None)
+    assert_same(model.state_dict(), expected)
+
+
 def test_a_function_initialises_modules_in_the_order_of_apply() -> None:
     def function(module: nn.Module) -> None:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
