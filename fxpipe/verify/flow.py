@@ -9,8 +9,9 @@ are left wait for no more than in a full step, and find no more values in flight
 How many values a channel from one device to another must hold, where each stage hands one value to
 the next: none for gpipe, naive and inference, whose sends can be rendezvous; 1 for 1f1b, chimera,
 zb-h1, zb-h2, v-half, v-min and the schedules without a flush; 2 for zb-v, dualpipe-v and
-interleaved-1f1b; up to m for looped-bfs. Skips need more, for the values in flight past the stages
-between. ``fxpipe.verify.program.smallest_channel`` computes it for any program.
+interleaved-1f1b; 1 to 3 for interleaved-zb and hanayo, with p up to 8; up to m for looped-bfs.
+Skips need more, for the values in flight past the stages between.
+``fxpipe.verify.program.smallest_channel`` computes it for any program.
 """
 
 from __future__ import annotations

@@ -133,7 +133,8 @@ NEEDS |= dict.fromkeys(("1f1b", "1f1b-async", "pipedream", "pipedream-vertical",
 NEEDS |= dict.fromkeys(("cdp-v1", "cdp-v2"), 1)
 NEEDS |= dict.fromkeys(("zb-h1", "zb-h2", "v-half", "v-min"), 1)
 NEEDS |= dict.fromkeys(("chimera",), 1)
-NEEDS |= dict.fromkeys(("zb-v", "dualpipe-v", "interleaved-1f1b", "looped-bfs"), 2)
+NEEDS |= dict.fromkeys(("interleaved-zb",), 1)
+NEEDS |= dict.fromkeys(("zb-v", "dualpipe-v", "interleaved-1f1b", "looped-bfs", "hanayo"), 2)
 
 
 @pytest.mark.parametrize("name", RECIPES)
