@@ -99,7 +99,7 @@ def pipe_of(mesh: DeviceMesh, **options: Any) -> fxpipe.Pipeline:
         "microbatches": 2,
         "loss": functional.cross_entropy,
         "optimizer": adam,
-        "partition": CUTS[mesh.size()],
+        "partition": CUTS[mesh.size(mesh.ndim - 1)],
     }
     return fxpipe.compile(Skipping(), mesh, **{**defaults, **options})
 
