@@ -72,6 +72,7 @@ def train(rank: int, ranks: int) -> None:
     except fxpipe.RankError as error:
         print(error, flush=True)
     pipe.close()
+    sys.stdin.read()  # the store is in the first rank, which must outlive the others
     os._exit(0)  # torch's own connections wait for the link
 
 
@@ -112,6 +113,7 @@ def ranks_on(names: list[str]) -> Iterator[list[Any]]:
             ],
             env=environment,
             cwd=ROOT,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -139,7 +141,7 @@ def test_hosts_on_a_bad_network_train_like_one_process_and_name_the_one_that_los
     with ranks_on(names) as ranks:
         losses = [before_ready(process.stdout) for process in ranks]
         switch.unplugged.add(last)
-        told = [process.communicate(timeout=120)[0] for process in ranks]
+        told = [process.communicate(timeout=120)[0] for process in reversed(ranks)][::-1]
     assert switch.lost
     for text in told[:-1]:
         assert f"rank {last} (" in text, text
