@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
-import socket
 import threading
 import time
 from collections import deque
@@ -124,7 +122,6 @@ class Log:
         self._reads, self._writes = store.clone(), store.clone()
         for each in (self._reads, self._writes):
             each.set_timeout(_EVER)
-            _end_with_its_host(each)
         self._group, self._process = group, os.getpid()
         self._telling = threading.RLock()
         self._own = deque[int]()  # numbers of entries written here that are still in the store
@@ -302,23 +299,6 @@ def poison(group: Any) -> None:
     with suppress(RuntimeError):
         byte, other = torch.empty(1, dtype=torch.uint8), int(group.rank() == 0)
         group.recv([byte], other, _POISON).wait(timedelta(milliseconds=1))
-
-
-def _end_with_its_host(store: Any) -> None:
-    """Let a connection to a store end when its host has been silent for ``SILENCE``. torch sets no
-    limit, so a rank whose network is gone would wait for the store for ever; and torch shows the
-    number of the socket only in a text."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    found = re.search(r"fd=(\d+)", repr(store))
-    if found is None or not hasattr(socket, "TCP_USER_TIMEOUT"):
-        return
-    with socket.socket(fileno=os.dup(int(found[1]))) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            connection.setsockopt(socket.IPPROTO_TCP, option, max(1, int(SILENCE / 3)))
-        milliseconds = int(SILENCE * 1000)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def _reason(error: RuntimeError) -> str:
