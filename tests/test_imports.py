@@ -196,7 +196,6 @@ STILL_USE = {
     "partition/test_partition.py": {"exact_cut"},
     "passes/graph/test_random_calls.py": {"loss_weight"},
     "ranks/test_checkpoints.py": {"checkpoint_folder"},
-    "ranks/test_restart.py": {"checkpoint_folder"},
     "simcuda/drawn.py": {"offload"},
     "test_docs.py": {"cli"},
     "test_readme.py": {"cli"},

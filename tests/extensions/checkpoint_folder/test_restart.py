@@ -13,7 +13,7 @@ from examples import train_ranks
 from fxpipe.extensions.checkpoint_folder import folder as checkpoint_folder
 from tests.helpers.checkpoints import same
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 DYING = """
 import os, signal, sys
