@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Generator, Iterator
@@ -34,6 +35,9 @@ from fxpipe.ir.task import KINDS
 from fxpipe.runtime import choice
 from tests.helpers.remembered import remembering
 from tests.helpers.times import equal_times
+
+# torch looks up the names of hosts that connect: where no name server answers, let it be soon
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import threading
 import time
 from collections import deque
@@ -119,9 +120,7 @@ class Log:
         """
         self.gone = False
         self._rank, self._size, self._deliver = rank, size, deliver
-        self._reads, self._writes = store.clone(), store.clone()
-        for each in (self._reads, self._writes):
-            each.set_timeout(_EVER)
+        self._reads, self._writes = _connected(store), _connected(store)
         self._group, self._process = group, os.getpid()
         self._telling = threading.RLock()
         self._own = deque[int]()  # numbers of entries written here that are still in the store
@@ -299,6 +298,38 @@ def poison(group: Any) -> None:
     with suppress(RuntimeError):
         byte, other = torch.empty(1, dtype=torch.uint8), int(group.rank() == 0)
         group.recv([byte], other, _POISON).wait(timedelta(milliseconds=1))
+
+
+def _connected(store: Any) -> Any:
+    """Return a connection of its own to a store. On Linux it ends when the store's host has been
+    silent for ``SILENCE``; torch sets no limit, so one whose network is gone would wait for ever.
+    As torch does not tell which socket it is, the new one is taken."""
+    before = _sockets()
+    found = store.clone()
+    found.set_timeout(_EVER)
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    for _, number in _sockets() - before:
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            if connection.getpeername()[1] == store.port:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                    connection.setsockopt(socket.IPPROTO_TCP, option, max(1, int(SILENCE / 3)))
+                limit = int(SILENCE * 1000)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+    return found
+
+
+def _sockets() -> set[tuple[str, int]]:
+    """The sockets of this process, as Linux names them, and their numbers."""
+    found = set()
+    with suppress(OSError):
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # it was the folder itself
+                name = os.readlink(f"/proc/self/fd/{number}")
+                if name.startswith("socket:"):
+                    found.add((name, int(number)))
+    return found
 
 
 def _reason(error: RuntimeError) -> str:
