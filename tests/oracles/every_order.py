@@ -79,9 +79,16 @@ def least_time(problem: Any, rows: Sequence[Row]) -> float:
     )
 
 
+def took(problem: Any, task: Work) -> float:
+    """The time of a task."""
+    letter, i, s = task
+    if problem.each:
+        return float(problem.each[3 * s + "FIW".index(letter)][i])
+    return float({"F": problem.forward, "I": problem.backward, "W": problem.weight}[letter][s])
+
+
 def ends(problem: Any, rows: Sequence[Row], begins: Sequence[float]) -> list[float]:
     """Device → the end of its last task, without updates."""
-    took = {"F": problem.forward, "I": problem.backward, "W": problem.weight}
     done: dict[Work, float] = {}
     now, places = list(begins), [0] * len(rows)
     last = len(problem.placement) - 1
@@ -99,7 +106,7 @@ def ends(problem: Any, rows: Sequence[Row], begins: Sequence[float]) -> list[flo
                     need, hop = done.get(("I", i, s + 1)), problem.up[s]
                 if need is None:
                     break
-                now[device] = max(now[device], need + hop) + took[letter][s]
+                now[device] = max(now[device], need + hop) + took(problem, row[places[device]])
                 done[letter, i, s] = now[device]
                 places[device] += 1
                 moved = True

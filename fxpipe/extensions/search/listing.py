@@ -65,7 +65,7 @@ def order_by_policy(
     placement, held = problem.placement, problem.held
     deferred, keeps = problem.deferred, problem.keeps
     splits = not problem.whole
-    took_f, took_i, took_w = problem.forward, problem.backward, problem.weight
+    took_f, took_i, took_w = (problem.times[kind::3] for kind in range(3))
     down, up = problem.down, problem.up
     habits = policy.habits
     need = _needs(problem)
@@ -145,7 +145,7 @@ def order_by_policy(
         if code >= 0 and not code % 3:
             s = code // 3
             awaited = min(soon_i, soon_f) if s == first[d] else soon_i
-            if awaited < now + habits[s][6] * took_f[s]:
+            if awaited < now + habits[s][6] * took_f[s][nf[s]]:
                 code = -1
         if waits >= 0:
             if ni[waits] - nw[waits] > habits[waits][5]:
@@ -154,7 +154,7 @@ def order_by_policy(
                 gap = soon - now
                 least = habits[blocked][4] if blocked >= 0 else habits[waits][3]
                 patient = least == NEVER and blocked < 0 and nf[waits] < m
-                if (gap >= least * took_w[waits] and not patient) or (
+                if (gap >= least * took_w[waits][nw[waits]] and not patient) or (
                     even and idled[d] + gap > max(idled)
                 ):
                     code = 3 * waits + 2
@@ -176,9 +176,9 @@ def order_by_policy(
         if begun[d] == inf and not flush:
             begun[d] = now
         if kind == 0:
-            took = took_f[s]
-            end = now + took
             i = nf[s]
+            took = took_f[s][i]
+            end = now + took
             nf[s] = i + 1
             level[d] += keeps[s]
             if s == last:
@@ -188,9 +188,9 @@ def order_by_policy(
                 e, arrives = placement[s + 1], end + down[s]
                 at_f[s + 1][i] = arrives
         elif kind == 1:
-            took = took_i[s]
-            end = now + took
             j = ni[s]
+            took = took_i[s][j]
+            end = now + took
             ni[s] = j + 1
             level[d] -= keeps[s] - deferred[s]
             e = d
@@ -198,7 +198,7 @@ def order_by_policy(
                 e, arrives = placement[s - 1], end + up[s - 1]
                 at_i[s - 1][j] = arrives
         else:
-            took = took_w[s]
+            took = took_w[s][nw[s]]
             end = now + took
             nw[s] += 1
             level[d] -= deferred[s]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral, Real
@@ -12,9 +12,12 @@ from fxpipe.errors import InputError
 from fxpipe.extensions.search.problem import NoRoom, Problem
 from fxpipe.extensions.simulator.costs import (
     Costs,
+    Each,
     Links,
+    Times,
     check_keys,
     check_links,
+    check_microbatches,
     each_of,
     link_between,
     times_of,
@@ -105,11 +108,8 @@ def problems_of(given: Given) -> list[Problem]:
     Raises:
         InputError: an argument is not valid.
     """
-    if each := each_of(given.costs):
-        raise InputError(
-            f"costs has {next(iter(each))}, and to a search all micro-batches of a stage are "
-            "equally long; give their mean, and simulate what it finds with the others"
-        )
+    each = each_of(given.costs)
+    check_microbatches(each, given.microbatches)
     letters = {key if isinstance(key, str) else key[0] for key in given.costs}
     whole = given.whole
     kinds = [whole] if whole is not None else [False] if "B" not in letters else [True]
@@ -119,12 +119,9 @@ def problems_of(given: Given) -> list[Problem]:
     for placement in placements_of(given):
         given.check_size(len(placement))
         times = times_of(len(placement), _LETTERS, given.costs)
-        for s in range(len(placement)):
-            if not {"B", ("B", s)} & given.costs.keys():
-                times["B", s] = times["I", s] + times["W", s]
         for whole in kinds:
             try:
-                problems.append(_problem(given, placement, times, whole))
+                problems.append(_problem(given, placement, _Durations(given, times, each), whole))
             except NoRoom as error:
                 refused.append(error)
     if not problems:
@@ -174,9 +171,27 @@ def _placed(placement: Sequence[int] | Placement, given: Given) -> Places:
     return recipe.place(devices)
 
 
-def _problem(
-    given: Given, placement: Places, times: Mapping[tuple[str, int], float], whole: bool
-) -> Problem:
+@dataclass(frozen=True)
+class _Durations:
+    """How long tasks take: a whole backward as long as its halves, if costs have none."""
+
+    given: Given
+    times: Times
+    each: Each
+
+    def of(self, letter: str, stage: int) -> tuple[float, ...]:
+        """Micro-batch → the time of its task."""
+        halves = letter == "B" and not {"B", ("B", stage)} & self.given.costs.keys()
+        if halves:
+            usual = [
+                sum(both) for both in zip(self.of("I", stage), self.of("W", stage), strict=True)
+            ]
+        else:
+            usual = [self.times[letter, stage]] * self.given.microbatches
+        return tuple(self.each.get((letter, stage, i), time) for i, time in enumerate(usual))
+
+
+def _problem(given: Given, placement: Places, durations: _Durations, whole: bool) -> Problem:
     stages, devices = range(len(placement)), max(placement) + 1
     sizes = given.sizes
     if given.memory is None or sizes is None:
@@ -198,14 +213,19 @@ def _problem(
                 f"device {device} may hold {most:g}, and its parameters and optimizer state take "
                 f"{always:g}; allow more"
             )
-    back = "B" if whole else "I"
+    forward, backward, weight = (
+        [durations.of(letter, s) for s in stages] for letter in ("F", "B" if whole else "I", "W")
+    )
+    if whole:
+        weight = [(0.0,) * given.microbatches for _ in stages]
+    kinds = zip(forward, backward, weight, strict=True)
     return Problem(
         given.microbatches,
         placement,
-        tuple(times["F", s] for s in stages),
-        tuple(times[back, s] for s in stages),
-        tuple(0.0 if whole else times["W", s] for s in stages),
-        tuple(times["U", s] for s in stages),
+        tuple(map(min, forward)),
+        tuple(map(min, backward)),
+        tuple(map(min, weight)),
+        tuple(durations.times["U", s] for s in stages),
         tuple(_ways(given, [(placement[s], placement[s + 1], s) for s in stages[:-1]])),
         tuple(_ways(given, [(placement[s + 1], placement[s], s) for s in stages[:-1]])),
         saved,
@@ -214,6 +234,7 @@ def _problem(
         whole,
         given.flush,
         sums,
+        tuple(times for stage in kinds for times in stage) if durations.each else (),
     )
 
 

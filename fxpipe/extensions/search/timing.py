@@ -43,7 +43,7 @@ def extents_of(
     if list(map(len, rows)) != list(map(len, order)):
         return firsts, [inf] * problem.devices
     done = (
-        row[-1] + problem.took[codes[-1]] if codes else begin
+        row[-1] + problem.times[codes[-1]][-1] if codes else begin
         for row, codes, begin in zip(rows, order, release, strict=True)
     )
     return firsts, [time + last for time, last in zip(done, problem.last, strict=True)]
@@ -55,7 +55,7 @@ def starts_of(
     """Device → the starts of its tasks, each as early as possible, up to where a device gets
     stuck."""
     stages, placement = problem.stages, problem.placement
-    took = problem.took
+    times = problem.times
     comes: list[list[float]] = [[] for _ in range(3 * stages)]
     counts = [0] * (3 * stages)
     starts: list[list[float]] = [[] for _ in rows]
@@ -72,7 +72,7 @@ def starts_of(
             t = max(t, comes[code][i]) if code else t
             counts[code] += 1
             starts[device].append(t)
-            t += took[code]
+            t += times[code][i]
             stage, kind = divmod(code, 3)
             if kind == 1:
                 comes[code + 1].append(t)

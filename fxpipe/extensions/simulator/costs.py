@@ -127,6 +127,16 @@ def each_of(costs: Costs | None) -> Each:
     return {k: _number(time) for k, time in given.items() if isinstance(k, tuple) and len(k) == 3}
 
 
+def check_microbatches(each: Each, microbatches: int) -> None:
+    """Raise InputError if a time is of a micro-batch that there is not."""
+    for letter, stage, i in each:
+        if i not in range(microbatches):
+            raise InputError(
+                f"costs[{(letter, stage, i)!r}] is for micro-batch {i}; the micro-batches are 0 to "
+                f"{microbatches - 1}"
+            )
+
+
 def times_of(
     stages: int, letters: Iterable[str], costs: Costs | None = None
 ) -> dict[tuple[str, int], float]:

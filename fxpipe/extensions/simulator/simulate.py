@@ -16,6 +16,7 @@ from fxpipe.extensions.simulator.costs import (
     Links,
     Times,
     check_links,
+    check_microbatches,
     each_of,
     link_between,
     task_times,
@@ -82,12 +83,7 @@ def simulate(
         )
     given, program = program, blocking(program)
     times, each = task_times(program, costs), each_of(costs)
-    for letter, stage, i in each:
-        if i not in range(program.microbatches):
-            raise InputError(
-                f"costs[{(letter, stage, i)!r}] is for micro-batch {i}; the micro-batches are 0 to "
-                f"{program.microbatches - 1}"
-            )
+    check_microbatches(each, program.microbatches)
     if not isinstance(overhead, Real) or not 0 <= overhead < inf:
         raise InputError(f"overhead is {overhead!r}; give a time of at least 0")
     usual = default_steps(program)

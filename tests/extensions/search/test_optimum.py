@@ -22,6 +22,7 @@ from tests.extensions.search.problems import (
     problems,
     searched,
     shared,
+    some_apart,
 )
 from tests.oracles.every_order import Row, best_of_all, least_time
 
@@ -105,7 +106,7 @@ def test_a_bound_counts_that_a_backward_in_part_may_leave_more_than_a_forward_sa
     assert best_bound(problem) <= value_of(problem, order) == 45
 
 
-@given(shared())
+@given(some_apart(shared()))
 @settings(max_examples=40)
 def test_where_stages_share_devices_the_bounds_hold_too(problem: Problem) -> None:
     best, found = best_of_all(problem), searched(problem, 100)
@@ -126,7 +127,7 @@ def test_neither_rule_for_bounds_follows_from_the_other() -> None:
     assert needed == {"work", "chain"}
 
 
-@given(larger())
+@given(some_apart(larger()))
 @settings(max_examples=40)
 def test_no_bound_is_above_what_is_found(problem: Problem) -> None:
     found = searched(problem, 30)
