@@ -18,12 +18,12 @@ from benchmarks.machine import describe
 from benchmarks.models.own import CASES as OWN
 from benchmarks.peers.case import CASES as LARGE
 from benchmarks.report import Figure, Report, timed
+from fxpipe.extensions.planner.cluster import Level
+from fxpipe.extensions.simulator import Link
 
-CLUSTER = """
-device memory=16GiB
-host of=4 bandwidth=100GB/s latency=5us
-rack of=4 bandwidth=10GB/s latency=20us
-"""
+CLUSTER = fxpipe.Cluster(
+    (Level("host", 4, Link(5e-6, 100e9)), Level("rack", 4, Link(20e-6, 10e9))), memory=16 * 2**30
+)
 BATCH, MOST = 64, 30.0
 """Samples per step, and the most seconds that planning may take."""
 

@@ -1,4 +1,4 @@
-"""Ranked choices of how to train on a cluster, with their table and picture."""
+"""Ranked choices of how to train on a cluster, with their table."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ from typing import Any
 from rich.console import JustifyMethod
 
 from fxpipe.errors import InputError
-from fxpipe.extensions.draw.canvas import BoxStyle, Canvas
-from fxpipe.extensions.draw.chart import Chart, LegendEntry
-from fxpipe.extensions.draw.picture import FORWARD, OTHER, UPDATE, Picture
 from fxpipe.extensions.planner.candidates import Modes, Predicted
 from fxpipe.extensions.planner.cluster import Cluster, Layout
 from fxpipe.extensions.planner.profile import Cut
 from fxpipe.formatting import bytes_text, plain_table, preformatted, table_text, time_text
-
-_BARS = 480.0
 
 HELP = {
     "the slowest stage": "stages of more even times: fewer stages, or a finer cut",
@@ -191,27 +186,6 @@ class TrainingPlan:
 
     def _repr_html_(self) -> str:
         return preformatted(str(self))
-
-    def draw(self) -> Picture:
-        """Throughput against memory: a bar for each choice, as long as its memory."""
-        most = max(choice.memory for choice in self.choices)
-        rows = sorted(self.choices, key=lambda choice: -choice.throughput)
-        unit = 1.0 / (1 << 20)
-        canvas = Canvas("plan")
-        names = [f"{choice.throughput:.4g}/s" for choice in rows]
-        wrong = {row for row, choice in enumerate(rows) if not choice.fits}
-        title = f"samples a second against memory · {self.cluster.devices} devices"
-        chart = Chart(canvas, title, names, most * unit, _BARS / (most * unit), wrong=wrong)
-        for row, choice in enumerate(rows):
-            style = BoxStyle(UPDATE if choice is self.best else FORWARD if choice.fits else OTHER)
-            text = f"{choice.replicas} × {choice.stages} · {choice.predicted}"
-            corner, width = (chart.x(0), chart.y(row)), choice.memory / most * _BARS
-            canvas.box(corner, width, chart.row_height, style, tooltip=text)
-            canvas.text((corner[0] + 4, corner[1]), _BARS, chart.row_height, text, size=8)
-        below = chart.axis("MiB of the fullest device")
-        looks = {"fits": FORWARD, "the best": UPDATE, "too much memory": OTHER}
-        chart.legend(below, [LegendEntry(text, BoxStyle(look)) for text, look in looks.items()])
-        return canvas.picture
 
 
 def _stages_text(modes: Modes) -> str:

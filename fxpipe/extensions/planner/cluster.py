@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, prod
 
 import torch
 
-from fxpipe.errors import InputError, ParseError
+from fxpipe.arguments import check_whole
+from fxpipe.errors import InputError
 from fxpipe.extensions.simulator.costs import Link
 from fxpipe.torchtools.accelerator import kind_of
-
-_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12} | {
-    f"{letter}i": float(1 << 10 * power) for power, letter in enumerate("KMGT", start=1)
-}
-_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_NUMBER = re.compile(r"(inf|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)([A-Za-z/]*)")
-_KEYS = {"device": ("memory", "speed"), "level": ("of", "bandwidth", "latency")}
 
 _BYTES, _TIMES = 1 << 24, 5
 _MOST = 1_000_000
@@ -33,23 +26,23 @@ class Level:
     Attributes:
         name: the level's name, such as ``host``.
         count: how many parts (units of the level below) it has, such as devices in a host.
-        link: the link between devices in different parts.
+        link: the link between devices in different parts, in seconds and bytes a second.
     """
 
     name: str
     count: int
-    link: Link
+    link: Link = field(default_factory=Link)
 
 
 @dataclass(frozen=True)
 class Cluster:
     """Equal devices in a hierarchy of levels.
 
-    ``Cluster.parse`` reads one from a few lines::
+    Two hosts of eight devices each::
 
-        device memory=16GiB speed=2
-        host   of=8 bandwidth=300GB/s latency=2us
-        rack   of=2 bandwidth=25GB/s latency=5us
+        host = Level("host", 8, Link(latency=2e-6, bandwidth=300e9))
+        rack = Level("rack", 2, Link(latency=5e-6, bandwidth=25e9))
+        Cluster((host, rack), memory=16 * 2**30)
 
     Attributes:
         levels: the levels, the innermost first: hosts, racks, and so on.
@@ -62,9 +55,10 @@ class Cluster:
     speed: float = 1.0
 
     def __post_init__(self) -> None:
+        if not self.levels:
+            raise InputError('the cluster has no levels; give one, such as Level("host", 8)')
         for level in self.levels:
-            if level.count < 1:
-                raise InputError(f"{level.name} has {level.count} parts; give at least 1")
+            check_whole(f"the number of parts of a {level.name}", level.count, 1)
         if prod(level.count for level in self.levels) > _MOST:
             counts = " x ".join(str(level.count) for level in self.levels)
             raise InputError(f"the levels have {counts} devices; a cluster has at most {_MOST}")
@@ -77,47 +71,6 @@ class Cluster:
     def devices(self) -> int:
         """The number of devices."""
         return prod(level.count for level in self.levels)
-
-    @staticmethod
-    def parse(text: str) -> Cluster:
-        """Read a cluster from lines of a word and settings. Memory and bandwidth default to
-        unlimited, latency to 0, and ``speed`` and ``of`` to 1.
-
-        Raises:
-            ParseError: a line has another form.
-        """
-        device: dict[str, float] | None = None
-        levels: list[Level] = []
-        for number, line in enumerate(text.splitlines(), start=1):
-            words = line.partition("#")[0].split()
-            if not words:
-                continue
-            kind = "device" if words[0] == "device" else "level"
-            settings: dict[str, float] = {}
-            for word in words[1:]:
-                key, _, value = word.partition("=")
-                if key not in _KEYS[kind]:
-                    keys = ", ".join(f"{known}=" for known in _KEYS[kind])
-                    raise ParseError(
-                        f"{word!r} is no setting of {words[0]}; give {keys}",
-                        number,
-                        line.index(word) + 1,
-                    )
-                if key in settings:
-                    raise ParseError(f"{key}= is given twice", number, line.rindex(word) + 1)
-                settings[key] = _value(key, value, number, line.index(word) + 1)
-            if kind == "device":
-                if device is not None:
-                    raise ParseError("two lines describe the device; write one", number, 1)
-                device = settings
-                continue
-            link = Link(settings.get("latency", 0.0), settings.get("bandwidth", inf))
-            levels.append(Level(words[0], int(settings.get("of", 1)), link))
-        if not levels:
-            raise ParseError(
-                "no line says how many devices there are; give one such as host of=8", 1, 1
-            )
-        return Cluster(tuple(levels), **(device or {}))
 
     @staticmethod
     def measured(devices: Sequence[str | torch.device]) -> Cluster:
@@ -146,15 +99,6 @@ class Cluster:
         ]
         for chosen in itertools.product(*ways):
             yield Layout(self, tuple(s for s, _ in chosen), tuple(r for _, r in chosen))
-
-    def __str__(self) -> str:
-        lines = [f"device memory={self.memory!r} speed={self.speed!r}"]
-        lines += [
-            f"{level.name} of={level.count} bandwidth={level.link.bandwidth!r} "
-            f"latency={level.link.latency!r}"
-            for level in self.levels
-        ]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -218,22 +162,6 @@ class Layout:
 
 def _divisors(count: int) -> list[int]:
     return [divisor for divisor in range(1, count + 1) if count % divisor == 0]
-
-
-def _value(key: str, text: str, line: int, column: int) -> float:
-    """Read a number with its unit, such as GB/s, GiB or us. Raises ParseError if it is none."""
-    match = _NUMBER.fullmatch(text)
-    if match is not None:
-        unit = match[2] if key == "latency" else match[2].removesuffix("/s").removesuffix("B")
-        units, number = _SECONDS if key == "latency" else _UNITS, float(match[1])
-        if unit in units and (key != "of" or number.is_integer()):
-            return number * units[unit]
-    raise ParseError(
-        f"{key}={text} is not a valid number; write of=8, memory=16GiB, bandwidth=25GB/s, "
-        "latency=5us or speed=2",
-        line,
-        column,
-    )
 
 
 def _copying(source: torch.device, target: torch.device, size: int) -> float:

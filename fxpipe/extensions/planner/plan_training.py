@@ -45,7 +45,7 @@ _ELEMENTS = 1 << 20
 
 def plan_training(
     model: nn.Module,
-    cluster: Cluster | str | int | Sequence[str | torch.device],
+    cluster: Cluster | int | Sequence[str | torch.device],
     batch: int,
     *,
     example: Any,
@@ -71,8 +71,8 @@ def plan_training(
 
     Args:
         model: the model; it is not changed.
-        cluster: the devices: a Cluster; its text, as ``Cluster.parse`` reads it; or devices of this
-            machine, as ``compile`` takes them, which ``Cluster.measured`` then measures.
+        cluster: the devices: a Cluster; or devices of this machine, as ``compile`` takes them,
+            which ``Cluster.measured`` then measures.
         batch: samples of a step, over all replicas.
         example: a batch of any size, as ``compile`` takes it.
         stale: whether batches may read weights that are older than the newest, so that no flush is
@@ -96,7 +96,10 @@ def plan_training(
     if chosen:
         raise InputError(f"{min(chosen)} is what plan_training chooses; leave it out")
     if isinstance(cluster, str):
-        cluster = Cluster.parse(cluster)
+        raise InputError(
+            f"cluster is {cluster!r}, and texts are read no longer: write "
+            'Cluster((Level("host", 8, Link(latency=2e-6, bandwidth=300e9)),), memory=16 * 2**30)'
+        )
     if not isinstance(cluster, Cluster):
         places = [home(place) for place in read_devices(cluster)]
         cluster, device = Cluster.measured(places), device or places[0]

@@ -20,7 +20,7 @@ import fxpipe.extensions.planner.plan_training
 from fxpipe.errors import InputError
 from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.extensions.planner.candidates import Candidate, library_over
-from fxpipe.extensions.planner.cluster import Cluster, Layout
+from fxpipe.extensions.planner.cluster import Cluster, Layout, Level
 from fxpipe.extensions.planner.profile import Cut, Profile
 from fxpipe.extensions.planner.ranking import choices
 from fxpipe.extensions.simulator import simulate_schedule
@@ -29,11 +29,8 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.work import Transfer, Work
 from fxpipe.passes.schedule import add_recompute
 
-CLUSTER = """
-device memory=16GiB speed=2
-host   of=4 bandwidth=300GB/s latency=2us   # NVLink
-rack   of=2 bandwidth=25GB/s latency=5us
-"""
+NEAR, FAR = Link(2e-6, 300e9), Link(5e-6, 25e9)
+CLUSTER = Cluster((Level("host", 4, NEAR), Level("rack", 2, FAR)), memory=16 * 2**30)
 
 
 def chain(
@@ -61,39 +58,21 @@ def chain(
 
 def hosts(*levels: tuple[int, float], memory: float = inf) -> Cluster:
     """Levels of so many parts with so many bytes a second between them, from the innermost on."""
-    text = "\n".join(f"level{k} of={n} bandwidth={rate}" for k, (n, rate) in enumerate(levels))
-    return replace(Cluster.parse(text), memory=memory)
-
-
-def test_a_cluster_is_read_from_a_few_lines_and_written_so_that_it_reads_the_same() -> None:
-    found = Cluster.parse(CLUSTER)
-    assert (found.memory, found.speed, found.devices) == (16 * 2**30, 2, 8)
-    assert [level.link.latency for level in found.levels] == pytest.approx([2e-6, 5e-6])
-    assert [level.link.bandwidth for level in found.levels] == [300e9, 25e9]
-    assert Cluster.parse(str(found)) == found
-    assert Cluster.parse("host of=3").levels[0].link == Link()
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "how many devices"),
-        ("host off=2", "line 1, column 6: 'off=2' is no setting"),
-        ("host of=2.5", "of=2.5 is not a valid number"),
-        ("\nhost of=2 bandwidth=fast", "line 2, column 11: bandwidth=fast"),
-        ("device memory=1.2.3GiB\nhost of=2", "line 1, column 8: memory=1.2.3GiB is not a valid"),
-        ("host of=2 of=3", "line 1, column 11: of= is given twice"),
-        ("device speed=2\ndevice speed=3\nhost of=2", "line 2, column 1: two lines"),
-    ],
-)
-def test_a_text_that_is_no_cluster_is_refused(text: str, says: str) -> None:
-    with pytest.raises(fxpipe.ParseError, match=says):
-        Cluster.parse(text)
+    parts = enumerate(levels)
+    made = tuple(Level(f"level{k}", n, Link(bandwidth=rate)) for k, (n, rate) in parts)
+    return Cluster(made, memory=memory)
 
 
 def test_a_cluster_that_only_a_slip_can_mean_is_refused() -> None:
     with pytest.raises(InputError, match="8 x 999999999 devices; a cluster has at most 1000000"):
-        Cluster.parse("host of=8\nrack of=999999999")
+        Cluster((Level("host", 8), Level("rack", 999999999)))
+    with pytest.raises(InputError, match=r"parts of a host is 2\.5; give a whole number"):
+        Cluster((Level("host", 2.5),))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="has no levels; give one"):
+        Cluster(())
+    text: Any = "host of=2"
+    with pytest.raises(InputError, match=r"texts are read no longer: write Cluster\("):
+        fxpipe.plan_training(nn.Linear(1, 1), text, 4, example=(torch.ones(2, 1),))
 
 
 @pytest.mark.parametrize("sizes", [3, "28", (), [0]])
@@ -103,14 +82,13 @@ def test_sizes_that_are_no_samples_are_refused(sizes: Any) -> None:
 
 
 def test_neighbours_and_replicas_use_the_link_of_the_level_at_which_they_differ() -> None:
-    cluster = Cluster.parse(CLUSTER)
-    near, far = (level.link for level in cluster.levels)
-    across = Layout(cluster, (4, 2), (1, 1))
+    near, far = NEAR, FAR
+    across = Layout(CLUSTER, (4, 2), (1, 1))
     assert [across.link(s) for s in range(7)] == [near, near, near, far, near, near, near]
-    both = Layout(cluster, (2, 2), (2, 1))
+    both = Layout(CLUSTER, (2, 2), (2, 1))
     assert [both.link(s) for s in range(3)] == [near, far, near]
-    assert (both.between, Layout(cluster, (4, 1), (1, 2)).between) == (near, far)
-    assert {(each.inside, each.beside) for each in cluster.layouts()} == {
+    assert (both.between, Layout(CLUSTER, (4, 1), (1, 2)).between) == (near, far)
+    assert {(each.inside, each.beside) for each in CLUSTER.layouts()} == {
         ((a, b), (4 // a, 2 // b)) for a in (1, 2, 4) for b in (1, 2)
     }
 
