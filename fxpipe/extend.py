@@ -92,6 +92,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     },
     "view": {
         "Pipeline.profile": f"{_HERE}.simulator.pipe:profile_pipe",
+        "Pipeline.reset_parameters": f"{_HERE}.initial_values.initial:reset_parameters",
         "Pipeline.simulate": f"{_HERE}.simulator.pipe:simulate_pipe",
         "Plan.draw": f"{_HERE}.draw.plan:draw_plan",
         "Program.draw": f"{_HERE}.draw.program:draw_program",

@@ -31,7 +31,6 @@ from fxpipe.removed import gone
 from fxpipe.runtime.ranks.group import refuse_on_ranks
 from fxpipe.runtime.weights import checkpoint_file
 from fxpipe.runtime.weights.checkpoint import Checkpoint
-from fxpipe.runtime.weights.initial import Initialise, initialise
 from fxpipe.signature import SignedLikeTheModel
 from fxpipe.stage_table import stage_table
 from fxpipe.torchtools.meta import allocated
@@ -387,35 +386,9 @@ class Pipeline(nn.Module):
         self._engine.flush()
         self._model._load_from_state_dict(*args, **kwargs)
 
-    @locked
-    def reset_parameters(self, function: Initialise | None = None) -> None:
-        """Give parameters and buffers their initial values, the same as one process would draw.
-
-        A model that was built on the meta device gets its memory here: a rank allocates the tensors
-        of its own stages. It also draws the numbers of all other tensors, one at a time, starting
-        from the state of torch's generator on rank 0, so that the values are the same to the bit
-        for any number of ranks.
-
-        They equal those of the same model built on the CPU after the same ``torch.manual_seed`` if
-        every constructor makes the module's tensors, then its submodules in the order in which it
-        registers them, and calls ``reset_parameters`` last, as PyTorch's own layers do. Anything
-        else that a constructor does is not repeated: ``nn.TransformerEncoder`` copies its first
-        layer, and here each layer draws. A tied weight keeps the values of its first module.
-
-        Args:
-            function: called with each module, after the modules inside of it, as by
-                ``model.apply``. By default each module's ``reset_parameters`` is called, if it has
-                one.
-
-        Raises:
-            InputError: nothing is compiled yet, so that the stages are not known; a function
-                fails; or a tensor without data gets no values, and then still has no data.
-        """
-        with self._group.calling("reset_parameters"):
-            self._engine.flush()
-            used = self._used().values()
-            torch.set_rng_state(self._group.share("generator", torch.get_rng_state))
-            initialise(self._model, used, function)
+    reset_parameters = View()
+    """``pipe.reset_parameters(function)`` gives parameters and buffers their initial values:
+    ``fxpipe.extensions.initial_values.initial.reset_parameters``."""
 
     @locked
     def checkpoint(self, path: str | os.PathLike[str], *, extra: Any = None) -> None:

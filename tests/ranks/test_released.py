@@ -17,9 +17,15 @@ import fxpipe
 from fxpipe.compiler import options
 from fxpipe.runtime.ranks.channels import RankChannels
 from tests.helpers.failing import Beside, at, fail, pipe_of
+from tests.helpers.hollow import (
+    assert_same,
+    batch,
+    compiled,
+    trained,
+    with_data,
+)
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import batch as tiny_batch
-from tests.ranks.test_meta import assert_same, batch, compiled, trained, with_data
 
 
 def train(mesh: DeviceMesh, whole: int) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fxpipe
 from fxpipe.compiler import options
-from tests.helpers.profiles import deep
-from tests.ranks.test_meta import (
+from tests.helpers.hollow import (
     SEED,
     assert_same,
     batch,
@@ -21,6 +20,7 @@ from tests.ranks.test_meta import (
     with_data,
     without_data,
 )
+from tests.helpers.profiles import deep
 from tests.simcuda.process import on_devices, simulated
 from tests.simcuda.ranks import on_devices_of_ranks
 

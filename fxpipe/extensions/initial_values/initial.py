@@ -18,11 +18,43 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import InputError, told
+from fxpipe.locks import locked
+from fxpipe.pipeline import Pipeline
 from fxpipe.torchtools.meta import allocated, standing_in
 from fxpipe.torchtools.pytrees import memory
 
 Initialise = Callable[[nn.Module], object]
 """Gives one module's own parameters and buffers their values."""
+
+
+@locked
+def reset_parameters(pipe: Pipeline, function: Initialise | None = None) -> None:
+    """Give parameters and buffers their initial values, the same as one process would draw.
+
+    A model that was built on the meta device gets its memory here: a rank allocates the tensors of
+    its own stages. It also draws the numbers of all other tensors, one at a time, starting from the
+    state of torch's generator on rank 0, so that the values are the same to the bit for any number
+    of ranks.
+
+    They equal those of the same model built on the CPU after the same ``torch.manual_seed`` if
+    every constructor makes the module's tensors, then its submodules in the order in which it
+    registers them, and calls ``reset_parameters`` last, as PyTorch's own layers do. Anything
+    else that a constructor does is not repeated: ``nn.TransformerEncoder`` copies its first
+    layer, and here each layer draws. A tied weight keeps the values of its first module.
+
+    Args:
+        function: called with each module, after the modules inside of it, as by ``model.apply``.
+            By default each module's ``reset_parameters`` is called, if it has one.
+
+    Raises:
+        InputError: nothing is compiled yet, so that the stages are not known; a function fails; or
+            a tensor without data gets no values, and then still has no data.
+    """
+    with pipe._group.calling("reset_parameters"):
+        pipe._engine.flush()
+        used = pipe._used().values()
+        torch.set_rng_state(pipe._group.share("generator", torch.get_rng_state))
+        initialise(pipe._model, used, function)
 
 
 def initialise(model: nn.Module, own: Iterable[Tensor], function: Initialise | None) -> None:

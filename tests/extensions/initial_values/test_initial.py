@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe import InputError, TraceError
-from fxpipe.runtime.weights.initial import initialise
+from fxpipe.extensions.initial_values.initial import initialise
 from tests.helpers.refusals import refused
 
 SEED = 5
