@@ -42,7 +42,7 @@ def simulated(program: Program) -> Simulation:
 def figures_of(simulation: Simulation) -> None:
     """All that it tells."""
     _ = simulation.makespan, simulation.bubble, simulation.idle, simulation.stash
-    _ = simulation.weight_versions, len(simulation.critical_path)
+    _ = simulation.weight_versions
 
 
 def memory(program: Program) -> float:

@@ -1,4 +1,4 @@
-"""Analyses of a simulation: idle time by cause, critical path, steady state, and what is kept."""
+"""Analyses of a simulation: idle time by cause, steady state, and what is kept."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from math import isclose
 
 from fxpipe.errors import InputError
-from fxpipe.extensions.simulator.simulation import Simulation, Span, Transfer
-from fxpipe.extensions.simulator.sums import GATHERING, Sum, awaited_by, beside
+from fxpipe.extensions.simulator.simulation import Simulation
+from fxpipe.extensions.simulator.sums import GATHERING, beside
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import Buffer
-from fxpipe.ir.walk import Place
 
 _READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
 
@@ -102,87 +100,6 @@ def idle_time(simulation: Simulation, device: int) -> Idle:
 def _add(times: dict[int, float], device: int, time: float) -> None:
     if time:
         times[device] = times.get(device, 0) + time
-
-
-def critical_path(simulation: Simulation) -> tuple[Span | Transfer, ...]:
-    """What decides the makespan: walk back from the last end, each time to what was waited for.
-
-    If one thread runs the lists of all devices, everything that takes time is on the path.
-    """
-    if simulation.serial:
-        spans = [span for span in simulation.instructions() if span.time]
-        return tuple(sorted(spans, key=lambda span: span.start))
-    backwards = [part for part in _backwards(simulation) if part.end > part.start]
-    return tuple(reversed(backwards))
-
-
-def _backwards(simulation: Simulation) -> Iterator[Span | Transfer]:
-    events, lists = simulation.events, simulation.program.lists
-    meetings = _meetings(simulation)
-    links = _before_on_link(simulation)
-    device = max(range(simulation.devices), key=events.free)
-    position = len(events.ends[device]) - 1
-    while position >= 0:
-        instruction = lists[device][position]
-        start, end = events.starts[device][position], events.ends[device][position]
-        here = Span(device, start, end, instruction, position)
-        match instruction:
-            case x if (transfer := _awaited(simulation, x)) is not None and transfer.end > start:
-                yield here._replace(start=transfer.end)
-                yield transfer
-                while transfer.start > transfer.ready:  # the link was taken
-                    former = events.transfers[links[transfer.buffer]]
-                    yield former._replace(end=transfer.start)
-                    transfer = former
-                device, position = transfer.source, transfer.position
-                sent, sender = events.starts[device][position], lists[device][position]
-                yield Span(device, sent, transfer.ready, sender, position)
-            case ins.Barrier() | ins.Pause():
-                # the last to come decides; in a tie, the device itself
-                device, position = max(
-                    meetings[Place(device, position)],
-                    key=lambda at: (events.starts[at.device][at.position], at.device == device),
-                )
-                yield here._replace(start=events.starts[device][position])
-            case _:
-                yield here
-        position -= 1
-
-
-def _awaited(simulation: Simulation, instruction: ins.Instruction) -> Transfer | None:
-    """The transfer that an instruction waits for, if any."""
-    transfers = simulation.events.transfers
-    if instruction.opcode in GATHERING:
-        return transfers[awaited_by(instruction)]
-    if isinstance(instruction, ins.Receiving):
-        return transfers[instruction.buffer]
-    moved = beside(instruction)
-    return None if moved is None else transfers[moved]
-
-
-def _before_on_link(simulation: Simulation) -> dict[Buffer | Sum, Buffer | Sum]:
-    """Value → the value that took its link just before it."""
-    latest: dict[tuple[int, int, str], Buffer | Sum] = {}
-    before: dict[Buffer | Sum, Buffer | Sum] = {}
-    for buffer, transfer in simulation.events.transfers.items():
-        pair = transfer.source, transfer.target, buffer.kind * (transfer.source == transfer.target)
-        if pair in latest:
-            before[buffer] = latest[pair]
-        latest[pair] = buffer
-    return before
-
-
-def _meetings(simulation: Simulation) -> dict[Place, list[Place]]:
-    """Place of a barrier or pause → the places of all barriers or pauses that meet there."""
-    meetings: dict[tuple[type[ins.Instruction], int], list[Place]] = {}
-    for device, list_ in enumerate(simulation.program.lists):
-        count = {ins.Barrier: 0, ins.Pause: 0}
-        for position, instruction in enumerate(list_):
-            kind = type(instruction)
-            if kind in count:
-                meetings.setdefault((kind, count[kind]), []).append(Place(device, position))
-                count[kind] += 1
-    return {place: meeting for meeting in meetings.values() for place in meeting}
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,6 @@ def simulate(
         count,
         events,
         sizes,
-        serial,
         again=lambda more: same(steps=more),
         pairs=pairs,
         launched=unroll(given, count) if given.launches else None,

@@ -105,7 +105,6 @@ class Simulation:
         steps: how many steps.
         events: the times of all instructions and transfers.
         sizes: bytes of what devices hold, or None if they are not known.
-        serial: whether one thread runs the lists of all devices in turns.
         measured: whether it is a measured run.
         seconds: whether times are in seconds.
         again: number of steps → the same simulation for so many.
@@ -119,7 +118,6 @@ class Simulation:
     steps: int
     events: Events = field(repr=False)
     sizes: Sizes | None = field(default=None, repr=False)
-    serial: bool = False
     measured: bool = False
     seconds: bool = False
     again: Callable[[int], Simulation] | None = field(default=None, repr=False, compare=False)
@@ -235,16 +233,6 @@ class Simulation:
                 bucket = transfer.buffer.bucket_in(self.program)
                 sent[transfer.source] += self.sizes.summing(stage, replica, replicas, what, bucket)
         return tuple(sent)
-
-    @cached_property
-    def critical_path(self) -> tuple[Span | Transfer, ...]:
-        """The instructions and transfers that decide the makespan, from the start to the end.
-
-        Each begins where the one before it ends. Those that take no time are left out.
-        """
-        from fxpipe.extensions.simulator.analysis import critical_path
-
-        return critical_path(self)
 
     @cached_property
     def stash(self) -> tuple[int, ...]:
