@@ -1,24 +1,28 @@
 """Give stages with leaf modules their kernels.
 
 Nothing is derived: autograd runs the backward in every step. One real run shows which gradients
-there are.
+there are, and what memory a stage takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from fxpipe.extensions.leaf_modules.kernel import AutogradKernel
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.value import Edge
+from fxpipe.kernels.kernel import CountedBytes
 from fxpipe.passes.differentiate.differentiate import Differentiator, Wanted
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.torchtools import source
+from fxpipe.torchtools.counting import Counting
+from fxpipe.torchtools.pytrees import memory, size_in_bytes
 from fxpipe.torchtools.state import under
 
 
@@ -35,49 +39,63 @@ class _Probe(Differentiator):
     """Runs every stage once, forward and backward."""
 
     def forward(self, stage: Stage) -> None:
-        names = self.returned(stage)
-        flags = [self.needs_gradient(edge) for edge in self.incoming(stage)]
-        kernel = self._kernel(stage, flags, flags, [True] * len(names))
-        with source.refusing_failures(gradients=kernel.recording):
-            result = kernel.forward(*self.arguments(stage))
-        self.forwards[stage.index] = result.saved
-        self.note(stage, result.saved[0] if names else [])
+        kernel, arguments = self._kernel(stage), self.arguments(stage)
+        given = {memory(x) for x in chain(*arguments) if isinstance(x, Tensor)}
+        counting = Counting(meta=True)
+        try:
+            with counting:
+                result = kernel.forward(*arguments)
+        except Exception:  # perhaps only since it is counted
+            counting = Counting()  # stays at 0
+            with source.refusing_failures(gradients=kernel.recording):
+                result = kernel.forward(*self.arguments(stage))
+        made = [x for x in (*result.outputs, *result.writes) if isinstance(x, Tensor)]
+        others = {memory(x): size_in_bytes(x) for x in made if memory(x) not in given}
+        self.note(stage, result.saved[0] if result.outputs else [])
+        saved = max(counting.alive - sum(others.values()), 0)
+        counted = CountedBytes(saved, counting.peak)
+        self.forwards[stage.index] = replace(kernel, counted=counted), result.saved, counting
 
     def backward(self, stage: Stage) -> None:
-        names = self.returned(stage)
-        flags = [self.needs_gradient(edge) for edge in self.incoming(stage)]
-        outputs, sources, _ = self.forwards.pop(stage.index) or ([], [], [])
-        totals = [self.total_gradient(name) for name in names]
-        roots = [out for out, total in zip(outputs, totals, strict=True) if total is not None]
-        wanted = [x for x, needs in zip(sources, flags, strict=False) if needs]
-        gradients: Iterator[Tensor | None] = repeat(None)
-        if roots and wanted:
-            seeds = [total for total in totals if total is not None]
-            gradients = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
-        has_gradient: list[bool] = []
-        for edge, needs in zip(self.incoming(stage), flags, strict=True):
-            gradient = next(gradients) if needs else None
-            has_gradient.append(gradient is not None)
+        kernel, saved, counting = self.forwards.pop(stage.index)
+        totals = [self.total_gradient(name) for name in self.returned(stage)]
+        seeds = [total for total in totals if total is not None]
+        kernel = replace(kernel, output_gradients=[total is not None for total in totals])
+        before = counting.peak = counting.alive
+        inputs: list[Tensor | None] = []
+        parameters: list[Tensor | None] = []
+        kept = 0
+        if seeds:
+            kept = kernel.counted.saved
+            with counting if counting.peak else nullcontext():
+                inputs, parameters = kernel.differentiated(saved, seeds)
+        gradients = iter(inputs)
+        for edge, has in zip(self.incoming(stage), kernel.input_gradients, strict=True):
+            gradient = next(gradients, None) if has else None
             if gradient is not None:
                 self.gradients[edge.value, stage.index] = gradient
-        output_gradients = [total is not None for total in totals]
-        self.kernels[stage.index] = self._kernel(stage, flags, has_gradient, output_gradients)
+        counted = kernel.counted._replace(
+            saved=kept,
+            backward=counting.peak - before,
+            gradients=sum(size_in_bytes(x) for x in parameters if x is not None),
+        )
+        edges = [(edge.value, stage.index) for edge in self.incoming(stage)]
+        self.kernels[stage.index] = replace(
+            kernel, input_gradients=[edge in self.gradients for edge in edges], counted=counted
+        )
 
-    def _kernel(
-        self,
-        stage: Stage,
-        differentiable: Sequence[bool],
-        input_gradients: Sequence[bool],
-        output_gradients: Sequence[bool],
-    ) -> AutogradKernel:
+    def _kernel(self, stage: Stage) -> AutogradKernel:
+        """The kernel of a stage all of whose inputs and outputs may have gradients."""
+        incoming, names = self.incoming(stage), self.returned(stage)
+        flags = [self.needs_gradient(edge) for edge in incoming]
         return AutogradKernel(
-            _callable(stage, self.incoming(stage), self.returned(stage)),
+            _callable(stage, incoming, names),
             parameters=[a.target for a in stage.parameters],
             buffers=[a.target for a in stage.buffers],
             written=[write.target for write in stage.writes],
-            differentiable=differentiable,
-            input_gradients=input_gradients,
-            output_gradients=output_gradients,
+            differentiable=flags,
+            input_gradients=flags,
+            output_gradients=[True] * len(names),
             recording=bool(self.wanted.outputs),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from threading import RLock
@@ -19,11 +19,13 @@ from fxpipe.ir.traced import AUTOCAST
 from fxpipe.kernels.graph import added, onto, strides_of_sum
 from fxpipe.kernels.kernel import (
     BackwardResult,
+    CountedBytes,
     ForwardResult,
     InputGradResult,
     PartialResult,
     Totals,
 )
+from fxpipe.torchtools.pytrees import memory
 from fxpipe.torchtools.state import Autocasts, uncached, under
 
 _TURN = RLock()
@@ -43,6 +45,7 @@ class AutogradKernel:
         input_gradients: for each input whether its gradient is handed back.
         output_gradients: for each output whether it gets a gradient.
         recording: whether gradients are enabled, which leaf modules may check; False in inference.
+        counted: the bytes that it takes for a micro-batch.
     """
 
     forward_graph: fx.GraphModule
@@ -53,6 +56,7 @@ class AutogradKernel:
     input_gradients: Sequence[bool]
     output_gradients: Sequence[bool]
     recording: bool = True
+    counted: CountedBytes = field(default_factory=CountedBytes)
     backward_graph: fx.GraphModule | None = None
     input_grad_graph: fx.GraphModule | None = None
     weight_grad_graph: fx.GraphModule | None = None
@@ -107,6 +111,19 @@ class AutogradKernel:
     ) -> BackwardResult:
         if not saved:
             return BackwardResult([], added(totals, [None] * len(self.parameters)))
+        wanted = [x for x, has in zip(saved[1], self.input_gradients, strict=True) if has]
+        inputs, fresh = self.differentiated(saved, gradients)
+        zeros = (
+            torch.zeros_like(x) if gradient is None else gradient
+            for x, gradient in zip(wanted, inputs, strict=True)
+        )
+        return BackwardResult([*zeros], added(totals, fresh))
+
+    def differentiated(
+        self, saved: list[Any], gradients: list[Tensor]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The gradients of the inputs that hand one back, and of the parameters, which share no
+        memory; None where autograd finds none. Arguments are those of ``backward``."""
         outputs, sources, weights = saved
         saved.clear()
         roots = [out for out, has in zip(outputs, self.output_gradients, strict=True) if has]
@@ -114,7 +131,9 @@ class AutogradKernel:
         wanted = [x for x, has in zip(sources, self.input_gradients, strict=True) if has]
         count = len(wanted)
         trained = [weight for weight in weights if weight.requires_grad]
-        with self._turn():
+        received = [*gradients]
+        # a thread of autograd's own would hold the gradients for a moment longer
+        with self._turn(), torch.autograd.set_multithreading_enabled(False):
             computed: list[Tensor | None] = list(
                 torch.autograd.grad(roots, [*wanted, *trained], gradients, allow_unused=True)
                 if wanted or trained
@@ -122,22 +141,22 @@ class AutogradKernel:
             )
         gradients.clear()
         del roots
-        inputs = [
-            torch.zeros_like(x) if gradient is None else gradient
-            for x, gradient in zip(wanted, computed[:count], strict=True)
-        ]
-        seen = set(map(_storage, inputs))
-        rest = iter(computed[count:])
+        inputs, rest = computed[:count], computed[count:]
+        rest.reverse()
+        del computed  # where a gradient is copied, it is freed before the next one is
+        shared = {memory(x) for x in (*inputs, *received) if x is not None}
+        del received
         fresh: list[Tensor | None] = []
         for weight in weights:
-            gradient = next(rest) if weight.requires_grad else None
+            gradient = rest.pop() if weight.requires_grad else None
             if gradient is not None:
-                if gradient._base is not None or _storage(gradient) in seen:
+                whole = gradient.untyped_storage().nbytes() == gradient.nbytes
+                if not whole or memory(gradient) in shared:
                     gradient = gradient.clone()  # sums are changed in place, so they share nothing
                 gradient = onto(None, gradient, strides_of_sum(gradient, weight))
-                seen.add(_storage(gradient))
+                shared.add(memory(gradient))
             fresh.append(gradient)
-        return BackwardResult(inputs, added(totals, fresh))
+        return inputs, fresh
 
     def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGradResult:
         """See Kernel.input_grad.
@@ -194,7 +213,3 @@ def _called_under(casts: Autocasts, function: Callable[..., Any]) -> Callable[..
 
 def _call_method(name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
     return getattr(owner, name)(*args, **kwargs)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -16,6 +16,7 @@ from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import outputs_of
 from fxpipe.kernels.graph import BucketGraph, GraphKernel, peak_of
+from fxpipe.kernels.kernel import CountedBytes
 from fxpipe.passes.graph.liveness import Liveness, liveness
 from fxpipe.torchtools.pytrees import size_in_bytes
 
@@ -43,8 +44,8 @@ def plan_sizes(
     """The bytes of everything that the stages of a differentiated plan hold, with the state of
     their optimizers after a step.
 
-    They are for the example's micro-batch, and count whole storages. The bytes that a stage under
-    autograd saves are not known; ``unknown`` names such stages.
+    They are for the example's micro-batch, and count whole storages. What a stage under autograd
+    takes was counted when it ran.
 
     Args:
         plan: the plan, with kernels.
@@ -56,8 +57,9 @@ def plan_sizes(
     """
     graphs = {
         stage.index: GraphMemory(plan, stage, stage.kernel)
-        for stage in plan.stages
         if isinstance(stage.kernel, GraphKernel)
+        else StageMemory(plan, stage)
+        for stage in plan.stages
     }
     by_stage = dict(enumerate(optimizers))
     tensors = {s.index: [state[a.target] for a in s.parameters] for s in plan.stages}
@@ -102,7 +104,6 @@ def plan_sizes(
         runs={key: run for each in graphs.values() for key, run in each.runs.items()},
         adding={key: run for each in graphs.values() for key, run in each.adding.items()},
         left={key: left for each in graphs.values() for key, left in each.left.items()},
-        unknown=frozenset(s.index for s in plan.stages) - graphs.keys(),
     )
 
 
@@ -154,19 +155,35 @@ class Kept(NamedTuple):
     owners: _Owners = MappingProxyType({})
 
 
-class GraphMemory:
-    """The memory of a stage's graphs, for one micro-batch of the example; for the attributes see
-    Sizes. ``saved`` is kept by forward for backward, and ``deferred`` by the first half of backward
-    for the second."""
+class StageMemory:
+    """The memory of a stage for one micro-batch of the example, as it was counted when it ran; for
+    the attributes see Sizes. ``saved`` is kept by forward for backward, and ``deferred`` by the
+    first half of backward for the second. A stage under autograd keeps all inputs and outputs, and
+    its first half computes all gradients."""
 
-    def __init__(self, plan: Plan, stage: Stage, kernel: GraphKernel) -> None:
-        self._plan, self._stage, self._kernel = plan, stage, kernel
+    def __init__(self, plan: Plan, stage: Stage) -> None:
+        self._plan, self._stage = plan, stage
         self.places: dict[tuple[int, str, bool], Storage] = {}
         self.adding: dict[tuple[str, int], Workspace] = {}
         self.runs = {(letter, stage.index): Workspace((0,)) for letter in "FRBIW"}
         self.left: dict[tuple[str, int], Left] = {}
         self.laid_out: dict[tuple[int, str, bool], int] = {}
         self.saved_state = 0
+        counted: CountedBytes = getattr(stage.kernel, "counted", CountedBytes())
+        into = (edge.value for edge in plan.edges_into(stage.index))
+        kept = frozenset([*into, *outputs_of(plan.edges_from(stage.index))])
+        self.saved, self.deferred = Kept(counted.saved, kept), Kept(counted.gradients)
+        for letter in "FRBI":
+            most = counted.forward if letter in "FR" else counted.backward
+            self.runs[letter, stage.index] = Workspace((most,))
+
+
+class GraphMemory(StageMemory):
+    """The same, told by the stage's graphs."""
+
+    def __init__(self, plan: Plan, stage: Stage, kernel: GraphKernel) -> None:
+        super().__init__(plan, stage)
+        self._kernel = kernel
         self.saved, self.deferred = self._forward(), Kept()
         if kernel.backward_graph is not None:
             self._backward("B", kernel.backward_graph)

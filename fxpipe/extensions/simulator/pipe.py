@@ -40,11 +40,12 @@ def simulate_pipe(
     was cut, or of the last ``profile``. Neither has what a step takes besides its tasks.
 
     ``memory`` has the peak of each device in bytes, as the table shows it, and its parts: what
-    is always allocated, by storage, and what the nodes of the running graph hold. It counts
-    neither the scratch memory of operations nor what stages with leaf modules save. Gradients
-    that ``.grad`` holds now are counted in addition to the step's own. Every rank predicts the
-    same for all devices, without asking the other ranks: it takes gradients to be where it has
-    some itself, and calls ``optimizer`` for the stages of other ranks, too, for their memory.
+    is always allocated, by storage, and what the nodes of the running graph hold, or what a stage
+    with leaf modules took in its first run. It does not count the scratch memory of operations.
+    Gradients that ``.grad`` holds now are counted in addition to the step's own. Every rank
+    predicts the same for all devices, without asking the other ranks: it takes gradients to be
+    where it has some itself, and calls ``optimizer`` for the stages of other ranks, too, for their
+    memory.
 
     Args:
         costs: the costs to predict with, instead of the measured ones.

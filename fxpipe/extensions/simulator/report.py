@@ -106,14 +106,11 @@ def _memory(simulation: Simulation) -> str:
     table = plain_table(gap=1)
     for heading in ("device", "peak", *parts):
         table.add_column(heading, justify="right")
-    unknown = simulation.sizes.unknown if simulation.sizes is not None else ()
     for device, memory in enumerate(simulation.memory):
         texts = [
             f"{count / size:.1f}"
             for count in (memory.peak, *(memory.parts[part] for part in parts))
         ]
-        if {*simulation.program.held_by(device)} & {*unknown}:
-            texts[0] = f"at least {texts[0]}"
         table.add_row(str(device), *texts)
     list_ = simulation.program.lists[fullest]
     when = f" at {_time(simulation, most.time)}, in: {print_instruction(list_[most.position])}"

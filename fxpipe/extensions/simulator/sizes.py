@@ -147,7 +147,6 @@ class Sizes:
         early: how many values from each other device may be in memory before their receives.
             Infinite on ranks, which read a value as soon as it arrives; on ranks with streams as
             many receives as they post ahead.
-        unknown: stages of which it is not known what they save.
     """
 
     values: Mapping[str, int] = field(default_factory=dict)
@@ -172,7 +171,6 @@ class Sizes:
     adding: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
     left: Mapping[tuple[str, int], Left] = field(default_factory=dict)
     early: float = 0
-    unknown: frozenset[int] = frozenset()
 
     def crossing(self, buffer: Buffer) -> int:
         """Bytes that cross to another device: a value; parameters and buffers, which a stage gives
