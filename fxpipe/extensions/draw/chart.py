@@ -53,12 +53,12 @@ class ChartScale:
 
 
 def fit(
-    boxes: Collection[tuple[str, float]], end: float, row_height: float, rows: int | None = None
+    boxes: Collection[tuple[str, float]], end: float, row_height: float, rows: int
 ) -> ChartScale:
     """Choose the scale for ``boxes``, each a label and a time.
 
     The chart grows until all labels fit or it is ``_WIDEST``; from there the font shrinks to
-    ``_SMALLEST``. Before it is illegible, a chart whose number of ``rows`` is given is wrapped into
+    ``_SMALLEST``. Before it is illegible, a chart of so many ``rows`` is wrapped into
     lines, like text, if all of them fit on a page. Any other chart then grows up to ``_WIDER`` if
     all lines of the labels fit there, or at least the first line of each. ``ChartScale.label``
     leaves out lines that do not fit.
@@ -68,7 +68,7 @@ def fit(
     largest = max(min(_LARGEST, row_height / (_LINE * max(lines, 1.35))), _SMALLEST)
     scale = max(_scale(boxes, largest, _AIR), _NARROWEST / end)
     wrapped = 1
-    if rows is not None and _scale(boxes, _LEGIBLE, _TIGHT) * end > _WIDEST:
+    if _scale(boxes, _LEGIBLE, _TIGHT) * end > _WIDEST:
         tall = rows * row_height * (1 + GAP) + _BETWEEN_LINES
         for size, air in ((largest, _AIR), (_LEGIBLE, _TIGHT)):
             needed = math.ceil(_scale(boxes, size, air) * end / _PAGE)

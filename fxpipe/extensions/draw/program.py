@@ -11,21 +11,17 @@ from fxpipe.errors import Fault
 from fxpipe.extensions.draw.canvas import ArrowStyle, BoxStyle, Canvas, Point, text_width
 from fxpipe.extensions.draw.chart import (
     FAULTY,
-    GAP,
     NEVER,
     WAITING,
     Chart,
-    ChartScale,
     FaultMarks,
     LegendEntry,
     fault_entries,
     faults_of,
-    fit,
     mark,
-    row_height,
 )
 from fxpipe.extensions.draw.picture import FAINT, IDLE, Picture
-from fxpipe.extensions.draw.schedule import row_label
+from fxpipe.extensions.draw.schedule import draw_simulations, row_label
 from fxpipe.extensions.draw.styles import (
     MARK_HEIGHT,
     InstructionStyle,
@@ -34,33 +30,24 @@ from fxpipe.extensions.draw.styles import (
     instruction_style,
 )
 from fxpipe.extensions.draw.timeline import Bar, Timeline, sketch
-from fxpipe.extensions.simulator.simulate import share_of
+from fxpipe.extensions.simulator.simulate import share_of, simulate
 from fxpipe.formatting import plural
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place, Wait, usual_cost, waits_of
 from fxpipe.text.program import print_instruction
 
 DETAILED = 600
-"""The most instructions that are all drawn; a larger program shows only compute and transfers."""
-
-WITH_ARROWS = 6000
-"""The most instructions of a program whose transfers are drawn."""
+"""The most instructions that are all drawn; of a larger program its simulation is."""
 
 _UNIT, _MARK, _MARK_BOX = 28.0, 8.5, 7.5
-"""The least width, in points, of a unit of time, a mark and a mark's box, if marks are drawn."""
+"""The least width, in points, of a unit of time, a mark and a mark's box."""
 
 _LABEL, _MARK_LABEL = 9.0, 6.5
 _AIR = 3.0
 
-_TRANSFERS = (ins.Send, ins.Receive, ins.Stash, ins.Pop)
-
 WAIT_ARROW = ArrowStyle(FAINT, "dotted")
-
-_ASIDE = 2.0
-"""Without marks, arrows shift by so many points: gradients to the right, values to the left."""
 
 
 class Row(NamedTuple):
@@ -145,15 +132,6 @@ def sketch_program(program: Program, rows: Rows, mark: float) -> Timeline[ins.In
     return sketch(lists, cost, waits)
 
 
-@dataclass(frozen=True)
-class _Scale:
-    """The scale of a program's picture, and whether it has marks, and arrows for transfers."""
-
-    fit: ChartScale
-    marks: bool
-    arrows: bool
-
-
 _Box = tuple[Bar[ins.Instruction], str]
 """An instruction and the name of its box."""
 
@@ -161,62 +139,50 @@ _Box = tuple[Bar[ins.Instruction], str]
 def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> Picture:
     """Draw the order of all instructions, with transfers that take no time.
 
-    The picture of a small program shows every instruction, and so is not to scale. That of a large
-    program shows compute, to scale, and transfers. Faults of an invalid program are red: a number
-    over each instruction at fault, and the list below.
+    The picture shows every instruction, and so is not to scale. Faults of an invalid program are
+    red: a number over each instruction at fault, and the list below. Of a large program without
+    faults the simulation is drawn, its tasks to scale.
 
     Args:
         program: the program.
         faults: the faults to mark; by default those that the verifier finds.
     """
-    count = sum(map(len, program.lists))
+    found = faults_of(program) if faults is None else faults
+    if sum(map(len, program.lists)) > DETAILED and not found:
+        return draw_simulations(simulate(program))
     unit = _unit(program)
     rows = rows_of(program)
-    marks = _in_rows(mark(faults_of(program) if faults is None else faults), rows)
-    timeline = sketch_program(program, rows, _MARK / unit if count <= DETAILED else 0.0)
+    marks = _in_rows(mark(found), rows)
+    timeline = sketch_program(program, rows, _MARK / unit)
     spans = (*timeline.spans, *timeline.unrun)
-    styles = [instruction_style(span.task, program) for span in spans]
-    end = timeline.end or 1.0
-    if count <= DETAILED:
-        scale = _Scale(
-            ChartScale(unit, _LABEL, row_height(len(rows.rows))), marks=True, arrows=True
-        )
-    else:
-        boxes = {
-            (drawn.label, span.end - span.start)
-            for span, drawn in zip(spans, styles, strict=True)
-            if not drawn.mark
-        }
-        fitted = fit(boxes, end, row_height(len(rows.rows)))
-        scale = _Scale(fitted, marks=False, arrows=count <= WITH_ARROWS)
     chart = Chart(
         Canvas("program"),
         _title(program, timeline, marks),
         [marks.label(at, _row_label(program, row)) for at, row in enumerate(rows.rows)],
-        end,
-        scale.fit.scale,
-        gap=0.9 if scale.arrows else GAP if marks.faults else 0.2,
+        timeline.end or 1.0,
+        unit,
+        gap=0.9,
         wrong=marks.rows,
     )
     drawn_at: dict[Place, _Box] = {}
     stuck = set(timeline.stuck)
-    for number, (span, drawn) in enumerate(zip(spans, styles, strict=True)):
+    for number, span in enumerate(spans):
+        drawn = instruction_style(span.task, program)
         place = Place(span.device, span.position)
         runs = number < len(timeline.spans)
         if not runs:
             drawn = replace(drawn, look=WAITING if span in stuck else NEVER)
         if place in marks.at:
             drawn = replace(drawn, look=replace(FAULTY, fill=drawn.look.fill))
-        node = _draw(chart, span, drawn, scale, span in stuck or place in marks.at)
+        node = _draw(chart, span, drawn, unit)
         marks.number(chart, place, chart.x(span.start))
-        if node and runs:
+        if runs:
             drawn_at[place] = span, node
-    _draw_transfers(chart, list(drawn_at.values()), scale)
-    waits = _draw_waits(chart, drawn_at, rows) if scale.marks else False
-    entries = _box_entries(program, scale)
-    if scale.arrows:
-        sent = (x.buffer.kind for x in chain(*program.lists) if isinstance(x, ins.Sending))
-        entries += arrow_entries(set(sent))
+    _draw_transfers(chart, list(drawn_at.values()))
+    waits = _draw_waits(chart, drawn_at, rows)
+    entries = _box_entries(program)
+    sent = (x.buffer.kind for x in chain(*program.lists) if isinstance(x, ins.Sending))
+    entries += arrow_entries(set(sent))
     if waits:
         entries.append(LegendEntry("waits for an event", WAIT_ARROW))
     entries += fault_entries(marks, stuck=bool(timeline.unrun))
@@ -226,7 +192,7 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
 
 
 def _unit(program: Program) -> float:
-    """The width in points of a unit of time, if marks are drawn: labels of forwards fit."""
+    """The width in points of a unit of time: labels of forwards fit."""
     labels = {
         instruction_style(x, program).label
         for x in chain(*program.lists)
@@ -235,26 +201,13 @@ def _unit(program: Program) -> float:
     return max([_UNIT, *(text_width(label, _LABEL) + _AIR for label in labels)])
 
 
-def _draw(
-    chart: Chart, span: Bar[ins.Instruction], drawn: InstructionStyle, scale: _Scale, wrong: bool
-) -> str | None:
-    """Draw an instruction; returns its node, or None if it is left out.
-
-    A transfer without a mark gets an invisible node for its arrow. An instruction at fault is
-    drawn even if others of its kind are left out.
-    """
+def _draw(chart: Chart, span: Bar[ins.Instruction], drawn: InstructionStyle, unit: float) -> str:
+    """Draw an instruction; returns its node."""
     corner = (chart.x(span.start), chart.y(span.device))
-    label, size, width = drawn.label, _MARK_LABEL, _MARK_BOX
+    size, width = _MARK_LABEL, _MARK_BOX
     if not drawn.mark:
-        width = (span.end - span.start) * scale.fit.scale
-        size = scale.fit.size
-        if scale.marks:
-            size = min(size, (width - 1) / text_width(label, 1))
-        else:
-            label = scale.fit.label(label, span.end - span.start)
-    elif not scale.marks and not wrong:
-        moves = isinstance(span.task, _TRANSFERS)
-        return chart.canvas.box(corner, 0, 0, BoxStyle()) if moves and scale.arrows else None
+        width = (span.end - span.start) * unit
+        size = min(_LABEL, (width - 1) / text_width(drawn.label, 1))
     height = drawn.height * chart.row_height
     aside = (_MARK - _MARK_BOX) / 2 if drawn.mark else 0.0
     return chart.canvas.box(
@@ -262,13 +215,13 @@ def _draw(
         width,
         height,
         drawn.look,
-        label=label,
+        label=drawn.label,
         size=size,
-        tooltip=print_instruction(span.task) if scale.marks or wrong else "",
+        tooltip=print_instruction(span.task),
     )
 
 
-def _draw_transfers(chart: Chart, boxes: Sequence[_Box], scale: _Scale) -> None:
+def _draw_transfers(chart: Chart, boxes: Sequence[_Box]) -> None:
     """Draw an arrow from each send or stash to the receive or pop of the same buffer."""
     first: dict[ins.Instruction, _Box] = {}
     for box in boxes:
@@ -283,23 +236,14 @@ def _draw_transfers(chart: Chart, boxes: Sequence[_Box], scale: _Scale) -> None:
                 continue
         if arrival in first:
             target, head = first[arrival]
-            path = _path(chart, span, target, scale, buffer)
+            path = _path(chart, span, target)
             chart.canvas.arrow(tail, head, path, arrow(buffer.kind), tooltip=str(buffer))
 
 
-def _path(
-    chart: Chart,
-    source: Bar[ins.Instruction],
-    target: Bar[ins.Instruction],
-    scale: _Scale,
-    buffer: Buffer,
-) -> list[Point]:
-    """The arrow's path from mark to mark, or from row edge to row edge without marks."""
-    if scale.marks:
-        shift, inset = _MARK / 2, chart.row_height * (1 - MARK_HEIGHT) / 2
-    else:
-        shift, inset = _ASIDE if buffer.kind == "grad" else -_ASIDE, 0.0
-    x1, x2 = chart.x(source.start) + shift, chart.x(target.start) + shift
+def _path(chart: Chart, source: Bar[ins.Instruction], target: Bar[ins.Instruction]) -> list[Point]:
+    """The arrow's path from mark to mark."""
+    inset = chart.row_height * (1 - MARK_HEIGHT) / 2
+    x1, x2 = chart.x(source.start) + _MARK / 2, chart.x(target.start) + _MARK / 2
     if source.device == target.device:
         y = chart.y(source.device) + inset
         return _bent((x1, y), (x2, y), y - chart.row_height * 0.7)
@@ -359,24 +303,16 @@ def _title(program: Program, timeline: Timeline[ins.Instruction], marks: FaultMa
     return " · ".join(parts)
 
 
-def _box_entries(program: Program, scale: _Scale) -> list[LegendEntry]:
-    """The legend entries for the opcodes of the program, and for those that are not drawn."""
+def _box_entries(program: Program) -> list[LegendEntry]:
+    """The legend entries for the opcodes of the program."""
     examples: dict[type[ins.Instruction], ins.Instruction] = {}
     for instruction in chain(*program.lists):
         examples.setdefault(type(instruction), instruction)
     entries: list[LegendEntry] = []
-    left_out: list[str] = []
     for word, kind in ins.every_opcode().items():
-        if kind not in examples:
-            continue
-        drawn = instruction_style(examples[kind], program)
-        if not drawn.mark:
-            entries.append(LegendEntry(word, replace(drawn.look, border=FAINT), drawn.label[0]))
-        elif scale.marks:
-            entries.append(LegendEntry(word, drawn.look, drawn.label))
-        elif not (scale.arrows and kind in _TRANSFERS):
-            left_out.append(word)
-    entries.append(LegendEntry("idle", BoxStyle(IDLE, FAINT)))
-    if left_out:
-        entries.append(LegendEntry(f"(too many to be shown: {', '.join(left_out)})"))
-    return entries
+        if kind in examples:
+            drawn = instruction_style(examples[kind], program)
+            look = drawn.look if drawn.mark else replace(drawn.look, border=FAINT)
+            label = drawn.label if drawn.mark else drawn.label[0]
+            entries.append(LegendEntry(word, look, label))
+    return [*entries, LegendEntry("idle", BoxStyle(IDLE, FAINT))]

@@ -185,7 +185,7 @@ _GRADIENT = BoxStyle(PAPER, GRADIENT)
 class InstructionStyle:
     """The look of an instruction, with its height as a fraction of the row's.
 
-    Instructions that compute nothing are marks: narrow boxes, left out in large programs.
+    Instructions that compute nothing are marks: narrow boxes.
     """
 
     label: str
