@@ -34,5 +34,6 @@ def test_statistics_are_written_where_they_are(kind: type[nn.Module]) -> None:
     )
 
 
+@pytest.mark.deep
 def test_a_model_larger_than_a_device_trains_and_resumes(tmp_path: Path) -> None:
     on_devices(held.test_a_model_larger_than_a_device_trains_and_resumes, tmp_path, devices=8)

@@ -91,7 +91,8 @@ def over_ranks(mesh: DeviceMesh, folder: Path, way: str) -> dict[str, Any]:
         return on_host(trained(pipe))
 
 
-@pytest.mark.parametrize("way", ["drawn", *deep("folder")])
+@pytest.mark.deep
+@pytest.mark.parametrize("way", ["drawn", "folder"])
 def test_a_model_without_data_trains_over_ranks_with_devices(tmp_path: Path, way: str) -> None:
     expected = on_devices(from_data, tmp_path)
     for found in on_devices_of_ranks(2, over_ranks, tmp_path, way):

@@ -105,9 +105,9 @@ def calls(inputs: str, side: bool) -> list[str]:
 @pytest.mark.parametrize(
     ("inputs", "side"),
     [
-        ("cpu", True),
-        ("cuda:1", False),
-        *deep(("cpu", False), ("cuda:0", False), ("cuda:0", True), ("cuda:1", True)),
+        ("cuda:1", True),
+        *deep(*((inputs, False) for inputs in ("cpu", "cuda:0", "cuda:1"))),
+        *deep(("cpu", True), ("cuda:0", True)),
     ],
 )
 def test_a_call_and_its_backward_follow_the_callers_streams(inputs: str, side: bool) -> None:
