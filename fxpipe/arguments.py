@@ -112,16 +112,6 @@ def check_overlap(recipe: Recipe, optimizer: Any) -> None:
         )
 
 
-def check_copies(recipe: Recipe, device: torch.device) -> None:
-    """Raise InputError if the schedule runs a stage on several devices, and these are no CPUs."""
-    if device.type != "cpu":
-        raise InputError(
-            f"schedule {recipe.name!r}, which has stages on several devices, is not possible on "
-            f"{device.type} devices; run it on CPU devices, or take one that has each stage on one "
-            'device, such as "zb-v"'
-        )
-
-
 def read_objective(loss: Any, reduction: Any) -> Objective:
     """Return the objective of a step. Raises InputError if the loss is no function or has
     parameters, or the reduction is unknown."""

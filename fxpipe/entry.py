@@ -19,7 +19,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.devices import Devices, read_group
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.extend import Extension
+from fxpipe.extend import Extension, find
 from fxpipe.passes.partition.options import Each, Partition, read_partition
 from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.pipeline import Pipeline
@@ -181,7 +181,7 @@ def compile(
             schedule, make = late.start()
         recipe, microbatches = arguments.given_schedule(schedule, len(places), microbatches)
         if recipe.copies(len(places)):
-            arguments.check_copies(recipe, torch_devices[0])
+            find("option", "check_copies", f"schedule {recipe.name!r}")(recipe, torch_devices[0])
         arguments.check_clipping(clip_norm, scaler, optimizer)
         options = Options(
             model=model,

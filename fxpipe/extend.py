@@ -109,6 +109,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     },
     "option": {
         "partitioner": f"{_HERE}.exact_cut.partitioner:ExactCut",
+        "check_copies": f"{_HERE}.copies.lowering:check_copies",
         "check": f"{_HERE}.model_check.checking:Checking",
         "fallback": f"{_HERE}.leaf_modules.extension:LeafModules",
         "guard": f"{_HERE}.python_state.variants:Variants",

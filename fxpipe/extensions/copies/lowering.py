@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from fxpipe.errors import InputError
 from fxpipe.extensions.copies.opcodes import Add, Give, Share
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
+from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 from fxpipe.passes.lowering.sums import Sums
@@ -52,6 +55,16 @@ class SumCopies(Sums):
 
     def waits(self, stage: int, batch: int) -> ins.Instruction | None:
         return Add(stage, batch) if self._copies[stage] else None
+
+
+def check_copies(recipe: Recipe, device: torch.device) -> None:
+    """Raise InputError if the schedule runs a stage on several devices, and these are no CPUs."""
+    if device.type != "cpu":
+        raise InputError(
+            f"schedule {recipe.name!r}, which has stages on several devices, is not possible on "
+            f"{device.type} devices; run it on CPU devices, or take one that has each stage on one "
+            'device, such as "zb-v"'
+        )
 
 
 def refuse_copied(schedule: Schedule, plan: Plan, deferred: Sequence[DeferredNorm]) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.arguments import check_copies
 from fxpipe.errors import ExecutionError, InputError
+from fxpipe.extensions.copies.lowering import check_copies
 from fxpipe.extensions.copies.opcodes import Add, Give, Share
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.recipe import find_recipe
@@ -24,6 +24,7 @@ from fxpipe.passes.schedule import add_reduce
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine, Store
 from fxpipe.schedules.dualpipe_v import dualpipe
+from tests.helpers.opcodes import take_away
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD, compiled, make
 from tests.helpers.profiles import DEEP
 from tests.helpers.tiny import batch, pipe_of
@@ -243,3 +244,9 @@ def test_other_devices_are_refused_by_name() -> None:
     check_copies(recipe, torch.device("cpu"))
     with pytest.raises(InputError, match=r"'chimera', which has .* not possible on cuda devices"):
         check_copies(recipe, torch.device("cuda", 0))
+
+
+def test_without_the_extension_a_model_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_away(monkeypatch, "check_copies", "share")
+    with pytest.raises(InputError, match="schedule 'chimera' needs the extension"):
+        pipe_of(2, "chimera")
