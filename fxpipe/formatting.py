@@ -119,8 +119,15 @@ def table_text(table: Table) -> str:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """Text in lines as wide as the screen; further lines are indented."""
-    return fill(text, screen_width(), subsequent_indent=indent, break_on_hyphens=False)
+    """Text in lines as wide as the screen, save where one word is longer; further lines are
+    indented."""
+    return fill(
+        text,
+        screen_width(),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 _told: set[str] = set()

@@ -16,7 +16,7 @@ import fxpipe
 from fxpipe.errors import FxpipeError, InputError, VerificationError
 from fxpipe.extend import commands, there
 from fxpipe.extensions.cli.read import DEVICES, MICROBATCHES, named_schedule, read_costs, read_file
-from fxpipe.formatting import plain_table, table_text
+from fxpipe.formatting import plain_table, table_text, wrapped
 from fxpipe.ir.recipe import PARTIAL, RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return WRONG
     except FxpipeError as error:
-        print(f"fxpipe: {' '.join(str(error).split())}", file=sys.stderr)
+        print(wrapped(f"fxpipe: {error}", "  "), file=sys.stderr)
         return WRONG
     except OSError as error:
         if isinstance(error, BrokenPipeError):
@@ -211,8 +211,10 @@ def show_schedule(given: Namespace) -> bool:
         print(schedule.grid(costs=costs, steps=given.steps, width=width))
     else:
         print(
-            f"{schedule.name}: the grid and the figures of {tasks} tasks, more than {_SHOWN}, are "
-            "left out; --all shows them"
+            wrapped(
+                f"{schedule.name}: the grid and the figures of {tasks} tasks, more than {_SHOWN}, "
+                "are left out; --all shows them"
+            )
         )
         if fault is not None:
             print(fault)

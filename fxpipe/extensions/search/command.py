@@ -11,7 +11,7 @@ from fxpipe.errors import InputError
 from fxpipe.extensions.cli.read import DEVICES, MICROBATCHES, read_costs
 from fxpipe.extensions.search.search import Found, search_schedule
 from fxpipe.extensions.simulator.costs import Link
-from fxpipe.formatting import plain_table, table_text
+from fxpipe.formatting import plain_table, table_text, wrapped
 from fxpipe.ir.recipe import Placement, one_each, round_robin, vee
 
 
@@ -106,7 +106,7 @@ def library_table(found: Found) -> str:
     for name, why in found.library.items():
         if isinstance(why, str):
             without.setdefault(why, []).append(name)
-    rest = (f"{why}: {', '.join(names)}" for why, names in without.items())
+    rest = (wrapped(f"{why}: {', '.join(names)}", "  ") for why, names in without.items())
     return "\n".join([table_text(table), "", *rest])
 
 

@@ -110,7 +110,7 @@ def test_programs_are_checked(
         ("verify empty.txt", "empty.txt is empty; give a text"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_exit_code_2(
+def test_what_cannot_be_done_is_told_in_lines_that_fit_and_by_exit_code_2(
     line: str,
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -134,9 +134,9 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(
     status, out, err = run(capsys, *line.split(" ") if line else ())
     assert (status, out) == (2, "")
     assert err.startswith("fxpipe: ")
-    assert err.count("\n") == 1
+    assert all(len(line) <= 80 or " " not in line.strip() for line in err.splitlines())
     assert len(err) < 1000
-    assert message in err.replace(str(tmp_path), "…")
+    assert message in " ".join(err.split()).replace(str(tmp_path), "…")
 
 
 def test_a_text_is_read_once_and_may_be_piped_in(
@@ -187,9 +187,10 @@ def test_a_csv_is_written_shown_and_verified(
         assert told in out
     path.write_text("hello\n")
     status, _, err = run(capsys, "verify", path)
-    assert (status, "own.csv: line 1, column 1: expected an action" in err) == (2, True)
+    assert status == 2
+    assert "own.csv: line 1, column 1: expected an action" in " ".join(err.split())
     status, _, err = run(capsys, "schedule", "2bw", "--csv", path)
-    assert (status, "cannot be written as the CSV" in err) == (2, True)
+    assert (status, "cannot be written as the CSV" in " ".join(err.split())) == (2, True)
     assert path.read_text() == "hello\n"
 
 
