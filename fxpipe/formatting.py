@@ -118,14 +118,14 @@ def table_text(table: Table) -> str:
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
-def wrapped(text: str, indent: str = "") -> str:
-    """Text in lines as wide as the screen, save where one word is longer; further lines are
-    indented."""
+def wrapped(text: str, indent: str = "", *, whole_words: bool = False) -> str:
+    """Text in lines as wide as the screen; further lines are indented. ``whole_words`` keeps a word
+    in one line even if that is too long, as a path that is to be copied."""
     return fill(
         text,
         screen_width(),
         subsequent_indent=indent,
-        break_long_words=False,
+        break_long_words=not whole_words,
         break_on_hyphens=False,
     )
 

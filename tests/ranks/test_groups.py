@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
+import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -301,3 +305,37 @@ def test_a_rank_whose_results_were_kept_by_the_others_alone_is_named_at_the_next
 
     first, second = together(groups(2), calls)
     assert first == second and first.startswith("rank ")
+
+
+class Beside(NamedTuple):
+    """A store; while a connection to it is made, another thread opens other sockets."""
+
+    store: Any
+    port: int
+    others: list[socket.socket]
+
+    def clone(self) -> Any:
+        self.others.extend(socket.socketpair())  # of Unix
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.others.extend((listener, socket.create_connection(listener.getsockname())))
+        return self.store.clone()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets are found as Linux names them")
+def test_of_the_sockets_that_open_at_once_only_those_to_the_store_end_with_its_host() -> None:
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    beside = Beside(served, served.port, [])
+    connection = log._connected(beside)
+    limits = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as each:
+            peer = each.getpeername()
+            limit = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            limits.append((peer[1] == served.port, limit))
+    assert (True, log.SILENCE * 1000) in limits
+    assert not any(limit for to_the_store, limit in limits if not to_the_store)
+    for each in beside.others:
+        assert each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
+        each.close()
+    connection.set("key", "value")
+    assert served.get("key") == b"value"

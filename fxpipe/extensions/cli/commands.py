@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return WRONG
     except FxpipeError as error:
-        print(wrapped(f"fxpipe: {error}", "  "), file=sys.stderr)
+        print(wrapped(f"fxpipe: {error}", "  ", whole_words=True), file=sys.stderr)
         return WRONG
     except OSError as error:
         if isinstance(error, BrokenPipeError):

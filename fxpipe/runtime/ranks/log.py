@@ -311,7 +311,8 @@ def _connected(store: Any) -> Any:
         store = store.underlying_store
     for _, number in _sockets() - before:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-            if connection.getpeername()[1] == getattr(store, "port", None):
+            peer = connection.getpeername()  # a text where it is no socket of the internet
+            if isinstance(peer, tuple) and peer[1] == getattr(store, "port", None):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
                     connection.setsockopt(socket.IPPROTO_TCP, option, max(1, int(SILENCE / 3)))
