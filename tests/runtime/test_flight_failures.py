@@ -181,11 +181,20 @@ def test_an_error_inside_of_a_with_block_lets_what_is_in_flight_finish() -> None
 
 def test_a_parameter_changed_by_hand_in_flight_is_refused() -> None:
     model, data = make("mlp", 6, 4)
+    changed = Event()
+
+    def waiting(machine: Machine, instruction: Any) -> None:
+        if machine.step + instruction.batch == 2:
+            changed.wait(60)  # else the change may fall into an update, which hides it
+        HANDLERS[ins.Update](machine, instruction)
+
+    interpreter.HANDLERS = {**HANDLERS, ins.Update: waiting}
     with compiled(model, 3, 3, ADAMW) as pipe:
         for x, y in data[:3]:
             pipe.step(x, target=y)
         with torch.no_grad():
             next(model.parameters()).mul_(2)
+        changed.set()
 
         def train() -> None:
             for x, y in data[3:]:

@@ -63,6 +63,7 @@ class PairGroups:
         self.number = group.epoch
         self._ranks = group
         self._directed = device.type != "cpu"
+        self._store: Any = None
         self._groups: dict[Pair, Any] = {}
         self._aborting = threading.Lock()
         self._aborted: threading.Event | None = None
@@ -175,10 +176,13 @@ class PairGroups:
     ) -> Any:
         """Make a group of some ranks; on accelerators with a first operation, which this rank waits
         for."""
-        store = within(self._ranks.members.store, f"{self.number}/{name}")
         # the current device is set for each thread
         with torch.accelerator.device_index(self.device.index):
             try:
+                # a connection of its own, which a thread that still waits for groups that were
+                # given up does not hold
+                self._store = self._store or self._ranks.members.store.clone()
+                store = within(self._store, f"{self.number}/{name}")
                 group = self.make(store, member, len(ranks))
                 if self._directed:
                     byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
