@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
-import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import fxpipe
 from fxpipe.errors import FxpipeError, InputError, VerificationError
 from fxpipe.extend import commands, there
 from fxpipe.extensions.cli.read import DEVICES, MICROBATCHES, named_schedule, read_costs, read_file
-from fxpipe.formatting import plain_table, table_text, wrapped
+from fxpipe.formatting import plain_table, screen_width, table_text, wrapped
 from fxpipe.ir.recipe import PARTIAL, RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 
@@ -107,14 +106,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--csv", metavar="FILE", help="write it as the CSV of torch.distributed.pipelining")
     add("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
     add("--trace", metavar="FILE", help="write a trace that https://ui.perfetto.dev opens")
-    given = "how long tasks take, on all stages or on one: F=1,F@3=1.5"
+    given = "how long tasks take: all F=1, on stage 3 F@3=1.5, of micro-batch 0 there F0@3=2"
     add("--costs", metavar="F=1,B=2", help=given)
     given = "derive the formulas, which takes a few seconds"
     add("--formulas", action=argparse.BooleanOptionalAction, default=True, help=given)
     given = "show the grid and the figures even of a huge schedule"
     add("--all", action="store_true", help=given)
     add("--steps", type=int, metavar="N", help="the number of consecutive steps")
-    given = "characters per line; by default the width of the terminal"
+    given = "characters per line; by default the width of the terminal, and 80 in a pipe"
     add("--width", type=int, metavar="N", help=given)
     shown.set_defaults(run=show_schedule)
 
@@ -204,10 +203,8 @@ def show_schedule(given: Namespace) -> bool:
     if given.text:
         print(schedule, end="")
         return sound
-    width = given.width
-    if width is None and sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
     if shown:
+        width = screen_width() if given.width is None else given.width
         print(schedule.grid(costs=costs, steps=given.steps, width=width))
     else:
         print(

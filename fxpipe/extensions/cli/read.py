@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extend import there
@@ -21,7 +21,9 @@ DEVICES, MICROBATCHES = 4, 8
 
 T = TypeVar("T")
 
-_COST = re.compile(r"(?P<letter>\w(?:&\w)?)(?:@(?P<stage>[0-9]{1,9}))?=(?P<time>\S+)")
+_COST = re.compile(
+    r"(?P<letter>\w(?:&\w)?)(?:(?P<microbatch>[0-9]{1,9})?@(?P<stage>[0-9]{1,9}))?=(?P<time>\S+)"
+)
 
 
 def named_schedule(
@@ -35,15 +37,16 @@ def named_schedule(
     return _sized(named, _find(named), devices, microbatches)
 
 
-def read_costs(text: str | None) -> dict[str | tuple[str, int], float] | None:
-    """Parse ``F=1,B@3=2.5``: the time of a kind of task, for all stages or for one.
+def read_costs(text: str | None) -> dict[Any, float] | None:
+    """Parse ``F=1,B@3=2.5,F0@3=4``: the time of a kind of task, of those on stage 3, and of
+    micro-batch 0 there.
 
     Raises:
         InputError: the text has another form, or gives the same time twice.
     """
     if text is None:
         return None
-    costs: dict[str | tuple[str, int], float] = {}
+    costs: dict[Any, float] = {}
     for item in text.split(","):
         match = _COST.fullmatch(item.strip())
         try:
@@ -52,10 +55,10 @@ def read_costs(text: str | None) -> dict[str | tuple[str, int], float] | None:
         except (AssertionError, ValueError):
             raise InputError(
                 f"--costs has {item.strip()!r:.99}; write a kind of task and its time, such as "
-                "F=1, or of one stage alone, F@3=1.5"
+                "F=1, or of one stage alone, F@3=1.5, or of micro-batch 0 there, F0@3=2"
             ) from None
-        letter, stage = match["letter"], match["stage"]
-        key = letter if stage is None else (letter, int(stage))
+        letter, *at = match.group("letter", "stage", "microbatch")
+        key = (letter, *map(int, filter(None, at))) if any(at) else letter
         if key in costs:
             raise InputError(f"--costs has {item.strip()!r} after another time of it; give one")
         costs[key] = time

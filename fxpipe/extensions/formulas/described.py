@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from sympy import Eq, Rational
 from sympy.core.relational import Relational
@@ -17,7 +18,7 @@ from fxpipe.ir.task import KINDS
 
 
 def formulas_text(
-    schedule: Schedule, recipe: Recipe | None, costs: Mapping[str | tuple[str, int], float] | None
+    schedule: Schedule, recipe: Recipe | None, costs: Mapping[Any, float] | None
 ) -> str:
     """Makespan, bubble and stash as formulas in the time of a forward, or why there are none.
 
@@ -26,7 +27,7 @@ def formulas_text(
     """
     own = {key: cost for key, cost in (costs or {}).items() if isinstance(key, str)}
     if len(own) < len(costs or {}):
-        return "formulas are for stages that take equal times"
+        return "formulas are for stages and micro-batches that take equal times"
     try:
         return str(_formulas(schedule, recipe, _ratios(schedule, own)))
     except FxpipeError as error:

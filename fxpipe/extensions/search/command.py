@@ -11,7 +11,7 @@ from fxpipe.errors import InputError
 from fxpipe.extensions.cli.read import DEVICES, MICROBATCHES, read_costs
 from fxpipe.extensions.search.search import Found, search_schedule
 from fxpipe.extensions.simulator.costs import Link
-from fxpipe.formatting import plain_table, table_text, wrapped
+from fxpipe.formatting import plain_table, screen_width, table_text, wrapped
 from fxpipe.ir.recipe import Placement, one_each, round_robin, vee
 
 
@@ -87,7 +87,8 @@ def run_search(given: Namespace) -> bool:
     if given.text:
         print(schedule, end="")
     else:
-        print(f"{schedule.grid(costs=costs)}\n\n{found}\n\n{library_table(found)}")
+        grid = schedule.grid(costs=costs, width=screen_width())
+        print(f"{grid}\n\n{found}\n\n{library_table(found)}")
     return True
 
 

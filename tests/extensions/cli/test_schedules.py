@@ -25,6 +25,7 @@ from tests.extensions.cli.command_line import run
         "schedule interleaved-1f1b -p 2 -m 4 --width 60 --no-formulas",
         "schedule 2bw -p 2 -m 2 --steps 3",
         "schedule 1f1b -p 2 -m 3 --costs F=1,B=1.5,F@1=2",
+        "schedule 1f1b -p 2 -m 3 --costs F=1,B=2,F1@1=3,B2@0=4",
         "schedule 1f1b -p 2 -m 3 --costs F=2,B=3",
         "schedule 1f1b -p 3 -m 4 --text",
     ],
