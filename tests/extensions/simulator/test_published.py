@@ -15,8 +15,10 @@ import pytest
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.simulator import Link, Simulation
-from fxpipe.ir.recipe import find_recipe, round_robin
+from fxpipe.ir.listed import list_schedule
+from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import Task
 from fxpipe.schedules import interleaved_one_f_one_b, one_f_one_b, zb_h1, zb_h2
 from fxpipe.schedules.one_f_one_b import grouped
 from tests.helpers.profiles import DEEP
@@ -167,6 +169,27 @@ def longest(simulation: Simulation) -> float:
     return max(end - start for start, end in spans.values())
 
 
+def zb_1p() -> Recipe:
+    """As on the page of the language."""
+
+    @list_schedule("zb-1p", "FIW", limit=lambda device, devices: devices)
+    def recipe(task: Task, devices: int) -> tuple[int, int]:
+        assert task.stage is not None
+        assert task.microbatch is not None
+        later = {"F": task.stage - devices, "I": 0, "W": task.stage}
+        return task.microbatch + later[task.kind], "IWF".index(task.kind)
+
+    return recipe
+
+
+def test_the_rules_of_zb_1p_take_as_long_as_zb_h1() -> None:
+    for p in range(1, 7):
+        for m in (1, p, p + 1, 2 * p, 3 * p):
+            found, written = zb_1p()(p, m).verify(), zb_h1(p, m)
+            assert found.simulate({"U": 0}).makespan == written.simulate({"U": 0}).makespan
+            assert max(found.stash().devices) <= p
+
+
 RATES = [row for row in rows("zero-bubble-rates.csv") if DEEP or int(row["p"]) == 8]
 """All 84 rates are compared in ``make deep``, half of them of simulations that take long."""
 
@@ -187,6 +210,8 @@ def test_zero_bubbles_rates_come_out_to_four_decimals(row: dict[str, str]) -> No
         "zb-h1": zb_h1(p, m).simulate(costs, links=link).makespan,
         "zb-h2": longest(zb_h2(p, m).simulate(costs, links=link)),
     }
+    if row["zb-1p"]:
+        times["zb-1p"] = longest(zb_1p()(p, m).simulate(costs, links=link))
     rates = {name: 1 - m * (f + i + w) / time for name, time in times.items()}
     assert rates == pytest.approx({name: float(row[name]) for name in times}, abs=5.1e-5)
 
