@@ -119,6 +119,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "peaks": f"{_HERE}.simulator.predict:peaks",
         "refuse_copied": f"{_HERE}.copies.lowering:refuse_copied",
         "part_gradients": f"{_HERE}.replicas.buckets:into_buckets",
+        "collectives": f"{_HERE}.replicas.collectives:Collectives",
         "sum_copies": f"{_HERE}.copies.lowering:SumCopies",
         "sum_replicas": f"{_HERE}.replicas.lowering:SumReplicas",
         "remedies": f"{_HERE}.simulator.predict:remedies",

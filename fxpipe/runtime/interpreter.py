@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from threading import RLock
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from fxpipe.runtime.host import Job
 
 if TYPE_CHECKING:
     from fxpipe.runtime.devices.backend import Channels
-    from fxpipe.runtime.ranks.collectives import CollectiveChannels
     from fxpipe.runtime.weights.live import Weights
 
 
@@ -172,11 +171,6 @@ class Machine:
     def kernel(self, stage: int, microbatch: int, batch: int) -> Kernel:
         """The kernel that runs a stage for a micro-batch."""
         return self.jobs[self.step + batch].kernels[microbatch][stage]
-
-    @property
-    def replicas(self) -> CollectiveChannels:
-        """The channels of a program that has several replicas: only ranks run it."""
-        return cast("CollectiveChannels", self.channels)
 
     def held(self, stage: int, version: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """A stage's parameters of a version, and its buffers as before the run, on this device."""

@@ -207,7 +207,7 @@ class Run(Generic[W]):
         if self._group.replicas > 1 and written:
             defers = self.weights.defers
             with self._backend.computing(machine.device):
-                replicas = self._channels.pool(machine.device, step, written, whole=defers)
+                replicas = self._channels.replicas.pool(written, whole=defers)
                 machine.store.state = self.weights.pooled(replicas)
 
     def _hear(self, timeout: float | None) -> Finished | None:

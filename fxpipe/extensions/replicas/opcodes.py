@@ -51,7 +51,8 @@ class ReduceScatter(Summing):
 
     def run(self, machine: Machine) -> None:
         gradients = machine.store.gradients.pop((self.stage, self.batch), [])
-        machine.replicas.reduce_scatter(self.stage, machine.step + self.batch, gradients, -1)
+        batch, replicas = machine.step + self.batch, machine.channels.replicas
+        replicas.reduce_scatter(machine, self.stage, batch, gradients, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class AllGather(Summing):
 
     def run(self, machine: Machine) -> None:
         buckets = machine.program.buckets.get(self.stage, 1)
-        sums = machine.replicas.all_gather(self.stage, machine.step + self.batch, buckets)
+        sums = machine.channels.replicas.all_gather(self.stage, machine.step + self.batch, buckets)
         machine.store.gradients[self.stage, self.batch] = sums
 
 
@@ -89,7 +90,7 @@ class GatherWeights(Summing):
 
     def run(self, machine: Machine) -> None:
         version = machine.step + self.batch + 1
-        machine.replicas.gather_weights(machine.weights.parameters(self.stage, version))
+        machine.channels.replicas.gather_weights(machine.weights.parameters(self.stage, version))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,4 +154,5 @@ class PartialBackward(Adding):
         for index in machine.stages[stage].buckets[bucket].parameters:
             complete[index], sums[index] = sums[index], None
         store.gradients[stage, batch] = sums
-        machine.replicas.reduce_scatter(stage, machine.step + batch, complete, bucket)
+        batch, replicas = machine.step + batch, machine.channels.replicas
+        replicas.reduce_scatter(machine, stage, batch, complete, bucket)

@@ -13,7 +13,6 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from fxpipe.errors import InputError, RankError
 from fxpipe.ir.program import Program, Turn
@@ -161,7 +160,10 @@ class Channels:
 
     Attributes:
         stopping: whether each device has to leave its list at its next instruction.
+        replicas: what an extension exchanges between the replicas; None if there is one.
     """
+
+    replicas: Any = None
 
     def __init__(self, program: Program, threads: int) -> None:
         """Make empty channels; ``threads`` is how many threads run the lists and meet at a
@@ -221,13 +223,6 @@ class Channels:
 
     def fed(self, batch: int) -> None:
         """Note that a batch can be run from now on."""
-
-    def pool(
-        self, device: int, step: int, values: dict[str, Tensor], *, whole: bool
-    ) -> list[dict[str, Tensor]]:
-        """Wait for the buffers that a device has written in a step: replica → name → value. Unless
-        ``whole``, only those of the first replica."""
-        return [values]
 
     def when_failed(self, failed: Callable[[RankError], None]) -> None:
         """Have a function called, in another thread, once another process has stopped the run."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError, RankError
+from fxpipe.extend import find
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
@@ -79,10 +80,15 @@ class RankChannels(Channels):
         group: RankGroup,
         jobs: Mapping[int, Job],
         pairs: PairGroups,
+        in_order: bool,
     ) -> None:
-        """Make empty channels over the groups of ``pairs``, which are connected."""
+        """Make empty channels over the groups of ``pairs``, which are connected. ``in_order`` asks
+        for sums over replicas in their order."""
         super().__init__(program, 1)
         self._pairs, self._stopped = pairs, threading.Event()
+        if group.replicas > 1:
+            collectives = find("option", "collectives", "training several replicas")
+            self.replicas = collectives(group, pairs, self._stopped, in_order=in_order)
         # device → what was sent to it and may not be there yet
         self._sent: dict[int, deque[tuple[Buffer, Tensor, Any]]] = {}
         self._awaited: dict[int, _Receives] = {}
@@ -134,7 +140,7 @@ class RankChannels(Channels):
         sent, strides = value.detach().resolve_conj().resolve_neg(), _strides(spec)
         if sent.stride() != strides:
             sent = sent.new_empty_strided(spec.shape, strides).copy_(sent)
-        with self._explained():
+        with explained(self._stopped):
             work = self._pairs.send(device, sent)
             self.keep(device, buffer, sent, work)
 
@@ -155,7 +161,7 @@ class RankChannels(Channels):
         self._post(machine, source, awaited, self._program.window + 1)
         first = awaited.posted.popleft()
         assert first.buffer == buffer, "values are received in the order of the list"
-        with self._explained():
+        with explained(self._stopped):
             first.work.wait()
         self.arrived(machine, source)
         return first.room
@@ -189,7 +195,7 @@ class RankChannels(Channels):
             spec = self._spec(buffer)
             if spec is not None:
                 memory = machine.room(spec)
-                with self._explained():
+                with explained(self._stopped):
                     work = self._pairs.receive(source, memory)
                 awaited.posted.append(_Posted(buffer, memory, work))
 
@@ -210,16 +216,6 @@ class RankChannels(Channels):
             awaited.index += 1
             if buffer.batch in machine.batches:
                 return buffer
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Raise Stopped instead of an error of a transfer that the stop of the run has caused."""
-        try:
-            yield
-        except RuntimeError:
-            if self._stopped.wait(PATIENCE):
-                raise Stopped from None
-            raise
 
     def start(self) -> None:
         with self._group.changed:  # a failure that is told meanwhile must not be lost
@@ -308,6 +304,17 @@ class RankChannels(Channels):
             self.failure = error
             self._failed(error)  # before the devices report that they have been stopped
             self.stop()
+
+
+@contextmanager
+def explained(stopped: threading.Event) -> Iterator[None]:
+    """Raise Stopped instead of an error of a transfer that the stop of the run has caused."""
+    try:
+        yield
+    except RuntimeError:
+        if stopped.wait(PATIENCE):
+            raise Stopped from None
+        raise
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.devices.backend import Backend, Channels
+from fxpipe.runtime.devices.backend import Backend
 from fxpipe.runtime.devices.lanes import Lanes, Place
 from fxpipe.runtime.devices.launching import (
     LaunchingChannels,
@@ -31,8 +31,7 @@ from fxpipe.runtime.devices.launching import (
 from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
-from fxpipe.runtime.ranks.channels import RankChannels
-from fxpipe.runtime.ranks.collectives import CollectiveChannels
+from fxpipe.runtime.ranks.channels import RankChannels, explained
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.pairs import PairGroups
 
@@ -40,19 +39,13 @@ LOOK = 5e-5
 """Seconds between two checks of whether the device is done."""
 
 
-class DeviceChannels(CollectiveChannels, LaunchingChannels):
+class DeviceChannels(RankChannels, LaunchingChannels):
     """Channels from this rank's device to the devices of the other ranks, in one run."""
 
-    def __init__(
-        self,
-        program: Program,
-        group: RankGroup,
-        jobs: Mapping[int, Job],
-        pairs: PairGroups,
-        in_order: bool,
-    ) -> None:
+    def __init__(self, program: Program, group: RankGroup, *args: Any) -> None:
+        """Make channels as RankChannels does."""
         self._leaving: dict[Buffer, tuple[Tensor, Any]] = {}
-        super().__init__(program, group, jobs, pairs, in_order=in_order)
+        super().__init__(program, group, *args)
         self.events = RunEvents(program, (group.device,))
 
     def keep(self, device: int, buffer: Buffer, sent: Tensor, work: Any) -> None:
@@ -66,7 +59,7 @@ class DeviceChannels(CollectiveChannels, LaunchingChannels):
 
     def leave(self, buffer: Buffer) -> None:
         if buffer in self._leaving:
-            with self._explained():
+            with explained(self._stopped):
                 self._leaving[buffer][1].wait()
             del self._leaving[buffer]
 
@@ -82,18 +75,18 @@ class DeviceChannels(CollectiveChannels, LaunchingChannels):
 class RankBackend(Backend):
     """Runs the list of this rank's device, on a CPU."""
 
-    pairs: PairGroups
+    between: type[RankChannels] = RankChannels
 
-    def __init__(self, group: RankGroup) -> None:
-        """Make no process groups yet."""
+    def __init__(self, group: RankGroup, device: torch.device, in_order: bool) -> None:
+        """Make no process groups yet. ``in_order`` is as in RankChannels."""
         super().__init__(group)
-        self.pairs = PairGroups(group, torch.device("cpu"))
+        self.pairs, self._in_order = PairGroups(group, device), in_order
 
     def devices(self, program: Program) -> Sequence[int]:
         return (self.group.device,)
 
-    def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Channels:
-        return CollectiveChannels(program, self.group, jobs, self.connected(program), in_order=True)
+    def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Any:
+        return self.between(program, self.group, jobs, self.connected(program), self._in_order)
 
     def connected(self, program: Program) -> PairGroups:
         """The process groups that a program needs, made now where they do not exist yet; all anew
@@ -124,14 +117,12 @@ class RankBackend(Backend):
 class CudaRanks(RankBackend, StreamBackend):
     """Runs the list of this rank's CUDA device."""
 
+    between = DeviceChannels
+
     def __init__(self, group: RankGroup, device: torch.device, in_order: bool) -> None:
-        """Make the streams of this rank's device. ``in_order`` is as in CollectiveChannels."""
+        """Make the streams of this rank's device."""
         StreamBackend.__init__(self, [Lanes(device)], group)
         self.pairs, self._in_order = PairGroups(group, device), in_order
-
-    def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> DeviceChannels:
-        pairs = self.connected(program)
-        return DeviceChannels(program, self.group, jobs, pairs, self._in_order)
 
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
         return self.lanes[0].nanoseconds(times) if times else []  # none of another rank's device
@@ -147,8 +138,8 @@ def backend_of(
     group: RankGroup, here: torch.device, devices: Sequence[Place], *, in_order: bool = False
 ) -> Backend:
     """Return a pipe's backend: of the device ``here`` of several ranks, or of all ``devices``.
-    ``in_order`` adds up gradients in the order of the replicas, as CPU devices always do."""
+    ``in_order`` asks for sums over replicas in their order."""
     cpu = here.type == "cpu"
     if group.size > 1:
-        return RankBackend(group) if cpu else CudaRanks(group, here, in_order)
+        return (RankBackend if cpu else CudaRanks)(group, here, in_order)
     return Backend() if cpu else StreamBackend([*map(Lanes, devices)])

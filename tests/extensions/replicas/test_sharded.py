@@ -17,9 +17,9 @@ from torch.nn import functional as F
 import fxpipe
 from benchmarks.counted import counted
 from fxpipe.errors import InputError
+from fxpipe.extensions.replicas.collectives import Collectives
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import owners
-from fxpipe.runtime.ranks.collectives import CollectiveChannels
 from tests.helpers.one_optimizer import made_by
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
@@ -218,7 +218,7 @@ def peaks(mesh: DeviceMesh) -> list[tuple[int, int]]:
     is the largest part, and of many."""
     found = []
     for name in ("all_gather", "gather_weights"):
-        setattr(CollectiveChannels, name, let_go(getattr(CollectiveChannels, name)))
+        setattr(Collectives, name, let_go(getattr(Collectives, name)))
     for schedule, shards, cap, rows, kind in (
         ("1f1b", True, math.inf, 512, "adam"),
         ("1f1b", True, 0.05, 16, "adam"),

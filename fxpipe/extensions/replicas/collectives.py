@@ -15,6 +15,7 @@ Tensors of one data type are sent together, in rows: one for each replica, fille
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from threading import Event
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,7 +25,9 @@ from torch import Tensor
 from fxpipe.errors import InputError
 from fxpipe.ir.value import owners, part_of
 from fxpipe.runtime.interpreter import Machine
-from fxpipe.runtime.ranks.channels import RankChannels
+from fxpipe.runtime.ranks.channels import explained
+from fxpipe.runtime.ranks.group import RankGroup
+from fxpipe.runtime.ranks.pairs import PairGroups
 
 T = TypeVar("T")
 
@@ -54,22 +57,27 @@ class _Begun(NamedTuple):
     given: Rows | None = None
 
 
-class CollectiveChannels(RankChannels):
-    """Channels that also connect the replicas."""
+class Collectives:
+    """What the replicas exchange in one run."""
 
-    def __init__(self, *args: Any, in_order: bool) -> None:
-        """Make channels as RankChannels does. ``in_order`` adds the contributions in the order of
-        the replicas, not in that of the backend."""
-        self._in_order = in_order
+    def __init__(
+        self, group: RankGroup, pairs: PairGroups, stopped: Event, *, in_order: bool
+    ) -> None:
+        """Make it for the channels of a run.
+
+        Args:
+            group: the ranks.
+            pairs: has the process group of the replicas.
+            stopped: is set when the run is stopped.
+            in_order: add the contributions in the order of the replicas, as CPU devices always do,
+                not in that of the backend.
+        """
+        self._group, self._pairs, self._stopped = group, pairs, stopped
+        self._in_order = in_order or pairs.device.type == "cpu"
         self._summing: dict[tuple[int, int, int], _Begun] = {}
-        super().__init__(*args)
-
-    def prepare(self, machine: Machine) -> None:
-        self._weights, self._stages = machine.weights, machine.stages
-        super().prepare(machine)
 
     def reduce_scatter(
-        self, stage: int, batch: int, gradients: list[Tensor | None], bucket: int
+        self, machine: Machine, stage: int, batch: int, gradients: list[Tensor | None], bucket: int
     ) -> None:
         """Start to sum a bucket of a stage's gradients of a batch over the replicas; never waits.
 
@@ -79,7 +87,7 @@ class CollectiveChannels(RankChannels):
         Raises:
             InputError: autograd has found no gradient for a trained parameter.
         """
-        self._check(stage, gradients)
+        _check(machine, stage, gradients)
         replicas = self._group.replicas
         kinds = [None if x is None else torch.empty_like(x, device="meta") for x in gradients]
         parts = [[_part(x, r, replicas) for x in gradients] for r in range(replicas)]
@@ -90,7 +98,7 @@ class CollectiveChannels(RankChannels):
         del parts
         self._group.summed += sum(sizes) - own + own * (replicas - 1)
         rows, works, twins = Rows(), [], self._pairs.twins
-        with self._explained():
+        with explained(self._stopped):
             for dtype, row in given.items():
                 if self._in_order:
                     rows[dtype] = torch.empty_like(row)
@@ -115,7 +123,7 @@ class CollectiveChannels(RankChannels):
         here, replicas = self._group.replica, self._group.replicas
         works: list[Any] = []
         copied: list[tuple[Tensor, Tensor]] = []
-        with self._explained():
+        with explained(self._stopped):
             for parameter, of in zip(
                 parameters, owners([p.nbytes for p in parameters], replicas), strict=True
             ):
@@ -133,16 +141,16 @@ class CollectiveChannels(RankChannels):
         for value, row in copied:
             value.copy_(row.view(value.shape))
 
-    def pool(
-        self, device: int, step: int, values: dict[str, Tensor], *, whole: bool
-    ) -> list[dict[str, Tensor]]:
+    def pool(self, values: dict[str, Tensor], *, whole: bool) -> list[dict[str, Tensor]]:
+        """Wait for the buffers that this rank's device has written in a step: replica → name →
+        value. Unless ``whole``, only those of the first replica."""
         names = sorted(values)
         kinds = [torch.empty_like(values[name], device="meta") for name in names]
         rows = rows_of([[values[name] for name in names]], kinds, 1)
         if whole:
             rows = self._waited(self._gather(kinds, rows))
         else:
-            with self._explained():
+            with explained(self._stopped):
                 for work in [self._broadcast(row, 0) for row in rows.values()]:
                     work.wait()
         return [
@@ -154,25 +162,11 @@ class CollectiveChannels(RankChannels):
             for replica in range(self._group.replicas if whole else 1)
         ]
 
-    def _check(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
-        """Raise InputError if autograd has found no gradient for a trained parameter."""
-        if not self._stages[stage].under_autograd or not gradients:
-            return
-        parameters = self._weights.parameters(stage, 0)  # of the oldest version
-        named = zip(self._stages[stage].parameters, parameters, gradients, strict=True)
-        for argument, parameter, gradient in named:
-            if parameter.requires_grad and gradient is None:
-                raise InputError(
-                    f"{argument.target!r} has no gradient in this batch, while other replicas "
-                    "may have one; let each loss depend on it, or freeze it: "
-                    "parameter.requires_grad_(False)"
-                )
-
     def _gather(self, kinds: Kinds, rows: Rows) -> _Begun:
         """Launch the exchange of a row of each replica."""
         every = {t: row.new_empty(self._group.replicas, row.shape[1]) for t, row in rows.items()}
         works: list[Any] = []
-        with self._explained():
+        with explained(self._stopped):
             for dtype, row in rows.items():
                 if self._pairs.device.type == "cpu":  # gloo's all-gather takes the memory twice
                     every[dtype][self._group.replica] = row[0]
@@ -190,7 +184,7 @@ class CollectiveChannels(RankChannels):
 
     def _waited(self, begun: _Begun) -> Rows:
         """Let the current stream wait for collectives, and return what they fill."""
-        with self._explained():
+        with explained(self._stopped):
             for work in begun.works:
                 work.wait()
         return begun.rows
@@ -222,6 +216,21 @@ class CollectiveChannels(RankChannels):
                 whole = torch.empty_like(kind, device=whole.device).copy_(whole)
             found.append(whole)
         return found
+
+
+def _check(machine: Machine, stage: int, gradients: Sequence[Tensor | None]) -> None:
+    """Raise InputError if autograd has found no gradient for a trained parameter."""
+    of = machine.stages[stage]
+    if not of.under_autograd or not gradients:
+        return
+    parameters = machine.weights.parameters(stage, 0)  # of the oldest version
+    for argument, parameter, gradient in zip(of.parameters, parameters, gradients, strict=True):
+        if parameter.requires_grad and gradient is None:
+            raise InputError(
+                f"{argument.target!r} has no gradient in this batch, while other replicas "
+                "may have one; let each loss depend on it, or freeze it: "
+                "parameter.requires_grad_(False)"
+            )
 
 
 def merged(lists: Sequence[list[T | None]]) -> list[T | None]:
