@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.rejoin import rejoin
     from fxpipe.extensions.replicas.extension import Replicas
     from fxpipe.extensions.search.search import search_schedule
+    from fxpipe.extensions.slices.extension import Slices
     from fxpipe.passes.partition.options import Partition
     from fxpipe.pipeline import Pipeline
 
@@ -108,6 +109,7 @@ __all__ = [
     "Recipe",
     "Replicas",
     "Schedule",
+    "Slices",
     "Task",
     "TaskContext",
     "TraceError",

@@ -180,6 +180,15 @@ def read_extensions(extensions: Any) -> tuple[Extension, ...]:
     return tuple(read)
 
 
+def check_slices(recipe: Recipe, extensions: Sequence[Extension]) -> None:
+    """Raise InputError if a schedule has slices, and nothing cuts sequences."""
+    if recipe.slices > 1 and not any(each.slices for each in extensions):
+        raise InputError(
+            f"schedule {recipe.name!r} has slices of a sequence; say which dimension it is: "
+            "compile(..., extensions=[fxpipe.Slices(dim=1)])"
+        )
+
+
 def with_automatic(extensions: Sequence[Extension]) -> tuple[Extension, ...]:
     """The extensions, and the one of the option "fallback" if it is there. It comes last: so its
     passes come right after those that they stand in for."""

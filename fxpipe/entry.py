@@ -183,6 +183,7 @@ def compile(
         if recipe.copies(len(places)):
             find("option", "check_copies", f"schedule {recipe.name!r}")(recipe, torch_devices[0])
         arguments.check_clipping(clip_norm, scaler, optimizer)
+        arguments.check_slices(recipe, given)
         options = Options(
             model=model,
             devices=tuple(places),

@@ -80,6 +80,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Offload": f"{_HERE}.offload.extension:Offload",
         "Prediction": f"{_HERE}.prediction.extension:Prediction",
         "Replicas": f"{_HERE}.replicas.extension:Replicas",
+        "Slices": f"{_HERE}.slices.extension:Slices",
         "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
         "compare": f"{_HERE}.comparison.comparison:compare",
         "plan_training": f"{_HERE}.planner.plan_training:plan_training",
@@ -293,10 +294,12 @@ class Extension:
         holds_saved: whether stages keep what their backwards read in memory of the extension's own,
             so that nothing of it can be offloaded.
         given: whether it is asked for; ``compile`` has some by itself.
+        slices: whether it runs sequences in slices, for a schedule that has some.
     """
 
     holds_saved: bool = False
     given: bool = True
+    slices: bool = False
 
     def options(self, options: Options) -> Options:
         """The options of a pipe, with those that this sets. Called before any ``check``.

@@ -92,6 +92,36 @@ def grouped(size: int, chunks: int = 2, *, pairs: bool = False) -> Recipe:
     return Recipe(name, tasks, placement=round_robin(chunks))
 
 
+def seq1f1b(slices: int) -> Recipe:
+    """1F1B over slices of sequences: each micro-batch's slices go forward in order, and back in
+    reverse. It keeps less than 1F1B, and its bubble is that of as many micro-batches as slices.
+
+    Seq1F1B (Sun et al., arXiv 2406.03488). Slice c of the stage of device d is stage c p + d, as in
+    ``Schedule.slices``. p = 2, m = 2 in two slices, of which the second is drawn small, a backward
+    drawn as long as a forward::
+
+        0: F0 f0 F1  . b0 f1 B0  . b1 B1 U
+        1:  . F0 f0 b0 F1 B0 f1 b1 B1  . U
+
+    Bubble, where slices take the same time: (p − 1)/(n m + p − 1) for n slices. Stash: min(p − d +
+    n − 1, n m) slices on device d.
+    """
+
+    def tasks(device: int, devices: int, microbatches: int) -> Iterator[Task]:
+        stages = range(device, slices * devices, devices)
+        forwards = [F(i, stage) for i in range(microbatches) for stage in stages]
+        backwards = [B(i, stage) for i in range(microbatches) for stage in reversed(stages)]
+        ahead = devices - device + slices - 1
+        yield from forwards[:ahead]
+        for backward, forward in zip_longest(backwards, forwards[ahead:]):
+            yield backward
+            if forward is not None:
+                yield forward
+        yield from map(U, stages)
+
+    return Recipe(f"seq1f1b-{slices}", tasks, placement=round_robin(slices), slices=slices)
+
+
 def _in_turns(
     device: int, devices: int, starts: list[int], stages: tuple[int, ...], pairs: bool = False
 ) -> Iterator[Task | Pair]:

@@ -122,6 +122,8 @@ class Compiler:
         self._balance_told = True
         seconds = [load.seconds for load in self.loads]
         seconds = seconds or [cost.forward + cost.backward for cost in costs]
+        row = len(seconds) // self.options.recipe.slices  # a stage's slices share its device
+        seconds = [sum(seconds[stage::row]) for stage in range(row)]
         text = unbalanced(seconds, self.options.partition)
         if text is not None:
             LOGGER.warning("%s", text)

@@ -75,6 +75,7 @@ class Recipe:
         placement: the devices of the stages and of their copies.
         microbatches: the only number of micro-batches that it works for, or None for any.
         predict: whether batches read predicted weights; see Schedule.
+        slices: the parts of each micro-batch's sequence, each with stages of its own; see Schedule.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Recipe:
     placement: Placement = one_each
     microbatches: int | None = None
     predict: bool = False
+    slices: int = 1
 
     @without_collection()
     def __call__(self, devices: int, microbatches: int) -> Schedule:
@@ -134,6 +136,7 @@ class Recipe:
             self.predict,
             copies,
             frozenset(paired),
+            self.slices,
         )
 
     def placed(self, placement: Placement) -> Recipe:
@@ -267,6 +270,7 @@ def fixed(schedule: Schedule) -> Recipe:
         lambda devices: tuple(map(schedule.devices_of, range(schedule.stages))),
         schedule.microbatches,
         schedule.predict,
+        schedule.slices,
     )
 
 
@@ -312,6 +316,7 @@ def schedule(
     *,
     delay: DelayRule = 0,
     placement: Placement = one_each,
+    slices: int = 1,
 ) -> Callable[[Rows], Recipe]:
     """Decorator: register a generator of tasks as the recipe ``name``.
 
@@ -323,6 +328,8 @@ def schedule(
             or ``lambda microbatch, stage: 0 if microbatch else 1``; see Recipe.
         placement: number of devices → for each stage its device, or, if it has copies, a tuple of
             its own device and theirs.
+        slices: the parts of each micro-batch's sequence; the placement then gives the stages of
+            one slice after the other, such as ``round_robin(slices)``. See Schedule.
 
     Raises:
         InputError: the name is not a text.
@@ -334,7 +341,7 @@ def schedule(
         )
 
     def register(tasks: Rows) -> Recipe:
-        recipe = Recipe(name, tasks, delay, placement)
+        recipe = Recipe(name, tasks, delay, placement, slices=slices)
         RECIPES[name] = recipe
         return recipe
 

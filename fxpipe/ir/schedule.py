@@ -51,6 +51,10 @@ class Schedule:
             Each micro-batch is computed on the device whose row holds its tasks. The stage's own
             device holds the weights, and updates them once the gradients of all are summed.
         paired: the backwards that run together with the forward right before them; see Pair.
+        slices: the parts of each micro-batch's sequence. A stage of the model is then one stage for
+            each slice, all on one device: of ``stages / slices`` = S stages of the model, stage
+            ``c * S + s`` is slice c of stage s. It comes after slice c of stage s − 1, and after
+            slice c − 1 of stage s, whose keys and values it reads.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Schedule:
     predict: bool = False
     copies: tuple[tuple[int, ...], ...] = ()
     paired: frozenset[Task] = frozenset()
+    slices: int = 1
 
     def __post_init__(self) -> None:
         _check_listed("placement", self.placement, "a tuple with the device of each stage", 1)

@@ -134,6 +134,19 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
             f"it has {len(schedule.delays)} delays for {schedule.stages} stages",
             "give one for all stages, or one for each",
         )
+    slices, places = schedule.slices, schedule.placement
+    if not isinstance(slices, Integral) or slices < 1 or schedule.stages % slices:
+        yield Fault(
+            f"it has {schedule.stages} stages in {slices!r} slices",
+            "give each slice as many stages as the others",
+        )
+    elif any(places[s] != places[s % (schedule.stages // slices)] for s in range(schedule.stages)):
+        yield Fault(
+            "slices of a stage are on different devices",
+            "place all on one, as round_robin(slices) does: they share weights",
+        )
+    elif slices > 1 and schedule.copies:
+        yield Fault("it has slices and copies of stages", "leave one of them out")
     if min(chain(*rules), default=0) < 0:
         yield Fault(f"its delay is {delay_text(schedule.delay)}", "give at least 0")
     yield from copies_faults(schedule.placement, schedule.copies, schedule.devices)

@@ -19,13 +19,19 @@ from fxpipe.passes.lowering.pairs import pairs_in, together
 from fxpipe.passes.schedule import add_reduce
 
 
-def chain(stages: int, buckets: Mapping[int, Sequence[Bucket]] | None = None) -> Plan:
-    """A plan of empty stages in a row: ``x`` → ``y0`` → ``y1`` → … → ``loss``."""
-    values = ["x", *(f"y{stage}" for stage in range(stages - 1)), "loss"]
-    ends = [HOST, *range(stages), HOST]
-    edges = tuple(
-        Edge(ends[k], ends[k + 1], value, gradient=k > 0) for k, value in enumerate(values)
+def chain(
+    stages: int, buckets: Mapping[int, Sequence[Bucket]] | None = None, slices: int = 1
+) -> Plan:
+    """A plan of empty stages in a row: ``x`` → ``y0`` → ``y1`` → … → ``loss``.
+
+    With slices, of which each has a row of its own, the rows end in the last stage.
+    """
+    row, last = stages // slices, stages - 1
+    edges = tuple(Edge(HOST, stage, "x") for stage in range(0, stages, row))
+    edges += tuple(
+        Edge(s, s + 1 if (s + 1) % row else last, f"y{s}", gradient=True) for s in range(last)
     )
+    edges += (Edge(last, HOST, "loss", gradient=True),)
     buckets, graph = buckets or {}, _empty()
     empty = [Stage(s, (), (), (), graph, buckets=tuple(buckets.get(s, ()))) for s in range(stages)]
     return Plan(tuple(empty), edges)
@@ -59,7 +65,7 @@ def chain_program(
     if replicas is None:
         replicas = 2 if "A" in schedule.kinds and not schedule.copies else 1
     schedule = with_sums(schedule, replicas)
-    plan = chain(schedule.stages, buckets)
+    plan = chain(schedule.stages, buckets, schedule.slices)
     lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas)
     program = communicate(lower(schedule))
     if schedule.paired:

@@ -124,7 +124,7 @@ class _Cutter:
             writes=writes,
             graph=lazy_module(self.traced.module, graph, f"Stage{index}"),
             under_autograd=self.traced.under_autograd,
-            modules=self._modules(index),
+            modules=whole_modules(self.traced.graph, self.stage_of, index),
             costs=self.costs.get(index),
         )
 
@@ -132,18 +132,19 @@ class _Cutter:
         """The stage that writes a buffer; for a module that is called the one that reads it."""
         return self.stage_of.get(write.value, self._first_reader(write.target))
 
-    def _modules(self, index: int) -> tuple[str, ...]:
-        """The outermost submodules that lie completely in this stage."""
-        inside: dict[str, None] = {}
-        outside: set[str] = set()
-        for node in compute_nodes(self.traced.graph):
-            if self.stage_of[node.name] == index:
-                inside.update(dict.fromkeys(module_paths(node)))
-            else:
-                outside.update(module_paths(node))
-        whole = [path for path in inside if path not in outside]
-        return tuple(
-            path
-            for path in whole
-            if not any(path.startswith(other + ".") for other in whole if other != path)
-        )
+
+def whole_modules(graph: fx.Graph, stage_of: Mapping[str, int], stage: int) -> tuple[str, ...]:
+    """The outermost submodules all of whose nodes are in a stage; ``stage_of``: node → stage."""
+    inside: dict[str, None] = {}
+    outside: set[str] = set()
+    for node in compute_nodes(graph):
+        if stage_of[node.name] == stage:
+            inside.update(dict.fromkeys(module_paths(node)))
+        else:
+            outside.update(module_paths(node))
+    whole = [path for path in inside if path not in outside]
+    return tuple(
+        path
+        for path in whole
+        if not any(path.startswith(other + ".") for other in whole if other != path)
+    )

@@ -19,6 +19,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, A, B, F, Task, U, define_task
 from fxpipe.passes.schedule import add_recompute, add_reduce
 from fxpipe.schedules import one_f_one_b
+from fxpipe.schedules.one_f_one_b import seq1f1b
 from fxpipe.verify.schedule import verify_schedule
 from tests.helpers.faults import faults_of
 from tests.helpers.lines import lines
@@ -388,3 +389,57 @@ def test_the_work_grows_with_the_number_of_tasks_alone() -> None:
 
     assert work(8, 512) < 9 * work(8, 64)  # 8 times the tasks
     assert work(64, 64) < 9 * work(8, 64)
+
+
+def runs_in_slices(schedule: Schedule, row: int) -> bool:
+    """Whether devices that wait for what a slice reads come to the end of their rows."""
+
+    def needs(task: Task) -> list[Task]:
+        c, d = divmod(task.stage or 0, row)
+        step = 1 if task.kind == "F" else -1
+        near = [(c, d - step), (c - step, d)]
+        tasks = [
+            Task(task.kind, task.microbatch, slice * row + device)
+            for slice, device in near
+            if 0 <= slice < schedule.slices and 0 <= device < row
+        ]
+        return tasks if task.kind == "F" else [*tasks, replace(task, kind="F")]
+
+    rows = [[task for task in tasks if task.kind != "U"] for tasks in schedule.rows]
+    done: set[Task] = set()
+    while ready := [tasks for tasks in rows if tasks and done.issuperset(needs(tasks[0]))]:
+        done.update(tasks.pop(0) for tasks in ready)
+    return not any(rows)
+
+
+@given(data=st.data())
+def test_an_order_of_slices_is_accepted_exactly_when_it_runs(data: st.DataObject) -> None:
+    devices, slices = data.draw(st.integers(1, 2)), data.draw(st.integers(2, 3))
+    schedule = seq1f1b(slices)(devices, data.draw(st.integers(1, 2)))
+    rows = [[*row] for row in schedule.rows]
+    for _ in range(data.draw(st.integers(0, 3))):
+        row = data.draw(st.sampled_from(rows))
+        last = len(row) - slices - 1  # updates stay where they are
+        a, b = data.draw(st.integers(0, last)), data.draw(st.integers(0, last))
+        row[a], row[b] = row[b], row[a]
+    changed = replace(schedule, rows=tuple(map(tuple, rows)))
+    in_order = all(
+        forwards == sorted(forwards)
+        for row in rows
+        for stage in {task.stage for task in row}
+        for forwards in [[t.microbatch or 0 for t in row if (t.kind, t.stage) == ("F", stage)]]
+    )
+    assert accepts(changed) == (runs_in_slices(changed, devices) and in_order)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"slices": 3}, "has 4 stages in 3 slices"),
+        ({"slices": 0}, "has 4 stages in 0 slices"),
+        ({"placement": (0, 1, 1, 0)}, "slices of a stage are on different devices"),
+        ({"copies": ((1,), (), (), ())}, "has slices and copies of stages"),
+    ],
+)
+def test_slices_that_fit_no_stages_are_refused(changes: dict[str, Any], text: str) -> None:
+    assert text in str(faults_of(replace(seq1f1b(2)(2, 2), **changes))[0])

@@ -6,7 +6,6 @@ The files in tests/published name their sources.
 from __future__ import annotations
 
 import csv
-import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 from fxpipe.schedules import interleaved_one_f_one_b, one_f_one_b, zb_h1, zb_h2
-from fxpipe.schedules.one_f_one_b import grouped
+from fxpipe.schedules.one_f_one_b import grouped, seq1f1b
 from tests.helpers.profiles import DEEP
 from tests.oracles.small_simulator import device_stash
 
@@ -128,22 +127,27 @@ def test_the_librarys_is_as_fast_and_as_small_as_the_published(name: str) -> Non
 SLICED = (FOLDER / "seq1f1b.txt").read_text().split("\n\n")
 
 
+def named(task: str, devices: int, device: int) -> str:
+    """A task of a slice, such as F2.1, as one of the stage that is this slice on a device."""
+    whole, slice = task.split(".")
+    return f"{whole}@{devices * int(slice) + device}"
+
+
 @pytest.mark.parametrize("table", SLICED)
-def test_slices_of_a_sequence_are_micro_batches_to_the_language(table: str) -> None:
+def test_seq1f1bs_tables_verify_and_are_the_librarys(table: str) -> None:
     lines = [line for line in table.strip().splitlines() if not line.startswith("#")]
     p, m, slices = (int(word.partition("=")[2]) for word in lines[0].split()[1:])
     rows = [
-        re.sub(r"(\d+)\.(\d+)", lambda task: str(slices * int(task[1]) + int(task[2])), row) + " U"
-        for row in lines[1:]
+        " ".join([*(named(task, p, d) for task in row.split()[1:]), *(f"U@{s}" for s in held)])
+        for d, row in enumerate(lines[1:])
+        for held in [range(d, p * slices, p)]
     ]
-    head = f"schedule seq1f1b stages={p} microbatches={m * slices} delay=0"
-    place = "place " + " | ".join(map(str, range(p)))
-    schedule = Schedule.parse("\n".join([head, place, *rows])).verify()
-    for row in schedule.rows:
-        for kind, sign in (("F", 1), ("B", -1)):
-            order = [t.microbatch for t in row if t.kind == kind and t.microbatch is not None]
-            assert sorted(order, key=lambda i: (i // slices, sign * i)) == order
-    # in as many slices, the step is shorter than with whole micro-batches
+    head = f"schedule seq1f1b-{slices} stages={p * slices} microbatches={m} delay=0 slices={slices}"
+    place = "place " + " | ".join(" ".join(map(str, range(d, p * slices, p))) for d in range(p))
+    numbered = [f"{d}: {row}" for d, row in enumerate(rows)]
+    schedule = Schedule.parse("\n".join([head, place, *numbered])).verify()
+    assert schedule == seq1f1b(slices)(p, m)
+    # without slices, the step is longer
     whole = one_f_one_b(p, m).simulate({"F": slices, "B": 2 * slices, "U": 0}).makespan
     assert schedule.simulate({"F": 1, "B": 2, "U": 0}).makespan < whole
 

@@ -1,0 +1,111 @@
+"""The extension that runs the sequences of micro-batches in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from fxpipe.compiler.options import Options
+from fxpipe.errors import InputError
+from fxpipe.extend import Extension
+from fxpipe.extensions.slices.placing import (
+    cut_into_slices,
+    fold,
+    name_modules,
+    of_one_slice,
+    spread,
+)
+from fxpipe.extensions.slices.unroll import Cache, unroll
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.partition.assignment import Assignment
+from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.passes.partition.work import Machine
+from fxpipe.passes.runner import Pass
+
+
+@dataclass(frozen=True)
+class Slices(Extension):
+    """Run each micro-batch's sequence in slices, as Seq1F1B does (Sun et al., arXiv 2406.03488),
+    for a schedule with slices, such as ``seq1f1b(4)``: the devices begin with a part of a sequence,
+    and keep less.
+
+    The model must attend causally, by ``F.scaled_dot_product_attention(..., is_causal=True)`` or
+    with a cache of its own, as those of transformers do, and otherwise treat each place of a
+    sequence by itself. Without a cache, it takes positions as an input, not from the length of what
+    it is given. The compiled plan is compared with the model, so that one that does not is refused.
+    So is one that draws random numbers, such as for dropout. Losses and gradients equal those of
+    whole sequences to rounding. A slice keeps the keys and
+    values of all slices before it, and each but the first returns a gradient of its stage's
+    parameters for each micro-batch. In eval mode sequences are not cut.
+
+    Attributes:
+        dim: the dimension of the sequence. Every tensor that the model takes is cut along it if its
+            size there is that of the first; every tensor that it returns is joined along it.
+        cache: for a model with a cache, what makes one, such as ``transformers.DynamicCache``; it
+            is given as ``past_key_values=``, with ``use_cache=True``.
+    """
+
+    dim: int = 1
+    cache: Cache | None = None
+    slices = True
+
+    def check(self, options: Options) -> None:
+        """Raise InputError if the schedule has no slices, or memory is limited."""
+        if not isinstance(self.dim, int) or self.dim < 0:
+            raise InputError(f"Slices has dim={self.dim!r}; count dimensions from 0, as in dim=1")
+        if options.recipe.slices == 1:
+            raise InputError(
+                f"Slices needs a schedule with slices, and {options.recipe.name!r} has none; give "
+                "schedule=fxpipe.schedules.one_f_one_b.seq1f1b(4)"
+            )
+        if options.partition.limits(len(options.devices)):
+            raise InputError("memory_limits= and Slices exclude each other; leave one of them out")
+
+    def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
+        """Passes that unroll the model, and place each slice like the first."""
+        slices, dim = options.recipe.slices, self.dim
+
+        def unroll_slices(model: nn.Module) -> nn.Module:
+            return unroll(model, slices, dim, self.cache)
+
+        def divide_one_slice(stages: int, machine: Machine) -> tuple[int, Machine, Machine]:
+            return of_one_slice(stages, machine, slices)
+
+        def fold_costs(traced: Traced, costs: Mapping[str, NodeCost]) -> dict[str, NodeCost]:
+            return fold(traced, costs, slices, dim)
+
+        def spread_slices(traced: Traced, assignment: Assignment) -> Assignment:
+            return spread(traced, assignment, assignment.stages, slices, dim)
+
+        def all_slices(whole_machine: Machine) -> Machine:
+            return whole_machine
+
+        def follow_slices(traced: Traced, assignment: Assignment) -> Assignment:
+            return spread(traced, assignment, assignment.stages // slices, slices, dim)
+
+        def name_stages(traced: Traced, assignment: Assignment, plan: Plan) -> Plan:
+            return name_modules(traced, assignment, plan, slices)
+
+        def refuse_draws(traced: Traced) -> None:
+            if traced.seeded and cut_into_slices(traced, slices, dim)[1:]:
+                raise InputError(
+                    "the model draws random numbers, and slices would draw others than whole "
+                    "sequences, with which they are compared; set dropout to 0, or take a schedule "
+                    "without slices"
+                )
+
+        return {
+            "trace": [("", Pass(unroll_slices, "model", "model"))],
+            "partition": [
+                ("", Pass(fold_costs, "traced, costs", "costs", when="not named")),
+                ("", Pass(divide_one_slice, "stages, machine", "stages, machine, whole_machine")),
+                ("cut_at", Pass(all_slices, "whole_machine", "machine")),
+                ("cut_at", Pass(spread_slices, "traced, assignment", "assignment")),
+            ],
+            "follow": [("place_like", Pass(follow_slices, "traced, assignment", "assignment"))],
+            "join": [("seed_randomness", Pass(refuse_draws, "seeded traced", ""))],
+            "plan": [("cut", Pass(name_stages, "traced, assignment, plan", "plan"))],
+        }

@@ -1,0 +1,138 @@
+"""Give each node of an unrolled graph its stage: slice c of stage s of S is stage c * S + s.
+
+The nodes of slice 0 are divided among S stages, with the costs of their counterparts added. Then
+each slice follows it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from fxpipe.errors import PartitionError
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.partition.assignment import Assignment, bonds, compute_nodes, in_order
+from fxpipe.passes.partition.cut import whole_modules
+from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.passes.partition.work import Machine
+from fxpipe.torchtools.source import module_stack
+
+Key = tuple[str, str, int]
+"""A node's submodule, its operation, and its number among such nodes of its slice."""
+
+
+def of_one_slice(stages: int, machine: Machine, slices: int) -> tuple[int, Machine, Machine]:
+    """The stages and the machine of one slice, and the machine of all."""
+    row = stages // slices
+    return (
+        row,
+        replace(
+            machine,
+            speeds=machine.speeds[:row],
+            peaks=machine.peaks[:row],
+            arrived=machine.arrived[:row],
+            reserved=machine.reserved[:row],
+            per_byte=tuple(each[:row] for each in machine.per_byte[:row]),
+            per_message=tuple(each[:row] for each in machine.per_message[:row]),
+            names=machine.names[:row],
+        ),
+        machine,
+    )
+
+
+def fold(
+    traced: Traced, costs: Mapping[str, NodeCost], slices: int, dim: int
+) -> dict[str, NodeCost]:
+    """The costs of the nodes of slice 0, each with those of its counterparts; others cost
+    nothing."""
+    parts = cut_into_slices(traced, slices, dim)
+    names = {key: node.name for key, node in _keyed(parts[0])}
+    folded = dict(costs)
+    for part in parts[1:]:
+        for key, node in _keyed(part):
+            name = names.get(key)
+            if name is not None:
+                one, more = folded[name], costs[node.name]
+                folded[name] = replace(
+                    one, forward=one.forward + more.forward, backward=one.backward + more.backward
+                )
+            folded[node.name] = NodeCost(0.0, 0.0, 0)
+    return folded
+
+
+def spread(traced: Traced, assignment: Assignment, row: int, slices: int, dim: int) -> Assignment:
+    """Let every slice follow slice 0, whose nodes are on the first ``row`` stages. A graph that is
+    not in slices keeps its stages.
+
+    Raises:
+        PartitionError: operations of several slices would have to share a stage.
+    """
+    depth: dict[fx.Node, int] = {}
+    number: dict[fx.Node, int] = {}
+    parts = cut_into_slices(traced, slices, dim)
+    known = {key: assignment.nodes[node.name] for key, node in _keyed(parts[0])}
+    for index, part in enumerate(parts):
+        alone = []
+        for key, node in _keyed(part):
+            number[node] = index
+            sources = [depth[each] for each in node.all_input_nodes if each in depth]
+            depth[node] = max([known.get(key, 0), *sources])
+            if key not in known:
+                alone.append(node)
+        for node in reversed(alone):  # such as a mask: where it is read
+            users = [depth[user] for user in node.users if number.get(user) == index]
+            depth[node] = max(depth[node], min(users, default=0))
+    stage_of = {node: number[node] * row + depth[node] for node in depth}
+    for bond in bonds(traced, in_order(traced)):
+        if len({stage_of[node] for node in bond.nodes}) > 1:
+            raise PartitionError(
+                f"{bond.what} must be on one stage, and slices are stages of their own; take a "
+                "schedule without slices"
+            )
+    return Assignment(row * slices, {node.name: stage for node, stage in stage_of.items()})
+
+
+def name_modules(traced: Traced, assignment: Assignment, plan: Plan, slices: int) -> Plan:
+    """Let the stages of all slices name the submodules that run in them, slice by slice."""
+    row = assignment.stages // slices
+    stage_of = {name: stage % row for name, stage in assignment.nodes.items()}
+    names = [whole_modules(traced.graph, stage_of, stage) for stage in range(row)]
+    stages = tuple(replace(stage, modules=names[stage.index % row]) for stage in plan.stages)
+    return replace(plan, stages=stages)
+
+
+def cut_into_slices(traced: Traced, slices: int, dim: int) -> list[list[fx.Node]]:
+    """Slice → its nodes; a single list if the graph is not in slices. Each slice begins where it is
+    cut out of an input; the last has what follows, such as the loss."""
+    inputs = {name for name in traced.inputs if name is not None}
+    parts: list[list[fx.Node]] = [[]]
+    for node in compute_nodes(traced.graph):
+        if len(parts) < slices and _cuts(node, inputs, len(parts), slices, dim):
+            parts.append([])
+        parts[-1].append(node)
+    return parts if len(parts) == slices else [compute_nodes(traced.graph)]
+
+
+def _cuts(node: fx.Node, inputs: Collection[str], number: int, slices: int, dim: int) -> bool:
+    """Whether a node cuts slice ``number`` out of an input."""
+    if node.target is not torch.ops.aten.narrow.default:
+        return False
+    value, *where = node.args
+    if not isinstance(value, fx.Node) or value.name not in inputs:
+        return False
+    part = value.meta["val"].shape[dim] // slices
+    return where == [dim, number * part, part]
+
+
+def _keyed(part: Sequence[fx.Node]) -> Iterator[tuple[Key, fx.Node]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for node in part:
+        paths = module_stack(node)
+        where = (paths[-1] if paths else "", str(node.target))
+        yield (*where, counts[where]), node
+        counts[where] += 1
