@@ -92,7 +92,6 @@ def looped(model: nn.Module) -> list[Any]:
     return [total, *(parameter.grad for parameter in model.parameters())]
 
 
-@fxpipe.schedule("all-forwards-first", placement=fxpipe.round_robin(3), slices=3)
 def all_forwards_first(device: int, devices: int, microbatches: int, *, stages: Any) -> Any:
     """TeraPipe's order."""
     for i in range(microbatches):
@@ -102,13 +101,16 @@ def all_forwards_first(device: int, devices: int, microbatches: int, *, stages: 
     yield from (fxpipe.U(stage) for stage in stages)
 
 
+TERAPIPE = Recipe("terapipe", all_forwards_first, placement=fxpipe.round_robin(3), slices=3)
+
+
 @pytest.mark.parametrize(
     ("recipe", "devices", "options"),
     [
         (seq1f1b(2), 2, {}),
         (seq1f1b(4), 1, {}),
         (seq1f1b(3), 3, {"recompute": "always"}),
-        (all_forwards_first, 2, {"partition": ["blocks.1"]}),
+        (TERAPIPE, 2, {"partition": ["blocks.1"]}),
     ],
     ids=["two", "one device", "recomputed", "an own schedule"],
 )
