@@ -1,8 +1,14 @@
-"""What is asked of NCCL for a pair of ranks, which no machine without GPUs has."""
+"""Process groups of pairs of ranks: what is asked of NCCL, which no machine without GPUs has, and
+what becomes of a rank that waits for one that does not come."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fxpipe import RankError
+from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.runtime.ranks.pairs import BLOCKS, PairGroups
+from fxpipe.schedules import gpipe
+from tests.helpers.tiny import soon
+
+ROOT = Path(__file__).parents[2]
 
 
 class Options:
@@ -43,3 +55,75 @@ def test_communicators_share_no_stream_with_computations_and_few_multiprocessors
     assert made.options.is_high_priority_stream
     assert made.options.config.max_ctas == BLOCKS < 132 / 8
     assert made.options._timeout == timedelta(seconds=7)
+
+
+def test_no_thread_waits_for_a_rank_that_has_failed_before_it_connects() -> None:
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    members = SimpleNamespace(timeout=600, store=store, names=("rank 0", "rank 1"))
+    ranks: Any = SimpleNamespace(
+        members=members, epoch=0, replicas=1, rank=0, device=0, pipeline=range(2)
+    )
+    ranks.failure = RankError("rank 1 has failed", rank=1)
+    before = {*threading.enumerate()}
+    with pytest.raises(RankError, match="rank 1 has failed"):
+        PairGroups(ranks, torch.device("cpu")).connect(chain_program(gpipe(2, 2)))
+    assert ranks.epoch == 1
+    assert soon(lambda: before >= {*threading.enumerate()})
+
+
+FAILS = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from torch import nn, ones
+from torch.distributed.device_mesh import init_device_mesh
+import fxpipe
+from fxpipe.runtime.ranks.pairs import PairGroups
+
+def fail(*args):
+    raise MemoryError("while it connects")
+
+rank, failing, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if rank == 0:
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.FileStore(file).set("port", str(served.port))
+port = int(dist.FileStore(file).get("port"))
+store = served if rank == 0 else dist.TCPStore("127.0.0.1", port)
+limit = timedelta(seconds=600)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+if rank == failing:
+    PairGroups._opened = fail
+model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ones(4, 4)
+mesh, loss = init_device_mesh("cpu", (2,)), nn.functional.mse_loss
+try:
+    fxpipe.compile(model, mesh, microbatches=2, partition=["1"], loss=loss).step(x, target=x)
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("failing", [0, 1])
+def test_processes_end_in_peace_where_one_has_failed_while_they_connect(
+    failing: int, tmp_path: Path
+) -> None:
+    """Also where the store ends before the other rank, which has waited for it."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILS, str(rank), str(failing), str(tmp_path / "port")],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank, process in enumerate(ranks):
+            told, errors = process.communicate(timeout=120)
+            assert "MemoryError: while it connects" in told or rank == failing, errors
+            assert process.returncode == 0 and "terminate called" not in errors, errors
+    finally:
+        for process in ranks:
+            process.kill()

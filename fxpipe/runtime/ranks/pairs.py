@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -34,6 +35,9 @@ from fxpipe.signals import raise_held
 
 ABORTING = 30.0
 """Seconds that aborting the process groups may take."""
+
+MEETING = 0.005
+"""Seconds between two looks for the other members of a group."""
 
 BLOCKS = 8
 """Multiprocessors that a communicator may occupy, of an H100's 132. A receive that is posted early
@@ -63,7 +67,6 @@ class PairGroups:
         self.number = group.epoch
         self._ranks = group
         self._directed = device.type != "cpu"
-        self._store: Any = None
         self._groups: dict[Pair, Any] = {}
         self._aborting = threading.Lock()
         self._aborted: threading.Event | None = None
@@ -179,10 +182,8 @@ class PairGroups:
         # the current device is set for each thread
         with torch.accelerator.device_index(self.device.index):
             try:
-                # a connection of its own, which a thread that still waits for groups that were
-                # given up does not hold
-                self._store = self._store or self._ranks.members.store.clone()
-                store = within(self._store, f"{self.number}/{name}")
+                store = within(self._ranks.members.store, f"{self.number}/{name}")
+                self._meet(store, member, len(ranks))
                 group = self.make(store, member, len(ranks))
                 if self._directed:
                     byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -196,6 +197,16 @@ class PairGroups:
                     rank=others[0],
                 ) from error
         return group
+
+    def _meet(self, store: Any, member: int, size: int) -> None:
+        """Wait for the other members, and let torch wait only then: a thread that waits in it holds
+        the store, and one that is left in it when Python ends would abort the process."""
+        deadline = time.monotonic() + self._ranks.members.timeout
+        store.set(f"here {member}", "")
+        while not store.check([f"here {each}" for each in range(size)]):
+            if self._aborted is not None or time.monotonic() > deadline:
+                raise TimeoutError("they have not come")
+            time.sleep(MEETING)
 
     def _look(self) -> None:
         raise_held()
