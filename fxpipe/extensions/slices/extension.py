@@ -11,6 +11,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
 from fxpipe.extend import Extension
 from fxpipe.extensions.slices.placing import (
+    chain_parameters,
     cut_into_slices,
     fold,
     name_modules,
@@ -30,16 +31,16 @@ from fxpipe.passes.runner import Pass
 class Slices(Extension):
     """Run each micro-batch's sequence in slices, as Seq1F1B does (Sun et al., arXiv 2406.03488),
     for a schedule with slices, such as ``seq1f1b(4)``: the devices begin with a part of a sequence,
-    and keep less.
+    and keep parts of fewer.
 
     The model must attend causally, by ``F.scaled_dot_product_attention(..., is_causal=True)`` or
     with a cache of its own, as those of transformers do, and otherwise treat each place of a
     sequence by itself. Without a cache, it takes positions as an input, not from the length of what
     it is given. The compiled plan is compared with the model, so that one that does not is refused.
     So is one that draws random numbers, such as for dropout. Losses and gradients equal those of
-    whole sequences to rounding. A slice keeps the keys and
-    values of all slices before it, and each but the first returns a gradient of its stage's
-    parameters for each micro-batch. In eval mode sequences are not cut.
+    whole sequences to rounding. A slice keeps the keys and values of all slices before it, and each
+    but the first hands a gradient of its stage's parameters back to the slice before it. In eval
+    mode sequences are not cut.
 
     Attributes:
         dim: the dimension of the sequence. Every tensor that the model takes is cut along it if its
@@ -89,6 +90,9 @@ class Slices(Extension):
         def name_stages(traced: Traced, assignment: Assignment, plan: Plan) -> Plan:
             return name_modules(traced, assignment, plan, slices)
 
+        def chain(traced: Traced, assignment: Assignment) -> tuple[Traced, Assignment]:
+            return chain_parameters(traced, assignment, slices)
+
         def refuse_draws(traced: Traced) -> None:
             if traced.seeded and cut_into_slices(traced, slices, dim)[1:]:
                 raise InputError(
@@ -107,5 +111,6 @@ class Slices(Extension):
             ],
             "follow": [("place_like", Pass(follow_slices, "traced, assignment", "assignment"))],
             "join": [("seed_randomness", Pass(refuse_draws, "seeded traced", ""))],
+            "fit": [("relay", Pass(chain, "traced, assignment", "traced, assignment"))],
             "plan": [("cut", Pass(name_stages, "traced, assignment, plan", "plan"))],
         }

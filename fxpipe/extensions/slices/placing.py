@@ -16,6 +16,7 @@ from torch import fx
 from fxpipe.errors import PartitionError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
+from fxpipe.passes.graph.lazy_module import copied
 from fxpipe.passes.partition.assignment import Assignment, bonds, compute_nodes, in_order
 from fxpipe.passes.partition.cut import whole_modules
 from fxpipe.passes.partition.measure import NodeCost
@@ -95,6 +96,44 @@ def spread(traced: Traced, assignment: Assignment, row: int, slices: int, dim: i
                 "schedule without slices"
             )
     return Assignment(row * slices, {node.name: stage for node, stage in stage_of.items()})
+
+
+def chain_parameters(
+    traced: Traced, assignment: Assignment, slices: int
+) -> tuple[Traced, Assignment]:
+    """Let each slice of a stage hand its parameters on to the next, so that the gradient of all
+    later slices comes back as one, and a device holds one more at a time.
+
+    before:  stage 0 reads w, and sends it to stages 2 and 4, which are its next slices
+    after:   stage 0 sends w to stage 2, which sends w_on_2 to stage 4
+    """
+    row, copies = assignment.stages // slices, dict[fx.Node, fx.Node]()
+    chained = copied(traced, copies)
+    stages, graph = dict(assignment.nodes), chained.graph
+    names = {argument.name for argument in traced.parameters}
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node in [node for node in graph.nodes if node.name in names]:
+        readers: dict[int, list[fx.Node]] = {}
+        for user in node.users:
+            if user.name in stages:
+                readers.setdefault(stages[user.name], []).append(user)
+        current: dict[int, fx.Node] = {}  # place of a slice's row → what its next slice reads
+        for stage in sorted(readers):
+            given = current.get(stage % row, node)
+            for reader in readers[stage]:
+                reader.replace_input_with(node, given)
+            if stage == min(readers) or stage + row not in readers:
+                continue
+            with graph.inserting_before(min(readers[stage], key=order.__getitem__)):
+                name = f"{node.name}_on_{stage}"
+                alias = graph.create_node(
+                    "call_function", torch.ops.aten.alias.default, (given,), name=name
+                )
+            alias.meta.update(node.meta)
+            stages[alias.name] = stage
+            current[stage % row] = alias
+    graph.lint()
+    return chained, Assignment(assignment.stages, stages)
 
 
 def name_modules(traced: Traced, assignment: Assignment, plan: Plan, slices: int) -> Plan:

@@ -42,7 +42,7 @@ class Model(nn.Module):
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(*blocks or (Block() for _ in range(4)))
+        self.blocks = nn.Sequential(*blocks or (Block(), Block()))
 
     def forward(self, words: Tensor, places: Tensor) -> Tensor:
         x = self.blocks(self.words(words) + self.places(places))
@@ -109,7 +109,7 @@ TERAPIPE = Recipe("terapipe", all_forwards_first, placement=fxpipe.round_robin(3
     [
         (seq1f1b(2), 2, {}),
         (seq1f1b(4), 1, {}),
-        (seq1f1b(3), 3, {"recompute": "always"}),
+        (seq1f1b(3), 2, {"recompute": "always"}),
         (TERAPIPE, 2, {"partition": ["blocks.1"]}),
     ],
     ids=["two", "one device", "recomputed", "an own schedule"],
@@ -123,7 +123,7 @@ def test_a_step_equals_that_of_whole_sequences(
 
 
 def on_rank(mesh: DeviceMesh) -> list[Any]:
-    return stepped(made(), mesh, seq1f1b(2), partition=["blocks.2"])
+    return stepped(made(), mesh, seq1f1b(2), partition=["blocks.1"])
 
 
 def test_ranks_run_slices_too() -> None:
@@ -145,8 +145,7 @@ def test_each_slice_stays_on_the_devices_of_its_stages_and_reads_the_slice_befor
         modules = [stage.modules for stage in pipe.plan.stages]
         owners = [stage.index for stage in pipe.plan.stages if stage.parameters]
     across = {(a, b) for a, b in ends if HOST not in (a, b) and a % 2 != b % 2}
-    # but for the embedding, which is the head on device 1, only what goes on in the slice crosses
-    assert across - {(0, 1), (0, 3), (0, 5)} == {(2, 3), (4, 5)}
+    assert across == {(0, 1), (2, 3), (4, 5)}  # the embedding, which is the head, crosses once
     assert {(0, 2), (2, 4), (1, 3), (3, 5)} <= ends
     assert owners == [0, 1]
     assert modules[:2] * 3 == modules
@@ -239,6 +238,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], text: str)
         fxpipe.compile(made(), 2, **given)
 
 
+@pytest.mark.deep
 def test_language_models_of_transformers_take_slices_with_their_cache() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": WIDTH}
