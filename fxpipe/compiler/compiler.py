@@ -276,6 +276,8 @@ class Compiler:
             costs = self._placement.costs
             stages = tuple(replace(s, costs=costs.get(s.index)) for s in plan.stages)
             plan = replace(plan, stages=stages)
+            if compiled.purpose == "step":
+                self._tell_balance(plan)
         measured = replace(compiled, plan=plan, threads=self.choice.threads(plan))
         for key, (known, plans, call) in self._known.items():
             if known is compiled:
