@@ -213,6 +213,8 @@ def extensions_of(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.Attribute) and node.attr in ("simulate", "profile"):
             if ast.unparse(node) != "torch.profiler.profile":
                 found.add("simulator")
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "pipe.reset_parameters":
+            found.add("initial_values")  # modules of torch have a method of that name, too
     return found
 
 

@@ -24,6 +24,7 @@ from tests.helpers.hollow import (
     trained,
     with_data,
 )
+from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import batch as tiny_batch
 
@@ -46,7 +47,7 @@ def train(mesh: DeviceMesh, whole: int) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("whole", [0, options.WHOLE])
+@pytest.mark.parametrize("whole", [0, *deep(options.WHOLE)])
 def test_each_parameter_keeps_its_data_on_the_rank_that_trains_it_alone(whole: int) -> None:
     model = with_data()
     with compiled(2, model) as pipe:

@@ -17,6 +17,7 @@ import fxpipe
 from examples.unet import UNet
 from fxpipe.passes.tracing.trace import trace
 from tests.helpers.one_optimizer import made_by
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 
 
@@ -36,6 +37,14 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def unet() -> nn.Module:
+    return UNet(channels=2, base=2, depth=2)
+
+
+def transformer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
 
 
 def compiled(model: nn.Module, **options: Any) -> fxpipe.Pipeline:
@@ -196,11 +205,11 @@ class Branching(nn.Module):
     ("model", "shapes", "expected"),
     [
         (Decoder, [(8, 5), (8, 7), (8, 5), (8, 12), (8, 3), (7, 9), (4, 8), (8, 16)], ["4", "any"]),
-        (Encoder, [(8, 5), (8, 7), (8, 12), (6, 3), (8, 5)], ["4", "any"]),
         (Decoder, [(8, 5), (6, 5), (6, 7), (10, 9), (8, 5)], ["4", "any", "any"]),
         (Unrolled, [(8, 5), (8, 7), (8, 9), (8, 7), (8, 4)], ["4", "any", "4", "4"]),
         (Branching, [(8, 5), (8, 7), (8, 9), (8, 4)], ["4", "any", "4"]),
         (Branching, [(8, 8), (8, 9), (8, 5), (8, 12), (8, 4)], ["4", "any", "any"]),
+        *deep((Encoder, [(8, 5), (8, 7), (8, 12), (6, 3), (8, 5)], ["4", "any"])),
     ],
 )
 def test_lengths_share_a_graph_if_one_holds_for_all(
@@ -251,7 +260,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.traces
-@pytest.mark.parametrize("model", [Random, Recurrent])
+@pytest.mark.parametrize("model", [Random, *deep(Recurrent)])
 def test_masks_do_not_depend_on_which_graph_draws_them(
     traces: list[str], model: Callable[[], nn.Module]
 ) -> None:
@@ -272,15 +281,14 @@ def test_masks_do_not_depend_on_which_graph_draws_them(
 
 
 @pytest.mark.traces
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize(
-    ("model", "shape"),
+    ("model", "shape", "schedule"),
     [
-        (lambda: UNet(channels=2, base=2, depth=2), (2, 8, 8)),
-        (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), (5, 8)),
-        (mlp, (4,)),
+        (transformer, (5, 8), "1f1b"),
+        (mlp, (4,), "2bw"),
+        *deep((unet, (2, 8, 8), "1f1b"), (unet, (2, 8, 8), "2bw")),
+        *deep((transformer, (5, 8), "2bw"), (mlp, (4,), "1f1b")),
     ],
-    ids=["u-net", "transformer", "mlp"],
 )
 def test_another_size_keeps_stages_optimizers_and_the_program(
     traces: list[str], model: Callable[[], nn.Module], shape: tuple[int, ...], schedule: str

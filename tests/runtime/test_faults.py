@@ -80,9 +80,14 @@ def refuses_all_but_a_checkpoint(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor, fo
     assert {path.name for path in folder.iterdir()} == {"before"}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(
-    ("dispatch", "optimizer"), [("device", None), ("thread", adam), *deep(("device", adam))]
+    ("dispatch", "optimizer", "schedule"),
+    [
+        ("device", None, "gpipe"),
+        ("thread", adam, "1f1b"),
+        *deep(("device", None, "1f1b"), ("thread", adam, "gpipe")),
+        *deep(("device", adam, "gpipe"), ("device", adam, "1f1b")),
+    ],
 )
 def test_a_fault_at_any_instruction_has_not_happened(
     dispatch: Dispatches,

@@ -218,7 +218,7 @@ def test_a_missing_wait_shows_as_wrong_numbers() -> None:
     gradients(case, case.program, None)  # for the layouts
     mutants = [mutant for edit, mutant in launch_mutants(case.program) if edit == "drop a wait"]
     refused = [mutant for mutant in mutants if _is_refused(mutant)]
-    chosen = refused if DEEP else refused[::6]
+    chosen = refused if DEEP else refused[::15]
     found = [any(_wrong(case, mutant, expected, seed) for seed in range(40)) for mutant in chosen]
     assert len(refused) > 100
     assert sum(found) > len(found) / 2

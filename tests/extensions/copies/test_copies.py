@@ -95,7 +95,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return spread(name, devices, microbatches, stage, to, draw(st.booleans()))
 
 
-@settings(max_examples=200 if DEEP else 15)
+@settings(max_examples=200 if DEEP else 8)
 @given(schedules(), st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from([None, 0.05]))
 def test_copies_train_as_a_loop_that_sums_in_the_same_parts(
     schedule: Schedule, optimizer: str, clip: float | None

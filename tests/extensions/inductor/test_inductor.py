@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -28,6 +28,7 @@ from fxpipe.extensions.inductor import libraries
 from fxpipe.extensions.inductor.library import Library
 from fxpipe.kernels.graph import peak_of
 from tests.extensions.inductor.stage_libraries import Net, batch, gradients, graphs, made, stepped
+from tests.helpers.profiles import deep
 
 pytestmark = pytest.mark.skipif(
     not libraries.can_compile(), reason="there is no C++ compiler, which inductor needs"
@@ -102,8 +103,11 @@ def copied(folder: Path, to: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path(shutil.copytree(folder, to / "fxpipe", ignore=leave))
 
 
+@pytest.mark.parametrize(
+    "sizes", [((4, 1),), *deep(((4, 1), (2, 2), (4, 2)))], ids=["one size", *deep("two sizes")]
+)
 def test_equal_graphs_share_a_library_and_other_sizes_get_one_of_their_own(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, sizes: Sequence[tuple[int, int]]
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
@@ -125,7 +129,7 @@ def test_equal_graphs_share_a_library_and_other_sizes_get_one_of_their_own(
         ) as pipe,
         torch.no_grad(),
     ):
-        for samples, number in ((4, 1), (2, 2), (4, 2)):
+        for samples, number in sizes:
             x = torch.randn(samples, 4)
             assert torch.allclose(pipe(x), model(x), atol=1e-6)
             assert len(taken) == number

@@ -98,7 +98,8 @@ def train_within_a_limit(mesh: DeviceMesh, limit: float) -> tuple[list[float], i
     return larger.train(mesh, steps=3)
 
 
-@pytest.mark.parametrize(("size", "limit"), [(4, 0.95), *deep((2, 1.8))])
+@pytest.mark.deep
+@pytest.mark.parametrize(("size", "limit"), [(4, 0.95), (2, 1.8)])
 def test_a_model_larger_than_a_process_trains_over_ranks(size: int, limit: float) -> None:
     """Training half of it takes 1.5 times its weights: no one of four ranks could do that."""
     ranks = on_ranks(size, train_within_a_limit, limit)

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax, mse_loss, nll_loss, pad
 
 import fxpipe
 from tests.helpers.losses import IGNORED, assert_whole, counted, masked_mean, net, rows
+from tests.helpers.profiles import DEEP
 from tests.oracles import loop
 
 WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 0.0, 3.0], dtype=torch.float64)
@@ -58,6 +59,7 @@ def test_what_divides_a_loss_weighs_its_micro_batches(
     model, alone, whole = net(), net(), net()
     with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, loss=loss) as pipe:
 
+        @settings(max_examples=2000 if DEEP else 10)
         @given(TARGETS)
         def equal(targets: list[tuple[int, ...]]) -> None:
             x, y = rows(3 * len(targets))[0].view(-1, 3, 4), torch.tensor(targets)

@@ -60,12 +60,11 @@ def looked_at(
 @pytest.mark.parametrize(
     "options",
     [
-        {"schedule": "1f1b"},
-        {"schedule": "gpipe"},
         {"schedule": "zb-h1"},
         {"schedule": "2bw"},
-        {"schedule": "1f1b", "recompute": "always"},
         {"schedule": "1f1b", "extensions": ["offload"]},
+        *deep({"schedule": "1f1b"}, {"schedule": "gpipe"}),
+        *deep({"schedule": "1f1b", "recompute": "always"}),
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )

@@ -23,6 +23,7 @@ from tests.helpers.hollow import (
 from tests.helpers.profiles import deep
 from tests.simcuda.process import on_devices, simulated
 from tests.simcuda.ranks import on_devices_of_ranks
+from tests.simcuda.test_memory import Optimizer, as_trained, limit_of, lives, on_eight
 
 pytestmark = simulated
 
@@ -97,3 +98,27 @@ def test_a_model_without_data_trains_over_ranks_with_devices(tmp_path: Path, way
     expected = on_devices(from_data, tmp_path)
     for found in on_devices_of_ranks(2, over_ranks, tmp_path, way):
         assert_same(found, expected)
+
+
+def draw(pipe: fxpipe.Pipeline) -> None:
+    torch.manual_seed(0)
+    pipe.reset_parameters()
+
+
+@on_eight
+@pytest.mark.deep
+def test_a_model_without_data_of_many_devices_memory_lives_on_these_devices(
+    tmp_path: Path, optimizer: Optimizer, copies: float, devices: int
+) -> None:
+    args = tmp_path, optimizer, limit_of(copies, devices), devices
+    as_trained(on_devices(lives, None, *args, draw, devices=devices), 4)
+
+
+@on_eight
+@pytest.mark.deep
+def test_a_model_without_data_of_many_devices_memory_lives_over_as_many_ranks(
+    tmp_path: Path, optimizer: Optimizer, copies: float, devices: int
+) -> None:
+    args = tmp_path, optimizer, limit_of(copies, devices), devices
+    for losses in on_devices_of_ranks(devices, lives, *args, draw):
+        as_trained(losses, 3)
