@@ -11,6 +11,7 @@ import ast
 import re
 import sys
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -128,9 +129,14 @@ def imported(node: ast.AST, free: Collection[str] = ()) -> Iterator[str]:
                 yield from imported(child, free)
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports_of(module: str) -> list[str]:
-    tree = ast.parse(SOURCES[module].read_text())
-    return list(dict.fromkeys(imported(tree, REACH_UP.get(module, ()))))
+    return list(dict.fromkeys(imported(parsed(SOURCES[module]), REACH_UP.get(module, ()))))
 
 
 def test_every_module_has_a_layer() -> None:
@@ -183,7 +189,7 @@ def test_imports_are_absolute() -> None:
     relative = [
         f"{path}:{node.lineno}"
         for path in (*SOURCES.values(), *outer)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ImportFrom) and node.level > 0
     ]
     assert not relative
@@ -223,7 +229,7 @@ def test_no_more_tests_of_the_core_use_extensions() -> None:
     tests = ROOT / "tests"
     paths = [path.relative_to(tests) for path in sorted(tests.glob("**/*.py"))]
     found = {
-        path.as_posix(): extensions_of(ast.parse((tests / path).read_text()))
+        path.as_posix(): extensions_of(parsed(tests / path))
         for path in paths
         if path.parts[0] != "extensions"
     }
@@ -254,13 +260,13 @@ SHARED = {
 def test_an_oracle_shares_only_data_with_what_it_judges(path: Path) -> None:
     shared = [
         name
-        for name in imported(ast.parse(path.read_text()))
+        for name in imported(parsed(path))
         if name.partition(".")[0] == "fxpipe"
         and layer_of(name) != "representations"
         and name not in SHARED.get(path.stem, [])
     ]
     assert not shared
-    helped = [name for name in imported(ast.parse(path.read_text())) if ".helpers." in name]
+    helped = [name for name in imported(parsed(path)) if ".helpers." in name]
     assert not helped
 
 
@@ -284,7 +290,7 @@ def gone(name: str) -> bool:
 def test_what_reaches_up_is_a_method_that_does(module: str, method: str) -> None:
     functions = [
         node
-        for node in ast.walk(ast.parse(SOURCES[module].read_text()))
+        for node in ast.walk(parsed(SOURCES[module]))
         if isinstance(node, ast.FunctionDef) and node.name == method
     ]
     allowed = {layer_of(module), *MAY_IMPORT[layer_of(module) or ""]}
