@@ -49,19 +49,18 @@ def of_one_slice(stages: int, machine: Machine, slices: int) -> tuple[int, Machi
 def fold(
     traced: Traced, costs: Mapping[str, NodeCost], slices: int, dim: int
 ) -> dict[str, NodeCost]:
-    """The costs of the nodes of slice 0, each with those of its counterparts; others cost
-    nothing."""
+    """The costs of nodes, those of slice 0 with those of their counterparts, which cost nothing."""
     parts = cut_into_slices(traced, slices, dim)
     names = {key: node.name for key, node in _keyed(parts[0])}
     folded = dict(costs)
     for part in parts[1:]:
         for key, node in _keyed(part):
-            name = names.get(key)
-            if name is not None:
-                one, more = folded[name], costs[node.name]
-                folded[name] = replace(
-                    one, forward=one.forward + more.forward, backward=one.backward + more.backward
-                )
+            if key not in names:
+                continue  # such as the loss
+            one, more = folded[names[key]], costs[node.name]
+            folded[names[key]] = replace(
+                one, forward=one.forward + more.forward, backward=one.backward + more.backward
+            )
             folded[node.name] = NodeCost(0.0, 0.0, 0)
     return folded
 
