@@ -2,7 +2,7 @@
 
     python -m benchmarks.generating
 
-All take turns, and the median over the rounds is printed.
+All take turns, and the medians over the rounds are stored.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import fxpipe
 from benchmarks.machine import describe
+from benchmarks.report import Figure, Report
 
 WIDTH, LAYERS, WORDS, PROMPT, MOST, ROWS = 384, 8, 2000, 16, 48, 8
+OWN = "model.generate"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    machine = describe()
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=WORDS,
@@ -59,7 +62,7 @@ def main() -> None:
         torch.set_num_threads(1)
 
     contestants: dict[str, Callable[[], object]] = {
-        "model.generate": own,
+        OWN: own,
         "fxpipe, 2 micro-batches": lambda: generators[0].generate(prompts, MOST),
         "fxpipe, 4 micro-batches": lambda: generators[1].generate(prompts, MOST),
     }
@@ -70,11 +73,28 @@ def main() -> None:
             contestants[name]()
             if round_:  # the first compiles
                 seconds[name].append(time.perf_counter() - begin)
-    print(f"{describe()}\n{ROWS} sequences × {MOST} tokens")
-    first = median(seconds["model.generate"])
-    for name, times in seconds.items():
-        rate = ROWS * MOST / median(times)
-        print(f"{name:24} {rate:6.0f} tokens/s, {first / median(times):.2f} × model.generate")
+    rates = {name: ROWS * MOST / median(times) for name, times in seconds.items()}
+    Report(
+        name="generating",
+        title="Generation over two CPU devices, beside model.generate",
+        settings={
+            "model": f"GPT-2, {LAYERS} layers of width {WIDTH}, {WORDS} words",
+            "prompts": f"{ROWS} of {PROMPT} tokens",
+            "generated": f"{MOST} tokens each, the most likely ones",
+            "threads": "2: model.generate has both, fxpipe one a device",
+            "rounds": options.rounds,
+        },
+        figures=[
+            *(Figure(name, rate, "tokens/s") for name, rate in rates.items()),
+            *(
+                Figure(f"{name}, over {OWN}", rate / rates[OWN])
+                for name, rate in rates.items()
+                if name != OWN
+            ),
+        ],
+        machine=machine,
+        samples=seconds,
+    ).publish()
     for generator in generators:
         generator.close()
 
