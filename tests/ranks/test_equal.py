@@ -239,14 +239,14 @@ ONLY_TWO: Mapping[str, Callable[[Devices], Results]] = {
 
 LINKS: Mapping[int, Sequence[str]] = {
     2: [
-        *("1f1b", "predicted", "clipped", "scaled", "recomputed", "deferred", "gradients"),
+        *("predicted", "clipped", "scaled", "recomputed", "deferred"),
         *("leaf", "own task", "differentiated", "chimera", *ONLY_TWO),
     ],
     3: [  # a first rank, one between, and a last one
-        *("1f1b", "gpipe", "2bw", "cdp-v2", "tied", "tied, 2bw", "tied, cdp-v2"),
+        *("1f1b", "gpipe", "tied, 2bw", "tied, cdp-v2"),
         *("clipped, 2bw", "deferred, 2bw", "changing", "chimera, leaf"),
     ],
-    4: ["zb-h1", "pipedream", "chimera"],
+    4: ["zb-h1", "pipedream"],
 }
 """Ranks → the cases that are run over links; four parts are too few for two on each of more."""
 

@@ -13,11 +13,14 @@ import pytest
 from fxpipe import ExecutionError
 from fxpipe.errors import RankError
 from tests.helpers.failing import InFlight, at, fail, fails, first_of_each_kind
-from tests.helpers.profiles import deep
+from tests.helpers.profiles import DEEP, deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import within
 
 SCHEDULES = "2bw", "pipedream"
+
+ONE = SCHEDULES if DEEP else ("pipedream",)
+"""Where one of them does."""
 
 SIZES = [2, *deep(3)]
 """How many ranks; those of three have values that skip one, too."""
@@ -77,7 +80,7 @@ def failing(mesh: DeviceMesh) -> tuple[set[str], list[int]]:
 def failing_while_flushed(mesh: DeviceMesh) -> list[int]:
     """The same in the flush, where other ranks may have finished their part already."""
     here, counts = mesh.get_local_rank(), []
-    for schedule in SCHEDULES:
+    for schedule in ONE:
         beside = InFlight(mesh, schedule)
         beside.step()
         for rank, position, instruction in first_of_each_kind(beside.pipe):
@@ -120,7 +123,7 @@ def interrupt() -> None:
 def interrupted(mesh: DeviceMesh) -> list[int]:
     """A signal comes in the first instruction of each kind on each rank, where a call runs."""
     here, counts = mesh.get_local_rank(), []
-    for schedule in SCHEDULES:
+    for schedule in ONE:
         beside = InFlight(mesh, schedule)
         for _ in range(3):
             beside.step()

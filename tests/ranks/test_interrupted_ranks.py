@@ -19,7 +19,7 @@ from tests.helpers.failing import (
     options_of,
     unchanged,
 )
-from tests.helpers.profiles import deep
+from tests.helpers.profiles import DEEP, deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import Snapshot, within
 
@@ -34,7 +34,9 @@ def interrupted(mesh: DeviceMesh, everywhere: bool) -> tuple[set[str], set[str]]
     """A signal comes in the first instruction of each kind on each rank, or on all at once."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     here, seen, kinds = mesh.get_local_rank(), set[str](), set[str]()
-    for name, options in options_of(mesh.size()).items():
+    names = ("1f1b", "zb-h1") if everywhere and not DEEP else options_of(mesh.size())
+    for name in names:
+        options = options_of(mesh.size())[name]
         beside = Beside(mesh, **options)
         beside.step()
         for rank, position, instruction in first_of_each_kind(beside.pipe):
@@ -72,7 +74,7 @@ def test_an_interrupted_step_counts_on_all_ranks_or_on_none(everywhere: bool, si
     for seen, kinds in on_ranks(size, interrupted, everywhere):
         assert "interrupted" in seen
         assert everywhere or "told" in seen
-        assert kinds == KINDS
+        assert kinds >= (KINDS if DEEP or not everywhere else {"Receive", "Clip", "Update"})
 
 
 PARTS: list[tuple[Any, str]] = [
