@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -86,19 +84,20 @@ def test_a_compilation_that_fails_ends_where_it_failed(
     assert all(record.levelno == logging.DEBUG for record in records)
 
 
-def test_the_lines_that_the_page_gives_print_each_pass_with_its_time() -> None:
-    """In a process of its own, as they change the root logger."""
-    lines = """
-import logging
-import torch
-import fxpipe
-logging.basicConfig()
-logging.getLogger("fxpipe").setLevel("DEBUG")
-with fxpipe.compile(torch.nn.Linear(4, 4), ["cpu"]) as pipe:
-    pipe(torch.ones(2, 4))
-"""
-    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = [re.fullmatch(r"DEBUG:fxpipe:(.+) took [\d.]+ s", x) for x in done.stderr.split("\n")]
+def test_the_lines_that_the_page_gives_print_each_pass_with_its_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])  # as in a new process
+    logger = logging.getLogger("fxpipe")
+    before = logger.level
+    logging.basicConfig()
+    logger.setLevel("DEBUG")
+    try:
+        with fxpipe.compile(nn.Linear(4, 4), ["cpu"]) as made:
+            made(torch.ones(2, 4))
+    finally:
+        logger.setLevel(before)
+    told = capsys.readouterr().err.splitlines()
+    found = [re.fullmatch(r"DEBUG:fxpipe:(.+) took [\d.]+ s", line) for line in told]
     names = {match[1] for match in found if match}
     assert {"export", "cut", "lower", "verify program"} <= names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.runtime import interpreter
 from tests.helpers.one_optimizer import made_by
 from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
+from tests.helpers.tiny import soon
 from tests.ranks.test_replicas import OPTIMIZERS, Model, batch, looped, pipe_of
 
 Devices = DeviceMesh | int
@@ -294,7 +294,7 @@ def failing_early(mesh: DeviceMesh) -> str:
     replica, device = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
 
     def late(machine: Any, instruction: Any) -> None:
-        time.sleep(2)
+        assert soon(lambda: pipe._group.failure is not None)
         meets(machine, instruction)
 
     meets = interpreter.HANDLERS[ins.Barrier]

@@ -62,7 +62,7 @@ CASES = [
     ("mlp", (3, 2), 1, {**PLAIN, "optimizer": SGD}),
     ("mlp", (2, 3), 5, {**PLAIN, "optimizer": OPTIMIZERS["groups"]}),
     ("mlp", (3, 2), 3, {**PLAIN, "optimizer": OPTIMIZERS["own"]}),
-    ("unet", (2, 2), 3, {**PLAIN, "optimizer": OPTIMIZERS["fused"]}),
+    ("mlp", (2, 2), 3, {**PLAIN, "optimizer": OPTIMIZERS["fused"]}),
     ("mlp", (2, 3), 4, {**PLAIN, "optimizer": SGD, "extensions": ["prediction"]}),
     ("mlp", (3, 2), 4, {**PLAIN, "optimizer": ADAMW, "extensions": ["prediction"]}),
     ("mlp", (3, 3), 5, {"microbatches": 1, "schedule": "1f1b-async"}),

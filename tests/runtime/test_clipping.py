@@ -17,6 +17,7 @@ from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.passes.schedule import add_clip
 from fxpipe.runtime.weights.clipping import Clipping, norms_of
 from tests.helpers.overlapping import LOSSES, SGD, compiled, make
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop
 
@@ -58,13 +59,13 @@ def test_without_a_scaler_clipping_waits_for_no_device() -> None:
 @pytest.mark.parametrize(
     ("schedule", "devices", "microbatches", "case", "scale"),
     [
-        ("1f1b", 3, 3, "unet", None),
+        ("1f1b", 3, 3, "mlp", None),
         ("zb-v", 2, 4, "mlp", None),
         ("zb-v", 2, 4, "mlp", 1024.0),
-        ("2bw", 2, 2, "transformer", None),
         ("2bw", 3, 4, "mlp", 1024.0),
         ("1f1b-async", 4, 2, "mlp", None),
         ("pipedream-vertical", 3, 1, "mlp", None),
+        *deep(("1f1b", 3, 3, "unet", None), ("2bw", 2, 2, "transformer", None)),
     ],
 )
 def test_gradients_are_clipped_by_the_norm_of_all_stages(
