@@ -10,7 +10,8 @@ kept there (stashed) for those after it, and its gradient comes back the same wa
 the micro-batches must give the same losses and weights to the last bit.
 
 ``torch.distributed.pipelining`` cuts this model, but cannot train it: its backward ends with
-"Backward of skip connections not supported yet" (torch 2.13).
+"Backward of skip connections not supported yet" (torch 2.13). ``benchmarks.residuals`` times this
+model beside peers that are given parts which hand all values on.
 """
 
 from __future__ import annotations

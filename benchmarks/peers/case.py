@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,9 @@ class Case:
             that must be told. Of the U-Net's on two devices it is that with the slower half the
             fastest, as measured.
         loss: of an output and its target.
+        data: makes a batch and its target; by default they are random numbers of ``shape``.
+        parts: divides a model into a module for each device, for contenders that cannot do so.
+            Each takes what the one before it gives, a value or a tuple of them.
     """
 
     net: str
@@ -54,6 +58,8 @@ class Case:
     rounds: int
     cuts: tuple[str, ...]
     loss: Loss = mse_loss
+    data: Callable[[], tuple[Tensor, Tensor]] | None = None
+    parts: Callable[[Any], list[nn.Module]] | None = None
 
     @property
     def title(self) -> str:
@@ -73,7 +79,9 @@ class Case:
     def make(self) -> tuple[nn.Module, Tensor, Tensor]:
         """The model, a batch and its target."""
         torch.manual_seed(0)
-        return self.model(), torch.rand(self.shape), torch.rand(self.shape)
+        model = self.model()
+        x, y = self.data() if self.data else (torch.rand(self.shape), torch.rand(self.shape))
+        return model, x, y
 
 
 def tiny() -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from benchmarks.peers.case import DEVICES, Case
@@ -60,10 +61,13 @@ def _gpipe(checkpoint: str = "never") -> Entry:
     return Entry(load)
 
 
-def _pipelining() -> Make:
-    from benchmarks.peers.pipelining import Pipelining
+def _pipelining(traced: bool = False) -> Entry:
+    def load() -> Make:
+        from benchmarks.peers.pipelining import Pipelining
 
-    return Pipelining
+        return partial(Pipelining, traced=traced)
+
+    return Entry(load, apart=True, threads=1)
 
 
 def _pipe(
@@ -97,6 +101,7 @@ LOOP = "plain loop, 1 thread"
 LATE = "plain loop, gradients one version late"
 GPIPE = "torchgpipe"
 PIPELINING = "torch.distributed.pipelining, 1F1B"
+TRACED = "torch.distributed.pipelining, 1F1B, the model itself"
 OURS = "fxpipe, 1f1b"
 THREADS = "fxpipe, 1f1b, a thread a device"
 RANKS = "fxpipe, 1f1b, a rank a device"
@@ -105,7 +110,7 @@ CONTENDERS = {
     LOOP: _loop(1),
     "plain loop, 2 threads": _loop(2),
     GPIPE: _gpipe(),
-    PIPELINING: Entry(_pipelining, apart=True, threads=1),
+    PIPELINING: _pipelining(),
     OURS: _pipe("1f1b"),
     THREADS: _pipe("1f1b", threads="device"),
     RANKS: Entry(_ranks, apart=True, threads=1),
@@ -120,5 +125,8 @@ SAVING = {
 }
 """Those that are of interest for their memory."""
 
-REFERENCES = {LATE: Entry(_late_loop, threads=1, late=True, turn=LATE_TURN)}
-"""Those whose losses are of interest, and not their time."""
+REFERENCES = {
+    LATE: Entry(_late_loop, threads=1, late=True, turn=LATE_TURN),
+    TRACED: _pipelining(traced=True),
+}
+"""Those whose losses, or errors, are of interest, and not their time."""

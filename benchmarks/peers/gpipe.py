@@ -74,8 +74,11 @@ class TorchGPipe(Contender):
         torch.set_num_threads(case.devices)
         self.case = case
         model, self.x, self.y = case.make()
-        layers = sequence(model)
-        cuts = [index_of(layers, cut.replace(".", " ")) for cut in case.cuts]
+        if case.parts:
+            layers, cuts = nn.Sequential(*case.parts(model)), list(range(1, case.devices))
+        else:
+            layers = sequence(model)
+            cuts = [index_of(layers, cut.replace(".", " ")) for cut in case.cuts]
         ends = [*cuts, len(layers)]
         self.model = GPipe(
             layers,

@@ -14,11 +14,13 @@ from benchmarks.peers.contender import Contender
 
 
 class Pipe(Contender):
-    """It is told nothing of the model but the model."""
+    """It is told nothing of the model but the model; where others divide it by hand, the cuts."""
 
     def __init__(self, case: Case, devices: DeviceMesh | None = None, **options: Any) -> None:
         torch.set_num_threads(1 if devices else case.devices)  # one for each device
         model, self.x, self.y = case.make()
+        if case.parts:
+            options["partition"] = list(case.cuts)
         self.pipe = fxpipe.compile(
             model,
             devices or ["cpu"] * case.devices,

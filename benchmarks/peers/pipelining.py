@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, SplitPoint, pipeline
@@ -12,15 +14,16 @@ from benchmarks.peers.contender import Contender, index_of
 
 
 class Pipelining(Contender):
-    """One rank of its 1F1B. A sequence is cut by hand, anything else by its tracer."""
+    """One rank of its 1F1B. What a case divides and sequences are cut by hand, anything else, or
+    all if asked, by its tracer."""
 
-    def __init__(self, case: Case, rank: int, meeting: str) -> None:
+    def __init__(self, case: Case, rank: int, meeting: str, traced: bool = False) -> None:
         torch.set_num_threads(1)
         distributed.init_process_group(
             "gloo", init_method=meeting, rank=rank, world_size=case.devices
         )
         model, x, y = case.make()
-        stage = stage_of(model, case, rank, x)
+        stage = stage_of(model, replace(case, parts=None) if traced else case, rank, x)
         self.rank, self.x, self.y = rank, x, y
         self.last = case.devices - 1
         self.schedule = Schedule1F1B(stage, case.microbatches, loss_fn=case.loss)
@@ -49,6 +52,8 @@ class Pipelining(Contender):
 def stage_of(model: nn.Module, case: Case, rank: int, x: Tensor) -> _PipelineStageBase:
     """The part of a model that a rank trains."""
     device = torch.device("cpu")
+    if case.parts:
+        return PipelineStage(case.parts(model)[rank], rank, case.devices, device)
     if isinstance(model, nn.Sequential):
         ends = [0, *(index_of(model, cut) for cut in case.cuts), len(model)]
         return PipelineStage(model[ends[rank] : ends[rank + 1]], rank, case.devices, device)
