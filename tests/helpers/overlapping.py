@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from examples.unet import UNet
+from fxpipe.ir.recipe import find_recipe
 from fxpipe.runtime.weights.optimizer import OptimizerLike
 from fxpipe.runtime.weights.stage_weights import Buffers, StageWeights
 from tests.helpers.own_optimizers import Nesterov, Orthogonal, groups
@@ -39,9 +40,6 @@ MORE: dict[str, Factory] = {
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
 }
 SGD, ADAMW = OPTIMIZERS["sgd"], OPTIMIZERS["adamw"]
-
-TWO_EACH = ("zb-v", "v-half", "v-min", "dualpipe-v", "interleaved-1f1b", "looped-bfs")
-"""Schedules with two stages on each device."""
 
 LOSSES: dict[str, Callable[..., Tensor]] = {"mlp": MSE, "unet": MSE, "transformer": scores}
 """Case → what it is trained with."""
@@ -83,9 +81,8 @@ def compiled(
     Layers of a sequence are cut evenly: what they are measured to take would leave stages without
     parameters now and then, and these have no versions.
     """
-    stages = 2 * devices if schedule in TWO_EACH else devices
-    if isinstance(schedule, fxpipe.Schedule):
-        stages = schedule.stages
+    named = find_recipe(schedule) if isinstance(schedule, str) else schedule
+    stages = named.stages if isinstance(named, fxpipe.Schedule) else named.stages(devices)
     if isinstance(model, nn.Sequential) and len(model) >= stages:
         even = [str(stage * len(model) // stages) for stage in range(1, stages)]
         options.setdefault("partition", even)

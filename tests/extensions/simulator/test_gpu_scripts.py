@@ -157,6 +157,7 @@ def test_a_process_is_killed_in_time_with_all_that_it_started() -> None:
     assert status is None and output in ("begun\n", "")
 
 
+@pytest.mark.deep
 def test_each_test_of_the_gpu_runs_by_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

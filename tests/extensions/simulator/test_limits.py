@@ -64,12 +64,12 @@ ADAM, MOMENTUM, PLAIN = partial(Adam, lr=1e-3), partial(SGD, lr=0.1, momentum=0.
 @pytest.mark.parametrize(
     ("make", "schedule", "optimizer", "recompute"),
     [
-        (layers, "gpipe", PLAIN, "never"),
         (layers, "2bw", MOMENTUM, "never"),
         (unet, "1f1b", ADAM, "always"),
-        (unet, "zb-h1", PLAIN, "never"),
-        (transformer, "interleaved-1f1b", MOMENTUM, "never"),
         *deep(
+            (layers, "gpipe", PLAIN, "never"),
+            (unet, "zb-h1", PLAIN, "never"),
+            (transformer, "interleaved-1f1b", MOMENTUM, "never"),
             (layers, "1f1b", ADAM, "never"),
             (layers, "gpipe", None, "never"),
             (unet, "gpipe", MOMENTUM, "never"),
@@ -99,8 +99,7 @@ def test_a_limit_is_kept_by_the_predicted_peak_or_refused(
     ("make", "at", "optimizer"),
     [
         (layers, ["5"], ADAM),
-        (unet, ["ups"], PLAIN),
-        *deep((layers, ["5"], PLAIN), (transformer, ["blocks.1"], ADAM)),
+        *deep((layers, ["5"], PLAIN), (unet, ["ups"], PLAIN), (transformer, ["blocks.1"], ADAM)),
     ],
 )
 def test_a_named_cut_is_allowed_what_it_is_predicted_to_hold_and_no_byte_less(
@@ -165,8 +164,8 @@ def test_without_an_optimizer_an_adam_outside_counts() -> None:
     ("make", "schedule", "part", "cures"),
     [
         (unet, "gpipe", 0.9, {"recompute", "schedule"}),
-        (transformer, "zb-h2", 0.95, {"schedule", "microbatches"}),
         (layers, "1f1b", 0.2, set()),
+        *deep((transformer, "zb-h2", 0.95, {"schedule", "microbatches"})),
         *deep((unet, "1f1b", 0.8, {"microbatches"})),
     ],
 )

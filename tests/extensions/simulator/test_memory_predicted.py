@@ -21,6 +21,7 @@ from fxpipe.extensions.simulator import optimizers as optimizer_module
 from fxpipe.extensions.simulator.optimizers import optimizer_memory
 from fxpipe.text.program import print_instruction
 from tests.helpers.overlapping import MORE, OPTIMIZERS
+from tests.helpers.profiles import deep
 
 pytestmark = pytest.mark.models
 
@@ -65,13 +66,11 @@ def error(predicted: Simulation, found: list[Counted]) -> float:
 @pytest.mark.parametrize(
     ("make", "schedule", "recompute"),
     [
-        (unet, "gpipe", "never"),
-        (unet, "1f1b", "except_last"),
         (unet, "zb-h1", "always"),
-        (transformer, "gpipe", "always"),
         (transformer, "1f1b", "never"),
-        (transformer, "zb-h1", "except_last"),
         (transformer, "interleaved-1f1b", "never"),
+        *deep((unet, "gpipe", "never"), (unet, "1f1b", "except_last")),
+        *deep((transformer, "gpipe", "always"), (transformer, "zb-h1", "except_last")),
     ],
 )
 def test_the_peak_of_every_device_is_as_predicted(make: Any, schedule: str, recompute: str) -> None:
@@ -81,7 +80,7 @@ def test_the_peak_of_every_device_is_as_predicted(make: Any, schedule: str, reco
     assert error(*ran) < 0.01
 
 
-@pytest.mark.parametrize("make", [unet, transformer])
+@pytest.mark.parametrize("make", [unet, *deep(transformer)])
 def test_the_peak_with_micro_batches_of_one_sample_is_as_predicted(make: Any) -> None:
     """A part of a tensor along its second dimension is then dense, and a copy keeps its strides."""
     torch.manual_seed(0)
@@ -90,7 +89,7 @@ def test_the_peak_with_micro_batches_of_one_sample_is_as_predicted(make: Any) ->
     assert error(*ran) < 0.01
 
 
-@pytest.mark.parametrize(("make", "recompute"), [(unet, "always"), (transformer, "never")])
+@pytest.mark.parametrize(("make", "recompute"), [(transformer, "never"), *deep((unet, "always"))])
 def test_the_peak_with_two_versions_is_as_predicted(make: Any, recompute: str) -> None:
     torch.manual_seed(0)
     ran = trained(
@@ -143,10 +142,9 @@ def test_recomputing_lowers_the_peak_as_predicted() -> None:
 @pytest.mark.parametrize(
     ("make", "schedule", "recompute", "share"),
     [
-        (unet, "gpipe", "never", 0.9),
         (unet, "looped-bfs", "never", 0.9),
         (transformer, "gpipe", "never", 0.9),
-        (unet, "gpipe", "always", 0.99),
+        *deep((unet, "gpipe", "never", 0.9), (unet, "gpipe", "always", 0.99)),
     ],
 )
 def test_storing_elsewhere_lowers_the_peak_as_predicted(
