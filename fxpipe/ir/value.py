@@ -123,8 +123,10 @@ class Buffer(NamedTuple):
 
 
 def part_of(count: int, replica: int, replicas: int) -> range:
-    """The elements of a gradient of ``count`` that one replica sums for all."""
-    return range(count * replica // replicas, count * (replica + 1) // replicas)
+    """The elements that one replica sums for all, of the ``count`` of all gradients of one data
+    type."""
+    row = -(-count // replicas)
+    return range(min(row * replica, count), min(row * (replica + 1), count))
 
 
 def owners(sizes: Sequence[int], replicas: int) -> list[int]:

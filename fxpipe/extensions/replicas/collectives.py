@@ -5,11 +5,9 @@ so they launch the same collectives in the same order. A collective follows what
 compute stream and runs beside it; that stream, or a CPU device, waits where the list waits for
 sums or weights.
 
-A gradient is cut into N parts, one for each replica. In the order of the replicas, each receives
-its part from all others, adds up the N contributions 0, 1, 2 …, and sends the sum to all others. So
+Gradients of one data type lie one behind the other in N rows, one for each replica. Each receives
+its row from all others, adds up the N contributions 0, 1, 2 …, and sends the sum to all others. So
 a rank sends 2(N − 1)/N of the bytes of its gradients, as in a sum by the backend.
-
-Tensors of one data type are sent together, in rows: one for each replica, filled up to the longest.
 """
 
 from __future__ import annotations
@@ -32,13 +30,10 @@ from fxpipe.runtime.ranks.pairs import PairGroups
 T = TypeVar("T")
 
 Kinds = Sequence[Tensor | None]
-"""Whole tensors, on the meta device; None where there is none."""
-
-Pieces = list[Tensor | None]
-"""A replica's part of each tensor."""
+"""Tensors whose shapes, data types and strides count; None where there is none."""
 
 Rows = dict[torch.dtype, Tensor]
-"""Data type → rows, a tensor of two dimensions."""
+"""Data type → rows, a tensor of two dimensions, the last one filled up."""
 
 
 class _Begun(NamedTuple):
@@ -88,15 +83,14 @@ class Collectives:
             InputError: autograd has found no gradient for a trained parameter.
         """
         _check(machine, stage, gradients)
-        replicas = self._group.replicas
+        replica, replicas = self._group.replica, self._group.replicas
         kinds = [None if x is None else torch.empty_like(x, device="meta") for x in gradients]
-        parts = [[_part(x, r, replicas) for x in gradients] for r in range(replicas)]
-        given = rows_of(parts, kinds, replicas)
+        given = rows_of(gradients, replicas)
         gradients.clear()  # only the rows are kept
-        sizes = [sum(piece.nbytes for piece in part if piece is not None) for part in parts]
-        own = sizes[self._group.replica]
-        del parts
-        self._group.summed += sum(sizes) - own + own * (replicas - 1)
+        for dtype, row in given.items():
+            count = sum(_sizes(dtype, kinds))
+            own = len(part_of(count, replica, replicas))
+            self._group.summed += row.itemsize * (count - own + own * (replicas - 1))
         rows, works, twins = Rows(), [], self._pairs.twins
         with explained(self._stopped):
             for dtype, row in given.items():
@@ -115,7 +109,7 @@ class Collectives:
         summed = [self._summed(stage, batch, bucket) for bucket in range(-1, buckets - 1)]
         if self._in_order:
             summed = [self._gather(each.kinds, each.rows) for each in summed]
-        return merged([self._joined(each) for each in summed])
+        return merged([tensors_of(self._waited(each), each.kinds) for each in summed])
 
     def gather_weights(self, parameters: Sequence[Tensor]) -> None:
         """Send each trained parameter of a stage from the replica that has updated it to all
@@ -145,22 +139,19 @@ class Collectives:
         """Wait for the buffers that this rank's device has written in a step: replica → name →
         value. Unless ``whole``, only those of the first replica."""
         names = sorted(values)
-        kinds = [torch.empty_like(values[name], device="meta") for name in names]
-        rows = rows_of([[values[name] for name in names]], kinds, 1)
+        own = [values[name] for name in names]
+        rows = rows_of(own, 1)
         if whole:
-            rows = self._waited(self._gather(kinds, rows))
+            rows = self._waited(self._gather(own, rows))
         else:
             with explained(self._stopped):
                 for work in [self._broadcast(row, 0) for row in rows.values()]:
                     work.wait()
-        return [
-            {
-                name: piece.view(values[name].shape)
-                for name, piece in zip(names, _pieces(rows, replica, kinds, 0, 1), strict=True)
-                if piece is not None
-            }
-            for replica in range(self._group.replicas if whole else 1)
-        ]
+        found = []
+        for replica in range(self._group.replicas if whole else 1):
+            theirs = tensors_of({dtype: row[replica] for dtype, row in rows.items()}, own)
+            found.append({n: x for n, x in zip(names, theirs, strict=True) if x is not None})
+        return found
 
     def _gather(self, kinds: Kinds, rows: Rows) -> _Begun:
         """Launch the exchange of a row of each replica."""
@@ -197,26 +188,6 @@ class Collectives:
             rows = {dtype: _added(row)[None] for dtype, row in rows.items()}
         return _Begun(begun.kinds, rows)
 
-    def _parts_of(self, rows: Rows, kinds: Kinds) -> list[Pieces]:
-        """Replica → its parts of tensors."""
-        replicas = range(self._group.replicas)
-        return [_pieces(rows, replica, kinds, replica, len(replicas)) for replica in replicas]
-
-    def _joined(self, begun: _Begun) -> list[Tensor | None]:
-        """Wait for the rows of all replicas, and put the tensors together, in memory of their
-        own."""
-        parts = self._parts_of(self._waited(begun), begun.kinds)
-        found: list[Tensor | None] = []
-        for kind, *pieces in zip(begun.kinds, *parts, strict=True):
-            if kind is None:
-                found.append(None)
-                continue
-            whole = torch.cat([piece for piece in pieces if piece is not None]).view(kind.shape)
-            if whole.stride() != kind.stride():
-                whole = torch.empty_like(kind, device=whole.device).copy_(whole)
-            found.append(whole)
-        return found
-
 
 def _check(machine: Machine, stage: int, gradients: Sequence[Tensor | None]) -> None:
     """Raise InputError if autograd has found no gradient for a trained parameter."""
@@ -238,39 +209,35 @@ def merged(lists: Sequence[list[T | None]]) -> list[T | None]:
     return [next((x for x in at if x is not None), None) for at in zip(*lists, strict=True)]
 
 
-def rows_of(parts: Sequence[Sequence[Tensor | None]], kinds: Kinds, replicas: int) -> Rows:
-    """A row for each part of tensors of these kinds, which are cut for so many replicas."""
+def rows_of(tensors: Kinds, count: int) -> Rows:
+    """Lay tensors one behind the other, in new memory of so many rows for each data type."""
     rows = Rows()
-    for dtype in dict.fromkeys(kind.dtype for kind in kinds if kind is not None):
-        longest = max(sum(_sizes(dtype, kinds, r, replicas)) for r in range(replicas))
-        flat: list[Tensor] = []
-        for part in parts:
-            own = [x.reshape(-1) for x in part if x is not None and x.dtype == dtype]
-            flat += [*own, own[0].new_zeros(longest - sum(x.numel() for x in own))]
-        rows[dtype] = torch.cat(flat).view(len(parts), longest)
+    for dtype in dict.fromkeys(x.dtype for x in tensors if x is not None):
+        flat = [x.detach().reshape(-1) for x in tensors if x is not None and x.dtype == dtype]
+        row = -(-sum(_sizes(dtype, tensors)) // count)
+        fill = flat[0].new_zeros(count * row - sum(_sizes(dtype, tensors)))
+        rows[dtype] = torch.cat([*flat, fill]).view(count, row)
     return rows
 
 
-def _part(tensor: Tensor | None, replica: int, replicas: int) -> Tensor | None:
-    """A replica's part of a tensor: a view of it if possible."""
-    if tensor is None:
-        return None
-    span = part_of(tensor.numel(), replica, replicas)
-    return tensor.detach().reshape(-1)[span.start : span.stop]
-
-
-def _pieces(rows: Rows, at: int, kinds: Kinds, replica: int, replicas: int) -> Pieces:
-    """Cut a row into a replica's pieces of tensors of these kinds."""
-    found: dict[torch.dtype, Iterator[Tensor]] = {}
+def tensors_of(rows: Rows, kinds: Kinds) -> list[Tensor | None]:
+    """Cut rows into tensors of these kinds, in memory of their own."""
+    pieces: dict[torch.dtype, Iterator[Tensor]] = {}
     for dtype, each in rows.items():
-        sizes = _sizes(dtype, kinds, replica, replicas)
-        found[dtype] = iter(each[at, : sum(sizes)].split(sizes))
-    return [None if kind is None else next(found[kind.dtype]) for kind in kinds]
+        sizes = _sizes(dtype, kinds)
+        pieces[dtype] = iter(each.flatten()[: sum(sizes)].split(sizes))
+    found: list[Tensor | None] = []
+    for kind in kinds:
+        if kind is None:
+            found.append(None)
+            continue
+        piece = next(pieces[kind.dtype]).view(kind.shape)
+        found.append(torch.empty_like(kind, device=piece.device).copy_(piece))
+    return found
 
 
-def _sizes(dtype: torch.dtype, kinds: Kinds, replica: int, replicas: int) -> list[int]:
-    counts = [kind.numel() for kind in kinds if kind is not None and kind.dtype == dtype]
-    return [len(part_of(count, replica, replicas)) for count in counts]
+def _sizes(dtype: torch.dtype, kinds: Kinds) -> list[int]:
+    return [kind.numel() for kind in kinds if kind is not None and kind.dtype == dtype]
 
 
 def _added(rows: Tensor) -> Tensor:

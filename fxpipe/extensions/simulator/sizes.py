@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -187,7 +188,10 @@ class Sizes:
         whole = self.elements.get(stage, [(self.gradients.get(stage, 0), 1)])
         if bucket is not None and stage in self.buckets:
             whole = [whole[index] for index in self.buckets[stage][bucket].parameters]
-        return sum(size * len(part_of(count, replica, replicas)) for count, size in whole)
+        counts = Counter[int]()  # tensors of one data type are divided together
+        for count, size in whole:
+            counts[size] += count
+        return sum(size * len(part_of(counts[size], replica, replicas)) for size in counts)
 
     def summing(
         self,
