@@ -126,7 +126,7 @@ def hold_back(group: Any, pairs: Any, rate: float) -> None:
         return call
 
     twins, share = pairs.twins, others / group.replicas  # of what a collective fills
-    pairs.twins = SimpleNamespace(
+    pairs._groups[tuple(group.twins)] = SimpleNamespace(
         alltoall_base=held(twins.alltoall_base, share),
         _allgather_base=held(twins._allgather_base, share),
         broadcast=twins.broadcast,

@@ -216,7 +216,8 @@ def compile(
         compiler = make(options, choice)
         pipe = Pipeline(options, compiler, Engine(options, choice))
         failed.callback(pipe.close)
-        group.agree("what fxpipe.compile was given", options.text if group.size > 1 else "")
+        text = f"torch {torch.__version__}\n{options.text}" if group.size > 1 else ""
+        group.agree("what fxpipe.compile was given", text)
         with _compiling:
             _check_free(model)  # another thread may have compiled it meanwhile
             _compiled[model] = weakref.ref(pipe)

@@ -100,6 +100,7 @@ def meshes(mesh: DeviceMesh) -> dict[str, tuple[int, int] | str]:
         "another order": DeviceMesh("cpu", [[[0, 1]]], mesh_dim_names=("x", "pp", "dp")),
         "another name": DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("pp", "tp")),
         "no names": DeviceMesh("cpu", [[0, 1]]),
+        "unlike": DeviceMesh("cpu", [1, 0] if mesh.get_local_rank() else [0, 1]),
         "alone": DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("x", "pp"))["pp"],
     }
     x = torch.ones(4, 4)
@@ -125,6 +126,8 @@ def test_a_mesh_has_all_its_ranks_in_the_pipe() -> None:
         assert str(told["text"]).endswith("over 1 devices in 2 replicas")
         assert "has the dimensions pp, tp, and a pipe uses" in str(told["another name"])
         assert 'mesh_dim_names=("dp", "pp")' in str(told["no names"])
+        expected = "rank 1 has a mesh of the ranks ((1, 0),), and rank 0 one of ((0, 1),); make"
+        assert str(told["unlike"]).startswith(expected)
 
 
 def measured(mesh: DeviceMesh) -> tuple[list[float], int]:

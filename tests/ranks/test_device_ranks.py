@@ -184,7 +184,7 @@ class Blocking(PairGroups):
 
     def send(self, target: int, value: torch.Tensor) -> Any:
         work = super().send(target, value)
-        while self._aborted is None and not work.is_completed():
+        while not self._aborting.locked() and not work.is_completed():
             time.sleep(0.001)
         return work
 

@@ -92,7 +92,7 @@ store = served if rank == 0 else dist.TCPStore("127.0.0.1", port)
 limit = timedelta(seconds=600)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
 if rank == failing:
-    PairGroups._opened = fail
+    PairGroups._open = fail
 model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ones(4, 4)
 mesh, loss = init_device_mesh("cpu", (2,)), nn.functional.mse_loss
 try:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,29 +39,22 @@ PATIENCE = 5.0
 """Seconds to wait, after a failed transfer, for the other rank's own error, which says more."""
 
 
-class _Posted(NamedTuple):
-    """A posted receive: the value, its memory, and the work that fills it."""
-
-    buffer: Buffer
-    room: Tensor
-    work: Any
-
-
 @dataclass
 class _Receives:
     """The receives from one other device.
 
     Attributes:
-        step: the step of the receive to be posted next.
-        index: its index in ``receives``.
+        first: the step that the first of them belongs to.
         receives: position and buffer of each receive in this rank's list.
-        posted: the receives that are posted, and whose instructions have not run yet.
+        begun: how many were posted or belong to no batch, list after list.
+        posted: those whose instructions have not run yet: the value, its memory, and the work that
+            fills it.
     """
 
-    step: int
-    index: int = 0
+    first: int
     receives: list[tuple[int, Buffer]] = field(default_factory=list)
-    posted: deque[_Posted] = field(default_factory=deque)
+    begun: int = 0
+    posted: deque[tuple[Buffer, Tensor, Any]] = field(default_factory=deque)
 
 
 class RankChannels(Channels):
@@ -97,11 +90,9 @@ class RankChannels(Channels):
         self.failure: RankError | None = None
         self._group, self._jobs = group, jobs
         self._program, self._overlaps = program, program.depth > 0
-        self._unsent: list[tuple[Any, Any]] = []  # published here
+        self._unsent: list[tuple[Buffer, Any]] = []  # published here
         self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}  # of batches not fed yet
         self._met: SimpleQueue[int | None] = SimpleQueue()
-        self._times_met: Counter[int] = Counter()
-        self._meetings = 0
         self._failed: Callable[[RankError], None] = lambda error: None
         self._run = group.open(self)
 
@@ -128,7 +119,7 @@ class RankChannels(Channels):
     def put(self, device: int, buffer: Buffer, value: Any) -> None:
         spec = self._spec(buffer)
         if spec is None:
-            entry = Entry("value", (self._run, tuple(buffer)), value)
+            entry = Entry("value", (self._run, buffer), value)
             self._group.tell(entry, [self._group.pipeline[device]])
             return
         if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
@@ -159,12 +150,12 @@ class RankChannels(Channels):
         source = self._program.ends_of(buffer)[0]
         awaited = self._awaited[source]
         self._post(machine, source, awaited, self._program.window + 1)
-        first = awaited.posted.popleft()
-        assert first.buffer == buffer, "values are received in the order of the list"
+        first, room, work = awaited.posted.popleft()
+        assert first == buffer, "values are received in the order of the list"
         with explained(self._stopped):
-            first.work.wait()
+            work.wait()
         self.arrived(machine, source)
-        return first.room
+        return room
 
     def arrived(self, machine: Machine, source: int) -> None:
         """Let go of what the sender of a value had received before it sent that."""
@@ -197,25 +188,23 @@ class RankChannels(Channels):
                 memory = machine.room(spec)
                 with explained(self._stopped):
                     work = self._pairs.receive(source, memory)
-                awaited.posted.append(_Posted(buffer, memory, work))
+                awaited.posted.append((buffer, memory, work))
 
     def _upcoming(self, machine: Machine, awaited: _Receives) -> Buffer | None:
-        """Return the next buffer to receive; None if the caller has not decided yet whether there
-        is another batch, or whether the run goes on after a pause."""
-        while True:
-            if awaited.index == len(awaited.receives):
-                if not self._overlaps:
-                    return None
-                awaited.step, awaited.index = awaited.step + 1, 0
-            position, relative = awaited.receives[awaited.index]
+        """Return the next buffer to receive; None if there is none, or the caller has not decided
+        yet whether there is another batch, or whether the run goes on after a pause."""
+        while self._overlaps or awaited.begun < len(awaited.receives):
+            later, index = divmod(awaited.begun, len(awaited.receives))
+            step, (position, relative) = awaited.first + later, awaited.receives[index]
             if self._until is not None and position > self._until:
                 return None
-            buffer = relative._replace(batch=awaited.step + relative.batch)
-            if awaited.step > machine.step and buffer.batch >= machine.batches.stop:
+            buffer = relative._replace(batch=step + relative.batch)
+            if step > machine.step and buffer.batch >= machine.batches.stop:
                 return None
-            awaited.index += 1
+            awaited.begun += 1
             if buffer.batch in machine.batches:
                 return buffer
+        return None
 
     def start(self) -> None:
         with self._group.changed:  # a failure that is told meanwhile must not be lost
@@ -233,7 +222,7 @@ class RankChannels(Channels):
         caller may need them before the run ends.
         """
         value = alone(value)  # it may stay here until the end of the step
-        self._unsent.append((tuple(buffer), value))
+        self._unsent.append((buffer, value))
         small = isinstance(value, Tensor) and value.nbytes < SMALL
         if not small or self._overlaps:
             self.flush()
@@ -241,9 +230,9 @@ class RankChannels(Channels):
     def flush(self) -> None:
         unsent, self._unsent = self._unsent, []
         losses = [
-            (words, value)
-            for words, value in unsent
-            if (buffer := Buffer(*words)).value == self._jobs[buffer.batch].host.shared
+            (buffer, value)
+            for buffer, value in unsent
+            if buffer.value == self._jobs[buffer.batch].host.shared
         ]
         own = self._group.pipeline
         elsewhere = [rank for rank in range(self._group.size) if rank not in own]
@@ -259,11 +248,9 @@ class RankChannels(Channels):
 
     def meet(self) -> None:
         """Wait until all ranks of this replica have called this. Raises Stopped if the run ends."""
-        pipeline = self._group.pipeline
-        self._group.tell(Entry("meet", (self._run,)), pipeline)
-        self._meetings += 1
-        while any(self._times_met[rank] < self._meetings for rank in pipeline):
-            self._times_met[self._next(self._met)] += 1
+        self._group.tell(Entry("meet", (self._run,)), self._group.pipeline)
+        for _ in self._group.pipeline:  # nobody comes to the next meeting before all have to this
+            self._next(self._met)
 
     def left(self, explain: Callable[[], BaseException]) -> None:
         if self._overlaps:  # else the call that is running tells the other ranks
@@ -277,7 +264,7 @@ class RankChannels(Channels):
 
     def deliver(self, rank: int, entry: Entry) -> None:
         """Handle what a rank has told of this run; called by the thread that reads the log."""
-        replica = self._group.replica_of(rank)
+        replica = rank // len(self._group.pipeline)
         if entry.kind == "meet":
             self._met.put(rank)
         elif rank == self._group.rank:
@@ -289,10 +276,9 @@ class RankChannels(Channels):
             else:
                 self.failure = error  # the run will not start
         elif entry.kind == "value":
-            super().put(self._group.device, Buffer(*entry.key[1]), entry.value)
+            super().put(self._group.device, entry.key[1], entry.value)
         else:
-            for words, value in entry.value:
-                buffer = Buffer(*words)
+            for buffer, value in entry.value:
                 if buffer.batch in self._jobs:
                     self._jobs[buffer.batch].host.take(buffer, value, replica)
                 else:

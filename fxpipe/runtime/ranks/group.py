@@ -5,7 +5,6 @@ A pipe in one process is a group of one rank, which never waits.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import threading
 import time
@@ -17,7 +16,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe.errors import InputError, RankError, told
-from fxpipe.runtime.ranks.log import STORE, Entry, Log, close_all
+from fxpipe.runtime.ranks.log import STORE, Entry, Log
 from fxpipe.signals import held_once, raise_held
 
 if TYPE_CHECKING:
@@ -86,7 +85,6 @@ class RankGroup:
             call.
         kept: how many runs have changed the model since the last checkpoint was loaded. The count
             is the same on all ranks, unless one failed while the others committed a run.
-        failures: how many calls have failed; alike on all ranks, whatever each had done before.
         epoch: how often the process groups of devices were given up after a failure: those of this
             number are used, once a call has begun on all ranks.
         summed: the bytes that this rank has sent to sum gradients over the replicas.
@@ -101,8 +99,7 @@ class RankGroup:
         self.rank, self.size, self.replicas = members.rank, len(members.names), members.replicas
         self._devices = self.size // self.replicas
         self.replica, self.device = divmod(self.rank, self._devices)
-        self.call = self.kept = self.failures = 0
-        self.summed = self.epoch = 0
+        self.call = self.kept = self.summed = self.epoch = 0
         self.closed = False
         self.changed = threading.Condition(threading.RLock())
         self._gone: tuple[int, int, str] | None = None  # who has told of which lost rank, and why
@@ -131,10 +128,6 @@ class RankGroup:
     def twins(self) -> range:
         """Replica → its rank with the same device as this one."""
         return range(self.device, self.size, self._devices)
-
-    def replica_of(self, rank: int) -> int:
-        """The replica that a rank belongs to."""
-        return rank // self._devices
 
     # calls
 
@@ -167,7 +160,6 @@ class RankGroup:
             self._what, self._told, self._settled, self._outcome_told = what, False, False, False
             with self.changed:
                 self._run = self.call, 0
-                self._early = {key: kept for key, kept in self._early.items() if key > self._run}
             try:
                 self.check()  # inside the try: the others may wait in this call for the failure
                 self._begin(what)
@@ -414,7 +406,6 @@ class RankGroup:
         """Announce that the call has failed with an error, and clean up."""
         if not self._settled:
             self.announce(error)
-            self.failures += 1
             if note := self._failed():
                 error.add_note(note)
             if not self._outcome_told:  # others may wait for it
@@ -426,6 +417,7 @@ class RankGroup:
         """Drop what belongs to this call, which is over here."""
         with self.changed:
             self._said = {key: said for key, said in self._said.items() if key[0] > self.call}
+            self._early = {key: kept for key, kept in self._early.items() if key[0] > self.call}
             self._failures = {call: e for call, e in self._failures.items() if call > self.call}
 
     def _deliver(self, rank: int, entry: Entry) -> None:
@@ -471,20 +463,7 @@ def _log(group: RankGroup) -> Log:
     members = group.members
     log = Log(group.rank, group.size, members.store, members.group, deliver)
     weakref.finalize(group, log.end).atexit = False
-    if not _groups:
-        atexit.register(_close_all)
-    _groups.add(group)
     return log
-
-
-_groups = weakref.WeakSet[RankGroup]()
-
-
-def _close_all() -> None:
-    """Close all groups at exit, before workers are joined: wakes those that wait for a rank."""
-    for group in list(_groups):
-        group.close()
-    close_all()  # the logs of groups that are no more
 
 
 def refuse_on_ranks(group: RankGroup, what: str, cure: str) -> None:

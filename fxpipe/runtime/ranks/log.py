@@ -13,6 +13,7 @@ that it is gone. That is the last entry that anybody reads.
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import socket
@@ -79,24 +80,6 @@ class Entry(NamedTuple):
     value: Any = None
 
 
-class _Head(NamedTuple):
-    """What is written to the store.
-
-    Attributes:
-        rank: who has written it.
-        read: up to where this rank had read.
-        ranks: those for which the value is; None for all.
-        size: the bytes of a large value; 0 if it is here.
-        data: the entry; empty if it is large.
-    """
-
-    rank: int
-    read: int
-    ranks: Collection[int] | None
-    size: int
-    data: bytes
-
-
 class Log:
     """A rank's view of the log.
 
@@ -138,6 +121,8 @@ class Log:
         ]
         for thread in self._threads:
             thread.start()
+        if not _open:
+            atexit.register(_close_all)  # before workers are joined, of which some wait for ranks
         _open.add(self)
 
     @property
@@ -169,10 +154,10 @@ class Log:
     def _write(self, entry: Entry, ranks: Collection[int] | None = None) -> int:
         data = pack(entry)
         large = len(data) > LARGE
+        size, here = (len(data), b"") if large else (0, bytes(data))
         with self._telling:
-            here = b"" if large else bytes(data)
-            head = _Head(self._rank, self._read, ranks, large * len(data), here)
-            packed = pickle.dumps(tuple(head))
+            # who writes, up to where it has read, for whom it writes, and what
+            packed = pickle.dumps((self._rank, self._read, ranks, size, here))
             if large:
                 self._large.append(torch.frombuffer(data, dtype=torch.uint8))
             while True:
@@ -199,33 +184,32 @@ class Log:
         self._read += 1
         if self.gone or packed == _HOLE:
             return
-        head = _Head(*pickle.loads(packed))
-        self._seen[head.rank] = head.read
-        mine = head.ranks is None or self._rank in head.ranks
-        data: Any = head.data
-        if head.size and head.rank == self._rank:
+        rank, read, ranks, size, data = pickle.loads(packed)
+        self._seen[rank] = read
+        mine = ranks is None or self._rank in ranks
+        if size and rank == self._rank:
             memory = self._large.popleft()
-            others = [r for r in head.ranks or range(self._size) if r != self._rank]
+            others = [r for r in ranks or range(self._size) if r != self._rank]
             with suppress(RuntimeError):
                 works = [self._group.send([memory], other, _LARGE) for other in others]
                 self._sent.append((self._read, (memory, works)))
-            data = memory.numpy().data if mine else b""
-        elif head.size and mine:
-            memory = torch.empty(head.size, dtype=torch.uint8)
-            wait = timedelta(seconds=SILENCE + head.size / SLOWEST)
+            data = memory.numpy().data
+        elif size and mine:
+            memory = torch.empty(size, dtype=torch.uint8)
+            wait = timedelta(seconds=SILENCE + size / SLOWEST)
             try:
-                self._group.recv([memory], head.rank, _LARGE).wait(wait)
+                self._group.recv([memory], rank, _LARGE).wait(wait)
             except RuntimeError as error:
-                threading.Timer(DOUBT, self._part, (head.rank, _reason(error))).start()
+                threading.Timer(DOUBT, self._part, (rank, _reason(error))).start()
                 return
             self.tell(Entry("got"))
             data = memory.numpy().data
         if mine:
             entry = Entry(*pickle.loads(data))
             if entry.kind == "gone":
-                self._end(head.rank, entry)
+                self._end(rank, entry)
             elif entry.kind != "got":
-                self._deliver(head.rank, entry)
+                self._deliver(rank, entry)
 
     def _end(self, rank: int, entry: Entry) -> None:
         """Deliver the last entry."""
@@ -285,7 +269,7 @@ class Log:
 _open = set[Log]()
 
 
-def close_all() -> None:
+def _close_all() -> None:
     """Close all logs that are open, at exit."""
     for log in list(_open):
         if not log.forked:

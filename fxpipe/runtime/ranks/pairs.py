@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -43,9 +43,9 @@ BLOCKS = 8
 """Multiprocessors that a communicator may occupy, of an H100's 132. A receive that is posted early
 holds them until its value has come; the communicator's other receives are queued behind it."""
 
-Pair = tuple[int, int]
-"""Two devices of a replica: on accelerators the sending one and the receiving one, else the lower
-one first."""
+Members = tuple[int, ...]
+"""The ranks of a group: the twins, or a pair. On accelerators a pair is the sending rank and the
+receiving one, else the lower one and the higher one."""
 
 
 class PairGroups:
@@ -56,20 +56,18 @@ class PairGroups:
 
     Attributes:
         device: where this rank's tensors are.
-        twins: the group of the ranks with the same device in all replicas, once it is made.
         number: how often this pipe's groups were made anew.
     """
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         """Start without process groups."""
         self.device = device
-        self.twins: Any = None
         self.number = group.epoch
         self._ranks = group
         self._directed = device.type != "cpu"
-        self._groups: dict[Pair, Any] = {}
-        self._aborting = threading.Lock()
-        self._aborted: threading.Event | None = None
+        self._groups: dict[Members, Any] = {}
+        self._aborting = threading.Lock()  # taken once, by the first abort
+        self._aborted = threading.Event()
 
     def connect(self, program: Program) -> None:
         """Make the groups that a program needs and that do not exist yet.
@@ -80,46 +78,49 @@ class PairGroups:
         Raises:
             RankError: another rank has failed meanwhile, or cannot be reached.
         """
-        new = [pair for pair in self.pairs_of(program) if pair not in self._groups]
-        joined = self._ranks.replicas == 1 or self.twins is not None
-        if not new and joined:
+        new = [members for members in self.members_of(program) if members not in self._groups]
+        if not new:
             return
         try:
-            self._groups |= interruptibly(lambda: dict(map(self._open, new)), self._look)
-            if not joined:
-                self.twins = interruptibly(self._open_twins, self._look)
+            self._groups |= interruptibly(lambda: {m: self._open(m) for m in new}, self._look)
         except BaseException:
             self.abort()
             raise
 
-    def pairs_of(self, program: Program) -> Sequence[Pair]:
-        """Return this rank's pairs in a program, in an order that all ranks share."""
-        here, pairs = self._ranks.device, set[Pair]()
+    def members_of(self, program: Program) -> Sequence[Members]:
+        """Return this rank's groups in a program, in an order that all ranks share."""
+        here, pairs = self._ranks.device, set[Members]()
         for x in program.lists[here]:
             if isinstance(x, ins.Sending) and x.buffer.kind in CROSSING:
                 pairs.add(self._pair(here, program.destination(x)))
             elif isinstance(x, ins.Receiving) and x.buffer.kind in CROSSING:
                 pairs.add(self._pair(program.origin(x), here))
-        return sorted(pairs)
+        twins = [tuple(self._ranks.twins)] if self._ranks.replicas > 1 else []
+        return [*sorted(pairs), *twins]
+
+    @property
+    def twins(self) -> Any:
+        """The group of the ranks with the same device in all replicas."""
+        return self._groups[tuple(self._ranks.twins)]
 
     def send(self, target: int, value: Tensor) -> Any:
         """Send a dense tensor, which must not change, and be kept with the returned work, until it
         is there."""
         pair = self._pair(self._ranks.device, target)
-        return self._groups[pair].send([_bytes(value)], pair.index(target), 0)
+        member = pair.index(self._ranks.pipeline[target])
+        return self._groups[pair].send([_bytes(value)], member, 0)
 
     def receive(self, source: int, room: Tensor) -> Any:
         """Receive into a dense tensor, in the order of the calls. Returns the work."""
         pair = self._pair(source, self._ranks.device)
-        return self._groups[pair].recv([_bytes(room)], pair.index(source), 0)
+        member = pair.index(self._ranks.pipeline[source])
+        return self._groups[pair].recv([_bytes(room)], member, 0)
 
     def abort(self) -> None:
         """End all pending transfers, here and at the other ends, for good; later calls of the pipe
         use other groups. NCCL's take time, so that another thread ends them."""
-        with self._aborting:
-            if self._aborted is not None:
-                return
-            self._aborted = threading.Event()
+        if not self._aborting.acquire(blocking=False):
+            return
         self._ranks.epoch = max(self._ranks.epoch, self.number + 1)
         if self._directed:
             threading.Thread(target=self._abort, name="fxpipe-abort", daemon=True).start()
@@ -129,7 +130,7 @@ class PairGroups:
     def drained(self) -> None:
         """Wait for the end of the abort, if one was started: then no stream waits for another rank.
         Raises RankError if it takes too long."""
-        if self._aborted is not None and not self._aborted.wait(ABORTING):
+        if self._aborting.locked() and not self._aborted.wait(ABORTING):
             raise RankError(
                 f"the transfers between devices did not end in {ABORTING:.0f} s after a failure, "
                 "so that this rank's device may wait for ever; end this process",
@@ -155,42 +156,31 @@ class PairGroups:
             if before is not None:
                 os.environ[name] = before
 
-    def _pair(self, source: int, target: int) -> Pair:
-        return (source, target) if self._directed or source < target else (target, source)
+    def _pair(self, source: int, target: int) -> Members:
+        pair = self._ranks.pipeline[source], self._ranks.pipeline[target]
+        return pair if self._directed else (min(pair), max(pair))
 
-    def _open(self, pair: Pair) -> tuple[Pair, Any]:
-        """Make the group of a pair. On accelerators, send a byte over it: the set-up, for which a
-        rank waits for the other, must not be left to the first transfer."""
-        member, ranks = pair.index(self._ranks.device), self._ranks.pipeline
-
-        def first(group: Any, byte: Tensor) -> Any:
-            return group.recv([byte], 0, 0) if member else group.send([byte], 1, 0)
-
-        name = f"{ranks[pair[0]]}>{ranks[pair[1]]}"
-        return pair, self._opened(name, member, [ranks[device] for device in pair], first)
-
-    def _open_twins(self) -> Any:
-        """Make the group of the same device in all replicas, and add up a byte."""
-        name, here = f"twins {self._ranks.device}", self._ranks.replica
-        return self._opened(name, here, self._ranks.twins, lambda g, byte: g.allreduce([byte]))
-
-    def _opened(
-        self, name: str, member: int, ranks: Sequence[int], first: Callable[[Any, Tensor], Any]
-    ) -> Any:
-        """Make a group of some ranks; on accelerators with a first operation, which this rank waits
-        for."""
+    def _open(self, members: Members) -> Any:
+        """Make a group. On accelerators, let it move a byte: the set-up, for which a rank waits for
+        the others, must not be left to the first transfer."""
+        own = members.index(self._ranks.rank)
         # the current device is set for each thread
         with torch.accelerator.device_index(self.device.index):
             try:
-                store = within(self._ranks.members.store, f"{self.number}/{name}")
-                self._meet(store, member, len(ranks))
-                group = self.make(store, member, len(ranks))
+                name = f"{self.number}/{'>'.join(map(str, members))}"
+                store = within(self._ranks.members.store, name)
+                self._meet(store, own, len(members))
+                group = self.make(store, own, len(members))
                 if self._directed:
                     byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-                    first(group, byte).wait()
+                    if members == tuple(self._ranks.twins):
+                        work = group.allreduce([byte])
+                    else:
+                        work = group.recv([byte], 0, 0) if own else group.send([byte], 1, 0)
+                    work.wait()
                     byte.item()
             except BaseException as error:
-                others = [rank for rank in ranks if rank != self._ranks.rank]
+                others = [rank for rank in members if rank != self._ranks.rank]
                 names = " and ".join(self._ranks.members.names[rank] for rank in others)
                 raise RankError(
                     f"the devices of this rank and of {names} cannot be connected ({told(error)})",
@@ -204,7 +194,7 @@ class PairGroups:
         deadline = time.monotonic() + self._ranks.members.timeout
         store.set(f"here {member}", "")
         while not store.check([f"here {each}" for each in range(size)]):
-            if self._aborted is not None or time.monotonic() > deadline:
+            if self._aborting.locked() or time.monotonic() > deadline:
                 raise TimeoutError("they have not come")
             time.sleep(MEETING)
 
@@ -214,9 +204,8 @@ class PairGroups:
             raise self._ranks.failure
 
     def _abort(self) -> None:
-        assert self._aborted is not None
         try:
-            for group in [*self._groups.values(), *filter(None, [self.twins])]:
+            for group in self._groups.values():
                 group.abort() if self._directed else poison(group)
         finally:
             self._aborted.set()

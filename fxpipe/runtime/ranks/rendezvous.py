@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,13 +32,11 @@ _POLL = 0.05
 class RankInfo(NamedTuple):
     """What a rank tells the others about itself."""
 
-    global_rank: int
+    number: int
     host: str
     process: int
-    network: str
-    name: str
-    versions: tuple[str, str]
-    ranks: tuple[tuple[int, ...], ...]
+    token: str
+    mesh: tuple[tuple[int, ...], ...]
     device: int | None
 
 
@@ -95,13 +92,11 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Member
         replicas: the mesh dimension of the replicas, if there is one.
 
     Raises:
-        InputError: the ranks have different versions of fxpipe or torch or different meshes, or
-            this rank is not in the mesh.
+        InputError: the ranks have different meshes, or this rank is not in the mesh.
         RankError: a rank does not come, or cannot be reached.
     """
     dims = [dim for dim in (replicas, pipeline) if dim is not None and mesh.shape[dim] > 1]
     devices = 1 if pipeline is None else mesh.shape[pipeline]
-    size = mesh.size()
     ranks = tuple(map(int, mesh.mesh.movedim(dims, [*range(len(dims))]).flatten()))
     if dist.get_rank() not in ranks:
         raise InputError(
@@ -112,29 +107,25 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Member
     timeout = _timeout(groups[0], mesh.device_type)
     # taken here, as the current device is set for each thread
     device = None if mesh.device_type == "cpu" else torch.accelerator.current_device_index()
-    info = RankInfo(
-        dist.get_rank(),
-        socket.gethostname(),
-        os.getpid(),
-        _network(),
-        secrets.token_hex(8),
-        (_version(), torch.__version__),
-        tuple(ranks[first : first + devices] for first in range(0, size, devices)),
-        device,
-    )
+    host, token = socket.gethostname(), secrets.token_hex(8)
+    shape = tuple(ranks[first : first + devices] for first in range(0, len(ranks), devices))
+    info = RankInfo(ranks[rank], host, os.getpid(), token, shape, device)
     infos = interruptibly(lambda: _gathered(groups, info), raise_held)
-    _check_alike(infos)
-    infos.sort(key=lambda each: ranks.index(each.global_rank))  # from the order of the groups
-    names = tuple(_named_rank(each) for each in infos)
-    store = within(dist.distributed_c10d._get_default_store(), f"fxpipe/{infos[0].name}")
-    joined = interruptibly(lambda: _joined(store, rank, size), raise_held)
+    for each in infos:
+        if each.mesh != infos[0].mesh:
+            raise InputError(
+                f"rank {each.number} has a mesh of the ranks {each.mesh}, and rank "
+                f"{infos[0].number} one of {infos[0].mesh}; make the same mesh on all"
+            )
+    infos.sort(key=lambda each: ranks.index(each.number))  # from the order of the groups
+    store = within(dist.distributed_c10d._get_default_store(), f"fxpipe/{infos[0].token}")
+    joined = interruptibly(lambda: _joined(store, rank, len(ranks)), raise_held)
     threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
-        on_host = sum(each.host == info.host and each.network == info.network for each in infos)
-        threads = max(1, threads // on_host)
+        threads = max(1, threads // sum(each.host == host for each in infos))
     return Membership(
         rank=rank,
-        names=names,
+        names=tuple(_name(infos, index, devices) for index in range(len(ranks))),
         places=tuple(_place(infos[first::devices]) for first in range(devices)),
         hosts=tuple(each.host for each in infos),
         group=joined,
@@ -142,7 +133,7 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Member
         timeout=timeout,
         store=store,
         devices=tuple(each.device for each in infos),
-        replicas=size // devices,
+        replicas=len(ranks) // devices,
     )
 
 
@@ -177,52 +168,19 @@ def _joined(store: Any, rank: int, size: int) -> Any:
         ) from error
 
 
-def _check_alike(infos: Sequence[RankInfo]) -> None:
-    """Raise InputError if ranks have different versions or meshes."""
-    first = infos[0]
-    for info in infos:
-        if info.versions != first.versions:
-            raise InputError(
-                f"{_named_rank(info)} has fxpipe {info.versions[0]} and torch {info.versions[1]}, "
-                f"and {_named_rank(first)} {first.versions[0]} and {first.versions[1]}; install "
-                "the same on all"
-            )
-        if info.ranks != first.ranks:
-            raise InputError(
-                f"{_named_rank(info)} has a mesh of the ranks {info.ranks} and "
-                f"{_named_rank(first)} one of {first.ranks}; make the same mesh on all"
-            )
-
-
 def _place(infos: Sequence[RankInfo]) -> str:
     """What tables call the ranks of a device, one of each replica."""
     hosts = {info.host for info in infos}
     where = infos[0].host if len(hosts) == 1 else f"{len(hosts)} hosts"
-    ranks = numbers_text(sorted(info.global_rank for info in infos))
+    ranks = numbers_text(sorted(info.number for info in infos))
     return f"rank{'s' * (len(infos) > 1)} {ranks}, {where}"
 
 
-def _named_rank(info: RankInfo) -> str:
+def _name(infos: Sequence[RankInfo], index: int, devices: int) -> str:
     """What messages call a rank."""
-    place = ""
-    for replica, ranks in enumerate(info.ranks if len(info.ranks) > 1 else ()):
-        if info.global_rank in ranks:
-            place = f"device {ranks.index(info.global_rank)} of replica {replica}, "
-    return f"rank {info.global_rank} ({place}{info.host}, process {info.process})"
-
-
-def _version() -> str:
-    """The version of fxpipe; empty if it is not installed as a package."""
-    with suppress(PackageNotFoundError):
-        return version("fxpipe")
-    return ""
-
-
-def _network() -> str:
-    """Identify the network namespace: hosts of the same name, or containers of one host, differ."""
-    with suppress(OSError):
-        return str(os.stat("/proc/self/ns/net").st_ino)
-    return ""
+    info, (replica, device) = infos[index], divmod(index, devices)
+    place = f"device {device} of replica {replica}, " if len(infos) > devices else ""
+    return f"rank {info.number} ({place}{info.host}, process {info.process})"
 
 
 def _timeout(group: dist.ProcessGroup, device: str) -> float:
