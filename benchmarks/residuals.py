@@ -75,7 +75,8 @@ def main() -> None:
             "model": CASE.title,
             "micro-batches": CASE.microbatches,
             "rounds": rounds,
-            "peers": "are given four parts that hand all values on; fxpipe is given the model and the cuts",
+            "peers": "are given four parts that hand all values on; "
+            "fxpipe is given the model and the cuts",
         },
         figures=[
             *crossing(),

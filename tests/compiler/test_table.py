@@ -88,18 +88,6 @@ def test_a_slow_stage_is_marked_and_warned_of_once(
     assert told[0].startswith("stage 1 takes 1.")
 
 
-def test_a_slow_stage_of_a_cut_by_names_is_warned_of_where_stages_are_measured(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(balance, "_WORTH", 0.0)
-    with fxpipe.compile(Uneven(128), 2, microbatches=2, partition=["second"]) as pipe:
-        pipe.step(torch.randn(256, 128))
-        assert "the others wait" not in caplog.text
-        pipe.simulate()
-        assert columns(pipe, "share")[1].startswith("> ")
-    assert caplog.text.count("leave out partition= (at=), and the stages are balanced") == 1
-
-
 @pytest.mark.parametrize(
     ("seconds", "asked", "cure"),
     [

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
+from fxpipe.compiler import balance
 from fxpipe.compiler.placement import Placement
 from fxpipe.errors import InputError
 from fxpipe.extensions.simulator.costs import measured_costs
@@ -167,3 +168,17 @@ def test_halves_that_were_not_measured_make_up_the_whole() -> None:
             assert stage.costs is not None and stage.costs.input_grad is None
             halves = known["I", stage.index] + known["W", stage.index]
             assert halves == pytest.approx(known["B", stage.index])
+
+
+def test_a_slow_stage_is_warned_of_where_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(balance, "_WORTH", 0.0)
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 2048))
+    x, y = torch.randn(256, 128), torch.randn(256, 2048)
+    with fxpipe.compile(model, 2, microbatches=2, loss=mse_loss, partition=["1"]) as pipe:
+        pipe.step(x, target=y)
+        assert "the others wait" not in caplog.text
+        for _ in range(2):
+            pipe.simulate()
+    assert caplog.text.count("leave out partition= (at=), and the stages are balanced") == 1
