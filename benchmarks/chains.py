@@ -30,7 +30,7 @@ from fxpipe.passes.partition.assignment import Assignment, compute_nodes
 from fxpipe.passes.partition.atoms import Atoms, Footprint, atoms_of
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import measure
-from fxpipe.passes.partition.work import Machine, Transfer, Work
+from fxpipe.passes.partition.work import StageDevices, Transfer, Work
 from fxpipe.passes.tracing.trace import accepts, trace
 
 STAGES = (2, 4, 8)
@@ -130,7 +130,7 @@ def as_chain(times: Sequence[float]) -> Work:
 
 def divided(work: Work, layers: Sequence[Any], stages: int) -> float:
     """The slowest stage here."""
-    found = solve(work, Machine.equal(stages), layers)
+    found = solve(work, StageDevices.equal(stages), layers)
     assert found is not None
     return found.slowest
 

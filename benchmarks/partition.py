@@ -20,7 +20,7 @@ from statistics import median
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Report, timed
 from fxpipe.extensions.exact_cut.solve import solve
-from fxpipe.passes.partition.work import Machine, Transfer, Work
+from fxpipe.passes.partition.work import StageDevices, Transfer, Work
 
 ATOMS = 10_000
 REPEATS = 3
@@ -59,9 +59,9 @@ def main() -> int:
     return 0 if fine else 1
 
 
-def machines(stages: int) -> dict[str, Machine]:
+def machines(stages: int) -> dict[str, StageDevices]:
     """What is asked of the devices → the devices."""
-    equal = Machine.equal(stages)
+    equal = StageDevices.equal(stages)
     peaks = tuple(range(stages, 0, -1))
     return {
         "equal devices": equal,
@@ -103,7 +103,7 @@ def beside_torchgpipe() -> list[float]:
         values = tuple(Transfer(i, (i + 1,), 1, True) for i in range(len(seconds) - 1))
         none = (0,) * len(seconds)
         work = Work(tuple(seconds), none, none, values)
-        found = solve(work, Machine.equal(stages), range(len(seconds)))
+        found = solve(work, StageDevices.equal(stages), range(len(seconds)))
         assert found is not None
         ratios.append(found.slowest / theirs)
     return ratios

@@ -20,19 +20,19 @@ from fxpipe.ir.traced import Traced
 from fxpipe.locks import PipeLock, locked
 from fxpipe.metrics import Meter, clocks, measured
 from fxpipe.runtime.batch import MicroBatches
-from fxpipe.runtime.choice import Choice
+from fxpipe.runtime.choice import ThreadChoice
 from fxpipe.runtime.devices.backend import Worker
 from fxpipe.runtime.host import BatchHost, Job, PendingLoss, draw_seed, next_seed
 from fxpipe.runtime.overlapping import OverlappingRun
 from fxpipe.runtime.ranks.devices import backend_of
-from fxpipe.runtime.run import FlushedRun, Run
+from fxpipe.runtime.run import BatchRun, FlushedRun
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.progress import Progress
 from fxpipe.torchtools import allocator
 
-R = TypeVar("R", bound=Run[Any])
+R = TypeVar("R", bound=BatchRun[Any])
 
 
 class Engine:
@@ -47,7 +47,7 @@ class Engine:
         meter: measures steps; None until somebody asks for metrics.
     """
 
-    def __init__(self, options: Options, choice: Choice) -> None:
+    def __init__(self, options: Options, choice: ThreadChoice) -> None:
         """Start as many worker threads as ``choice`` may need to run the devices' lists."""
         backend = backend_of(
             options.group, options.here, options.devices, in_order=options.in_order

@@ -25,7 +25,7 @@ from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.pipeline import Pipeline
 from fxpipe.removed import refuse_removed
 from fxpipe.runtime.batch import BatchDims
-from fxpipe.runtime.choice import Choice
+from fxpipe.runtime.choice import ThreadChoice
 from fxpipe.runtime.devices.lanes import home
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, OptimizerLike
 from fxpipe.torchtools.meta import bytes_if_hollow
@@ -175,7 +175,7 @@ def compile(
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
         cuts = read_partition(partition, memory_limits)
         cuts.check(len(places))
-        make: Callable[[Options, Choice], Compiler] = Compiler
+        make: Callable[[Options, ThreadChoice], Compiler] = Compiler
         late = arguments.read_late(schedule)
         if late is not None:
             schedule, make = late.start()
@@ -212,7 +212,7 @@ def compile(
         for extension in given:
             extension.check(options)
         inputs = None if example is None else arguments.read_example(example)
-        choice = Choice(1 if group.size > 1 else len(places), options.dispatch)
+        choice = ThreadChoice(1 if group.size > 1 else len(places), options.dispatch)
         compiler = make(options, choice)
         pipe = Pipeline(options, compiler, Engine(options, choice))
         failed.callback(pipe.close)

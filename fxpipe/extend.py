@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fxpipe.passes.partition.work import Partitioner
     from fxpipe.passes.runner import Pass
     from fxpipe.passes.tracing.tracer import Tracer
-    from fxpipe.runtime.choice import Choice
+    from fxpipe.runtime.choice import ThreadChoice
 
 Door = Literal["public", "extension", "instruction", "schedule", "view", "command", "option"]
 """What a name is for:
@@ -278,7 +278,7 @@ class LateSchedule:
     """What ``compile(..., schedule=)`` takes for a schedule that is chosen at the first step. One
     object may serve several pipes."""
 
-    def start(self) -> tuple[Recipe, Callable[[Options, Choice], Compiler]]:
+    def start(self) -> tuple[Recipe, Callable[[Options, ThreadChoice], Compiler]]:
         """For a new pipe: the recipe for whatever is compiled before the first step, and a function
         that makes the compiler, which decides when it sees a batch."""
         raise NotImplementedError

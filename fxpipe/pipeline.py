@@ -414,7 +414,7 @@ class Pipeline(nn.Module):
         refuse_on_ranks(self._group, "checkpoint()", "write a folder with save()")
         self._engine.flush()
         progress = self._engine.progress
-        checkpoint_file.write(progress.checkpoint(extra, changed=progress.changed), path)
+        checkpoint_file.write_checkpoint(progress.checkpoint(extra, changed=progress.changed), path)
 
     @locked
     def restore(self, path: str | os.PathLike[str]) -> Any:
@@ -434,7 +434,7 @@ class Pipeline(nn.Module):
         """
         with self._group.calling("restore"):
             self._engine.flush_unless_ended()
-            return self._go_on_from(checkpoint_file.read(path))
+            return self._go_on_from(checkpoint_file.read_checkpoint(path))
 
     @locked
     def save(self, folder: str | os.PathLike[str], extra: Any = None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
@@ -178,6 +179,23 @@ def test_a_module_is_imported_by_its_only_name() -> None:
         if name.partition(".")[0] in ("passes", "schedules")
     ]
     assert not bare
+
+
+TWICE = {
+    "main": "the command line's, and that of a process that compiles for inductor",
+    "Offload": "the extension, and the instruction that it adds",
+}
+"""Public names that two modules define, and why."""
+
+
+def test_a_public_name_is_defined_once() -> None:
+    defined = Counter(
+        node.name
+        for path in SOURCES.values()
+        for node in parsed(path).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in defined.items() if count > 1} == set(TWICE)
 
 
 def test_imports_are_absolute() -> None:

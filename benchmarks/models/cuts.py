@@ -40,7 +40,7 @@ from examples.plain import one_thread
 from fxpipe.compiler.front_end import Call
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.graph.aliasing import is_view
-from fxpipe.passes.partition.assignment import in_order, within
+from fxpipe.passes.partition.assignment import in_order, is_within
 from fxpipe.passes.partition.balance import balance
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.torchtools.pytrees import size_in_bytes
@@ -226,7 +226,7 @@ def between_layers(
 ) -> float:
     """The slowest stage of the best cut at borders between layers; infinite if there is none."""
     nodes = in_order(traced)
-    starts = (next((i for i, n in enumerate(nodes) if within(n, x)), 0) for x in layers(model))
+    starts = (next((i for i, n in enumerate(nodes) if is_within(n, x)), 0) for x in layers(model))
     borders = sorted(set(starts) - {0})
     ahead = [0.0, *itertools.accumulate(costs[node.name].seconds for node in nodes)]
     places = [*borders, len(nodes)]

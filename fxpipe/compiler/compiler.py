@@ -36,7 +36,7 @@ from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import returned_loss
 from fxpipe.passes.tracing.trace import shapes_of
 from fxpipe.runtime.batch import MicroBatches
-from fxpipe.runtime.choice import Choice
+from fxpipe.runtime.choice import ThreadChoice
 from fxpipe.signals import HeldSignals
 from fxpipe.torchtools.state import (
     without_collection,
@@ -58,7 +58,7 @@ class Compiler:
     """Values of ``Call.fixed`` to try: whether a graph is for one size of micro-batch only. The
     second one is for two sizes whose graphs cannot share a program."""
 
-    def __init__(self, options: Options, choice: Choice) -> None:
+    def __init__(self, options: Options, choice: ThreadChoice) -> None:
         self.options = options
         self.choice = choice
         self._wraps = [wrap for each in options.extensions if (wrap := each.kernels())]

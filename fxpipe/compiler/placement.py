@@ -18,11 +18,11 @@ from fxpipe.ir.plan import StageCosts
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
-from fxpipe.passes.partition.assignment import Assignment, compute_nodes, owners
+from fxpipe.passes.partition.assignment import Assignment, compute_nodes, first_readers
 from fxpipe.passes.partition.atoms import Footprint
 from fxpipe.passes.partition.distinct import reducible
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.work import Machine, StageLoad
+from fxpipe.passes.partition.work import StageDevices, StageLoad
 from fxpipe.passes.runner import run_all
 from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.torchtools.state import intra_op_threads, under, untouched
@@ -106,7 +106,7 @@ class Placement:
         if partition.at is not None:
             self._budget.way_out = "begin stages at other submodules, raise memory_limits"
         self._reference = traced, assignment
-        self.owners = owners(traced, assignment)
+        self.owners = first_readers(traced, assignment)
         self.costs = {} if later else self._by_stage(traced, assignment, facts["costs"])
         return assignment
 
@@ -127,7 +127,7 @@ class Placement:
         self._budget = MemoryBudget(schedule.placement, machine)
         self._budget.way_out = "take another choice, raise the memory of the cluster"
         self._reference = traced, assignment
-        self.owners = owners(traced, assignment)
+        self.owners = first_readers(traced, assignment)
         self.costs = _by_stage(traced, assignment, costs, halves=True)
 
     def costs_of(
@@ -317,7 +317,7 @@ class MemoryBudget:
             same, because its predicted peak may be lower.
     """
 
-    def __init__(self, placement: Sequence[int], machine: Machine) -> None:
+    def __init__(self, placement: Sequence[int], machine: StageDevices) -> None:
         self.way_out = ""
         self.kept = not machine.limited
         self.nearest = True

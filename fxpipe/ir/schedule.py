@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from os import PathLike
 
-    from fxpipe.verify.schedule import Stash
+    from fxpipe.verify.schedule import StashCounts
     from fxpipe.verify.versions import Versions
 
 
@@ -229,7 +229,7 @@ class Schedule:
 
         return schedule_versions(self)
 
-    def stash(self) -> Stash:
+    def stash(self) -> StashCounts:
         """The most micro-batches that stages and devices keep between forward and backward."""
         from fxpipe.verify.schedule import schedule_stash
 

@@ -235,7 +235,7 @@ def strides_of_sum(gradient: Tensor, parameter: Tensor) -> tuple[int, ...] | Non
     return None if all(size == 1 or has == wants for size, has, wants in strides) else wanted
 
 
-def added(totals: Totals, gradients: Totals) -> list[Tensor | None]:
+def totalled(totals: Totals, gradients: Totals) -> list[Tensor | None]:
     """For each parameter its sum with its gradient added; None if there is neither."""
     return [
         total if gradient is None else onto(total, gradient)

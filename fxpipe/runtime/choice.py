@@ -24,7 +24,7 @@ SMALL = 2**14
 many elements on average. A product of 128 × 128 weights and 32 rows takes about a hand-over."""
 
 
-class Choice:
+class ThreadChoice:
     """For each plan, whether each device has its own thread.
 
     Attributes:

@@ -33,7 +33,7 @@ class DeviceMemory(NamedTuple):
     total: int | None
 
 
-def explained(
+def explained_failure(
     machine: Machine,
     cause: BaseException,
     consequence: str,
@@ -48,7 +48,7 @@ def explained(
     if isinstance(cause, ExecutionError):
         return cause
     instruction = machine.program.lists[machine.device][machine.position]
-    text = given(machine)
+    text = running(machine)
     stage, microbatch = _place(instruction)
     line = source.of_failure(cause)
     which = text + _named(stage, microbatch)
@@ -97,7 +97,7 @@ def explained_late(cause: BaseException, when: str, backend: Backend) -> DeviceE
     )
 
 
-def given(machine: Machine) -> str:
+def running(machine: Machine) -> str:
     """The text of the instruction that a machine is running."""
     return print_instruction(machine.program.lists[machine.device][machine.position])
 
@@ -106,7 +106,7 @@ def whereabouts(machine: Machine) -> str:
     """``device 1 was at instruction 3, forward s1[0] v0 keep``."""
     if machine.at_end:
         return f"device {machine.device} was done"
-    return f"device {machine.device} was at instruction {machine.position}, {given(machine)}"
+    return f"device {machine.device} was at instruction {machine.position}, {running(machine)}"
 
 
 def _lack(device: int, memories: Sequence[DeviceMemory], peaks: Sequence[int] | None) -> str:

@@ -101,7 +101,7 @@ class BatchHost:
             by_microbatch.setdefault(buffer.microbatch, {})[buffer.source] = value
         elif replica in self._elsewhere or buffer.value in self.keep:
             parts = self._elsewhere.get(replica) or self.outputs[buffer.value]
-            parts[buffer.microbatch] = alone(value)
+            parts[buffer.microbatch] = in_own_storage(value)
             if self._complete is not None:
                 with self._lock:
                     self._missing -= 1
@@ -201,7 +201,7 @@ class Job:
     specs: Sequence[Mapping[str, ValueSpec]] = ()
 
 
-def alone(value: Any) -> Any:
+def in_own_storage(value: Any) -> Any:
     """Clone a scalar that lies in a large storage. That of ``mse_loss``, say, is as large as the
     output and would stay allocated until all micro-batches are finished."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.untyped_storage().nbytes() > 64:

@@ -15,12 +15,12 @@ from fxpipe.errors import RESTORE, EndedError, InputError, RankError
 from fxpipe.formatting import stages_text
 from fxpipe.runtime.devices.backend import Driver
 from fxpipe.runtime.host import Job
-from fxpipe.runtime.run import Finished, Run
+from fxpipe.runtime.run import BatchRun, Finished
 from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals
 
 
-class OverlappingRun(Run[VersionedWeights]):
+class OverlappingRun(BatchRun[VersionedWeights]):
     """A run of batches without a flush between them.
 
     Attributes:

@@ -22,7 +22,7 @@ from fxpipe.formatting import stages_text
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.runtime.devices.backend import Backend, Driver, Worker
-from fxpipe.runtime.failure import Expected, explained, explained_late, given, whereabouts
+from fxpipe.runtime.failure import Expected, explained_failure, explained_late, running, whereabouts
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.weights.live import LiveWeights, Weights
@@ -56,7 +56,7 @@ class Finished(NamedTuple):
     error: BaseException | None = None
 
 
-class Run(Generic[W]):
+class BatchRun(Generic[W]):
     """One execution of a program on the workers.
 
     Attributes:
@@ -198,7 +198,7 @@ class Run(Generic[W]):
                 # Explained only if another process is told: the caller may have raised the error by
                 # now, and while this thread works on it the error keeps the step's tensors alive.
                 self._channels.left(
-                    functools.partial(explained, driver.at, error, "", self._backend)
+                    functools.partial(explained_failure, driver.at, error, "", self._backend)
                 )
 
     def _pool(self, machine: Machine, step: int) -> None:
@@ -258,13 +258,13 @@ class Run(Generic[W]):
         assert cause is not None and device is not None
         machine = next(machine for machine in self.machines if machine.device == device)
         position, step = machine.position, machine.step
-        self._group.announce(explained(machine, cause, "", self._backend))
-        late = self._lost(cause, f"device {device} was given {given(machine)}")
+        self._group.announce(explained_failure(machine, cause, "", self._backend))
+        late = self._lost(cause, f"device {device} was given {running(machine)}")
         if late is not None:
             return late
         consequence = self._give_up()
         machine.position, machine.step = position, step
-        return explained(machine, cause, consequence, self._backend, self._expected)
+        return explained_failure(machine, cause, consequence, self._backend, self._expected)
 
     def _unheard(self, report: Finished) -> ExecutionError:
         """The error for a failure that the other ranks have not heard of, while the run goes on."""
@@ -272,7 +272,7 @@ class Run(Generic[W]):
         if isinstance(report.error, RankError):
             return RankError(f"{report.error}; {means}", rank=report.error.rank)
         machine = next(machine for machine in self.machines if machine.device == report.device)
-        return explained(machine, cast(BaseException, report.error), means, self._backend)
+        return explained_failure(machine, cast(BaseException, report.error), means, self._backend)
 
     def _lost(self, cause: BaseException, when: str) -> DeviceError | None:
         """Give up if a device reports a failure late, and return the error, else None. Rolling back
@@ -307,7 +307,7 @@ class Run(Generic[W]):
         """Take note of a report that is not of a failure."""
 
 
-class FlushedRun(Run[LiveWeights]):
+class FlushedRun(BatchRun[LiveWeights]):
     """A run of one batch, which is finished before the next one begins.
 
     ``advance`` runs it to its end or its next pause and commits the results to the model. Before

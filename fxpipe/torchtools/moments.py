@@ -43,7 +43,7 @@ def gather(before: Tensor, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     return _merged(before, more, mean, variance * (more - 1))
 
 
-def merged(parts: Sequence[Tensor]) -> Tensor:
+def merged_moments(parts: Sequence[Tensor]) -> Tensor:
     """Merge several tensors of moments, in their order."""
     moments, *others = parts
     for part in others:

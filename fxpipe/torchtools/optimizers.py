@@ -22,7 +22,7 @@ def twin(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
     return copy
 
 
-def alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
+def copy_alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
     """Copy an optimizer with other parameter groups, an empty state and no hooks. The copy shares
     nothing with the optimizer that a step may change in place."""
     copy = twin(optimizer, groups)

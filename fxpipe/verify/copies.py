@@ -37,7 +37,7 @@ def copies_faults(
                 )
 
 
-def together(window: Window) -> Iterator[Fault]:
+def run_together(window: Window) -> Iterator[Fault]:
     """Check that one device runs all tasks of a micro-batch on a stage.
 
     It is the stage's own device or that of a copy; for a task that a user has defined, its own.

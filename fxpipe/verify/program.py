@@ -14,7 +14,7 @@ from fxpipe.ir.walk import Key, needs_of
 from fxpipe.text.program import print_instruction
 from fxpipe.torchtools.state import without_collection
 from fxpipe.verify import flow, races
-from fxpipe.verify.copies import copies_faults, together
+from fxpipe.verify.copies import copies_faults, run_together
 from fxpipe.verify.facts import Facts
 from fxpipe.verify.plan import edge_faults
 from fxpipe.verify.tasks import (
@@ -111,7 +111,7 @@ def _counts(lists: Sequence[Sequence[object]]) -> str:
 
 def _tasks(facts: Facts) -> Iterator[Fault]:
     yield from complete(facts.window, bool(facts.updates), facts.program.replicas)
-    yield from together(facts.window)
+    yield from run_together(facts.window)
     yield from ascending(facts.window)
     yield from dependencies(facts.window, _needs_of(facts.window))
     yield from gradients_used_up(facts.window)

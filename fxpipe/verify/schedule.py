@@ -12,7 +12,7 @@ from fxpipe.ir.schedule import Schedule, delay_text
 from fxpipe.ir.task import is_task
 from fxpipe.ir.walk import needs_of
 from fxpipe.torchtools.state import without_collection
-from fxpipe.verify.copies import copies_faults, together
+from fxpipe.verify.copies import copies_faults, run_together
 from fxpipe.verify.tasks import (
     Spot,
     Window,
@@ -27,7 +27,7 @@ from fxpipe.verify.versions import Versions, too_small, versions_of
 
 
 @dataclass(frozen=True)
-class Stash:
+class StashCounts:
     """The most micro-batches that are kept at once, in a run of any length.
 
     A micro-batch counts on a stage from the start of its forward, or, if it has one, of its
@@ -69,7 +69,7 @@ def schedule_versions(schedule: Schedule) -> Versions:
     return versions_of(_in_order(schedule))
 
 
-def schedule_stash(schedule: Schedule) -> Stash:
+def schedule_stash(schedule: Schedule) -> StashCounts:
     """Count the micro-batches that are kept between forward and backward.
 
     Raises:
@@ -90,7 +90,7 @@ def _judge(schedule: Schedule) -> tuple[Window, list[Fault], bool]:
     window = Window(schedule)
     faults = [*window.faults, *complete(window, updates=window.trains)]
     whole = not faults
-    faults += together(window)
+    faults += run_together(window)
     faults += pairs(window)
     faults += ascending(window)
     faults += dependencies(window, needs_of(schedule))
@@ -162,7 +162,7 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
         )
 
 
-def stash_of(window: Window) -> Stash:
+def stash_of(window: Window) -> StashCounts:
     """Count the stash of a schedule whose tasks are complete and in order."""
     devices = [0] * window.schedule.devices
     peaks: list[list[int]] = []
@@ -174,7 +174,7 @@ def stash_of(window: Window) -> Stash:
             if ends == "BW":
                 devices[spot.device] = max(devices[spot.device], in_all)
     whole, deferred, inputs = map(tuple, peaks)
-    return Stash(whole, tuple(devices), deferred, inputs)
+    return StashCounts(whole, tuple(devices), deferred, inputs)
 
 
 def _levels(window: Window, begin: str, ends: str) -> Iterator[tuple[Spot, int, int, int]]:

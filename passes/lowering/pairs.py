@@ -29,7 +29,7 @@ def pairs_in(schedule: Schedule) -> dict[Backward, tuple[int, int]]:
     return found
 
 
-def together(program: Program, pairs: Pairs) -> Program:
+def start_together(program: Program, pairs: Pairs) -> Program:
     """Program → Program: pairs start once both inputs are there, and send at their end.
 
     Before, with the pair ``F1&B0``::

@@ -58,7 +58,7 @@ def one_stage(traced: Traced) -> Assignment:
     return Assignment(1, {node.name: 0 for node in compute_nodes(traced.graph)})
 
 
-def owners(traced: Traced, assignment: Assignment) -> dict[str, int]:
+def first_readers(traced: Traced, assignment: Assignment) -> dict[str, int]:
     """Parameter or buffer (its name in the model) → the first stage that reads it."""
     return {
         target: min(
@@ -157,7 +157,7 @@ def _constant(traced: Traced) -> set[fx.Node]:
     return nodes
 
 
-def within(node: fx.Node, module: str) -> bool:
+def is_within(node: fx.Node, module: str) -> bool:
     """Whether a node belongs to a submodule or to one inside it."""
     return any(path == module or path.startswith(module + ".") for path in module_paths(node))
 
@@ -240,7 +240,7 @@ def place_like(traced: Traced, reference: Traced, assignment: Assignment) -> Ass
     Raises:
         PartitionError: a submodule is called as it is here only, and has weights on two stages.
     """
-    parameter_stage = owners(reference, assignment)
+    parameter_stage = first_readers(reference, assignment)
     floors: defaultdict[str, list[int]] = defaultdict(list)  # the stages of the parameters it reads
     for target, nodes in readers(traced).items():
         for node in nodes:

@@ -26,14 +26,14 @@ from fxpipe.passes.partition.assignment import (
     Assignment,
     bonds,
     in_order,
-    within,
+    is_within,
 )
 from fxpipe.passes.partition.atoms import Footprint, atoms_of
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.work import (
     Division,
-    Machine,
     Partitioner,
+    StageDevices,
     default_partitioner,
     weigh,
 )
@@ -44,7 +44,7 @@ def balance(
     stages: int,
     costs: Mapping[str, NodeCost],
     *,
-    machine: Machine | None = None,
+    machine: StageDevices | None = None,
     footprint: Footprint | None = None,
     nearest: bool = False,
     partitioner: Partitioner | None = None,
@@ -61,7 +61,7 @@ def balance(
     Raises:
         PartitionError: the graph cannot be cut into that many stages, or no cut keeps the limits.
     """
-    machine = machine or Machine.equal(stages)
+    machine = machine or StageDevices.equal(stages)
     atoms = atoms_of(traced, costs, footprint or Footprint())
     if len(atoms.nodes) < stages:
         raise PartitionError(
@@ -81,7 +81,7 @@ def judge(
     traced: Traced,
     assignment: Assignment,
     costs: Mapping[str, NodeCost],
-    machine: Machine,
+    machine: StageDevices,
     footprint: Footprint,
     *,
     nearest: bool = False,
@@ -99,7 +99,7 @@ def judge(
     return replace(assignment, loads=division.loads)
 
 
-def _over(division: Division, machine: Machine) -> str:
+def _over(division: Division, machine: StageDevices) -> str:
     """The message that no cut keeps the memory limits, for the division that comes nearest."""
     stage = max(range(machine.stages), key=lambda k: division.loads[k].memory / machine.limits[k])
     needs, limit = division.loads[stage].memory, machine.limits[stage]
@@ -139,7 +139,7 @@ def cut_at(
     for name in at:
         if name not in modules:
             raise PartitionError(f"partition names no submodule {name!r}: {near(name, modules)}")
-        place = next((i for i, node in enumerate(nodes) if within(node, name)), None)
+        place = next((i for i, node in enumerate(nodes) if is_within(node, name)), None)
         if place is None:
             raise PartitionError(_nothing_of(name, nodes))
         if cuts and place == cuts[-1]:

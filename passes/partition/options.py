@@ -12,7 +12,7 @@ from typing import Any
 from fxpipe.errors import InputError
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
-from fxpipe.passes.partition.work import Machine
+from fxpipe.passes.partition.work import StageDevices
 
 Each = float | Sequence[float | None]
 Pairs = float | Sequence[Sequence[float]]
@@ -78,7 +78,7 @@ class Partition:
             for a, b in permutations(range(devices if rate or delay else 0), 2)
         }
 
-    def machine(self, schedule: Schedule, names: Sequence[str]) -> Machine:
+    def machine(self, schedule: Schedule, names: Sequence[str]) -> StageDevices:
         """Return the devices as the stages of a schedule see them.
 
         Args:
@@ -97,7 +97,7 @@ class Partition:
                 for a in (placement if links else ())
             )
 
-        return Machine(
+        return StageDevices(
             speeds=tuple(speeds[device] for device in placement),
             limits=tuple(limits[device] / placement.count(device) for device in placement)
             if limits

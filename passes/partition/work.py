@@ -83,7 +83,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Machine:
+class StageDevices:
     """The devices as the stages see them.
 
     Attributes:
@@ -115,9 +115,9 @@ class Machine:
         object.__setattr__(self, "reserved", self.reserved or (0,) * self.stages)
 
     @staticmethod
-    def equal(stages: int) -> Machine:
+    def equal(stages: int) -> StageDevices:
         """Equal devices without limits, and links that cost nothing."""
-        return Machine((1.0,) * stages)
+        return StageDevices((1.0,) * stages)
 
     @property
     def stages(self) -> int:
@@ -201,7 +201,7 @@ class Division:
         """Bytes sent between stages; each value counts once for each stage that receives it."""
         return sum(load.received for load in self.loads)
 
-    def fits(self, machine: Machine) -> bool:
+    def fits(self, machine: StageDevices) -> bool:
         """Whether every stage keeps its memory limit."""
         return not machine.limits or all(
             load.memory <= limit for load, limit in zip(self.loads, machine.limits, strict=True)
@@ -214,7 +214,7 @@ class Partitioner:
     """
 
     def divide(
-        self, work: Work, machine: Machine, layers: Sequence[Hashable] = ()
+        self, work: Work, machine: StageDevices, layers: Sequence[Hashable] = ()
     ) -> Division | None:
         """Divide the atoms, of which there are at least as many as stages; None if that keeps no
         memory limits.
@@ -227,7 +227,7 @@ class Partitioner:
         division = self.nearest(work, machine)
         return division if division.fits(machine) else None
 
-    def nearest(self, work: Work, machine: Machine) -> Division:
+    def nearest(self, work: Work, machine: StageDevices) -> Division:
         """The division that comes nearest to the memory limits, where ``divide`` finds none."""
         cuts = even_runs([0.0, *accumulate(work.seconds)], machine.speeds)
         return weigh(work, machine, [bisect_right(cuts, atom) for atom in range(len(work))])
@@ -275,7 +275,7 @@ def _filled(ends: Sequence[float], speeds: Sequence[float], limit: float) -> lis
     return cuts[:-1] if at == count else None
 
 
-def weigh(work: Work, machine: Machine, stage_of: Sequence[int]) -> Division:
+def weigh(work: Work, machine: StageDevices, stage_of: Sequence[int]) -> Division:
     """Compute the loads of an assignment (atom → stage), straight from their definition."""
     stages = machine.stages
     compute, transfer = [0.0] * stages, [0.0] * stages

@@ -18,7 +18,7 @@ from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.graph.fit import localise_sizes
 from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.graph.randomness import seed_randomness
-from fxpipe.passes.partition.assignment import Assignment, compute_nodes, owners
+from fxpipe.passes.partition.assignment import Assignment, compute_nodes, first_readers
 from fxpipe.passes.partition.balance import balance
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import NodeCost
@@ -98,7 +98,7 @@ def differentiated(
 ) -> Plan:
     """The plan with kernels; every output gets a gradient."""
     parts, assignment = localise_sizes(traced, assignment)
-    plan = cut(parts, assignment, owners(parts, assignment)).verify()
+    plan = cut(parts, assignment, first_readers(parts, assignment)).verify()
     outputs = frozenset(out.name for out in traced.outputs if isinstance(out, Value))
     values = values_of(traced, *args, **kwargs)
     state = traced.state_of(model)

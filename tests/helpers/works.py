@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
-from fxpipe.passes.partition.work import Machine, Transfer, Work
+from fxpipe.passes.partition.work import StageDevices, Transfer, Work
 from fxpipe.passes.runner import run_all
 
 MANY = settings(max_examples=max(120, settings().max_examples))
@@ -53,7 +53,7 @@ def chain(seconds: Sequence[float], sizes: Sequence[int] = ()) -> Work:
 
 
 @st.composite
-def machines(draw: st.DrawFn, stages: int) -> Machine:
+def machines(draw: st.DrawFn, stages: int) -> StageDevices:
     def table(amounts: Sequence[float]) -> tuple[tuple[float, ...], ...]:
         if not draw(st.booleans()):
             return ()
@@ -69,7 +69,7 @@ def machines(draw: st.DrawFn, stages: int) -> Machine:
             return (otherwise,) * stages
         return tuple(draw(one) for _ in range(stages))
 
-    return Machine(
+    return StageDevices(
         speeds=each(st.sampled_from([0.5, 1.0, 2.0]), 1.0),
         limits=each(st.sampled_from([8.0, 20.0, 40.0, math.inf]), math.inf),
         peaks=tuple(range(stages, 0, -1)),

@@ -33,7 +33,7 @@ from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.options import read_partition
 from fxpipe.passes.runner import Pass
 from fxpipe.pipeline import Pipeline
-from fxpipe.runtime.choice import Choice
+from fxpipe.runtime.choice import ThreadChoice
 from tests.helpers.profiles import DEEP
 from tests.helpers.random_models import OPERATIONS, ROW, SCALAR, RandomModel, Recipe, recipes
 from tests.oracles import loop
@@ -177,7 +177,7 @@ def test_a_random_model_equals_the_loop(
     front_end = Remembering(options_of(model, several[0], recipe, steps[0]))
     for cut in several:
         options = options_of(model, cut, recipe, steps[0])
-        compiler = Compiler(options, Choice(cut.stages, "device"))
+        compiler = Compiler(options, ThreadChoice(cut.stages, "device"))
         compiler.plans.front_end = front_end
         with cut.applied():
             for step, count in zip(steps, most, strict=True):

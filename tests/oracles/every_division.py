@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from fxpipe.passes.partition.work import Machine, Work
+from fxpipe.passes.partition.work import StageDevices, Work
 
 
 def legal(work: Work, stages: int) -> Iterator[tuple[int, ...]]:
@@ -21,7 +21,7 @@ def legal(work: Work, stages: int) -> Iterator[tuple[int, ...]]:
             yield assigned
 
 
-def weighed(work: Work, machine: Machine, assigned: Sequence[int]) -> tuple[list[float], int]:
+def weighed(work: Work, machine: StageDevices, assigned: Sequence[int]) -> tuple[list[float], int]:
     """The seconds of each stage, and the bytes that cross stages, computed unlike the solver."""
     seconds = [
         math.fsum(s for s, at in zip(work.seconds, assigned, strict=True) if at == stage) / speed
@@ -43,7 +43,7 @@ def weighed(work: Work, machine: Machine, assigned: Sequence[int]) -> tuple[list
     return seconds, crossing
 
 
-def fits(work: Work, machine: Machine, assigned: Sequence[int]) -> bool:
+def fits(work: Work, machine: StageDevices, assigned: Sequence[int]) -> bool:
     """Whether each stage keeps within its limit, computed unlike the solver."""
     for stage, limit in enumerate(machine.limits):
         own = [atom for atom, at in enumerate(assigned) if at == stage]

@@ -6,7 +6,7 @@ import pytest
 
 import fxpipe
 from fxpipe.compiler.placement import MemoryBudget
-from fxpipe.passes.partition.work import Machine, StageLoad
+from fxpipe.passes.partition.work import StageDevices, StageLoad
 
 
 def loads(*memory: float) -> list[StageLoad]:
@@ -14,7 +14,7 @@ def loads(*memory: float) -> list[StageLoad]:
 
 
 def test_what_was_predicted_beyond_the_count_is_left_free_by_the_next_cut() -> None:
-    machine = Machine((1.0,) * 3, (50.0, 100.0, 50.0), (1,) * 3, names=("a", "b", "a"))
+    machine = StageDevices((1.0,) * 3, (50.0, 100.0, 50.0), (1,) * 3, names=("a", "b", "a"))
     budget = MemoryBudget((0, 1, 0), machine)
     assert not budget.kept
     assert budget.machine.rooms == (50, 100, 50)
@@ -27,7 +27,7 @@ def test_what_was_predicted_beyond_the_count_is_left_free_by_the_next_cut() -> N
 
 
 def test_a_cut_that_never_keeps_its_limits_is_refused_in_the_end() -> None:
-    budget = MemoryBudget((0,), Machine((1.0,), (100.0,), (1,), names=("cpu",)))
+    budget = MemoryBudget((0,), StageDevices((1.0,), (100.0,), (1,), names=("cpu",)))
     with pytest.raises(fxpipe.PartitionError, match="cpu is predicted to hold 101 B in a step"):
         for _ in range(100):
             assert not budget.keeps(loads(90), [101])
@@ -35,7 +35,7 @@ def test_a_cut_that_never_keeps_its_limits_is_refused_in_the_end() -> None:
 
 def test_a_cut_that_only_its_count_forbids_is_predicted_once() -> None:
     """The count may be too high; where the prediction is over the limit too, it was not."""
-    machine = Machine((1.0,), (100.0,), (1,), names=("cpu",))
+    machine = StageDevices((1.0,), (100.0,), (1,), names=("cpu",))
     budget = MemoryBudget((0,), machine)
     assert budget.nearest
     assert not budget.keeps(loads(130), [120])

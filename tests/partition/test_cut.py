@@ -22,9 +22,9 @@ from fxpipe.passes.graph.fit import localise_sizes
 from fxpipe.passes.partition.assignment import (
     Assignment,
     compute_nodes,
+    first_readers,
     in_order,
     is_part,
-    owners,
     place_like,
 )
 from fxpipe.passes.partition.cut import cut
@@ -59,7 +59,7 @@ def linears(traced: Traced) -> Assignment:
 
 
 def cut_up(traced: Traced, assignment: Assignment) -> Plan:
-    return cut(traced, assignment, owners(traced, assignment)).verify()
+    return cut(traced, assignment, first_readers(traced, assignment)).verify()
 
 
 def test_a_value_is_sent_once_to_each_stage_that_reads_it() -> None:

@@ -23,8 +23,8 @@ from fxpipe.passes.graph.fit import localise_sizes
 from fxpipe.passes.partition.assignment import (
     Assignment,
     compute_nodes,
+    first_readers,
     in_order,
-    owners,
     place_like,
     readers,
 )
@@ -32,7 +32,7 @@ from fxpipe.passes.partition.atoms import Footprint, atoms_of
 from fxpipe.passes.partition.balance import balance, cut_at
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.work import Machine, weigh
+from fxpipe.passes.partition.work import StageDevices, weigh
 from tests.helpers.fronted import front_end, in_stages
 from tests.helpers.tiny import Tiny
 from tests.models.test_exactness import Language
@@ -177,7 +177,7 @@ def test_links_limits_and_speeds_hold_at_once(recipe: Recipe, data: st.DataObjec
     traced, costs = built(recipe)
     stages = range(recipe.stages)
     link = data.draw(st.sampled_from([0.0, 0.1, 1.0]))
-    machine = Machine(
+    machine = StageDevices(
         speeds=tuple(data.draw(st.sampled_from([1.0, 2.0])) for _ in stages),
         limits=tuple(data.draw(st.sampled_from([15.0, 30.0, math.inf])) for _ in stages),
         peaks=tuple(reversed(range(1, recipe.stages + 1))),
@@ -300,7 +300,7 @@ def test_what_depends_on_no_input_goes_with_its_first_use() -> None:
     model = Cast()
     traced = front_end(model, torch.randn(3, 4))
     assignment = cut_at(traced, 2, ["back"], model)
-    owner = owners(traced, assignment)
+    owner = first_readers(traced, assignment)
     assert owner["weight"] == owner["front.weight"] == 0
     names = [node.name for node in in_order(traced)]
     assert names.index("linear") < names.index("mul") < names.index("mm")
@@ -331,12 +331,12 @@ def test_other_graphs_of_a_model_follow_the_first(name: str) -> None:
         others.append(front_end(model.train(), inputs(1)))
     for stages in (1, 2) if name == "shared norm" else (1, 2, 3):
         assignment = balance(reference, stages, free(reference))
-        home = owners(reference, assignment)
+        home = first_readers(reference, assignment)
         for traced in (*others, reference):
             placed = place_like(traced, reference, assignment)
             forward_only(traced, placed)
             assert set(placed.nodes) == {n.name for n in compute_nodes(traced.graph)}
-            for target, stage in owners(traced, placed).items():
+            for target, stage in first_readers(traced, placed).items():
                 if target in dict(model.named_parameters()):
                     assert stage == home[target], target
             cut(*localise_sizes(traced, placed), home).verify()
@@ -346,4 +346,4 @@ def test_other_graphs_of_a_model_follow_the_first(name: str) -> None:
 def test_a_simple_split_of_a_model_verifies() -> None:
     traced = front_end(Nested(), torch.randn(3, 4))
     assignment = in_stages(traced, 3)
-    cut(*localise_sizes(traced, assignment), owners(traced, assignment)).verify()
+    cut(*localise_sizes(traced, assignment), first_readers(traced, assignment)).verify()

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fxpipe.passes.partition.work import Machine, Partitioner, Work, weigh
+from fxpipe.passes.partition.work import Partitioner, StageDevices, Work, weigh
 
 
 def drawn(atoms: int, seed: int) -> Work:
@@ -21,7 +21,7 @@ def test_the_slowest_stage_is_that_of_the_best_cut_in_order(seed: int) -> None:
     draw = random.Random(seed)
     stages = draw.randint(1, 4)
     work = drawn(draw.randint(stages, 9), seed)
-    machine = Machine(tuple(draw.choice((1.0, 2.0)) for _ in range(stages)))
+    machine = StageDevices(tuple(draw.choice((1.0, 2.0)) for _ in range(stages)))
     slowest = []
     for cuts in itertools.combinations(range(1, len(work)), stages - 1):
         stage_of = [sum(atom >= cut for cut in cuts) for atom in range(len(work))]
@@ -35,5 +35,5 @@ def test_the_slowest_stage_is_that_of_the_best_cut_in_order(seed: int) -> None:
 
 def test_a_cut_that_does_not_fit_is_none() -> None:
     work = Work((1.0,) * 4, (10, 1, 1, 1), (0,) * 4)
-    assert Partitioner().divide(work, Machine((1.0, 1.0), limits=(11.0, 2.0))) is not None
-    assert Partitioner().divide(work, Machine((1.0, 1.0), limits=(10.0, 3.0))) is None
+    assert Partitioner().divide(work, StageDevices((1.0, 1.0), limits=(11.0, 2.0))) is not None
+    assert Partitioner().divide(work, StageDevices((1.0, 1.0), limits=(10.0, 3.0))) is None

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe.ir.traced import Traced
-from fxpipe.passes.partition.assignment import in_order, within
+from fxpipe.passes.partition.assignment import in_order, is_within
 from fxpipe.passes.partition.balance import balance
 from fxpipe.passes.partition.measure import NodeCost
 from tests.helpers.fronted import front_end
@@ -107,7 +107,7 @@ def between_layers(traced: Traced, costs: dict[str, NodeCost], stages: int) -> f
     """The slowest stage of the best cut at places where a layer begins."""
     nodes = in_order(traced)
     starts = [
-        next(i for i, node in enumerate(nodes) if within(node, f"layers.{layer}"))
+        next(i for i, node in enumerate(nodes) if is_within(node, f"layers.{layer}"))
         for layer in range(LAYERS)
     ]
     return min(

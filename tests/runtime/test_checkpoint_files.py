@@ -21,7 +21,7 @@ from torch import nn
 import fxpipe
 from examples.unet import UNet
 from fxpipe.runtime.weights import checkpoint_file as checkpoint
-from fxpipe.runtime.weights.checkpoint import encode, held
+from fxpipe.runtime.weights.checkpoint import as_held, encode
 from fxpipe.runtime.weights.checkpoint_file import FORMAT
 from tests.helpers.checkpoints import PLAIN, Left, make, run, same, write_one
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
@@ -160,19 +160,19 @@ def test_a_flipped_bit_is_noticed_or_changes_nothing(
     place: int, bit: int, trained: Path, tmp_path: Path
 ) -> None:
     """Some bits of a zip file mean nothing, as those that pad it."""
-    expected = encode(checkpoint.read(trained), held)
+    expected = encode(checkpoint.read_checkpoint(trained), as_held)
     content = bytearray(trained.read_bytes())
     content[place % len(content)] ^= 1 << bit
     (tmp_path / "flipped").write_bytes(content)
     try:
-        found = checkpoint.read(tmp_path / "flipped")
+        found = checkpoint.read_checkpoint(tmp_path / "flipped")
     except fxpipe.CheckpointError:
         return
-    assert same(encode(found, held), expected)
+    assert same(encode(found, as_held), expected)
 
 
 def test_a_flipped_bit_in_a_tensor_is_noticed(trained: Path) -> None:
-    weight = checkpoint.read(trained).parameters["2.0.weight"].detach().numpy().tobytes()
+    weight = checkpoint.read_checkpoint(trained).parameters["2.0.weight"].detach().numpy().tobytes()
     content = bytearray(trained.read_bytes())
     content[content.index(weight) + 17] ^= 4
     trained.write_bytes(content)
@@ -182,11 +182,11 @@ def test_a_flipped_bit_in_a_tensor_is_noticed(trained: Path) -> None:
 def test_checksums_and_tensors_are_of_one_file_whatever_takes_its_place_meanwhile(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = checkpoint.read(trained)
+    saved = checkpoint.read_checkpoint(trained)
     zeros = {name: torch.zeros_like(value) for name, value in saved.parameters.items()}
     other = copy.copy(saved)
     object.__setattr__(other, "parameters", zeros)
-    checkpoint.write(other, tmp_path / "other")
+    checkpoint.write_checkpoint(other, tmp_path / "other")
     load = torch.load
 
     def replaced_before(*args: Any, **kwargs: Any) -> Any:
@@ -194,7 +194,7 @@ def test_checksums_and_tensors_are_of_one_file_whatever_takes_its_place_meanwhil
         return load(*args, **kwargs)
 
     monkeypatch.setattr(torch, "load", replaced_before)
-    found = checkpoint.read(trained)
+    found = checkpoint.read_checkpoint(trained)
     assert same(found.parameters, saved.parameters)
 
 
@@ -213,19 +213,19 @@ def while_writing(monkeypatch: pytest.MonkeyPatch, do: Callable[[Path], None]) -
 def test_of_two_writers_at_once_both_succeed(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved, path = checkpoint.read(trained), tmp_path / "both"
+    saved, path = checkpoint.read_checkpoint(trained), tmp_path / "both"
     object.__setattr__(saved, "extra", "second")
     second = copy.deepcopy(saved)
     object.__setattr__(saved, "extra", "first")
     seen = []
 
     def write_too(unfinished: Path) -> None:
-        checkpoint.write(second, path)
-        seen.append(checkpoint.read(path).extra)
+        checkpoint.write_checkpoint(second, path)
+        seen.append(checkpoint.read_checkpoint(path).extra)
 
     while_writing(monkeypatch, write_too)
-    checkpoint.write(saved, path)
-    assert [*seen, checkpoint.read(path).extra] == ["second", "first"]
+    checkpoint.write_checkpoint(saved, path)
+    assert [*seen, checkpoint.read_checkpoint(path).extra] == ["second", "first"]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["both", "run"]
 
 
@@ -236,9 +236,9 @@ def killed(trained: Path) -> None:
         path.write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    saved = checkpoint.read(trained)
+    saved = checkpoint.read_checkpoint(trained)
     vars(torch)["save"] = half
-    checkpoint.write(saved, trained)
+    checkpoint.write_checkpoint(saved, trained)
 
 
 def test_what_a_killed_writer_has_left_the_next_one_removes(trained: Path) -> None:
@@ -249,26 +249,26 @@ def test_what_a_killed_writer_has_left_the_next_one_removes(trained: Path) -> No
     assert process.exitcode == -signal.SIGKILL
     assert trained.read_bytes() == before
     assert len(list(trained.parent.iterdir())) == 2
-    checkpoint.write(checkpoint.read(trained), trained.with_name("another"))
+    checkpoint.write_checkpoint(checkpoint.read_checkpoint(trained), trained.with_name("another"))
     assert sorted(each.name for each in trained.parent.iterdir()) == ["another", "run"]
 
 
 def test_the_mode_follows_the_umask_and_a_link_stays(trained: Path, tmp_path: Path) -> None:
-    saved = checkpoint.read(trained)
+    saved = checkpoint.read_checkpoint(trained)
     link = tmp_path / "link"
     (tmp_path / "elsewhere").mkdir()
     link.symlink_to(tmp_path / "elsewhere" / "run")
     before = os.umask(0o027)
     try:
-        checkpoint.write(saved, link)
-        checkpoint.write(saved, link)
+        checkpoint.write_checkpoint(saved, link)
+        checkpoint.write_checkpoint(saved, link)
     finally:
         os.umask(before)
     assert link.is_symlink()
     written = tmp_path / "elsewhere" / "run"
     assert not written.is_symlink()
     assert written.stat().st_mode & 0o777 == 0o640
-    assert same(checkpoint.read(link).parameters, saved.parameters)
+    assert same(checkpoint.read_checkpoint(link).parameters, saved.parameters)
 
 
 def endless() -> list[Any]:
@@ -303,7 +303,7 @@ def test_what_a_file_cannot_hold_leaves_the_old_one(
 def test_where_nothing_can_be_written_the_old_file_stays(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved, before = checkpoint.read(trained), trained.read_bytes()
+    saved, before = checkpoint.read_checkpoint(trained), trained.read_bytes()
 
     def fails(name: str, number: int) -> None:
         def failing(*args: Any, **kwargs: Any) -> None:
@@ -313,7 +313,7 @@ def test_where_nothing_can_be_written_the_old_file_stays(
 
     def refused(path: Path, message: str) -> None:
         with pytest.raises(fxpipe.CheckpointError, match=f"cannot write the.*{message}"):
-            checkpoint.write(saved, path)
+            checkpoint.write_checkpoint(saved, path)
         assert trained.read_bytes() == before
 
     (tmp_path / "folder").mkdir()
@@ -326,7 +326,7 @@ def test_where_nothing_can_be_written_the_old_file_stays(
     refused(tmp_path / "run" / "in a file", os.strerror(errno.ENOTDIR))
     refused(tmp_path / "no\0name", "null")
     longest = tmp_path / ("x" * 255)
-    checkpoint.write(saved, longest)
+    checkpoint.write_checkpoint(saved, longest)
     while_writing(monkeypatch, lambda path: fails("replace", errno.EACCES))
     refused(trained, os.strerror(errno.EACCES))
     while_writing(monkeypatch, lambda path: fails("chmod", errno.EPERM))

@@ -56,14 +56,14 @@ def test_what_is_wrong_is_named(steps: int, trained: Path, tmp_path: Path) -> No
         run(pipe, data[:steps])
         before = everything(pipe, scaler)
         for at, wrong, message in NAMED:
-            saved: Any = checkpoint.read(trained)
+            saved: Any = checkpoint.read_checkpoint(trained)
             *path, last = at.split("/")
             holder = functools.reduce(inside, path, saved)
             if isinstance(holder, dict):
                 holder[last] = wrong
             else:
                 object.__setattr__(holder, last, wrong)
-            checkpoint.write(saved, tmp_path / "wrong")
+            checkpoint.write_checkpoint(saved, tmp_path / "wrong")
             with pytest.raises(fxpipe.CheckpointError, match=message):
                 pipe.restore(tmp_path / "wrong")
             assert same(everything(pipe, scaler), before), at

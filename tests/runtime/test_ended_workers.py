@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import fxpipe
-from fxpipe.runtime.run import Run
+from fxpipe.runtime.run import BatchRun
 from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, soon
 from tests.oracles import loop
 
@@ -59,9 +59,9 @@ def test_a_worker_that_ends_during_a_step_does_not_let_it_wait(
     monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
     x, y = batch()
-    plain = Run._drive
+    plain = BatchRun._drive
 
-    def drive(run: Run[Any], driver: Any, *rest: Any) -> None:
+    def drive(run: BatchRun[Any], driver: Any, *rest: Any) -> None:
         if driver.machines[0].device == 1:
             raise SystemExit
         plain(run, driver, *rest)
@@ -70,7 +70,7 @@ def test_a_worker_that_ends_during_a_step_does_not_let_it_wait(
         pipe.prepare(x, target=y)
         assert pipe.optimizer
         before = Snapshot.of(pipe)
-        monkeypatch.setattr(Run, "_drive", drive)
+        monkeypatch.setattr(BatchRun, "_drive", drive)
         with pytest.raises(fxpipe.InputError, match="thread 'fxpipe-1' has ended"):
             float(pipe.step(x, target=y))
         if schedule == "1f1b":

@@ -41,11 +41,11 @@ from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.weights.checkpoint import (
     EVERYTHING,
     Checkpoint,
+    as_held,
     decode,
     encode,
-    held,
+    in_plain_form,
     load,
-    plain,
     refuse_newer,
 )
 from fxpipe.runtime.weights.replacing import replacing, standing
@@ -154,7 +154,7 @@ class _Tensors:
         *place, last = self._place(path)
         while (name := ".".join((*place, last))) in self._sums:  # keys with dots or slashes
             last += "'"
-        self._sums[name] = checksum(name, self._put((*place, last), held(path, tensor)))
+        self._sums[name] = checksum(name, self._put((*place, last), as_held(path, tensor)))
         return torch.tensor(len(self._sums) - 1)
 
     def seal(self, content: Mapping[str, Any]) -> None:
@@ -262,7 +262,7 @@ def read(path: Folder, own: Collection[str] | None = None) -> Checkpoint:
 def _filled(part: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
     """The content of a header, with tensors in place of their numbers."""
     names = [*part["crc32"]]
-    return plain(part["content"], lambda _, number: tensors[names[int(number)]])
+    return in_plain_form(part["content"], lambda _, number: tensors[names[int(number)]])
 
 
 def _joined(a: Any, b: Any) -> Any:

@@ -106,13 +106,13 @@ class Add(_AtHome):
         return "", "gradients"
 
     def run(self, machine: Machine) -> None:
-        from fxpipe.kernels.graph import added
-        from fxpipe.torchtools.moments import merged
+        from fxpipe.kernels.graph import totalled
+        from fxpipe.torchtools.moments import merged_moments
 
         totals, state = machine.totals(self), machine.store.state
         for buffer in self.uses(machine.program):
             gradients, written = machine.store.values[buffer]
-            totals = added(totals, gradients)
+            totals = totalled(totals, gradients)
             for name, moments in written.items():  # only moments, see ``refuse_copied``
-                state[name] = merged([state[name], moments]) if name in state else moments
+                state[name] = merged_moments([state[name], moments]) if name in state else moments
         machine.store.gradients[self.stage, self.batch] = list(totals)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from fxpipe.extensions.draw.picture import BOLD_FONT, INK, PAPER, PLACED, Picture, blank, plain
+from fxpipe.extensions.draw.picture import BOLD_FONT, INK, PAPER, PLACED, Picture, blank, quoted
 
 Point = tuple[float, float]
 Align = Literal["left", "centre", "right"]
@@ -98,9 +98,9 @@ class Canvas:
         if style:
             attributes["style"] = style
         if label:
-            attributes |= {"label": plain(label), "fontsize": f"{size:.3g}"}
+            attributes |= {"label": quoted(label), "fontsize": f"{size:.3g}"}
         if tooltip:
-            attributes["tooltip"] = plain(tooltip)
+            attributes["tooltip"] = quoted(tooltip)
         self.picture.node(node, **attributes)
         return node
 
@@ -122,7 +122,7 @@ class Canvas:
             attributes["fontname"] = BOLD_FONT
         if colour != INK:
             attributes["fontcolor"] = colour
-        attributes |= {"label": plain(text) + _JUSTIFY[align], "fontsize": f"{size:.3g}"}
+        attributes |= {"label": quoted(text) + _JUSTIFY[align], "fontsize": f"{size:.3g}"}
         self.picture.node(self._fresh(), **attributes)
 
     def band(self, corner: Point, width: float, height: float, colour: str) -> None:
@@ -152,7 +152,7 @@ class Canvas:
             "penwidth": f"{stroke.penwidth:g}",
         }
         if tooltip:
-            attributes["tooltip"] = plain(tooltip)
+            attributes["tooltip"] = quoted(tooltip)
         self.picture.edge(tail, head, **attributes)
 
     def _fresh(self) -> str:

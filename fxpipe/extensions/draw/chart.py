@@ -52,7 +52,7 @@ class ChartScale:
         return "\n".join(shown)
 
 
-def fit(
+def scale_for(
     boxes: Collection[tuple[str, float]], end: float, row_height: float, rows: int
 ) -> ChartScale:
     """Choose the scale for ``boxes``, each a label and a time.
@@ -313,7 +313,7 @@ def _some(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:3])) + (", …" if len(numbers) > 3 else "")
 
 
-def mark(faults: Sequence[Fault]) -> FaultMarks:
+def number_faults(faults: Sequence[Fault]) -> FaultMarks:
     """Number the faults and group them by their position."""
     at: dict[Place, list[int]] = defaultdict(list)
     rows: dict[int, list[int]] = defaultdict(list)

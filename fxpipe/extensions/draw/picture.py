@@ -238,7 +238,7 @@ def blank(name: str, **graph: str) -> Picture:
     )
 
 
-def plain(text: str) -> str:
+def quoted(text: str) -> str:
     """A label that shows exactly ``text``: its escapes, entities and markup are quoted."""
     lines = [graphviz.escape(_printable(line).replace("&", "&amp;")) for line in text.split("\n")]
     label: str = graphviz.nohtml(r"\n".join(lines))

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from fxpipe.errors import Fault
-from fxpipe.extensions.draw.chart import faults_of, mark
+from fxpipe.extensions.draw.chart import faults_of, number_faults
 from fxpipe.extensions.draw.picture import (
     FAINT,
     FAULT,
@@ -179,7 +179,7 @@ def _caption(plan: Plan, faults: Sequence[Fault]) -> str:
         meanings.append(f"slowest stage: {ratio:.2f} times the mean")
     if meanings:
         rows.append(_wide(_small(" · ".join(meanings))))
-    for text in mark(faults).listed:
+    for text in number_faults(faults).listed:
         rows.append(_wide(_small(f'<FONT COLOR="{FAULT}">{markup(text)}</FONT>')))
     return _table(rows, padding=1)
 

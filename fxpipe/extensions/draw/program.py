@@ -18,7 +18,7 @@ from fxpipe.extensions.draw.chart import (
     LegendEntry,
     fault_entries,
     faults_of,
-    mark,
+    number_faults,
 )
 from fxpipe.extensions.draw.picture import FAINT, IDLE, Picture
 from fxpipe.extensions.draw.schedule import draw_simulations, row_label
@@ -76,7 +76,7 @@ class Rows:
     waits: dict[Place, list[Place]]
 
 
-def rows_of(program: Program) -> Rows:
+def program_rows(program: Program) -> Rows:
     """Return the rows of a program: each device's compute stream first, then the others by name."""
     rows: list[Row] = []
     for device, instructions in enumerate(program.lists):
@@ -151,8 +151,8 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
     if sum(map(len, program.lists)) > DETAILED and not found:
         return draw_simulations(simulate(program))
     unit = _unit(program)
-    rows = rows_of(program)
-    marks = _in_rows(mark(found), rows)
+    rows = program_rows(program)
+    marks = _in_rows(number_faults(found), rows)
     timeline = sketch_program(program, rows, _MARK / unit)
     spans = (*timeline.spans, *timeline.unrun)
     chart = Chart(

@@ -18,9 +18,9 @@ from fxpipe.extensions.draw.chart import (
     FaultMarks,
     LegendEntry,
     fault_entries,
-    fit,
-    mark,
+    number_faults,
     row_height,
+    scale_for,
 )
 from fxpipe.extensions.draw.picture import INK, PAPER, Picture
 from fxpipe.extensions.draw.styles import (
@@ -33,7 +33,7 @@ from fxpipe.extensions.draw.styles import (
 )
 from fxpipe.extensions.draw.timeline import Bar, Timeline, simulated, timeline_of
 from fxpipe.extensions.simulator.costs import Costs
-from fxpipe.extensions.simulator.simulation import Simulation, Transfer
+from fxpipe.extensions.simulator.simulation import Simulation, TransferSpan
 from fxpipe.extensions.simulator.sums import Sum
 from fxpipe.formatting import time_text
 from fxpipe.ir.program import Program
@@ -127,7 +127,7 @@ def _fit(drawn: Sequence[tuple[Timeline[Task], TaskStyles]]) -> ChartScale:
     devices = max(timeline.devices for timeline, _ in drawn)
     end = max(timeline.end for timeline, _ in drawn)
     lines = max((label.count("\n") + 1 for label, _ in labels), default=1)
-    return fit(labels, end or 1.0, row_height(devices, lines), len(drawn) * devices)
+    return scale_for(labels, end or 1.0, row_height(devices, lines), len(drawn) * devices)
 
 
 def _draw_tasks(
@@ -305,7 +305,7 @@ def draw_simulations(*simulations: Simulation) -> Picture:
             chart = Chart(
                 canvas,
                 simulation_title(simulation, measured) + (", continued" if start else ""),
-                _row_labels(simulation.program, timeline, mark(())),
+                _row_labels(simulation.program, timeline, number_faults(())),
                 stop,
                 fitted.scale,
                 start=start,
@@ -319,7 +319,7 @@ def draw_simulations(*simulations: Simulation) -> Picture:
             top = chart.axis()
     whole = True
     for lines, simulation, (timeline, boxes) in zip(charts, simulations, drawn, strict=True):
-        whole = _draw_tasks(lines, timeline, boxes, fitted, mark(())) and whole
+        whole = _draw_tasks(lines, timeline, boxes, fitted, number_faults(())) and whole
         _draw_transfers(lines, simulation, unit)
     last = charts[-1][-1]
     below = last.axis("milliseconds" if measured else "time")
@@ -354,7 +354,7 @@ _ABOVE = 2.0
 """How many points above its row a sum over the replicas is drawn."""
 
 
-def _visible(simulation: Simulation) -> list[Transfer]:
+def _visible(simulation: Simulation) -> list[TransferSpan]:
     """The transfers to draw: those that take time between devices or replicas, if few enough."""
     taking = [
         t

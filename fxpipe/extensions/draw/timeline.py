@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
 from fxpipe.errors import Fault, InputError
-from fxpipe.extensions.draw.chart import FaultMarks, faults_of, mark
+from fxpipe.extensions.draw.chart import FaultMarks, faults_of, number_faults
 from fxpipe.extensions.simulator.costs import Costs, each_of, times_of
 from fxpipe.extensions.simulator.simulate import simulate
 from fxpipe.extensions.simulator.simulation import Simulation, task_of
@@ -116,7 +116,7 @@ def timeline_of(
     if steps is not None and steps < 1:
         raise InputError(f"steps is {steps}; show at least 1")
     wrong = faults_of(schedule)
-    marks = mark(wrong if faults is None else faults)
+    marks = number_faults(wrong if faults is None else faults)
     if wrong or marks.faults:
         return _refused(schedule, costs), marks
     steps = steps_to_show(schedule) if steps is None else steps

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxpipe.passes.partition.work import Machine, Transfer
+from fxpipe.passes.partition.work import StageDevices, Transfer
 
 _COLUMNS = 4
 """Bytes sent, messages sent, bytes of the gradient sent back, messages sent back."""
@@ -35,7 +35,7 @@ class Rates:
     mix: Tensor
 
 
-def rates_of(machine: Machine) -> Rates:
+def rates_of(machine: StageDevices) -> Rates:
     """Return the rates of all stages, with a row for each kind of stage or for each column.
 
     Values take the link to the next stage.

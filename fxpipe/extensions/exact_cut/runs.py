@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.extensions.exact_cut.flows import Flows, Steps, arriving_bytes, rates_of
-from fxpipe.passes.partition.work import Machine, Transfer, Work
+from fxpipe.passes.partition.work import StageDevices, Transfer, Work
 
 Goal = Literal["seconds", "bytes"]
 
@@ -26,7 +26,7 @@ _ROUNDING = 1 + 1e-9
 class Runs:
     """The cuts of an order of all atoms into runs."""
 
-    def __init__(self, work: Work, machine: Machine, sequence: Sequence[int]) -> None:
+    def __init__(self, work: Work, machine: StageDevices, sequence: Sequence[int]) -> None:
         """Index a sequence of all atoms, each of which comes after those that it reads."""
         self.machine, self.length = machine, len(sequence)
         self.seconds = [0.0, *itertools.accumulate(work.seconds[atom] for atom in sequence)]

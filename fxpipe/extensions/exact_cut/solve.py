@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from fxpipe.extensions.exact_cut.orders import orders
 from fxpipe.extensions.exact_cut.runs import Runs
-from fxpipe.passes.partition.work import Division, Machine, Work, even_runs, weigh
+from fxpipe.passes.partition.work import Division, StageDevices, Work, even_runs, weigh
 from fxpipe.torchtools.state import intra_op_threads
 
 SLACK = 0.01
@@ -26,7 +26,7 @@ _CAPS = (1.02, 1.1, 1.5, 4.0, 16.0, 64.0)
 
 
 @intra_op_threads(1)  # the tables are small: starting threads would take longer
-def solve(work: Work, machine: Machine, layers: Sequence[Hashable] = ()) -> Division | None:
+def solve(work: Work, machine: StageDevices, layers: Sequence[Hashable] = ()) -> Division | None:
     """Return the best division found; None if none keeps the memory limits.
 
     There must be at least as many atoms as stages. ``layers`` has each atom's layer: to save bytes,
@@ -45,7 +45,7 @@ def solve(work: Work, machine: Machine, layers: Sequence[Hashable] = ()) -> Divi
 
 
 @intra_op_threads(1)
-def least_limits(work: Work, machine: Machine) -> Division:
+def least_limits(work: Work, machine: StageDevices) -> Division:
     """Return the cut of the program's order that comes nearest to the memory limits: it keeps them
     once all are scaled by the least common factor."""
     low, high = 1.0, 2.0
@@ -69,7 +69,7 @@ def least_limits(work: Work, machine: Machine) -> Division:
 
 
 def _fastest(
-    work: Work, machine: Machine, order: Sequence[int], least: float, best: Division | None
+    work: Work, machine: StageDevices, order: Sequence[int], least: float, best: Division | None
 ) -> list[int] | None:
     """Atom → stage for the best cut of an order into runs; None if none is as fast as ``best`` and
     keeps the limits."""
@@ -88,7 +88,7 @@ def _fastest(
 
 
 def _with_fewest_bytes(
-    work: Work, machine: Machine, best: Division, layers: Sequence[Hashable]
+    work: Work, machine: StageDevices, best: Division, layers: Sequence[Hashable]
 ) -> Division:
     """Return a division that sends fewer bytes and is nearly as fast, or ``best`` itself."""
     order = sorted(range(len(work)), key=best.stage_of.__getitem__)
@@ -102,7 +102,7 @@ def _with_fewest_bytes(
     return division if fits and division.crossing <= best.crossing else best
 
 
-def _between_layers(work: Work, machine: Machine, layers: Sequence[Hashable]) -> float:
+def _between_layers(work: Work, machine: StageDevices, layers: Sequence[Hashable]) -> float:
     """The slowest stage of the best cut between layers; infinite unless only compute counts."""
     if not machine.computes_alone or not layers:
         return math.inf

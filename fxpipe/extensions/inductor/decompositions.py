@@ -46,7 +46,7 @@ _AS_THEY_ARE = {
 """Operator that goes to PyTorch's kernels → the position of the images in its arguments."""
 
 
-def register() -> None:
+def register_decompositions() -> None:
     """Register all decompositions and lowerings of this module with inductor."""
     norm = aten._native_batch_norm_legit_functional.default
     backward = aten.native_batch_norm_backward.default

@@ -50,7 +50,7 @@ aten = torch.ops.aten
 
 def main() -> None:
     """Answer each line until the input ends."""
-    decompositions.register()
+    decompositions.register_decompositions()
     if MULTIPLIES:
         # in place of inductor's lowering, which wants a constant
         product = torch.ops.mkldnn._linear_pointwise.default

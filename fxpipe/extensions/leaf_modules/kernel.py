@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from fxpipe.errors import PassError
 from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, SeededDraws, draw_from
 from fxpipe.ir.traced import AUTOCAST
-from fxpipe.kernels.graph import added, onto, strides_of_sum
+from fxpipe.kernels.graph import onto, strides_of_sum, totalled
 from fxpipe.kernels.kernel import (
     BackwardResult,
     CountedBytes,
@@ -110,14 +110,14 @@ class AutogradKernel:
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
     ) -> BackwardResult:
         if not saved:
-            return BackwardResult([], added(totals, [None] * len(self.parameters)))
+            return BackwardResult([], totalled(totals, [None] * len(self.parameters)))
         wanted = [x for x, has in zip(saved[1], self.input_gradients, strict=True) if has]
         inputs, fresh = self.differentiated(saved, gradients)
         zeros = (
             torch.zeros_like(x) if gradient is None else gradient
             for x, gradient in zip(wanted, inputs, strict=True)
         )
-        return BackwardResult([*zeros], added(totals, fresh))
+        return BackwardResult([*zeros], totalled(totals, fresh))
 
     def differentiated(
         self, saved: list[Any], gradients: list[Tensor]
@@ -170,7 +170,7 @@ class AutogradKernel:
         """See Kernel.weight_grad. Adds the gradients that ``input_grad`` has computed."""
         gradients = list(deferred)
         deferred.clear()
-        return added(totals, gradients)
+        return totalled(totals, gradients)
 
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()

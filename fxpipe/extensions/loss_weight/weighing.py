@@ -55,7 +55,7 @@ class ByDivisors(Weighing):
         weights = objective.weights([count for counts, _ in parts for count in counts])
         every, wrong = [values for _, values in parts], None
         if every[0] and len({*map(len, every)}) == 1:
-            weights, wrong = weighed(next(iter(terms), ()), together(every), weights)
+            weights, wrong = weighed(next(iter(terms), ()), joined_terms(every), weights)
         if wrong is not None and not self._warned:
             self._warned = True
             advice = _advice(objective, wrong, micro.batch)
@@ -175,7 +175,7 @@ def on_device(
     return stacked / stacked.sum()
 
 
-def together(parts: Sequence[Sequence[Divided]]) -> list[Divided]:
+def joined_terms(parts: Sequence[Sequence[Divided]]) -> list[Divided]:
     """Join the values of the replicas' micro-batches."""
     joined: list[Divided] = []
     for term in zip(*parts, strict=True):

@@ -21,9 +21,9 @@ from fxpipe.formatting import bytes_text
 from fxpipe.ir.recipe import Placement, Recipe, find_recipe, one_each
 from fxpipe.log import LOGGER
 from fxpipe.runtime.batch import MicroBatches
-from fxpipe.runtime.choice import Choice
+from fxpipe.runtime.choice import ThreadChoice
 
-Start = tuple[Recipe, Callable[[Options, Choice], Compiler]]
+Start = tuple[Recipe, Callable[[Options, ThreadChoice], Compiler]]
 
 
 class Auto(LateSchedule):
@@ -74,7 +74,7 @@ class AutoCompiler(Compiler):
     _size = 0  # of the largest batch that a schedule was chosen for
     _stages: Stages | None = None
 
-    def __init__(self, options: Options, choice: Choice, placement: PendingPlacement) -> None:
+    def __init__(self, options: Options, choice: ThreadChoice, placement: PendingPlacement) -> None:
         super().__init__(options, choice)
         self._pending = placement
 
@@ -111,7 +111,7 @@ class AutoCompiler(Compiler):
         count = min(size, options.microbatches or 4 * len(options.devices))
         before, cut, auto = self.timetable, bool(self.loads), options.decides == "auto"
         recompute = "always" if auto and options.recompute == "never" else options.recompute
-        devices, asked = len(options.devices), offloading.given(options)
+        devices, asked = len(options.devices), offloading.offload_of(options)
         by_stage = not isinstance(options.recompute, str) or (
             asked is not None and not isinstance(asked.modes, str)
         )

@@ -17,7 +17,7 @@ def possible() -> bool:
     return there("extension", "offload")
 
 
-def given(options: Options) -> Any:
+def offload_of(options: Options) -> Any:
     """The extension that a pipe was given, or None."""
     kind = find("extension", "offload") if possible() else ()
     return next((each for each in options.extensions if isinstance(each, kind)), None)
@@ -25,7 +25,7 @@ def given(options: Options) -> Any:
 
 def modes_given(options: Options, stages: int) -> Modes:
     """Stage → the mode that a pipe was given."""
-    asked = given(options)
+    asked = offload_of(options)
     return modes_of(asked.modes if asked else "never", stages)
 
 

@@ -32,7 +32,7 @@ from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.partition.atoms import Atoms, atoms_of, footprint_of
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.pipeline import Pipeline
-from fxpipe.runtime.choice import Choice as Threads
+from fxpipe.runtime.choice import ThreadChoice as Threads
 from fxpipe.runtime.devices.lanes import home
 from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.torchtools.state import untouched, without_collection

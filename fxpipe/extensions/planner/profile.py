@@ -8,7 +8,7 @@ from functools import cache
 
 from fxpipe.extensions.planner.candidates import Affine
 from fxpipe.extensions.simulator.sizes import Sizes
-from fxpipe.passes.partition.work import Division, Machine, Work, default_partitioner
+from fxpipe.passes.partition.work import Division, StageDevices, Work, default_partitioner
 
 KINDS = "FBIW"
 
@@ -42,7 +42,7 @@ class Profile:
         atoms. ``speed`` is that of the devices."""
         if len(self.work) < stages:
             return None
-        division = default_partitioner().divide(self.work, Machine.equal(stages), self.layers)
+        division = default_partitioner().divide(self.work, StageDevices.equal(stages), self.layers)
         return None if division is None else Cut(self, division, stages, speed)
 
 

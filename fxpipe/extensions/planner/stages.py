@@ -28,7 +28,12 @@ from fxpipe.extensions.planner.candidates import (
 )
 from fxpipe.extensions.simulator.away import away_rates
 from fxpipe.extensions.simulator.costs import Times, measured_costs
-from fxpipe.extensions.simulator.predict import given_links, predict, predicted_peaks, step_sizes
+from fxpipe.extensions.simulator.predict import (
+    given_links,
+    predict_step,
+    predicted_peaks,
+    step_sizes,
+)
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.program import Program
@@ -306,7 +311,7 @@ class Stages:
                 sizes = self._held(samples)
         except FxpipeError:
             return None
-        run = predict(
+        run = predict_step(
             self._compiled.plan,
             program,
             sizes,

@@ -33,7 +33,7 @@ def check_predictable(optimizer: Optimizer) -> None:
         )
 
 
-def predict(
+def predict_weights(
     optimizer: Optimizer,
     groups: Sequence[Mapping[str, Any]],
     weights: Mapping[Tensor, Tensor],

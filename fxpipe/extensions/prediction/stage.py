@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxpipe.extensions.prediction.prediction import check_predictable, predict
+from fxpipe.extensions.prediction.prediction import check_predictable, predict_weights
 from fxpipe.runtime.weights.stage_weights import (
     Buffers,
     StageWeights,
@@ -95,5 +95,5 @@ class PredictedStage(StageWeights):
             if parameter.requires_grad
         }
         with torch.no_grad():
-            predict(self.optimizer, groups, weights, self.delay)
+            predict_weights(self.optimizer, groups, weights, self.delay)
         self.predicted[self.newest] = tensors

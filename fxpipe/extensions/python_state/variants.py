@@ -78,7 +78,7 @@ class Variants(Guard):
         try:
             yield
         finally:
-            put_back(before)
+            profile_again(before)
             self._seen = None
 
     def checked(self, run: Callable[[], T]) -> T:
@@ -178,7 +178,7 @@ def _strings(constants: Iterable[Any]) -> Iterator[str]:
             yield from _strings(constant)
 
 
-def put_back(profiler: Any) -> None:
+def profile_again(profiler: Any) -> None:
     """Set the thread's profiler to one that ``sys.getprofile`` returned before.
 
     A profiler written in C, such as cProfile's, is not callable and enables itself.

@@ -138,7 +138,7 @@ def given_policies(problem: Problem) -> Iterator[Policy]:
         for gap, (room_gap, hold), style in product(_GAPS, others, styles):
             yield Policy(
                 tuple(
-                    Habit(limit, *turns(problem, style, s, limit), gap, room_gap, 10**6, hold)
+                    Habit(limit, *delays_of(problem, style, s, limit), gap, room_gap, 10**6, hold)
                     for s, limit in enumerate(limits)
                 )
             )
@@ -162,7 +162,7 @@ def greedy_policies(problem: Problem) -> Iterator[Policy]:
                 for s in range(problem.stages):
                     most = min(problem.microbatches, room(problem, s))
                     limit = most if share else max(1, min(most, problem.stages - s))
-                    put_off = turns(problem, "turns", s, limit)
+                    put_off = delays_of(problem, "turns", s, limit)
                     habits.append(Habit(limit, *put_off, 1.0, 0.0, 10**6, hold))
                 yield Policy(tuple(habits), even)
 
@@ -183,7 +183,7 @@ def limits_of(problem: Problem, share: float, rounded: Callable[[float], int] = 
     return limits
 
 
-def turns(problem: Problem, style: str, stage: int, limit: int) -> tuple[float, float]:
+def delays_of(problem: Problem, style: str, stage: int, limit: int) -> tuple[float, float]:
     """By how many micro-batches a style puts off a stage's forwards, and its input gradients."""
     if style == "input":
         return 0.0 if stage == 0 else -float(stage), FIRST
@@ -220,7 +220,7 @@ def random_policy(problem: Problem, random: Random) -> Policy:
     habits = []
     for s, limit in enumerate(limits):
         gap, room_gap, most, hold = shared if alike else one_habit(random)
-        habits.append(Habit(limit, *turns(problem, style, s, limit), gap, room_gap, most, hold))
+        habits.append(Habit(limit, *delays_of(problem, style, s, limit), gap, room_gap, most, hold))
     return Policy(tuple(habits), random.random() < 0.15)
 
 

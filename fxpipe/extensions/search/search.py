@@ -16,7 +16,7 @@ from fxpipe.extensions.search.bounds import best_bound
 from fxpipe.extensions.search.local import Local
 from fxpipe.extensions.search.problem import Order, Problem
 from fxpipe.extensions.search.read import Given, problems_of
-from fxpipe.extensions.search.timing import fits, peaks, value_of
+from fxpipe.extensions.search.timing import fits, peaks_of_order, value_of
 from fxpipe.extensions.simulator.costs import Costs, Links, measured_costs
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan
@@ -259,7 +259,11 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> Found:
 def _less_memory(problem: Problem, order: Order, limits: _Limits) -> tuple[float, ...]:
     """Device → its memory, less where an order that fits the problem does not fit the limits."""
     kept = zip(
-        problem.memory, peaks(problem, order), limits.over(order), problem.least_memory, strict=True
+        problem.memory,
+        peaks_of_order(problem, order),
+        limits.over(order),
+        problem.least_memory,
+        strict=True,
     )
     return tuple(
         max(least, min(most, peak - more)) if more else most for most, peak, more, least in kept

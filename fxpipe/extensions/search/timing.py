@@ -90,11 +90,11 @@ def starts_of(
 
 def fits(problem: Problem, order: Order) -> bool:
     """Whether each device keeps to its memory."""
-    most = zip(peaks(problem, order), problem.memory, strict=True)
+    most = zip(peaks_of_order(problem, order), problem.memory, strict=True)
     return all(peak <= memory * (1 + 1e-12) for peak, memory in most)
 
 
-def peaks(problem: Problem, order: Order) -> list[float]:
+def peaks_of_order(problem: Problem, order: Order) -> list[float]:
     """Device → the most memory that it keeps at any time."""
     more = problem.takes
     kept = []

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from fxpipe.errors import InputError
-from fxpipe.extensions.simulator.simulation import Events, Simulation, Transfer
+from fxpipe.extensions.simulator.simulation import Events, Simulation, TransferSpan
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.extensions.simulator.sums import GATHERING, Sum, awaited_by, begins, begun_by, beside
 from fxpipe.ir import instruction as ins
@@ -58,7 +58,7 @@ def measured_run(
         for position, instruction in enumerate(list_):
             if isinstance(instruction, ins.Sending):
                 sent, target = events.ends[device][position], flat.destination(instruction)
-                events.transfers[instruction.buffer] = Transfer(
+                events.transfers[instruction.buffer] = TransferSpan(
                     instruction.buffer, device, target, position, sent, sent, sent
                 )
             elif (begun_copy := begins(instruction)) is not None:
@@ -66,7 +66,7 @@ def measured_run(
             elif (moved := beside(instruction)) is not None:
                 at, here = begun_at.pop(moved), events.ends[device][position]
                 sent = events.ends[device][at]
-                events.transfers[moved] = Transfer(moved, device, device, at, sent, sent, here)
+                events.transfers[moved] = TransferSpan(moved, device, device, at, sent, sent, here)
             elif (begun := begun_by(instruction, program)) is not None:
                 left[begun] = position
             elif instruction.opcode in GATHERING:
@@ -74,7 +74,9 @@ def measured_run(
                 for sums in [s for s in left if s[:3] == awaited[:3]]:  # all buckets
                     at = left.pop(sums)
                     sent = events.ends[device][at]
-                    events.transfers[sums] = Transfer(sums, device, device, at, sent, sent, here)
+                    events.transfers[sums] = TransferSpan(
+                        sums, device, device, at, sent, sent, here
+                    )
     return Simulation(
         flat,
         program,

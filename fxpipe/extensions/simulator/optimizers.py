@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from fxpipe.torchtools.counting import Counting
-from fxpipe.torchtools.optimizers import alone
+from fxpipe.torchtools.optimizers import copy_alone
 
 _SIDE = 64
 _FEW = 1 << 22
@@ -78,7 +78,7 @@ def _measured(optimizer: Optimizer) -> tuple[int, int]:
 
 def _steps(optimizer: Optimizer, groups: list[dict[str, Any]]) -> tuple[int, int]:
     """The same for a copy of the optimizer with other parameter groups."""
-    stepped, step = alone(optimizer, groups), type(optimizer).step
+    stepped, step = copy_alone(optimizer, groups), type(optimizer).step
     step(stepped)
     with Counting(meta=True) as counting:
         step(stepped)

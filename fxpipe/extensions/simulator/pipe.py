@@ -13,7 +13,7 @@ from fxpipe.arguments import check_whole
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.extensions.simulator.costs import Costs, Links, Times
 from fxpipe.extensions.simulator.measured import measured_run
-from fxpipe.extensions.simulator.predict import given_links, held_sizes, predict
+from fxpipe.extensions.simulator.predict import given_links, held_sizes, predict_step
 from fxpipe.extensions.simulator.simulation import Simulation
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.program import Program
@@ -60,7 +60,7 @@ def simulate_pipe(
     program, samples, times = _PROFILED.get(pipe, (None, 0, None))
     profiled = program is compiled.program and samples == compiled.samples
     alone = options.group.size == 1 and not options.places
-    return predict(
+    return predict_step(
         compiled.plan,
         compiled.whole(),
         held(pipe, compiled),

@@ -31,7 +31,7 @@ _LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
 """Schedules with a flush that keep fewer micro-batches than others of the same placement."""
 
 
-def predict(
+def predict_step(
     plan: Plan,
     program: Program,
     sizes: Sizes,
@@ -77,7 +77,7 @@ def predicted_peaks(plan: Plan, program: Program, sizes: Sizes) -> list[int]:
     """Device → the most bytes that it is predicted to hold, as ``pipe.simulate()`` shows it. If
     nothing was measured, tasks take units of time."""
     costs = None if measured_costs(plan) else {"F": 1.0}
-    return [memory.peak for memory in predict(plan, program, sizes, costs).memory]
+    return [memory.peak for memory in predict_step(plan, program, sizes, costs).memory]
 
 
 def peaks(

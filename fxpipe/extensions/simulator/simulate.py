@@ -22,7 +22,7 @@ from fxpipe.extensions.simulator.costs import (
     task_times,
 )
 from fxpipe.extensions.simulator.pairs import Saved, saved
-from fxpipe.extensions.simulator.simulation import Events, Simulation, Transfer
+from fxpipe.extensions.simulator.simulation import Events, Simulation, TransferSpan
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.extensions.simulator.sums import GATHERING, Sum, awaited_by, begins, begun_by
 from fxpipe.extensions.simulator.sums import beside as awaits
@@ -218,7 +218,7 @@ def run(
 
     def move(what: Buffer | Sum, target: int, ready: float, start: float, end: float) -> float:
         """Note a transfer, and return when it is over."""
-        transfers[what] = Transfer(what, device, target, position, ready, start, end)
+        transfers[what] = TransferSpan(what, device, target, position, ready, start, end)
         return end
 
     for device, stop in turns:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.simulator.memory import Memory
 
 
-class Transfer(NamedTuple):
+class TransferSpan(NamedTuple):
     """The transfer of a value from one device to another, or to the same device of other replicas.
 
     Attributes:
@@ -65,7 +65,7 @@ class Events:
 
     starts: tuple[list[float], ...]
     ends: tuple[list[float], ...]
-    transfers: dict[Buffer | Sum, Transfer] = field(default_factory=dict)
+    transfers: dict[Buffer | Sum, TransferSpan] = field(default_factory=dict)
 
     def free(self, device: int) -> float:
         """The end of a device's last instruction."""
@@ -144,7 +144,7 @@ class Simulation:
         )
 
     @property
-    def transfers(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[TransferSpan, ...]:
         """What went from one device to another."""
         return tuple(self.events.transfers.values())
 

@@ -14,16 +14,16 @@ from fxpipe.extensions.slices.placing import (
     chain_parameters,
     cut_into_slices,
     fold,
+    follow_first,
     name_modules,
     of_one_slice,
-    spread,
 )
-from fxpipe.extensions.slices.unroll import Cache, unroll
+from fxpipe.extensions.slices.unroll import Cache, in_slices
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.work import Machine
+from fxpipe.passes.partition.work import StageDevices
 from fxpipe.passes.runner import Pass
 
 
@@ -70,22 +70,24 @@ class Slices(Extension):
         slices, dim = options.recipe.slices, self.dim
 
         def unroll_slices(model: nn.Module) -> nn.Module:
-            return unroll(model, slices, dim, self.cache)
+            return in_slices(model, slices, dim, self.cache)
 
-        def divide_one_slice(stages: int, machine: Machine) -> tuple[int, Machine, Machine]:
+        def divide_one_slice(
+            stages: int, machine: StageDevices
+        ) -> tuple[int, StageDevices, StageDevices]:
             return of_one_slice(stages, machine, slices)
 
         def fold_costs(traced: Traced, costs: Mapping[str, NodeCost]) -> dict[str, NodeCost]:
             return fold(traced, costs, slices, dim)
 
         def spread_slices(traced: Traced, assignment: Assignment) -> Assignment:
-            return spread(traced, assignment, assignment.stages, slices, dim)
+            return follow_first(traced, assignment, assignment.stages, slices, dim)
 
-        def all_slices(whole_machine: Machine) -> Machine:
+        def all_slices(whole_machine: StageDevices) -> StageDevices:
             return whole_machine
 
         def follow_slices(traced: Traced, assignment: Assignment) -> Assignment:
-            return spread(traced, assignment, assignment.stages // slices, slices, dim)
+            return follow_first(traced, assignment, assignment.stages // slices, slices, dim)
 
         def name_stages(traced: Traced, assignment: Assignment, plan: Plan) -> Plan:
             return name_modules(traced, assignment, plan, slices)

@@ -20,14 +20,16 @@ from fxpipe.passes.graph.lazy_module import copied
 from fxpipe.passes.partition.assignment import Assignment, bonds, compute_nodes, in_order
 from fxpipe.passes.partition.cut import whole_modules
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.work import Machine
+from fxpipe.passes.partition.work import StageDevices
 from fxpipe.torchtools.source import module_stack
 
 Key = tuple[str, str, int]
 """A node's submodule, its operation, and its number among such nodes of its slice."""
 
 
-def of_one_slice(stages: int, machine: Machine, slices: int) -> tuple[int, Machine, Machine]:
+def of_one_slice(
+    stages: int, machine: StageDevices, slices: int
+) -> tuple[int, StageDevices, StageDevices]:
     """The stages and the machine of one slice, and the machine of all."""
     row = stages // slices
     return (
@@ -65,7 +67,9 @@ def fold(
     return folded
 
 
-def spread(traced: Traced, assignment: Assignment, row: int, slices: int, dim: int) -> Assignment:
+def follow_first(
+    traced: Traced, assignment: Assignment, row: int, slices: int, dim: int
+) -> Assignment:
     """Let every slice follow slice 0, whose nodes are on the first ``row`` stages. A graph that is
     not in slices keeps its stages.
 

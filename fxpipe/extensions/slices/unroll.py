@@ -35,7 +35,7 @@ _NOT_CAUSAL = (
 )
 
 
-def unroll(model: nn.Module, slices: int, dim: int, cache: Cache | None) -> nn.Module:
+def in_slices(model: nn.Module, slices: int, dim: int, cache: Cache | None) -> nn.Module:
     """A model over the same parameters whose ``forward`` runs slice after slice.
 
     A loss, and a model in eval mode, which may be called for sequences of any length, come back

@@ -26,7 +26,7 @@ from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import CROSSING, Buffer
 from fxpipe.runtime.devices.backend import Channels
-from fxpipe.runtime.host import Job, alone
+from fxpipe.runtime.host import Job, in_own_storage
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.ranks.group import RankGroup, failure_of
 from fxpipe.runtime.ranks.log import Entry
@@ -221,7 +221,7 @@ class RankChannels(Channels):
         Small values such as losses are collected into one message, unless batches overlap: then a
         caller may need them before the run ends.
         """
-        value = alone(value)  # it may stay here until the end of the step
+        value = in_own_storage(value)  # it may stay here until the end of the step
         self._unsent.append((buffer, value))
         small = isinstance(value, Tensor) and value.nbytes < SMALL
         if not small or self._overlaps:

@@ -81,12 +81,12 @@ Change = Callable[[tuple[str, ...], Tensor], Tensor]
 """What stands for a tensor: (its path in the checkpoint, the tensor) → a tensor."""
 
 
-def plain(value: Any, change: Change, path: tuple[str, ...] = ()) -> Any:
+def in_plain_form(value: Any, change: Change, path: tuple[str, ...] = ()) -> Any:
     """A value with dicts in place of dataclasses, and with its tensors changed: what
     ``torch.load`` reads without running code. Raises CheckpointError if there is no such form."""
 
     def inside(item: Any, key: object) -> Any:
-        return plain(item, change, (*path, str(key)[:_DEEPEST]))
+        return in_plain_form(item, change, (*path, str(key)[:_DEEPEST]))
 
     if len(path) > _DEEPEST:
         raise CheckpointError(f"{path[0]} holds itself, or is more than {_DEEPEST} levels deep")
@@ -116,8 +116,8 @@ def plain(value: Any, change: Change, path: tuple[str, ...] = ()) -> Any:
 
 
 def encode(checkpoint: Checkpoint, change: Change, parts: Iterable[str] = EVERYTHING) -> Any:
-    """Turn these attributes of a checkpoint into plain dicts; see ``plain``."""
-    return {name: plain(getattr(checkpoint, name), change, (name,)) for name in parts}
+    """Turn these attributes of a checkpoint into plain dicts; see ``in_plain_form``."""
+    return {name: in_plain_form(getattr(checkpoint, name), change, (name,)) for name in parts}
 
 
 def decode(content: Mapping[str, Any]) -> Checkpoint:
@@ -136,7 +136,7 @@ def decode(content: Mapping[str, Any]) -> Checkpoint:
     return Checkpoint(**{**rest, "history": history, "optimizer": optimizer})
 
 
-def held(path: tuple[str, ...], tensor: Tensor) -> Tensor:
+def as_held(path: tuple[str, ...], tensor: Tensor) -> Tensor:
     """A tensor as a checkpoint holds it: a ``Change``. Raises CheckpointError if it cannot."""
     value = tensor.detach()
     dense = value.layout is torch.strided and not value.is_quantized

@@ -10,9 +10,9 @@ import torch
 from fxpipe.errors import CheckpointError, told
 from fxpipe.runtime.weights.checkpoint import (
     Checkpoint,
+    as_held,
     decode,
     encode,
-    held,
     load,
     refuse_newer,
 )
@@ -24,13 +24,13 @@ FORMAT = 4
 _KEY = "fxpipe"
 
 
-def write(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> None:
+def write_checkpoint(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> None:
     """Write a file; an older one is replaced only once the new one is complete.
 
     Raises:
         CheckpointError: the file cannot hold a value, or cannot be written.
     """
-    content = {_KEY: FORMAT, **encode(checkpoint, held)}
+    content = {_KEY: FORMAT, **encode(checkpoint, as_held)}
     try:
         with replacing(path) as unfinished:
             torch.save(content, unfinished)
@@ -39,7 +39,7 @@ def write(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"cannot write the checkpoint {str(path)!r}: {why}") from error
 
 
-def read(path: str | os.PathLike[str]) -> Checkpoint:
+def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a file; no code in it can run.
 
     Raises:

@@ -34,7 +34,7 @@ def unshared(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def shown(setting: Any) -> str:
+def setting_text(setting: Any) -> str:
     """The text of a setting: with all digits, and without memory addresses."""
     value = setting.tolist() if isinstance(setting, Tensor) else setting
     return without_addresses(repr(value))
@@ -44,17 +44,17 @@ Mark = tuple[Any, int]
 """A setting, and its version counter, which counts changes in place."""
 
 
-def mark(value: Any) -> Mark:
+def marked(value: Any) -> Mark:
     """A setting as it is now, for ``differs`` to compare with later."""
     return value, value._version if isinstance(value, Tensor) else 0
 
 
 def differs(before: Mark, value: Any) -> bool:
     """Whether a setting was replaced, or changed in place, since it was marked."""
-    return before[0] is not value or before[1] != mark(value)[1]
+    return before[0] is not value or before[1] != marked(value)[1]
 
 
-def copied(values: Any) -> Any:
+def copied_state(values: Any) -> Any:
     """A copy of the state of one parameter or group, usually a dict."""
     if not isinstance(values, dict):
         return copy.deepcopy(values)
@@ -138,7 +138,9 @@ class Weights:
         name → value: BatchNorm moments are merged over all replicas, every other buffer is the
         first replica's."""
         names = [norm.moments for norm in self._deferred if norm.moments in written[0]]
-        merged = {name: moments.merged([values[name] for values in written]) for name in names}
+        merged = {
+            name: moments.merged_moments([values[name] for values in written]) for name in names
+        }
         return written[0] | merged
 
     def buffers(self, stage: int) -> Sequence[Tensor]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fxpipe.errors import InputError, told
 from fxpipe.runtime.weights.live import settings
 from fxpipe.runtime.weights.optimizer_state import placed
-from fxpipe.torchtools.optimizers import alone
+from fxpipe.torchtools.optimizers import copy_alone
 
 OptimizerLike = (
     Optimizer
@@ -93,7 +93,7 @@ class GivenOptimizer:
                     _refuse_without_data(whole, kept)
                     if target is not parameter:
                         state[target] = placed(kept, target, group)
-        optimizer: Optimizer = alone(whole, groups)
+        optimizer: Optimizer = copy_alone(whole, groups)
         optimizer.state.update(state)
         return optimizer
 
@@ -101,7 +101,9 @@ class GivenOptimizer:
         """An optimizer like a stage's over one parameter that is not the model's, for a trial."""
         if self.whole is None:
             return self._call([parameter])
-        return alone(self.whole, [{**settings(self.whole.param_groups[0]), "params": [parameter]}])
+        return copy_alone(
+            self.whole, [{**settings(self.whole.param_groups[0]), "params": [parameter]}]
+        )
 
     def _call(self, parameters: list[Any]) -> Optimizer:
         """Call the user's function. Raises InputError, see ``all``."""

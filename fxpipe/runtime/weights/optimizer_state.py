@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import CheckpointError
-from fxpipe.runtime.weights.live import copied, settings, unshared
+from fxpipe.runtime.weights.live import copied_state, settings, unshared
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _settings(
     if not names:
         kind = type(optimizer).__qualname__
         like = (g.settings for g in saved.groups if (g.kind, g.index) == (kind, index))
-        return dict(copied(next(like, {})))
+        return dict(copied_state(next(like, {})))
     first = saved.groups[saved.parameters[names[0]].group]
     for name in names[1:]:
         key = differing(first.settings, saved.groups[saved.parameters[name].group].settings)
@@ -180,7 +180,7 @@ def _settings(
                 f"{key!r} in the checkpoint; let the optimizer function put them in different "
                 "groups as then"
             )
-    return dict(copied(first.settings))
+    return dict(copied_state(first.settings))
 
 
 def _same(a: GroupState, b: GroupState) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.value import owners
-from fxpipe.runtime.weights.live import Mark, differs, mark, settings, shown, unshared
+from fxpipe.runtime.weights.live import Mark, differs, marked, setting_text, settings, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_step_hooks
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, bring, loading, take
 
@@ -161,7 +161,7 @@ class Optimizers:
         """The settings of the whole optimizer's groups, a line each, without those that steps have
         changed: processes step at other times."""
         return [
-            f"{key} of optimizer group {index}: {shown(value)}"
+            f"{key} of optimizer group {index}: {setting_text(value)}"
             for index, group in enumerate(self._given.all().param_groups)
             for key, value in settings(group).items()
             if (index, key) not in self._stepped
@@ -220,8 +220,8 @@ class Optimizers:
     def _note(self, index: int, key: str) -> None:
         """Note that the stages have a setting of the whole optimizer, or have given it to that."""
         value = self._given.all().param_groups[index][key]
-        marks = [mark(part.param_groups[index][key]) for part in self._parts]
-        self._sent[index, key] = mark(value), marks
+        marks = [marked(part.param_groups[index][key]) for part in self._parts]
+        self._sent[index, key] = marked(value), marks
 
     def _look(self) -> None:
         """Finish the batches in flight, and fetch what they have changed. Raises InputError if no

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.weights.live import differs, mark, settings
+from fxpipe.runtime.weights.live import differs, marked, settings
 from fxpipe.runtime.weights.optimizer_state import frozen
 from fxpipe.torchtools.optimizers import twin
 
@@ -283,7 +283,7 @@ def step_with(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> list[di
     pairs = zip(optimizer.param_groups, values, strict=True)
     stepped = twin(optimizer, [{**group, **older} for group, older in pairs])
     attributes = dict(vars(stepped))
-    before = [{key: mark(value) for key, value in group.items()} for group in values]
+    before = [{key: marked(value) for key, value in group.items()} for group in values]
     type(optimizer).step(stepped)
     for name, value in vars(stepped).items():
         if name != "param_groups" and value is not attributes.get(name):

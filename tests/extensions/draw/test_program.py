@@ -14,7 +14,7 @@ from fxpipe.extensions.draw.picture import FAULT, GRADIENT, SKIP, Picture
 from fxpipe.extensions.draw.program import (
     DETAILED,
     draw_program,
-    rows_of,
+    program_rows,
     sketch_program,
 )
 from fxpipe.extensions.draw.styles import instruction_style
@@ -67,7 +67,7 @@ def lowered(plan: Plan, schedule: Schedule, *, pause: bool = False) -> Program:
 
 
 def walk_program(program: Program) -> Timeline[ins.Instruction]:
-    return sketch_program(program, rows_of(program), 0.0)
+    return sketch_program(program, program_rows(program), 0.0)
 
 
 def by_hand(*lists: tuple[ins.Instruction, ...]) -> Program:
@@ -272,7 +272,7 @@ def test_streams_are_rows_and_events_arrows() -> None:
 
 def test_what_waits_for_an_event_starts_after_it() -> None:
     program = Streams()(lowered(chain(3), one_f_one_b(3, 4)))
-    rows = rows_of(program)
+    rows = program_rows(program)
     spans = {(s.device, s.position): s for s in sketch_program(program, rows, 0.25).spans}
     assert len(spans) == sum(map(len, program.lists))
     for place, sources in rows.waits.items():

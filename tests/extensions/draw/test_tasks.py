@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxpipe.extensions.draw.program import rows_of, sketch_program
+from fxpipe.extensions.draw.program import program_rows, sketch_program
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
@@ -48,7 +48,7 @@ def test_a_schedule_that_leaves_its_sums_out_is_drawn_and_told_with_them() -> No
 @pytest.mark.parametrize("opcode", ins.OPCODES)
 def test_every_opcode_is_drawn_with_its_launch(opcode: str) -> None:
     program = launching(opcode)
-    walked = sketch_program(program, rows_of(program), 0.0)
+    walked = sketch_program(program, program_rows(program), 0.0)
     assert len(walked.spans) + len(walked.unrun) == 2
     assert program.draw() is not None
 

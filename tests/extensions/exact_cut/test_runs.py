@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from fxpipe.extensions.exact_cut.runs import Goal, Runs
 from fxpipe.extensions.exact_cut.solve import solve
-from fxpipe.passes.partition.work import Machine, Transfer, Work
+from fxpipe.passes.partition.work import StageDevices, Transfer, Work
 from tests.helpers.works import MANY, chain, machines, works
 from tests.oracles.every_division import fits
 
 
-def as_runs(work: Work, machine: Machine, cuts: Sequence[int]) -> tuple[list[float], int] | None:
+def as_runs(
+    work: Work, machine: StageDevices, cuts: Sequence[int]
+) -> tuple[list[float], int] | None:
     """Seconds of each run, and bytes that arrive at any, where every run keeps its limit.
 
     What arrives comes from the stage before, and what leaves goes to the next one, once.
@@ -106,7 +108,7 @@ def cells(count: int, dice: random.Random) -> Work:
 @pytest.mark.parametrize("work", [cells(6, random.Random(0)), chain([1.0] * 80)])
 def test_links_slower_than_all_compute_leave_a_division(work: Work) -> None:
     link = ((1e4,) * 4,) * 4
-    found = solve(work, Machine((1.0,) * 4, per_byte=link))
+    found = solve(work, StageDevices((1.0,) * 4, per_byte=link))
     assert found is not None
     assert found.slowest >= 2e4
 
@@ -115,7 +117,7 @@ def test_a_search_finds_the_fastest_link_to_any_stage() -> None:
     """From the first stage to the last is fast, by way of the second slow; nothing takes it."""
     work = Work((1.0,) * 3, (0,) * 3, (0,) * 3, (Transfer(0, (2,), 1),))
     link = ((0.0, 10.0, 0.1), (10.0, 0.0, 10.0), (0.1, 10.0, 0.0))
-    found = solve(work, Machine((1.0,) * 3, per_byte=link))
+    found = solve(work, StageDevices((1.0,) * 3, per_byte=link))
     assert found is not None
     assert found.stage_of == (0, 1, 2)
     assert found.slowest == pytest.approx(1.1)
@@ -125,5 +127,5 @@ def test_a_shared_parameter_weighs_on_the_stage_that_owns_it() -> None:
     tied = Transfer(None, (0, 1), 0, True, 10)
     work = Work((1.0, 1.0), (0, 0), (0, 0), (Transfer(0, (1,), 0), tied))
     for limits, fits_ in (((9.0, 99.0), False), ((10.0, 0.0), True)):
-        found = solve(work, Machine((1.0, 1.0), limits, (1, 1)))
+        found = solve(work, StageDevices((1.0, 1.0), limits, (1, 1)))
         assert (found is not None) == fits_

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.extensions.exact_cut.solve import SLACK, least_limits, solve
-from fxpipe.passes.partition.work import Machine, Transfer, Work
+from fxpipe.passes.partition.work import StageDevices, Transfer, Work
 from tests.helpers.profiles import DEEP
 from tests.helpers.works import MANY, chain, machines, works
 from tests.oracles.every_division import fits, legal, weighed
@@ -42,7 +42,7 @@ def test_no_run_of_the_programs_order_is_faster_and_limits_are_kept(
         assert max(seconds) <= best * (1 + SLACK) + 1e-9
 
 
-def blocks(count: int, stages: int, dice: random.Random) -> tuple[Work, Machine]:
+def blocks(count: int, stages: int, dice: random.Random) -> tuple[Work, StageDevices]:
     """Blocks of four atoms beside a shortcut, with links and limits, as residual networks have."""
     transfers = []
     for first in range(0, 5 * count, 5):
@@ -57,7 +57,7 @@ def blocks(count: int, stages: int, dice: random.Random) -> tuple[Work, Machine]
     saved = tuple(dice.randrange(9) for _ in range(atoms))
     link = tuple(tuple(0.05 * (a != b) for b in range(stages)) for a in range(stages))
     limit = 1.5 * sum(saved)
-    machine = Machine(
+    machine = StageDevices(
         (1.0, 2.0) * (stages // 2), (limit,) * stages, tuple(range(stages, 0, -1)), link
     )
     return Work(seconds, (1,) * atoms, saved, tuple(transfers)), machine
@@ -100,7 +100,7 @@ def test_a_chain_is_never_cut_worse_than_the_best_blocks_of_its_layers(
         math.fsum(s for s, at in zip(seconds, layers, strict=True) if at == layer)
         for layer in sorted(set(layers))
     ]
-    found = solve(chain(seconds), Machine.equal(stages), layers)
+    found = solve(chain(seconds), StageDevices.equal(stages), layers)
     assert found is not None
     assert found.slowest <= block_partition(whole, stages) * (1 + 1e-9)
 
@@ -115,7 +115,7 @@ def test_of_cuts_as_good_the_one_that_sends_least_is_taken(
     atoms: list[tuple[float, int]], stages: int
 ) -> None:
     work = chain([seconds for seconds, _ in atoms], [size for _, size in atoms])
-    machine = Machine.equal(stages)
+    machine = StageDevices.equal(stages)
     found = solve(work, machine)
     assert found is not None
     cap = block_partition(work.seconds, stages) * (1 + SLACK)
@@ -136,8 +136,8 @@ def test_a_slow_link_is_avoided() -> None:
     """The two stages could be equal; the value there is large, and the link takes longer."""
     work = chain([1.0] * 6, [1, 1, 100, 1, 1])
     link = ((0.0, 0.1), (0.1, 0.0))
-    found = solve(work, Machine((1.0, 1.0), per_byte=link))
-    free = solve(work, Machine.equal(2))
+    found = solve(work, StageDevices((1.0, 1.0), per_byte=link))
+    free = solve(work, StageDevices.equal(2))
     assert found is not None
     assert free is not None
     assert free.crossing == 100
@@ -147,7 +147,7 @@ def test_a_slow_link_is_avoided() -> None:
 
 def test_memory_limits_move_a_cut() -> None:
     work = Work((1.0,) * 4, (10, 10, 1, 1), (1,) * 4, chain([1.0] * 4).transfers)
-    found = solve(work, Machine((1.0, 1.0), (13.0, math.inf), (2, 1)))
+    found = solve(work, StageDevices((1.0, 1.0), (13.0, math.inf), (2, 1)))
     assert found is not None
     assert found.stage_of == (0, 1, 1, 1)
     assert found.loads[0].memory == 12  # its parameters, and two micro-batches
@@ -156,7 +156,7 @@ def test_memory_limits_move_a_cut() -> None:
 
 def test_the_least_limits_that_would_do_are_found() -> None:
     work = Work((1.0,) * 4, (8, 4, 4, 8), (0,) * 4, chain([1.0] * 4, [0] * 3).transfers)
-    machine = Machine((1.0, 1.0), (2.0, 2.0), (1, 1))
+    machine = StageDevices((1.0, 1.0), (2.0, 2.0), (1, 1))
     assert solve(work, machine) is None
     assert max(load.memory for load in least_limits(work, machine).loads) == 12
 
@@ -182,7 +182,7 @@ def wide(atoms: int, kind: str) -> Work:
 @pytest.mark.parametrize("kind", ["chain", "towers", "random"])
 def test_many_atoms_are_divided_evenly(kind: str) -> None:
     work = wide(ATOMS, kind)
-    found = solve(work, Machine.equal(8))
+    found = solve(work, StageDevices.equal(8))
     assert found is not None
     assert found.slowest <= 1.02 * work.total / 8
 
@@ -191,7 +191,7 @@ def test_many_atoms_are_divided_evenly(kind: str) -> None:
 def test_many_atoms_are_divided_within_limits(kind: str) -> None:
     """By even work the first stages, which keep the most micro-batches, would exceed them."""
     work, peaks = wide(ATOMS, kind), tuple(range(8, 0, -1))
-    machine = Machine((1.0,) * 8, (750.0 * ATOMS,) * 8, peaks)
+    machine = StageDevices((1.0,) * 8, (750.0 * ATOMS,) * 8, peaks)
     found = solve(work, machine)
     assert found is not None and found.fits(machine)
     assert found.slowest <= 1.1 * work.total / 8
@@ -199,7 +199,7 @@ def test_many_atoms_are_divided_within_limits(kind: str) -> None:
 
 def test_what_is_reserved_is_left_free() -> None:
     work = Work((1.0,) * 4, (5,) * 4, (0,) * 4, tuple(Transfer(i, (i + 1,), 0) for i in range(3)))
-    machine = Machine((1.0, 1.0), (13.0, math.inf), (1, 1), reserved=(4, 0))
+    machine = StageDevices((1.0, 1.0), (13.0, math.inf), (1, 1), reserved=(4, 0))
     found = solve(work, machine)
     assert found is not None
     assert found.stage_of == (0, 1, 1, 1)

@@ -12,7 +12,7 @@ import fxpipe
 from fxpipe.extensions.search.listing import order_by_policy
 from fxpipe.extensions.search.local import random_policy
 from fxpipe.extensions.search.read import Given, problems_of
-from fxpipe.extensions.search.timing import peaks
+from fxpipe.extensions.search.timing import peaks_of_order
 from fxpipe.extensions.simulator import Sizes
 from fxpipe.extensions.simulator.costs import Key
 
@@ -37,4 +37,4 @@ def test_a_problem_counts_what_a_simulation_does(flush: bool, whole: bool) -> No
             rows = tuple(map(tuple, order))
             schedule = problem.schedule_of(rows)
             ran = schedule.simulate(costs, sizes=sizes, steps=1 if flush else None)
-            assert [each.peak for each in ran.memory] == [*peaks(problem, rows)]
+            assert [each.peak for each in ran.memory] == [*peaks_of_order(problem, rows)]

@@ -6,7 +6,7 @@ import pytest
 
 from fxpipe.extensions.simulator import Sizes
 from fxpipe.extensions.simulator.measured import measured_run
-from fxpipe.extensions.simulator.predict import predict
+from fxpipe.extensions.simulator.predict import predict_step
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.unroll import blocking
 from fxpipe.passes.lowering.chain import chain, chain_program
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.models
 
 def test_one_thread_does_one_thing_after_another() -> None:
     program = chain_program(find_recipe("1f1b")(2, 6))
-    found = predict(chain(2), program, Sizes({}), dict.fromkeys("FBU", 1.5), serial=True)
+    found = predict_step(chain(2), program, Sizes({}), dict.fromkeys("FBU", 1.5), serial=True)
     tasks = sum(x.letter is not None for own in program.lists for x in own)
     assert tasks == 2 * 2 * 6 + 2
     assert found.step_time == found.makespan == 1.5 * tasks

@@ -23,7 +23,7 @@ from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.fit import localise_sizes
 from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.graph.liveness import liveness
-from fxpipe.passes.partition.assignment import owners
+from fxpipe.passes.partition.assignment import first_readers
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.tracing.trace import accepts, trace
 from fxpipe.text.graph import print_graph
@@ -39,7 +39,7 @@ it then computes in another order."""
 def planned(model: nn.Module, traced: Traced, *args: Any) -> Plan:
     """Cut in up to three stages, differentiated, and backwards split in halves."""
     fitted, assignment = localise_sizes(traced, in_stages(traced, 3))
-    plan = cut(fitted, assignment, owners(fitted, assignment))
+    plan = cut(fitted, assignment, first_readers(fitted, assignment))
     outputs = frozenset(out.name for out in traced.outputs if isinstance(out, Value))
     values, state = values_of(traced, *args), traced.state_of(model)
     return part_backward(differentiate(plan, values, state, Wanted(outputs, True)))
