@@ -58,9 +58,7 @@ CASES = [
     ("mlp", "foreach", 4, 6),
     ("mlp", "fused", 3, 3),
     ("mlp", "own", 6, 5),
-    ("unet", "sgd", 2, 2),
-    ("unet", "adamw", 3, 4),
-    ("transformer", "adamw", 4, 4),
+    ("unet", "adamw", 2, 2),
     ("transformer", "sgd", 2, 3),
 ]
 if DEEP:
