@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import random
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,6 +22,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from benchmarks.machine import describe
+from benchmarks.report import Figure, Report
 from fxpipe.schedules.one_f_one_b import seq1f1b
 
 WIDTH, HEADS, LAYERS, WORDS, LENGTH, MICROBATCHES = 256, 4, 8, 1000, 1024, 2
@@ -53,11 +51,11 @@ def loss(out: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, 1), target.flatten())
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--save", type=Path, help="the file to write the figures to, as JSON")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
+    machine = describe()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     blocks = [Block() for _ in range(LAYERS)]
@@ -89,14 +87,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         for name, pipe in pipes.items()
     }
-    print(f"{describe()}\n{MICROBATCHES} micro-batches of {LENGTH}")
-    whole = found["1f1b"]
-    for name, each in found.items():
-        ratio = whole["seconds"] / each["seconds"]
-        print(f"{name:12} {each['seconds']:6.2f} s, {ratio:.2f} × 1f1b, {each['MiB']:.0f} MiB")
-    if options.save:
-        machine = describe()
-        options.save.write_text(json.dumps({"machine": machine, "found": found}, indent=1) + "\n")
+    whole = found["1f1b"]["seconds"]
+    Report(
+        name="slices",
+        title="A causal transformer in slices of its sequences, over two CPU devices",
+        settings={
+            "model": f"{LAYERS} blocks of width {WIDTH}, SGD",
+            "batch": f"{MICROBATCHES} micro-batches of one sequence of {LENGTH}",
+            "rounds": options.rounds,
+        },
+        figures=[
+            *(Figure(name, each["seconds"], "s") for name, each in found.items()),
+            *(
+                Figure(f"{name}, over 1f1b's speed", whole / each["seconds"])
+                for name, each in found.items()
+                if name != "1f1b"
+            ),
+            *(
+                Figure(f"{name}, predicted for the fuller device", each["MiB"], "MiB")
+                for name, each in found.items()
+            ),
+        ],
+        machine=machine,
+        samples=seconds,
+    ).publish()
     for pipe in pipes.values():
         pipe.close()
 
