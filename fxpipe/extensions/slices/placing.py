@@ -110,8 +110,7 @@ def chain_parameters(
     before:  stage 0 reads w, and sends it to stages 2 and 4, which are its next slices
     after:   stage 0 sends w to stage 2, which sends w_on_2 to stage 4
     """
-    row, copies = assignment.stages // slices, dict[fx.Node, fx.Node]()
-    chained = copied(traced, copies)
+    row, chained = assignment.stages // slices, copied(traced)
     stages, graph = dict(assignment.nodes), chained.graph
     names = {argument.name for argument in traced.parameters}
     order = {node: place for place, node in enumerate(graph.nodes)}
@@ -120,7 +119,7 @@ def chain_parameters(
         for user in node.users:
             if user.name in stages:
                 readers.setdefault(stages[user.name], []).append(user)
-        current: dict[int, fx.Node] = {}  # place of a slice's row → what its next slice reads
+        current: dict[int, fx.Node] = {}  # stage of the model → what its next slice reads
         for stage in sorted(readers):
             given = current.get(stage % row, node)
             for reader in readers[stage]:

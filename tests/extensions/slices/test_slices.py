@@ -135,6 +135,29 @@ def test_ranks_run_slices_too() -> None:
                 torch.testing.assert_close(gradient, wanted)
 
 
+def on_replica(mesh: DeviceMesh) -> list[Tensor]:
+    """The parameters after two steps, in each of which this replica trains on its half."""
+    model, half = made(), mesh.get_local_rank("dp")
+    words, places, target = (x.chunk(2)[half] for x in batch())
+    options: dict[str, Any] = {"microbatches": 2, "loss": loss, "extensions": [fxpipe.Slices()]}
+    options["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    with fxpipe.compile(model, mesh, schedule=seq1f1b(2), **options) as pipe:
+        for _ in range(2):
+            pipe.step(words, places, target=target)
+        return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_replicas_run_slices_too() -> None:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        looped(model)
+        optimizer.step()
+    for found in on_ranks(2, on_replica, replicas=2):
+        torch.testing.assert_close(found, [parameter.detach() for parameter in model.parameters()])
+
+
 def test_each_slice_stays_on_the_devices_of_its_stages_and_reads_the_slice_before_it() -> None:
     words, places, target = batch()
     with fxpipe.compile(
