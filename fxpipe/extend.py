@@ -38,7 +38,7 @@ Door = Literal["public", "extension", "instruction", "schedule", "view", "comman
   ``ins.OncePerStep`` of ``fxpipe.ir.instruction``.
 - schedule: a name for ``compile(..., schedule=)`` whose schedule is chosen at the first step; what
   it means is called without arguments, and returns a ``LateSchedule``.
-- view: a method of a class of the core, such as ``Schedule.formulas``.
+- view: a method of a class of the core, such as ``Schedule.draw``.
 - option: a function that the core calls for an option or a method that few need, such as
   "save" for what ``pipe.save`` writes.
 - command: what adds a command to the command line, and "main", which runs it.
@@ -98,10 +98,8 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Plan.draw": f"{_HERE}.draw.plan:draw_plan",
         "Program.draw": f"{_HERE}.draw.program:draw_program",
         "Program.simulate": f"{_HERE}.simulator:simulate",
-        "Recipe.formulas": f"{_HERE}.formulas:recipe_formulas",
         "Schedule.csv": f"{_HERE}.peers.forms:schedule_csv",
         "Schedule.draw": f"{_HERE}.draw.schedule:draw_schedule",
-        "Schedule.formulas": f"{_HERE}.formulas:schedule_formulas",
         "Schedule.from_csv": f"{_HERE}.peers.forms:parse_csv",
         "Schedule.grid": f"{_HERE}.draw.grid:schedule_grid",
         "Schedule.simulate": f"{_HERE}.simulator:simulate_schedule",
@@ -222,8 +220,8 @@ class MissingView(InputError, AttributeError):
 
 
 class View:
-    """A method of a class that an extension has: ``formulas = View()`` in the body of ``Schedule``
-    is what the door "view" knows as "Schedule.formulas", imported when it is first read. Reading it
+    """A method of a class that an extension has: ``draw = View()`` in the body of ``Schedule``
+    is what the door "view" knows as "Schedule.draw", imported when it is first read. Reading it
     raises MissingView where the extension is not there.
 
     Args:

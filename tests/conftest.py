@@ -45,7 +45,6 @@ QUICK = (
     "extensions/comparison",
     "extensions/draw",
     "extensions/exact_cut",
-    "extensions/formulas",
     "extensions/simulator",
     "ir",
     "schedules",

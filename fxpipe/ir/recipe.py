@@ -11,7 +11,6 @@ from operator import index
 from typing import Any
 
 from fxpipe.errors import InputError, near, told
-from fxpipe.extend import View
 from fxpipe.ir.schedule import Delay, Schedule, ordered_copies
 from fxpipe.ir.task import Pair, Task, is_task
 from fxpipe.torchtools.state import without_collection
@@ -203,8 +202,6 @@ class Recipe:
                 f"({told(error)}); give one, a tuple with one for each stage, a function of the "
                 "numbers of devices and micro-batches, or one such as lambda microbatch, stage: 1"
             ) from error
-
-    formulas = View()
 
     def _row(
         self, device: int, microbatches: int, held: list[int], tasks: Iterable[Task | Pair]

@@ -215,7 +215,6 @@ class Schedule:
 
     from_csv = View(static=True)
     csv = View()
-    formulas = View()
 
     def verify(self) -> Schedule:
         """Return self, or raise VerificationError with every fault."""

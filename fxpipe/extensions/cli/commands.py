@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import fxpipe
 from fxpipe.errors import FxpipeError, InputError, VerificationError
-from fxpipe.extend import commands, there
+from fxpipe.extend import commands
 from fxpipe.extensions.cli.read import DEVICES, MICROBATCHES, named_schedule, read_costs, read_file
 from fxpipe.formatting import plain_table, screen_width, table_text, wrapped
 from fxpipe.ir.recipe import PARTIAL, RECIPES, Recipe
@@ -96,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     shown = added.add_parser(
         "schedule",
-        help="show a schedule: its grid, figures, formulas, or a picture",
+        help="show a schedule: its grid, figures, or a picture",
         description="Show a schedule over time, and its figures. Exits with 1 if it has faults.",
     )
     add = shown.add_argument
@@ -108,8 +108,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--trace", metavar="FILE", help="write a trace that https://ui.perfetto.dev opens")
     given = "how long tasks take: all F=1, on stage 3 F@3=1.5, of micro-batch 0 there F0@3=2"
     add("--costs", metavar="F=1,B=2", help=given)
-    given = "derive the formulas, which takes a few seconds"
-    add("--formulas", action=argparse.BooleanOptionalAction, default=True, help=given)
     given = "show the grid and the figures even of a huge schedule"
     add("--all", action="store_true", help=given)
     add("--steps", type=int, metavar="N", help="the number of consecutive steps")
@@ -176,8 +174,8 @@ def list_schedules(given: Namespace) -> bool:
 
 
 def show_schedule(given: Namespace) -> bool:
-    """``fxpipe schedule``: the grid, the figures and the formulas of one schedule."""
-    schedule, recipe = named_schedule(given.schedule, given.devices, given.microbatches)
+    """``fxpipe schedule``: the grid and the figures of one schedule."""
+    schedule = named_schedule(given.schedule, given.devices, given.microbatches)
     costs = read_costs(given.costs)
     fault = _fault(schedule)
     sound = fault is None
@@ -216,12 +214,7 @@ def show_schedule(given: Namespace) -> bool:
         if fault is not None:
             print(fault)
     if simulation is not None:
-        print(f"\n{simulation}", flush=True)  # The formulas take a few seconds.
-    wanted = given.formulas and there("view", "Schedule.formulas")
-    if sound and wanted and (shown or recipe is not None):
-        from fxpipe.extensions.formulas.described import formulas_text
-
-        print(f"\n{formulas_text(schedule, recipe, costs)}")
+        print(f"\n{simulation}")
     return sound
 
 

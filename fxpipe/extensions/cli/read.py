@@ -26,10 +26,8 @@ _COST = re.compile(
 )
 
 
-def named_schedule(
-    named: str, devices: int | None, microbatches: int | None
-) -> tuple[Schedule, Recipe | None]:
-    """Return the schedule that a name or path means, and its recipe if it works with any numbers.
+def named_schedule(named: str, devices: int | None, microbatches: int | None) -> Schedule:
+    """Return the schedule that a name or path means.
 
     Raises:
         InputError: there is no such schedule, its text does not parse, or it is for other numbers.
@@ -67,7 +65,7 @@ def read_costs(text: str | None) -> dict[Any, float] | None:
 
 def _sized(
     named: str, source: Schedule | Recipe, devices: int | None, microbatches: int | None
-) -> tuple[Schedule, Recipe | None]:
+) -> Schedule:
     """Check that a schedule has the wanted numbers, or make one of these numbers from a recipe."""
     if isinstance(source, Schedule):
         for word, wanted, number in (
@@ -76,12 +74,11 @@ def _sized(
         ):
             if wanted not in (None, number):
                 raise InputError(f"{named} is for {number} {word} and not {wanted}; leave that out")
-        return source, None
-    schedule = source(
+        return source
+    return source(
         DEVICES if devices is None else devices,
         MICROBATCHES if microbatches is None else microbatches,
     )
-    return schedule, source
 
 
 def read_file(named: str, devices: int | None, microbatches: int | None) -> Schedule | Program:
@@ -92,12 +89,12 @@ def read_file(named: str, devices: int | None, microbatches: int | None) -> Sche
     """
     path = Path(named)
     if (named in PARTIAL | RECIPES and not path.exists()) or is_python(named):
-        return named_schedule(named, devices, microbatches)[0]
+        return named_schedule(named, devices, microbatches)
     text = _text(path)
     lines = (line.split("#")[0].split() for line in text.splitlines())
     first = next((words[0] for words in lines if words), "")
     if first == "schedule" or _is_csv(path, text):
-        return _sized(named, _of_text(named, text), devices, microbatches)[0]
+        return _sized(named, _of_text(named, text), devices, microbatches)
     if first == "program":
         return _parsed(named, Program.parse, text)
     what = f"begins with {first!r}" if first else "is empty"

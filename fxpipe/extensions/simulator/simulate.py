@@ -140,8 +140,7 @@ def simulate_schedule(
 
     The arguments are those of ``simulate``; in ``sizes``, stage s makes the value ``y<s>``. With
     several ``replicas``, each stage gets an A if the schedule has none; with one, an A does
-    nothing. By default there are two if the schedule has an A, else one, as in its pictures and
-    formulas.
+    nothing. By default there are two if the schedule has an A, else one, as in its pictures.
 
     Raises:
         VerificationError: the schedule is not valid.

@@ -242,7 +242,7 @@ def test_a_full_disk_is_one_line_and_exit_code_2(line: str) -> None:
         ),
         ("verify - <&-", 2, "fxpipe: nothing is piped in; name a text file\n"),
         (
-            "schedule odd.txt --no-formulas",
+            "schedule odd.txt",
             2,
             "fxpipe: the output holds '\\U0001f600', which ascii cannot write; set "
             "PYTHONIOENCODING=utf-8\n",

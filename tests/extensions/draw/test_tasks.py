@@ -41,7 +41,6 @@ def test_a_schedule_that_leaves_its_sums_out_is_drawn_and_told_with_them() -> No
     short = Schedule.parse(text.format("", "", "")).verify()
     whole = Schedule.parse(text.format("A ", "A ", " A")).verify()
     assert short.grid() == whole.grid()
-    assert short.formulas() == whole.formulas()
     assert short.simulate().makespan == whole.simulate().makespan
 
 
