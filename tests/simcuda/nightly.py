@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 
-from tests.simcuda.drawn import EXTRAS, INPUTS, OPTIONS, SCHEDULES, draw, wrong
+from tests.simcuda.drawn import EXTRAS, INPUTS, OPTIONS, SCHEDULES, SUMMED, draw, wrong
 from tests.simcuda.training import MODELS
 
 RUNS = 10
@@ -40,7 +40,8 @@ def main() -> None:
     print(f"{made} runs in {made // RUNS} settings, {bad} wrong; {refused} settings refused")
     print(f"{took:.1f} s a run")
     print(", ".join(f"{part} {times}" for part, times in met.most_common()))
-    never = [part for part in (*SCHEDULES, *MODELS, *OPTIONS, *EXTRAS, *INPUTS) if not met[part]]
+    every = (*SCHEDULES, *MODELS, *OPTIONS, *SUMMED, *EXTRAS, *INPUTS)
+    never = [part for part in every if not met[part]]
     print(f"never met: {', '.join(never) or 'nothing'}")
     sys.exit(bool(bad))
 

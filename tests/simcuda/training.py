@@ -13,15 +13,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 
 import fxpipe
 
 Batch = tuple[Tensor, Tensor]
+
+Places = Sequence[Any] | DeviceMesh
+"""The devices of a process, or of ranks that all train, each replica of them with other batches."""
 
 LOSS = 512
 """Bytes that a device allocates for a scalar."""
@@ -116,6 +121,9 @@ OVERLAPPING = ("2bw", "pipedream", "1f1b-async", "cdp-v1", "cdp-v2", "pipedream-
 """Schedules in which a step returns while its batch is in flight. What they compute may depend on
 where the model is cut, which costs decide for other numbers of stages than those in ``CUTS``."""
 
+TOLD = frozenset({"copy to the host", "copy from the host"})
+"""Why hosts of ranks wait at the end of a step: they tell each other its loss."""
+
 MODELS: Mapping[str, Any] = {"unet": UNet, "tied": Tied, "dropout": Dropout, "leaf": Leaf}
 
 
@@ -193,21 +201,25 @@ class Trained:
 
 def train(
     setting: Setting,
-    devices: Sequence[Any],
+    devices: Places,
     look: Callable[[], Any] | None = None,
     *,
     runs: int = 1,
     begin: Callable[[int], None] = lambda run: None,
+    folder: Path | None = None,
 ) -> list[Trained]:
     """Train in a setting on devices, one run after another with the same pipe.
 
     Args:
         setting: the setting.
-        devices: their names; ``stream:0`` is a stream of the first.
+        devices: their names, of which ``stream:0`` is a stream of the first, or a mesh.
         look: ``cuda.take`` where devices are simulated.
         runs: how many runs.
         begin: called before each run.
+        folder: where ranks save; a process by itself makes a folder of its own.
     """
+    replica = devices["dp"].get_local_rank() if isinstance(devices, DeviceMesh) else 0
+    places = devices if isinstance(devices, DeviceMesh) else [*map(_place, devices)]
     torch.manual_seed(0)
     model = MODELS[setting.model]()
     options: dict[str, Any] = {"optimizer": sgd, "microbatches": 4, **setting.options}
@@ -218,15 +230,16 @@ def train(
     if setting.model == "leaf":
         options["extensions"] = [*options.get("extensions", ()), fxpipe.LeafModules("second")]
     side = setting.has("side") and look is not None
-    pipe = fxpipe.compile(model, [*map(_place, devices)], loss=cross_entropy, **options)
+    pipe = fxpipe.compile(model, places, loss=cross_entropy, **options)
     made: list[Trained] = []
     place = _Place(setting.inputs if look else "cpu")
-    with _side_streams() if side else nullcontext(), pipe, tempfile.TemporaryDirectory() as folder:
+    with _side_streams() if side else nullcontext(), pipe, tempfile.TemporaryDirectory() as own:
+        folder = folder or Path(own)
         for run in range(runs):
             begin(run)
             trained, losses = Trained(), list[Tensor]()
             for step in range(setting.steps):
-                seed = run * setting.steps + step
+                seed = run * setting.steps + step + 1000 * replica
                 x, y = place.put(*model.batch(torch.Generator().manual_seed(seed)))
                 if look:
                     look()
@@ -305,7 +318,7 @@ class _Place:
 
     def put(self, *batch: Tensor) -> Sequence[Tensor]:
         if self._kind == "device":
-            return [tensor.to("cuda:0") for tensor in batch]
+            return [tensor.to("cuda") for tensor in batch]
         if self._kind == "pinned":
             if not self._memory:
                 self._memory = [torch.empty_like(tensor).pin_memory() for tensor in batch]
@@ -320,8 +333,19 @@ class _Place:
             memory.fill_(1)
 
 
-def compare(setting: Setting, places: Sequence[str], modes: Sequence[tuple[int, int]]) -> list[str]:
+def compare(
+    setting: Setting,
+    places: Places,
+    modes: Sequence[tuple[int, int]],
+    folder: Path | None = None,
+) -> list[str]:
     """Train on CPU devices, and on simulated ones a run in each mode (with its seed).
+
+    Args:
+        setting: the setting.
+        places: the simulated devices; all ranks of a mesh call this.
+        modes: the mode and seed of each run.
+        folder: where ranks save.
 
     Returns:
         What is wrong in the first run in which anything is: values that differ, races, failures,
@@ -332,7 +356,14 @@ def compare(setting: Setting, places: Sequence[str], modes: Sequence[tuple[int, 
     """
     from tests.simcuda import cuda
 
-    wanted = train(setting, ["cpu"] * len(places), runs=len(modes))
+    host: Places
+    may_wait = setting.may_wait
+    if isinstance(places, DeviceMesh):
+        may_wait |= TOLD
+        host, told = _mesh_on_host(places), f"rank {places.get_rank()} of {places.size()}"
+    else:
+        host, told = ["cpu"] * len(places), ", ".join(places)
+    wanted = train(setting, host, runs=len(modes), folder=folder)
     races: list[tuple[int, str]] = []
     wrong: list[tuple[int, str]] = []
     now = 0
@@ -355,7 +386,7 @@ def compare(setting: Setting, places: Sequence[str], modes: Sequence[tuple[int, 
 
     cuda.take()
     try:
-        made = train(setting, places, look, runs=len(modes), begin=begin)
+        made = train(setting, places, look, runs=len(modes), begin=begin, folder=folder)
         cuda.configure(cuda.Mode.EAGER)
         look()
     except Exception as error:
@@ -365,7 +396,7 @@ def compare(setting: Setting, places: Sequence[str], modes: Sequence[tuple[int, 
         for run, (own, other) in enumerate(zip(made, wanted, strict=True)):
             if different := own.differs(other):
                 wrong.append((run, f"other values: {', '.join(different[:4])}"))
-            if waits := {*own.waits[-1]} - setting.may_wait:
+            if waits := {*own.waits[-1]} - may_wait:
                 wrong.append((run, f"the host waits in a warm step: {waits}"))
             if setting.flushes and own.bytes[-1] > own.bytes[-2]:
                 wrong.append((run, f"allocated bytes grow: {own.bytes}"))
@@ -378,5 +409,9 @@ def compare(setting: Setting, places: Sequence[str], modes: Sequence[tuple[int, 
         wrong.append((now, f"bytes that stay allocated: {left}"))
     first = min((run for run, _ in wrong), default=0)
     mode, seed = modes[first]
-    told = f"{setting} on {', '.join(places)}, run {first} in {cuda.Mode(mode).name}"
+    told = f"{setting} on {told}, run {first} in {cuda.Mode(mode).name}"
     return [f"{told} with seed {seed}: {problem}" for run, problem in wrong if run == first]
+
+
+def _mesh_on_host(mesh: DeviceMesh) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
