@@ -52,14 +52,12 @@ def end_with_flush(schedule: Schedule) -> Schedule:
     after::
 
         0: F0 F1 B0 B1 U
-
-    The tasks of a pair come apart.
     """
     rows = tuple(
         tuple(replace(task, batch=0) for task in sorted(row, key=lambda task: -task.batch))
         for row in schedule.rows
     )
-    return replace(schedule, rows=rows, paired=frozenset())
+    return replace(schedule, rows=rows)
 
 
 Recompute = Literal["never", "always", "except_last"]
@@ -68,8 +66,7 @@ RecomputeLike = Recompute | Sequence[Recompute] | Mapping[int, Recompute]
 
 
 def add_recompute(schedule: Schedule, recompute: RecomputeLike) -> Schedule:
-    """Schedule → Schedule: a recompute right before each backward of stages that recompute, or
-    before its pair.
+    """Schedule → Schedule: a recompute right before each backward of stages that recompute.
 
     Args:
         schedule: a schedule without recomputes; any other is returned unchanged.
@@ -93,14 +90,13 @@ def modes_of(recompute: RecomputeLike, stages: int) -> tuple[Recompute, ...]:
 
 
 def _row(schedule: Schedule, device: int, modes: Sequence[Recompute]) -> Iterator[Task]:
-    for unit in schedule.units(device):
-        for task in unit:
-            if task.kind in "BI" and task.stage is not None:
-                mode = modes[task.stage]
-                is_last = task.microbatch == schedule.microbatches - 1
-                if mode == "always" or (mode == "except_last" and not is_last):
-                    yield replace(task, kind="R")
-        yield from unit
+    for task in schedule.rows[device]:
+        if task.kind in "BI" and task.stage is not None:
+            mode = modes[task.stage]
+            is_last = task.microbatch == schedule.microbatches - 1
+            if mode == "always" or (mode == "except_last" and not is_last):
+                yield replace(task, kind="R")
+        yield task
 
 
 def add_reduce(schedule: Schedule) -> Schedule:

@@ -18,7 +18,6 @@ from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place, Wait, Waits, key_index, needs_of, walk
 from fxpipe.passes.lowering.chain import chain_program
-from fxpipe.passes.lowering.pairs import pairs_in
 
 T = TypeVar("T")
 
@@ -49,7 +48,6 @@ class Timeline(Generic[T]):
         simulation: the simulation that the times come from, if any.
         beside: the device and the letter (O or P) of each of the last rows, which hold offloads
             and prefetches.
-        joined: device and position of each task that runs together with the forward before it.
     """
 
     devices: int
@@ -57,7 +55,6 @@ class Timeline(Generic[T]):
     unrun: tuple[Bar[T], ...] = ()
     simulation: Simulation | None = None
     beside: tuple[tuple[int, str], ...] = ()
-    joined: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def steps(self) -> int:
@@ -94,7 +91,7 @@ def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline[Task]:
         task = Task(letter, i, stage, batch)
         spans.append(Bar(row, t.position, t.start * unit, t.end * unit, task))
     rows = simulation.devices + len(beside)
-    return Timeline(rows, tuple(spans), (), simulation, tuple(beside), simulation.joined)
+    return Timeline(rows, tuple(spans), (), simulation, tuple(beside))
 
 
 def timeline_of(
@@ -120,8 +117,7 @@ def timeline_of(
     if wrong or marks.faults:
         return _refused(schedule, costs), marks
     steps = steps_to_show(schedule) if steps is None else steps
-    program, pairs = chain_program(schedule), pairs_in(schedule)
-    return simulated(simulate(program, costs, steps=steps, pairs=pairs)), marks
+    return simulated(simulate(chain_program(schedule), costs, steps=steps)), marks
 
 
 def steps_to_show(schedule: Schedule) -> int:

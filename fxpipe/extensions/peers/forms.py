@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fxpipe.errors import InputError
 from fxpipe.ir.schedule import Schedule
@@ -122,9 +122,8 @@ def _action(line: Line, kinds: Sequence[str]) -> Action:
 def parse_csv(text: str, *, name: str = "csv", check: bool = True) -> Schedule:
     """Read the CSV of torch.distributed.pipelining: a row a rank, cells such as ``2F0``.
 
-    An overlapped forward and backward of two micro-batches become a pair, any other overlapped
-    actions their tasks one after another. REDUCE_GRAD becomes ``A``, and each row ends with the
-    updates of its stages. Sends and receives are dropped, as the compiler derives
+    Overlapped actions become their tasks one after another. REDUCE_GRAD becomes ``A``, and each row
+    ends with the updates of its stages. Sends and receives are dropped, as the compiler derives
     them: whether torch's runtime would match them is not checked.
 
     Args:
@@ -142,14 +141,7 @@ def parse_csv(text: str, *, name: str = "csv", check: bool = True) -> Schedule:
         [Task(_TASKS[a.kind], a.microbatch, a.stage) for c in row for a in c if a.kind in _TASKS]
         for row in rows
     ]
-    paired = {
-        Task("B", cell[1].microbatch, cell[1].stage)
-        for row in rows
-        for cell in row
-        if [action.kind for action in cell] == ["F", "B"]
-        if cell[0].microbatch != cell[1].microbatch
-    }
-    schedule = replace(_schedule(name, tasks), paired=frozenset(paired))
+    schedule = _schedule(name, tasks)
     return schedule.verify() if check else schedule
 
 
@@ -195,12 +187,11 @@ def schedule_csv(schedule: Schedule) -> str:
             f"schedule {schedule.name!r} cannot be written as the CSV of "
             f"torch.distributed.pipelining: {'; '.join(reasons)}"
         )
-    rows = [list(_overlapped(schedule, device)) for device in range(schedule.devices)]
+    rows = [[task for task in row if task.kind not in _IMPLICIT] for row in schedule.rows]
     places = {
         (t.kind, t.microbatch, t.stage or 0): Place(device, at)
         for device, row in enumerate(rows)
-        for at, tasks in enumerate(row)
-        for t in tasks
+        for at, t in enumerate(row)
     }
     needs = needs_of(schedule)
     waits: list[list[Wait]] = [[] for _ in rows]
@@ -218,21 +209,10 @@ def schedule_csv(schedule: Schedule) -> str:
     lines: list[str] = []
     for row, filled in zip(rows, columns, strict=True):
         cells = [""] * (filled[-1] + 1)
-        for tasks, column in zip(row, filled, strict=True):
-            actions = ";".join(f"{task.stage}{task.kind}{task.microbatch}" for task in tasks)
-            cells[column] = f"({actions}){_PAIR}" if len(tasks) > 1 else actions
+        for task, column in zip(row, filled, strict=True):
+            cells[column] = f"{task.stage}{task.kind}{task.microbatch}"
         lines.append(",".join(cells) + "\n")
     return "".join(lines)
-
-
-def _overlapped(schedule: Schedule, device: int) -> Iterator[tuple[Task, ...]]:
-    """The tasks of a device that have actions; a pair with a half of a backward in turn, for torch
-    has none."""
-    for unit in schedule.units(device):
-        if unit[-1].kind == "B":
-            yield unit
-        else:
-            yield from ((task,) for task in unit if task.kind not in _IMPLICIT)
 
 
 def _inexpressible(schedule: Schedule) -> Iterator[str]:

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from fxpipe.errors import InputError, near
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
-from fxpipe.ir.task import BESIDE_FORWARD, KINDS
+from fxpipe.ir.task import KINDS
 
 OfStage = str | tuple[str, int]
 Key = OfStage | tuple[str, int, int]
@@ -22,8 +22,7 @@ Costs = (
     | Mapping[Key, float]
 )
 """Letter of a kind of task, or letter and stage, or letter, stage and micro-batch → its time. The
-most particular time takes precedence. ``F&B`` is for pairs; its stage and micro-batch are those of
-the forward."""
+most particular time takes precedence."""
 
 Times = Mapping[tuple[str, int], float]
 """Letter and stage → time, for every stage."""
@@ -32,9 +31,6 @@ Each = Mapping[tuple[str, int, int], float]
 """Letter, stage and micro-batch → time, for those whose time is not that of the others."""
 
 _UNKNOWN_TIME = 1.0
-
-PAIRS = tuple(f"F&{letter}" for letter in BESIDE_FORWARD)
-"""What times of pairs are called in costs."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +180,7 @@ def check_keys(costs: object) -> None:
     for key in costs or {}:
         match key:
             case str(letter) | (str(letter), Integral()) | (str(letter), Integral(), Integral()):
-                if letter not in (*KINDS, *PAIRS):
+                if letter not in KINDS:
                     raise InputError(f"costs has no kind of task {letter!r}: {near(letter, KINDS)}")
             case _:
                 raise InputError(
