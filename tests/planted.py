@@ -25,7 +25,8 @@ FOLDERS = ("fxpipe", "passes", "schedules", "tests", "examples", "docs", "benchm
 
 
 class Fault(NamedTuple):
-    """A text in a file, what stands there instead, and the tests that should notice."""
+    """A text in a file, what stands there instead, and the tests that should notice: of an
+    extension its folder, of which `make test` runs what is marked with ``smoke``."""
 
     file: str
     before: str
@@ -71,7 +72,7 @@ LOWERING = {
         LOWER,
         "                if waits or reads or later.kind",
         "                if reads or later.kind",
-        "tests/extensions/replicas/test_lowering.py",
+        "tests/extensions/replicas",
     ),
     "a value of the next batch is taken for one of this batch": Fault(
         COMMUNICATE,
@@ -140,8 +141,7 @@ RUNTIME = {
         HOST,
         "(weights * scale).to(dtype).unbind()",
         "(0 * weights + scale / len(weights)).to(dtype).unbind()",
-        "tests/extensions/loss_weight/test_loss_divisors.py tests/runtime/test_batch.py "
-        "tests/models/test_exactness.py",
+        "tests/extensions/loss_weight tests/runtime/test_batch.py tests/models/test_exactness.py",
     ),
     "all micro-batches draw the same numbers": Fault(
         HOST, "mix(seed, before + i)", "mix(seed, before)", "tests/models/test_determinism.py"
@@ -207,7 +207,7 @@ PASSES = {
         "fxpipe/extensions/replicas/buckets.py",
         "sorted(gradients, key=lambda index: order[_maker(gradients[index])])",
         "sorted(gradients)",
-        "tests/extensions/replicas/test_buckets.py",
+        "tests/extensions/replicas",
     ),
     "memory is free again while a view of it is still read": Fault(
         "fxpipe/passes/graph/liveness.py",
@@ -219,7 +219,7 @@ PASSES = {
         "fxpipe/extensions/deferred_batchnorm/defer_batchnorm.py",
         "tracked, module.momentum)",
         "tracked, 0.1)",
-        "tests/extensions/deferred_batchnorm/test_deferred_batchnorm.py",
+        "tests/extensions/deferred_batchnorm",
     ),
 }
 

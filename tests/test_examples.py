@@ -141,6 +141,7 @@ def test_the_demo_trains_equal_to_one_device_and_draws(
     assert {path.name for path in output.iterdir()} == drawn | {"denoised.png"}
 
 
+@pytest.mark.deep
 def test_a_model_whose_blocks_read_all_earlier_ones_trains_equal_to_the_loop(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_a_model_whose_blocks_read_all_earlier_ones_trains_equal_to_the_loop(
     assert "after 2 steps, equal bit for bit to the loop's" in capsys.readouterr().out
 
 
+@pytest.mark.deep
 def test_clients_that_send_requests_at_any_time_get_the_answers_of_the_model_alone() -> None:
     pytest.importorskip("transformers")
     serving = importlib.import_module("examples.serving")

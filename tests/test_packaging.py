@@ -122,6 +122,7 @@ def test_a_wheel_holds_every_module_of_the_checkout(
     assert here["recipes"] == there["recipes"]
 
 
+@pytest.mark.deep
 def test_no_module_is_imported_under_two_names(here: dict[str, Any]) -> None:
     names: dict[str, list[str]] = {}
     for name, file in here["files"].items():

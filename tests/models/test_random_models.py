@@ -157,7 +157,7 @@ class Remembering(FrontEnd):
 
 @pytest.mark.timeout(0 if DEEP else 900)
 @settings(
-    max_examples=100 if DEEP else 5,
+    max_examples=100 if DEEP else 3,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 @given(

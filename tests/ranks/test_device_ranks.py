@@ -28,7 +28,7 @@ from tests.helpers.tiny import Snapshot, batch, within
 from tests.simcuda.process import simulated
 from tests.simcuda.ranks import on_devices_of_ranks
 
-KINDS = (ins.Receive, ins.Send, ins.Forward, ins.Backward, ins.Clip, ins.Update)
+KINDS = (ins.Receive, ins.Clip, ins.Update, *deep(ins.Send, ins.Forward, ins.Backward))
 
 
 def streaming(mesh: DeviceMesh, **options: Any) -> tuple[Beside, CudaRanks]:
@@ -234,7 +234,7 @@ def blocking(mesh: DeviceMesh, schedule: Any, window: int | None) -> bool:
 @simulated
 @pytest.mark.parametrize(
     ("size", "schedule"),
-    [(2, ahead), (3, "2bw"), *deep((2, "2bw"), (3, "zb-h1"), (3, "1f1b"), (3, "gpipe"))],
+    [(2, ahead), *deep((3, "2bw"), (2, "2bw"), (3, "zb-h1"), (3, "1f1b"), (3, "gpipe"))],
 )
 def test_a_proven_program_ends_over_channels_that_block(size: int, schedule: Any) -> None:
     assert on_devices_of_ranks(size, blocking, schedule, None) == [True] * size

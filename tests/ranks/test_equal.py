@@ -239,14 +239,13 @@ ONLY_TWO: Mapping[str, Callable[[Devices], Results]] = {
 
 LINKS: Mapping[int, Sequence[str]] = {
     2: [
-        *("predicted", "clipped", "scaled", "recomputed", "deferred"),
-        *("leaf", "own task", "differentiated", "chimera", *ONLY_TWO),
+        *("predicted", "scaled", "recomputed", "deferred"),
+        *("leaf", "own task", "differentiated", "chimera", "zb-v"),
     ],
     3: [  # a first rank, one between, and a last one
-        *("1f1b", "gpipe", "tied, 2bw", "tied, cdp-v2"),
-        *("clipped, 2bw", "deferred, 2bw", "changing", "chimera, leaf"),
+        *("zb-h1", "tied, 2bw", "clipped, 2bw", "changing"),
     ],
-    4: ["zb-h1", "pipedream"],
+    4: ["pipedream"],
 }
 """Ranks → the cases that are run over links; four parts are too few for two on each of more."""
 

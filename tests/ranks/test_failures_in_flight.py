@@ -107,6 +107,7 @@ def test_a_failure_in_flight_ends_the_pipe_on_all_ranks(size: int) -> None:
         assert counts == ranks[0][1]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("size", SIZES)
 def test_a_failure_in_a_flush_ends_the_pipe_of_ranks_that_had_finished_too(
     size: int,
@@ -152,6 +153,7 @@ def interrupted(mesh: DeviceMesh) -> list[int]:
     return counts
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(os.name != "posix", reason="signals are sent as POSIX does")
 @pytest.mark.parametrize("size", SIZES)
 def test_ctrl_c_in_flight_ends_the_pipe_on_all_ranks(size: int) -> None:

@@ -12,17 +12,19 @@ from tests.helpers.ranks import DeviceMesh, on_ranks
 
 SETTINGS: dict[int, tuple[Setting, ...]] = {
     2: (
-        Setting("branches", "interleaved-1f1b"),
         Setting("LSTM", "zb-h1"),
         Setting("U-Net (2, 4)", "1f1b"),
     ),
-    4: (Setting("mixture of experts", "2bw"),),
 }
 """Ranks → what they train."""
 
 if DEEP:
     SETTINGS = {
-        2: (*SETTINGS[2], *SETTINGS[4]),
+        2: (
+            *SETTINGS[2],
+            Setting("branches", "interleaved-1f1b"),
+            Setting("mixture of experts", "2bw"),
+        ),
         4: (
             Setting("branches", "gpipe"),
             Setting("mixture of experts", "interleaved-1f1b"),

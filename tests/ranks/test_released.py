@@ -102,7 +102,7 @@ def kept(mesh: DeviceMesh, schedule: str) -> tuple[int, int]:
     return max(counts), counts[-1]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["2bw", *deep("1f1b")])
 def test_what_was_sent_is_let_go_of_while_the_step_runs(schedule: str) -> None:
     for most, last in on_ranks(2, kept, schedule):
         assert 1 <= last <= most <= 8

@@ -241,6 +241,7 @@ def killed(trained: Path) -> None:
     checkpoint.write_checkpoint(saved, trained)
 
 
+@pytest.mark.deep
 def test_what_a_killed_writer_has_left_the_next_one_removes(trained: Path) -> None:
     before = trained.read_bytes()
     process = CONTEXT.Process(target=killed, args=(trained,))

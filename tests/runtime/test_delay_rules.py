@@ -56,7 +56,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     )
 
 
-@settings(max_examples=300 if DEEP else 8)
+@settings(max_examples=300 if DEEP else 4)
 @given(
     schedules(),
     st.sampled_from(["never", "always", "except_last"]),

@@ -180,7 +180,7 @@ def settings_of(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=200 if DEEP else 4)
+@settings(max_examples=200 if DEEP else 2)
 @given(settings_of(), st.lists(st.sampled_from([8, 8, 5]), min_size=2, max_size=4))
 def test_whoever_runs_the_lists_results_are_the_same_to_the_bit(
     options: dict[str, Any], sizes: list[int]

@@ -140,6 +140,7 @@ def test_a_process_that_is_interrupted_at_random_trains_on_as_if_it_had_not_been
         assert process.wait(30) == 0
 
 
+@pytest.mark.deep
 def test_a_process_that_is_interrupted_inside_an_instruction_ends_cleanly() -> None:
     with running(START + SLOW) as process:
         assert process.stdin and process.stdout and process.stderr

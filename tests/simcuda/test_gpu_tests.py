@@ -16,8 +16,9 @@ DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 """Not by hypothesis, which pytest would find imported in the process with devices."""
 
 GPU = Path(__file__).parents[1] / "gpu"
-FILES = ("test_cuda.py", "test_cuda_graphs.py")
-"""``test_compile_memory`` and ``test_ranks`` here run what else there is."""
+FILES = ("test_cuda.py", *(("test_cuda_graphs.py",) if DEEP else ()))
+"""``test_compile_memory`` and ``test_ranks`` here run what else there is, and the tests of the
+extension those of graphs, too."""
 
 CANNOT = {
     "times are not simulated",
@@ -63,17 +64,14 @@ def run(given: Sequence[str]) -> tuple[dict[str, str], dict[str, str], int, list
 
 LESS = " and ".join(
     [
-        "(not training_equals_that_without_graphs or (2bw and thread))",
-        "(not gradients_are_the_loops or (zb and streams and thread) or (gpipe and places-device))",
+        "(not gradients_are_the_loops or (zb and streams and thread))",
         "not fails_is_told_by_name",  # as test_pipes here, and each starts a process
-        "not gradients_are_those_without_graphs",
         "not (batches_that_overlap and device)",
         "not (recomputations_make_the_same and thread)",
-        "not (step_of_replays and device)",
         "not (profile_is_of_the_devices and 1)",
     ]
 )
-"""Of many like tests a few; with graphs, training is compared rather than gradients."""
+"""Of many like tests a few."""
 
 
 def test_the_tests_for_a_gpu_pass_on_simulated_devices() -> None:

@@ -22,7 +22,7 @@ from fxpipe.runtime.host import BatchHost, Job
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.runtime.weights.versions import VersionedWeights
 from tests.helpers.mutants import launch_mutants
-from tests.helpers.profiles import DEEP
+from tests.helpers.profiles import DEEP, deep
 from tests.oracles import loop
 from tests.oracles.stream_machine import StreamMachine
 from tests.oracles.stream_memory import Layout
@@ -144,12 +144,10 @@ def looped(case: Case) -> tuple[dict[str, Tensor | None], Tensor]:
 
 
 CASES = [
+    *deep(("gpipe", 3, "never"), ("interleaved-1f1b", 2, "never"), ("zb-h1", 3, "never")),
     ("1f1b", 3, "never"),
-    ("gpipe", 3, "never"),
-    ("interleaved-1f1b", 2, "never"),
-    ("zb-h1", 3, "never"),
     ("zb-v", 2, "never"),
-    ("1f1b", 3, "always"),
+    *deep(("1f1b", 3, "always")),
     ("gpipe", 2, "except_last"),
 ]
 
@@ -173,7 +171,7 @@ def test_gradients_are_the_loops_whatever_takes_how_long(
         assert torch.equal(made_loss, loss)
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", [*deep(2), 3])
 def test_two_versions_of_weights_train_as_the_delayed_loop(devices: int) -> None:
     """W(t+1) = W(t) − ν·∇f(W(t−1)), with batches that overlap over four steps and the flush."""
     case = made("2bw", devices, steps=4, updates=True)
@@ -218,7 +216,7 @@ def test_a_missing_wait_shows_as_wrong_numbers() -> None:
     gradients(case, case.program, None)  # for the layouts
     mutants = [mutant for edit, mutant in launch_mutants(case.program) if edit == "drop a wait"]
     refused = [mutant for mutant in mutants if _is_refused(mutant)]
-    chosen = refused if DEEP else refused[::15]
+    chosen = refused if DEEP else refused[::40]
     found = [any(_wrong(case, mutant, expected, seed) for seed in range(40)) for mutant in chosen]
     assert len(refused) > 100
     assert sum(found) > len(found) / 2

@@ -95,7 +95,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return spread(name, devices, microbatches, stage, to, draw(st.booleans()))
 
 
-@settings(max_examples=200 if DEEP else 8)
+@pytest.mark.smoke
+@settings(max_examples=200 if DEEP else 4)
 @given(schedules(), st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from([None, 0.05]))
 def test_copies_train_as_a_loop_that_sums_in_the_same_parts(
     schedule: Schedule, optimizer: str, clip: float | None
@@ -165,6 +166,7 @@ def test_random_masks_do_not_depend_on_the_copy() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.smoke
 def test_recomputed_copies_give_the_same() -> None:
     model, data = make("mlp", 2, 8)
     alone = copied(model, find_recipe("chimera")(4, 4), ADAMW)
@@ -225,6 +227,7 @@ def test_a_failure_between_copies_leaves_the_weights_as_they_were(
         alone.assert_same(model)
 
 
+@pytest.mark.smoke
 def test_batchnorm_is_refused_unless_its_statistics_wait() -> None:
     with pipe_of(2, "chimera") as pipe:
         x, y = batch()
@@ -239,6 +242,7 @@ def test_batchnorm_is_refused_unless_its_statistics_wait() -> None:
     assert any("running_mean" in name for name in states[0])
 
 
+@pytest.mark.smoke
 def test_other_devices_are_refused_by_name() -> None:
     recipe = find_recipe("chimera")
     check_copies(recipe, torch.device("cpu"))
@@ -246,6 +250,7 @@ def test_other_devices_are_refused_by_name() -> None:
         check_copies(recipe, torch.device("cuda", 0))
 
 
+@pytest.mark.smoke
 def test_without_the_extension_a_model_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     take_away(monkeypatch, "check_copies", "share")
     with pytest.raises(InputError, match="schedule 'chimera' needs the extension"):

@@ -18,17 +18,20 @@ LINES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("word", LINES)
 def test_every_instruction_is_read_back(word: str) -> None:
     assert_read_back(word, *LINES[word])
 
 
+@pytest.mark.smoke
 def test_the_program_of_two_pipelines_is_read_back_and_verified() -> None:
     program = chain_program(find_recipe("chimera")(2, 2))
     assert {x.opcode for own in program.lists for x in own} >= {*LINES}
     assert Program.parse(str(program.verify())) == program
 
 
+@pytest.mark.smoke
 def test_without_the_extension_schedules_and_opcodes_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

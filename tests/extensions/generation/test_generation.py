@@ -62,6 +62,7 @@ def own_tokens(model: nn.Module, prompt: list[int], end: int | None = None) -> l
 PROMPTS = [[3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13], [20, 21], [30, 31, 32, 33, 34]]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "make",
     [llama, pytest.param(gpt2, marks=pytest.mark.deep), pytest.param(neox, marks=pytest.mark.deep)],
@@ -148,6 +149,7 @@ def test_caches_are_written_in_place() -> None:
     assert kept.tolist() == twice.tolist() == [0, 0, 0]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("prompt", "told"), [([], "prompt 1 has 0 tokens"), ([1] * 20, "at most 18 fit")]
 )

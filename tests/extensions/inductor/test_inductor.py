@@ -227,6 +227,7 @@ def test_large_products_are_given_to_onednn_and_are_the_same_to_rounding(folder:
         assert found == worker.MULTIPLIES
 
 
+@pytest.mark.smoke
 def test_what_is_not_compiled_runs_as_it_is_and_is_recorded(
     folder: Path,
     tmp_path: Path,
@@ -273,6 +274,7 @@ def test_the_memory_of_a_library_is_measured(folder: Path) -> None:
         assert pipe.simulate().memory[0].peak >= 2 * weights + 4 * value
 
 
+@pytest.mark.smoke
 def test_a_graph_that_cannot_be_exported_runs_as_it_is_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -293,6 +295,7 @@ class Holding(Extension):
     holds_saved = True
 
 
+@pytest.mark.smoke
 def test_what_excludes_it_is_refused_by_name() -> None:
     with pytest.raises(InputError, match=r"only_faster no longer: write fxpipe.Inductor\(\)"):
         fxpipe.Inductor(only_faster=True)

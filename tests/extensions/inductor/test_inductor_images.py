@@ -179,6 +179,7 @@ def test_batches_in_flight_read_the_weights_of_their_own_version(folder: Path) -
             assert torch.allclose(mine, theirs, atol=1e-6)
 
 
+@pytest.mark.smoke
 def test_images_stay_as_they_lie_where_as_many_copies_would_be_needed() -> None:
     def laid(*between: nn.Module) -> bool:
         convolutions = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)

@@ -75,6 +75,7 @@ def test_gradients_of_rows_that_are_read_by_indices_are_the_same_to_the_bit_each
             assert torch.equal(here, first) and torch.allclose(here, there, rtol=1e-4)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("shape", "indices", "values"),
     [

@@ -114,6 +114,7 @@ def with_own() -> nn.Module:
     return nn.Sequential(Own(), nn.Tanh(), Own(), nn.Linear(6, 3))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("make", [Plain, with_own, tied])
 def test_modules_draw_what_their_constructors_would_have_drawn(
     make: Callable[[], nn.Module],
@@ -194,6 +195,7 @@ def test_a_model_with_data_draws_anew() -> None:
     assert_same(reset(Plain()), expected)
 
 
+@pytest.mark.smoke
 def test_a_state_dict_gives_values_and_parameters_stay_the_same_objects() -> None:
     values = Plain().state_dict()
     model = without_data(Plain)
@@ -233,6 +235,7 @@ def test_modules_are_told_the_version_of_a_state_dict() -> None:
         assert vars(pipe.state_dict())["_metadata"] == vars(values)["_metadata"]
 
 
+@pytest.mark.smoke
 def test_inside_the_block_that_builds_a_model_without_data_nothing_runs() -> None:
     model = without_data(Plain)
     with (
@@ -275,6 +278,7 @@ def test_a_buffer_made_with_data_stays_as_it_is() -> None:
 # what is refused
 
 
+@pytest.mark.smoke
 def test_a_step_without_values_is_refused_and_nothing_is_lost() -> None:
     with compiled(without_data(Plain)) as pipe:
         for call in (lambda: pipe.step(X, target=Y), lambda: pipe(X)):
@@ -283,6 +287,7 @@ def test_a_step_without_values_is_refused_and_nothing_is_lost() -> None:
         pipe.step(X, target=Y)
 
 
+@pytest.mark.smoke
 def test_a_parameter_that_no_module_draws_is_refused_until_a_function_does() -> None:
     model = without_data(Free)
     with compiled(model) as pipe:

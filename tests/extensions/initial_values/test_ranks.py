@@ -45,6 +45,7 @@ def reset_and_train(mesh: DeviceMesh, whole: int) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("whole", [0, *deep(options.WHOLE)])
 def test_each_rank_draws_the_values_of_the_whole_model_and_keeps_its_own(whole: int) -> None:
     with compiled(2, with_data()) as pipe:

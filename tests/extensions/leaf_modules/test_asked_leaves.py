@@ -17,6 +17,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), nn.Tanh())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("asked", "called"),
     [
@@ -36,6 +37,7 @@ def test_names_and_classes_are_called_as_they_are(asked: list[Any], called: list
         assert torch.equal(pipe(x), expected)
 
 
+@pytest.mark.smoke
 def test_a_module_itself_is_called_as_it_is() -> None:
     given = model()
     leaf = fxpipe.LeafModules(given[1])
@@ -45,6 +47,7 @@ def test_a_module_itself_is_called_as_it_is() -> None:
         assert [n.target for n in nodes if n.op == "call_module"] == ["1"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -61,5 +64,6 @@ def test_what_is_no_submodule_is_refused(asked: Any, message: str) -> None:
         fxpipe.compile(model(), 1, extensions=[fxpipe.LeafModules(asked)])
 
 
+@pytest.mark.smoke
 def test_it_prints_what_is_asked_for() -> None:
     assert repr(fxpipe.LeafModules("1", "2")) == "LeafModules('1', '2')"

@@ -27,6 +27,7 @@ def own(options: Options) -> list[Pass]:
     return [each for placed in leaves.passes(options).values() for _, each in placed]
 
 
+@pytest.mark.smoke
 def test_they_require_what_they_take_and_each_list_is_in_order_with_them(options: Options) -> None:
     assert len(own(options)) == 5
     for each in own(options):
@@ -37,6 +38,7 @@ def test_they_require_what_they_take_and_each_list_is_in_order_with_them(options
         check_order(passes.of(options, name), ())
 
 
+@pytest.mark.smoke
 def test_what_calls_modules_needs_a_functional_graph(options: Options) -> None:
     given = [*passes.of(options, "trace")]
     (moved,) = [each for each in given if each.name == "call_leaves"]

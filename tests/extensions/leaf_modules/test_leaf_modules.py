@@ -105,6 +105,7 @@ def train_both(model: nn.Module, partition: Any, leaves: Any, extensions: Any = 
     return alone
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("kind", "partition"),
     [("names", "auto"), ("classes", ["middle"]), ("modules", ["leaf", "middle"])],
@@ -145,6 +146,7 @@ def test_leaves_of_ones_own_branch_on_values() -> None:
     assert model.inner.seen[-2:] == alone.inner.seen[-2:]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_of_leaves_run_in_every_step(when: str) -> None:
     torch.manual_seed(0)
@@ -164,6 +166,7 @@ def test_a_leaf_inside_of_a_leaf_is_the_outer_ones_affair() -> None:
     train_both(Around(inner), ["last"], ["inner", Branching])
 
 
+@pytest.mark.smoke
 def test_a_leaf_that_is_called_twice_keeps_both_calls_in_one_stage() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -269,6 +272,7 @@ class Unpacks(nn.Module):
         return y[0] if isinstance(y, tuple) else y
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -334,6 +338,7 @@ class Packed(nn.Module):
         return y[:, -1]
 
 
+@pytest.mark.smoke
 def test_a_packed_sequence_is_refused_and_a_leaf_around_it_is_the_way_out() -> None:
     torch.manual_seed(0)
     message = "leaf module 'inner.layer' is given a PackedSequence, .* mark a module around it"
@@ -359,6 +364,7 @@ def test_an_object_that_a_leaf_is_given_is_refused_by_its_class() -> None:
         compiled(Given(Takes(4, 4)), ["inner"])
 
 
+@pytest.mark.smoke
 def test_tracing_leaves_the_leaves_as_they_were() -> None:
     model = Around(Branching(4))
     calls = [module._compiled_call_impl for module in model.modules()]

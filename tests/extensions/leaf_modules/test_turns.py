@@ -40,6 +40,7 @@ class Alone(nn.Module):
         return x
 
 
+@pytest.mark.smoke
 def test_no_leaf_module_is_called_by_two_devices_at_once() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), Alone()), nn.Linear(6, 6))
     x, y = torch.randn(16, 6), torch.randn(16, 6)

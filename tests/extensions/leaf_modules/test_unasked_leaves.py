@@ -113,6 +113,7 @@ def maps(net: Any, x: Tensor) -> Tensor:
     return y
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("inner", "leaf"),
     [
@@ -178,6 +179,7 @@ def test_what_is_drawn_in_a_branch_is_the_microbatchs() -> None:
     assert not torch.equal(first, second)
 
 
+@pytest.mark.smoke
 def test_submodules_of_one_class_become_leaves_at_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +242,7 @@ def test_adaptive_softmax_and_scaled_embeddings_train_as_by_the_loop(
     train_both(model, x, x, lambda made, x: made)
 
 
+@pytest.mark.smoke
 def test_a_loss_that_cannot_be_traced_is_called_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     def ctc(made: Tensor, words: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
         chances = made.unflatten(1, (6, 4)).transpose(0, 1).log_softmax(-1)

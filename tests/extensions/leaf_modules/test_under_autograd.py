@@ -64,6 +64,7 @@ def test_leaves_are_timed_by_the_device_too() -> None:
     assert [(cost.forward, cost.backward) for cost in calls] == [(1, 1), (1, 1)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_a_stage_under_autograd_hands_over_its_gradients_in_two_steps(stages: int) -> None:
     torch.manual_seed(0)
@@ -99,5 +100,6 @@ def test_a_graph_with_leaf_modules_is_measured_whole() -> None:
     assert not reducible(leaf_graph(nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)))
 
 
+@pytest.mark.smoke
 def test_a_stages_costs_are_those_of_its_nodes() -> None:
     test_measure.test_a_stages_costs_are_those_of_its_nodes([LeavesOnly()])

@@ -70,6 +70,7 @@ def test_older_versions_of_a_parameter_have_its_attributes() -> None:
     assert [loss.item() for loss in losses] == [expected.item()] * 2
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("drops", [drops_layers, drops_rarely_at_first])
 def test_layers_are_dropped_by_the_seed_of_the_microbatch(drops: Function) -> None:
     torch.manual_seed(0)
@@ -144,6 +145,7 @@ def step(model: nn.Module, x: Tensor) -> None:
         pipe.step(x, target=x)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("function", [picks, picks_some])
 def test_a_size_that_depends_on_values_and_leaves_the_leaf_is_refused(function: Function) -> None:
     torch.manual_seed(0)

@@ -52,6 +52,7 @@ DIVIDED: dict[Callable[..., Tensor], Callable[[Tensor], Tensor]] = {
 TARGETS = st.lists(st.tuples(*3 * [st.sampled_from([IGNORED, *range(5)])]), min_size=3, max_size=7)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("loss", "divisor"), DIVIDED.items())
 def test_what_divides_a_loss_weighs_its_micro_batches(
     loss: Callable[..., Tensor], divisor: Callable[[Tensor], Tensor]
@@ -77,6 +78,7 @@ def test_what_divides_a_loss_weighs_its_micro_batches(
         equal()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-v", "2bw"])
 def test_under_any_schedule_an_update_is_that_of_the_whole_batch(schedule: str) -> None:
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4))).double()
@@ -106,6 +108,7 @@ def test_where_all_targets_count_losses_are_averaged_by_samples_to_the_bit() -> 
             loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
+@pytest.mark.smoke
 def test_a_batch_of_ignored_targets_is_what_it_is_to_the_model() -> None:
     model, alone = net(), net()
     x, y = rows(6)
@@ -125,6 +128,7 @@ def tuple_mean(output: Tensor, scale: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(output, target).square().sqrt() * scale.amax()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("loss", [masked_mean, masked_quotient, tuple_mean])
 def test_what_is_not_told_from_a_loss_is_asked_for_once_with_the_line_to_paste(
     loss: Callable[..., Tensor],
@@ -203,6 +207,7 @@ PLAIN: list[Callable[..., Tensor]] = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("loss", PLAIN)
 def test_nothing_is_said_of_means_over_samples(loss: Callable[..., Tensor]) -> None:
     for samples in (6, 7):  # a warning would be an error

@@ -24,6 +24,7 @@ def each_ignoring(output: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(output, target, reduction="none")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("loss", [cross_entropy, masked_mean, each_ignoring])
 def test_with_ignored_targets_the_loss_is_the_mean_over_the_others(
     loss: Callable[..., Tensor],
@@ -52,6 +53,7 @@ def test_a_micro_batch_that_counts_for_nothing_leaves_no_trace_under_any_schedul
         assert_whole(masked_mean, x, y, 4, extensions=COUNTED, schedule=schedule)
 
 
+@pytest.mark.smoke
 def test_class_weights_are_weights_of_the_mean() -> None:
     weights = torch.tensor([1.0, 0.5, 2.0, 0.0, 3.0], dtype=torch.float64)
     x, y = rows(9)
@@ -68,6 +70,7 @@ def test_a_weight_function_is_given_every_target() -> None:
     assert_whole(loss, x, (y, kept), 4, extensions=[LossWeight(lambda y, kept: kept.sum())])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("weight", "part"),
     [
@@ -89,6 +92,7 @@ def test_a_weight_that_is_no_number_of_at_least_0_is_refused(weight: Any, part: 
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
+@pytest.mark.smoke
 def test_what_is_no_function_is_refused_and_so_is_a_weight_of_a_sum() -> None:
     number: Any = 3
     with pytest.raises(InputError, match="the weight of LossWeight is 3; give a function from the"):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fxpipe
 from fxpipe.extensions.loss_weight.weighing import divided, on_device
+from tests.helpers.profiles import deep
 from tests.simcuda.process import on_devices, simulated
 from tests.simcuda.test_steps import PLACES, Tokens, tokens
 from tests.simcuda.training import sgd
@@ -52,8 +53,9 @@ def ignored_targets(loss: str, schedule: str) -> Any:
     return all(map(torch.equal, made, wanted)), waits
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-@pytest.mark.parametrize("loss", ["plain", "shifted"])
+@pytest.mark.smoke
+@pytest.mark.parametrize("schedule", ["2bw", *deep("1f1b")])
+@pytest.mark.parametrize("loss", ["shifted", *deep("plain")])
 def test_targets_on_a_device_that_are_ignored_are_counted_there(loss: str, schedule: str) -> None:
     equal, waits = on_devices(ignored_targets, loss, schedule)
     assert equal

@@ -108,6 +108,7 @@ def change_what_is_written(graph: fx.Graph) -> None:
     node.args = (node.args[0], 3)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("edit", "what"),
     [
@@ -128,6 +129,7 @@ def test_a_wrong_graph_is_refused_by_what_differs(
     assert "fxpipe.LeafModules(its name)" in str(caught.value)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("own", [0, 1])
 def test_a_rank_compares_the_gradients_of_its_own_stages(stage: int, own: int) -> None:
@@ -149,6 +151,7 @@ def test_a_rank_compares_the_gradients_of_its_own_stages(stage: int, own: int) -
         checked(model, torch.randn(3, 4), finish=spoil, own=[own])
 
 
+@pytest.mark.smoke
 def test_the_same_graph_unedited_passes() -> None:
     checked(Model(), torch.randn(3, 4))
 
@@ -216,6 +219,7 @@ def test_what_rounding_puts_on_the_other_side_of_zero_has_another_gradient(
         checked(model, torch.ones(3, 4), rounded)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("wrong", "refused"), [(1, False), (3, False), (4, True)])
 def test_a_gradient_that_is_wrong_for_all_weights_nearby_is_refused(
     wrong: int, refused: bool
@@ -248,10 +252,12 @@ def test_a_small_gradient_is_no_noise() -> None:
         checked(model, x, drop_detach)
 
 
+@pytest.mark.smoke
 def test_halves_of_a_backward_pass() -> None:
     checked(Model(), torch.randn(3, 4), finish=part_backward)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("half", ["input_grad", "weight_grad"])
 def test_a_wrong_half_of_a_backward_is_refused(half: str) -> None:
     def spoiled(plan: Plan) -> Plan:
@@ -284,6 +290,7 @@ class Backwards(torch.autograd.Function):
         return -gradient
 
 
+@pytest.mark.smoke
 def test_an_autograd_function_whose_backward_is_lost_is_noticed() -> None:
     def reversed_gradient(model: Model, x: Tensor) -> Any:
         y: Tensor = Backwards.apply(model.layer(x))  # type: ignore[no-untyped-call]
@@ -324,12 +331,14 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_graph_passes_whatever_it_draws(name: str) -> None:
     factory, inputs = RIGHT[name]
     checked(factory(), inputs())
 
 
+@pytest.mark.smoke
 def test_a_wrong_chance_of_dropout_is_noticed() -> None:
     def change(graph: fx.Graph) -> None:
         node = next(n for n in graph.nodes if "dropout" in n.name)

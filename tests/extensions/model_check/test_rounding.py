@@ -83,6 +83,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", MODELS)
 def test_dropout_under_autocast_trains(name: str, seed: int) -> None:
@@ -119,6 +120,7 @@ def compare(model: nn.Module, x: Tensor, target: Any, edit: Callable[[Any], None
     check(*facts, lambda: (model(x), None), True, [0])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("factor", "refused"), [(1.1015625, False), (1.4, True)])
 def test_what_is_allowed_follows_the_narrowest_type_inside(factor: float, refused: bool) -> None:
     """1.1015625 is 1.1 in bfloat16."""
@@ -175,6 +177,7 @@ class Flagged(nn.Module):
         return self.layer(x), x > 0
 
 
+@pytest.mark.smoke
 def test_flags_are_compared_exactly() -> None:
     def unedited(node: fx.Node) -> None:
         pass
@@ -240,6 +243,7 @@ def batch(rows: int) -> dict[str, Any]:
     return {"target": torch.ones(rows, 4)}
 
 
+@pytest.mark.smoke
 def test_a_first_graph_off_by_little_is_refused_without_blame() -> None:
     with trained(nn.Linear(4, 4)) as pipe, off_by(LITTLE), pytest.raises(CloseError) as raised:
         pipe.step(torch.ones(4, 4), **batch(4))
@@ -248,6 +252,7 @@ def test_a_first_graph_off_by_little_is_refused_without_blame() -> None:
     assert not any("without extensions" in note for note in raised.value.__notes__)
 
 
+@pytest.mark.smoke
 def test_a_later_graph_off_by_little_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)

@@ -21,6 +21,7 @@ from tests.helpers.profiles import some
 COUNTS = [(1, 4), (2, 5), (4, 4), (4, 8)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", some(sorted(RECIPES.keys() - {"inference"})))
 def test_no_backward_waits_and_no_device_holds_more(name: str) -> None:
     for devices, microbatches in COUNTS:
@@ -36,6 +37,7 @@ def test_no_backward_waits_and_no_device_holds_more(name: str) -> None:
         Streams()(chain_program(stored).verify()).verify()
 
 
+@pytest.mark.smoke
 def test_a_prefetch_that_takes_long_comes_early(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = RECIPES["gpipe"](1, 6)
     rows = []
@@ -49,6 +51,7 @@ def test_a_prefetch_that_takes_long_comes_early(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+@pytest.mark.smoke
 def test_what_has_offloads_is_left_alone() -> None:
     schedule = RECIPES["gpipe"](2, 4)
     stored = add_offload(schedule, {1: "except_last"})
@@ -57,12 +60,14 @@ def test_what_has_offloads_is_left_alone() -> None:
     assert max(t.microbatch or 0 for row in stored.rows for t in row if t.kind == "O") < 3
 
 
+@pytest.mark.smoke
 def test_with_a_recompute_a_prefetch_comes_before_it() -> None:
     again = add_recompute(RECIPES["gpipe"](1, 5), "except_last")
     row = " ".join(map(str, add_offload(again, "always").verify().rows[0])).replace("@0", "")
     assert row == "F0 O0 F1 O1 F2 O2 F3 O3 P0 F4 O4 R0 P1 B0 R1 P2 B1 R2 P3 B2 R3 P4 B3 B4 U"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
@@ -84,6 +89,7 @@ def test_what_is_wrong_is_told_by_name(row: str, fault: str) -> None:
     assert [fault in str(each) for each in caught.value.faults].count(True) == 1
 
 
+@pytest.mark.smoke
 def test_what_is_stored_elsewhere_is_held_for_three_micro_batches() -> None:
     """One is fetched while one is stored and one computed."""
     again = add_recompute(find_recipe("gpipe")(2, 6), ["always", "never"])

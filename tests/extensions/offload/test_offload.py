@@ -25,6 +25,7 @@ from fxpipe.runtime import interpreter
 from fxpipe.schedules import gpipe
 from tests.helpers.eager_lanes import launched
 from tests.helpers.overlapping import ADAMW, compiled, make
+from tests.helpers.profiles import deep
 from tests.helpers.tiny import Snapshot, Tiny, batch
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop
@@ -50,21 +51,24 @@ def stored(pipe: fxpipe.Pipeline) -> int:
     return sum(isinstance(x, opcodes.Offload) for own in pipe.program.lists for x in own)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("schedule", "devices", "options"),
     [
-        ("gpipe", 2, {}),
+        *deep(("gpipe", 2, {})),
         (
             "gpipe",
             2,
             {"modes": {1: "except_last"}, "recompute": {0: "always"}},
         ),
-        ("gpipe", 3, {"recompute": "always"}),
-        ("1f1b", 4, {"recompute": "except_last"}),
+        *deep(
+            ("gpipe", 3, {"recompute": "always"}),
+            ("1f1b", 4, {"recompute": "except_last"}),
+            ("looped-bfs", 2, {"recompute": {1: "always", 2: "except_last"}}),
+            ("1f1b", 4, {}),
+            ("zb-h1", 3, {}),
+        ),
         ("zb-h1", 4, {"recompute": "always"}),
-        ("looped-bfs", 2, {"recompute": {1: "always", 2: "except_last"}, "extensions": ONE_THREAD}),
-        ("1f1b", 4, {}),
-        ("zb-h1", 3, {}),
         ("interleaved-1f1b", 2, {"extensions": ONE_THREAD}),
         (Schedule.parse(SOME), 2, {}),
     ],
@@ -121,6 +125,7 @@ def test_what_others_hold_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     assert count
 
 
+@pytest.mark.smoke
 def test_steps_that_overlap_are_those_of_the_delayed_loop() -> None:
     model, data = make("mlp", 8, 5)
     expected = DelayedLoop.beside(model, ADAMW, 4)
@@ -148,6 +153,7 @@ def test_a_call_that_is_differentiated_stores_too_and_draws_the_same_masks() -> 
     loop.assert_same(found[0], found[1])
 
 
+@pytest.mark.smoke
 def test_streams_store_and_fetch_in_their_order() -> None:
     torch.manual_seed(0)
     model = Tiny()
@@ -164,6 +170,7 @@ def test_streams_store_and_fetch_in_their_order() -> None:
         assert any(stream == "prefetch" for stream, _ in lanes.log)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("recompute", "freed"), [("never", "saved"), ("always", "state")])
 def test_a_failure_to_store_leaves_all_as_it_was(
     recompute: Any, freed: str, monkeypatch: pytest.MonkeyPatch
@@ -195,6 +202,7 @@ def test_a_failure_to_store_leaves_all_as_it_was(
         pipe.step(x, target=y)
 
 
+@pytest.mark.smoke
 def test_a_backward_waits_until_what_it_needs_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = unet()
     alone = copy.deepcopy(model)
@@ -276,6 +284,7 @@ def test_inputs_of_leaf_modules_that_recompute_are_stored() -> None:
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
+@pytest.mark.smoke
 def test_a_mode_that_is_none_is_refused() -> None:
     with pytest.raises(InputError, match="no mode 'sometimes' of Offload"):
         fxpipe.compile(Tiny(), 2, extensions=[fxpipe.Offload("sometimes")])  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ LINES = {
 STORED = "schedule stored stages=1 microbatches=1 delay=0\nplace 0\n0: F0 O0 P0 B0 U\n"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("word", LINES)
 @pytest.mark.parametrize("launch", ["", " stream=in0 wait=e0 record=e1"])
 def test_every_instruction_is_read_back(word: str, launch: str) -> None:
@@ -36,12 +37,14 @@ def test_every_instruction_is_read_back(word: str, launch: str) -> None:
     assert blocking(program).launches == ()
 
 
+@pytest.mark.smoke
 def test_the_text_of_a_stored_micro_batch_is_read_back_and_verified() -> None:
     program = chain_program(Schedule.parse(STORED))
     assert [x.opcode for x in program.lists[0] if x.opcode in LINES] == [*LINES]
     assert Program.parse(str(program.verify())) == program
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("word", ["offload", "prefetch", "await"])
 def test_an_instruction_that_is_left_out_is_reported(word: str) -> None:
     lines = str(chain_program(Schedule.parse(STORED))).splitlines()
@@ -50,6 +53,7 @@ def test_an_instruction_that_is_left_out_is_reported(word: str) -> None:
         Program.parse(text).verify()
 
 
+@pytest.mark.smoke
 def test_without_the_extension_its_tasks_and_opcodes_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

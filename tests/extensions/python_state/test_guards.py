@@ -139,6 +139,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_changes_between_steps_counts_from_the_next_step_on(
     what: str, monkeypatch: pytest.MonkeyPatch
@@ -198,6 +199,7 @@ DEEP: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("what", [*SHARED, *DEEP])
 def test_what_is_deep_inside_or_shared_counts_from_the_next_step_on(
     what: str, monkeypatch: pytest.MonkeyPatch
@@ -238,6 +240,7 @@ def test_a_backward_hook_of_all_modules_is_refused() -> None:
         handle.remove()
 
 
+@pytest.mark.smoke
 def test_what_no_code_reads_is_no_reason_to_trace(caplog: pytest.LogCaptureFixture) -> None:
     model = Net()
     x, target = torch.randn(8, 4), torch.randint(3, (8,))
@@ -253,6 +256,7 @@ def test_what_no_code_reads_is_no_reason_to_trace(caplog: pytest.LogCaptureFixtu
     assert "anew" not in caplog.text
 
 
+@pytest.mark.smoke
 def test_counters_that_no_code_reads_are_no_reason_to_trace(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +277,7 @@ def test_counters_that_no_code_reads_are_no_reason_to_trace(
     assert "anew" not in caplog.text
 
 
+@pytest.mark.smoke
 def test_a_state_that_comes_back_has_its_graphs_back(caplog: pytest.LogCaptureFixture) -> None:
     model = Net()
     x, target = torch.randn(8, 4), torch.randint(3, (8,))

@@ -39,6 +39,7 @@ def test_the_default_type_of_numbers_counts() -> None:
             torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.smoke
 def test_a_number_in_the_closure_of_a_loss_counts() -> None:
     beta = 1.0
 
@@ -79,6 +80,7 @@ def test_an_order_in_memory_that_changes_with_a_parameter_counts() -> None:
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "change",
     [
@@ -118,6 +120,7 @@ class Moody(nn.Module):
         return F.mse_loss(output, target) * (1 if self.training else 2)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("held", [False, True])
 def test_the_mode_of_a_module_that_is_no_part_of_the_model_counts(held: bool) -> None:
     moody, x = Moody(), torch.randn(4, 4)
@@ -129,6 +132,7 @@ def test_the_mode_of_a_module_that_is_no_part_of_the_model_counts(held: bool) ->
         assert torch.equal(pipe.step(x, target=x), 2 * before)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "file",
     ["<python-input-0>", "<string>", *(f"{folder}_of_mine.py" for folder in BESIDE)],
@@ -174,6 +178,7 @@ def test_a_state_that_is_used_again_and_again_stays_known(
     assert caplog.text.count("anew") == VARIANTS + 3
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("asked", [True, False])
 def test_what_a_leaf_module_reads_and_changes_is_no_reason_to_trace(
     caplog: pytest.LogCaptureFixture, asked: bool

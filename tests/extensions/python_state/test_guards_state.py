@@ -58,6 +58,7 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
             yield from _places(value)
 
 
+@pytest.mark.smoke
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_whatever_changes_in_place_inside_of_an_attribute_is_another_state(data: Any) -> None:

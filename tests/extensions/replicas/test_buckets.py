@@ -91,6 +91,7 @@ def layered() -> tuple[nn.Sequential, Any, Plan]:
     return model, traced, plan
 
 
+@pytest.mark.smoke
 def test_a_bucket_is_computed_before_the_layers_below_it() -> None:
     _, _, plan = layered()
     (stage,) = into_buckets(plan, 300).stages

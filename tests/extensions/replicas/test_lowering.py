@@ -72,6 +72,7 @@ def test_buckets_begin_to_be_summed_before_the_backward_ahead_of_the_reduce_is_t
     assert [each for each in map(print_instruction, late.lists[0]) if "partial" in each] == []
 
 
+@pytest.mark.smoke
 def test_sums_over_replicas_are_waited_for_where_they_are_needed_first() -> None:
     clips = "delay=0\nplace 0 1\n0: F0@0 F0@1 B0@1 A@1 B0@0 A@0 C@0 C@1 U@0 U@1\n"
     assert summing(summed(clips))[0][:8] == [

@@ -29,7 +29,6 @@ STEPS = 4
 
 SHAPES: Mapping[tuple[int, int], Sequence[tuple[str, bool]]] = {
     (2, 2): [("clipped, 2bw", True)],
-    (3, 1): [("scaled", False)],
 }
 """Replicas and devices → cases, each with whether its optimizers are sharded."""
 

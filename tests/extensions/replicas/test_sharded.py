@@ -42,11 +42,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHARDED = [fxpipe.Replicas(shard_optimizer=True)]
 SHAPES = {
-    (2, 2): ["interleaved-1f1b", "clipped, 2bw", "scaled"],
-    (3, 1): ["1f1b", "2bw"],
+    (2, 2): ["interleaved-1f1b", "clipped, 2bw"],
+    (3, 1): ["1f1b"],
 }
 if DEEP:
-    SHAPES = {(2, 2): [*CASES], (3, 1): [*SHAPES[3, 1], "clipped"]}
+    SHAPES = {(2, 2): [*CASES], (3, 1): ["1f1b", "2bw", "clipped"]}
 
 
 def run_cases(mesh: DeviceMesh, names: list[str]) -> list[Results]:

@@ -168,6 +168,7 @@ def uneven_bytes(mesh: DeviceMesh) -> dict[str, Results]:
     return uneven(mesh, note_bytes)
 
 
+@pytest.mark.deep
 def test_replicas_with_other_batches_send_as_many_bytes_as_predicted() -> None:
     for rank in on_ranks(4, uneven_bytes, replicas=2):
         for found in rank.values():

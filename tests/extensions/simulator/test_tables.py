@@ -86,6 +86,7 @@ def test_a_table_and_a_simulation_fit_80_columns() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.deep
 def test_what_its_columns_mean_is_told_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formatting, "_told", set())  # as in a new process
     with fxpipe.compile(nn.Linear(6, 6), 1, microbatches=2, loss=mse_loss) as pipe:

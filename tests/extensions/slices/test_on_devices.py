@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import fxpipe
@@ -39,5 +40,6 @@ def compared() -> None:
         torch.testing.assert_close(trained(["cuda:0", "cuda:1"]), expected, rtol=0, atol=0)
 
 
+@pytest.mark.smoke
 def test_slices_train_on_devices_as_on_the_host() -> None:
     on_devices(compared)

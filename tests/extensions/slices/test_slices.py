@@ -104,6 +104,7 @@ def all_forwards_first(device: int, devices: int, microbatches: int, *, stages: 
 TERAPIPE = Recipe("terapipe", all_forwards_first, placement=fxpipe.round_robin(3), slices=3)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("recipe", "devices", "options"),
     [
@@ -158,6 +159,7 @@ def test_replicas_run_slices_too() -> None:
         torch.testing.assert_close(found, [parameter.detach() for parameter in model.parameters()])
 
 
+@pytest.mark.smoke
 def test_each_slice_stays_on_the_devices_of_its_stages_and_reads_the_slice_before_it() -> None:
     words, places, target = batch()
     with fxpipe.compile(
@@ -211,6 +213,7 @@ class Mean(Model):
         return super().forward(words, places).mean(1, keepdim=True).mean(-1)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("model", "recipe", "error", "text"),
     [
@@ -246,6 +249,7 @@ def test_what_cannot_be_cut_is_refused(
         stepped(model(), 2, recipe)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("options", "text"),
     [

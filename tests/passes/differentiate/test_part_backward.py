@@ -268,7 +268,7 @@ def test_a_kernel_that_is_not_parted_says_so() -> None:
         stage.kernel.weight_grad([])
 
 
-@settings(max_examples=150 if DEEP else 7, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150 if DEEP else 4, suppress_health_check=[HealthCheck.too_slow])
 @given(recipes(), st.integers(1, 4), st.booleans())
 def test_halves_of_random_models_equal_the_whole(recipe: Recipe, stages: int, inputs: bool) -> None:
     torch.manual_seed(0)

@@ -54,6 +54,7 @@ def code(made: ExportedProgram) -> list[str]:
     return [each.code for each in made.graph_module.modules() if isinstance(each, fx.GraphModule)]
 
 
+@pytest.mark.deep
 def test_a_program_becomes_what_pytorch_makes_of_it_knowing_all_composite_operations() -> None:
     expected, found = program().run_decompositions({}), decomposed(program(), {})
     assert code(found) == code(expected)

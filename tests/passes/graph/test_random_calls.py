@@ -264,7 +264,7 @@ def assert_joined(recipe: Recipe, layout: Layout, ours: Any, expected: Expected)
 
 @pytest.mark.timeout(0 if DEEP else 900)
 @settings(
-    max_examples=400 if DEEP else 5,
+    max_examples=400 if DEEP else 3,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 @given(
