@@ -14,6 +14,7 @@ from examples.unet import UNet
 from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.passes.schedule import add_recompute
 from tests.helpers.overlapping import ADAMW, compiled, make
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop
 
@@ -26,12 +27,11 @@ def unet() -> tuple[nn.Module, Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("schedule", "recompute", "kept"),
     [
-        ("gpipe", "never", [3, 3]),
-        ("gpipe", "always", [1, 1]),
+        *deep(("gpipe", "never", [3, 3]), ("gpipe", "always", [1, 1])),
         ("gpipe", "except_last", [2, 2]),
-        ("gpipe", ["always", "never"], [1, 3]),
+        *deep(("gpipe", ["always", "never"], [1, 3])),
         ("gpipe", {1: "always"}, [3, 1]),
-        ("1f1b", "always", [1, 1]),
+        *deep(("1f1b", "always", [1, 1])),
         ("zb-h1", "except_last", None),
         ("interleaved-1f1b", "always", None),
     ],
@@ -70,7 +70,7 @@ class Counted(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", *deep("1f1b")])
 def test_what_runs_again_reads_the_buffers_that_its_forward_read(schedule: str) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Counted(), Counted()), torch.randn(6, 6)

@@ -120,7 +120,7 @@ def between_layers(traced: Traced, costs: dict[str, NodeCost], stages: int) -> f
 
 
 @pytest.mark.parametrize("stages", [*deep(2), 4])
-@pytest.mark.parametrize("shared", ["angles", "mask", "bias", "keys"])
+@pytest.mark.parametrize("shared", ["mask", "bias", *deep("angles", "keys")])
 def test_the_cut_is_no_worse_than_the_best_between_layers(shared: str, stages: int) -> None:
     traced = front_end(Decoder(shared), torch.randint(11, (2, LENGTH)))
     costs = costs_of(traced)
@@ -129,7 +129,7 @@ def test_the_cut_is_no_worse_than_the_best_between_layers(shared: str, stages: i
 
 
 @pytest.mark.parametrize("stages", [*deep(2), 4])
-@pytest.mark.parametrize("shared", ["angles", "mask", "bias", "keys"])
+@pytest.mark.parametrize("shared", ["mask", "bias", *deep("angles", "keys")])
 def test_what_layers_in_several_stages_read_trains_as_in_the_loop(shared: str, stages: int) -> None:
     torch.manual_seed(0)
     model = Decoder(shared)

@@ -16,6 +16,7 @@ import fxpipe
 from fxpipe.runtime.devices.backend import Backend
 from tests.helpers.checkpoints import FORMS, PLAIN, Form, Left, make, run, same
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
+from tests.helpers.profiles import deep
 from tests.oracles.delayed_loop import MSE, Batch
 
 
@@ -84,7 +85,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     made[2].assert_same(made[0])
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+@pytest.mark.parametrize("schedule", ["2bw", *deep("1f1b")])
 def test_random_masks_go_on_where_they_were(schedule: str, tmp_path: Path) -> None:
     data = make("mlp", 6, 6)[1]
 
@@ -249,7 +250,7 @@ def test_the_generators_of_devices_go_on_where_they_were(
         assert torch.equal(torch.rand(5, generator=own), expected)
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+@pytest.mark.parametrize("schedule", ["2bw", *deep("1f1b")])
 def test_clipping_and_the_scale_of_losses_go_on(schedule: str, form: Form, tmp_path: Path) -> None:
     data = make("mlp", 8, 4)[1]
     data[1][0][0] = torch.inf  # this batch is skipped, and the scale falls

@@ -20,6 +20,7 @@ from fxpipe.runtime import interpreter
 from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.interpreter import Machine
 from tests.helpers.overlapping import ADAMW, MostVersions, compiled, make
+from tests.helpers.profiles import deep
 from tests.oracles.delayed_loop import MSE, DelayedLoop, RuledLoop
 
 HANDLERS = interpreter.HANDLERS
@@ -85,10 +86,8 @@ def steps_of(pipe: fxpipe.Pipeline) -> dict[int, int]:
 @pytest.mark.parametrize(
     ("schedule", "device", "dispatch"),
     [
-        ("2bw", 0, "device"),
+        *deep(("2bw", 0, "device"), ("2bw", 2, "device"), ("2bw", 1, "thread")),
         ("2bw", 1, "device"),
-        ("2bw", 2, "device"),
-        ("2bw", 1, "thread"),
         ("pipedream", 1, "device"),
         ("cdp-v2", 0, "thread"),
     ],
@@ -139,7 +138,7 @@ def test_a_failure_ends_the_pipe_which_tells_how_far_each_stage_is_and_takes_a_c
 
 
 @dispatches
-@pytest.mark.parametrize(("microbatches", "delay"), [(3, 1), (2, 2), (1, 3)])
+@pytest.mark.parametrize(("microbatches", "delay"), [*deep((3, 1), (2, 2)), (1, 3)])
 def test_no_stage_has_more_versions_than_its_batches_read_even_if_the_first_stage_is_slow(
     microbatches: int, delay: int, dispatch: Dispatches, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from tests.helpers.overlapping import SGD, compiled, make
+from tests.helpers.profiles import deep
 from tests.oracles.delayed_loop import MSE, DelayedLoop
 
 
@@ -35,7 +36,7 @@ def test_inference_and_state_dict_see_the_newest_version_and_change_nothing() ->
     expected.assert_same(model)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
+@pytest.mark.parametrize("recompute", [*deep("never", "always"), "except_last"])
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b-async", "pipedream-vertical"])
 def test_a_batch_may_be_filled_anew_as_soon_as_its_step_returns(
     schedule: str, recompute: str

@@ -18,6 +18,7 @@ from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.host import BatchHost
 from fxpipe.text.program import print_instruction
 from tests.helpers.eager_lanes import Backend, LateError, launched
+from tests.helpers.profiles import deep
 from tests.helpers.tiny import Tiny, batch, within
 from tests.oracles import loop
 
@@ -25,7 +26,7 @@ both = pytest.mark.parametrize("dispatch", ["device", "thread"])
 
 
 @both
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("schedule", [*deep("1f1b", "gpipe"), "zb-h1"])
 def test_a_step_that_is_launched_gives_the_loops_gradients(
     schedule: str, dispatch: Dispatches
 ) -> None:

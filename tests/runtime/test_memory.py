@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import fxpipe
 from examples.unet import UNet
-from tests.helpers.profiles import DEEP
+from tests.helpers.profiles import DEEP, deep
 
 
 def images() -> Tensor:
@@ -110,7 +110,7 @@ def test_nothing_outlives_a_failed_step_but_its_error() -> None:
         assert left_over(before, pipe) == []
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (3, 2), (3, 8), (4, 3)])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (3, 8), *deep((3, 2), (4, 3))])
 @pytest.mark.parametrize(
     ("schedule", "most"),
     [

@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fxpipe
 from tests.helpers.one_optimizer import FORMS, assert_same_state, loop_of, made_by
 from tests.helpers.overlapping import ADAMW, MORE, OPTIMIZERS, compiled, make
+from tests.helpers.profiles import deep
 from tests.oracles.delayed_loop import MSE, Batch, DelayedLoop, Factory
 
 SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
@@ -33,7 +34,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", [*deep("1f1b"), "2bw"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_trains_as_a_plain_loop_with_a_scheduler_made_before_the_first_step(

@@ -21,7 +21,7 @@ from tests.helpers.overlapping import (
     compiled,
     make,
 )
-from tests.helpers.profiles import DEEP
+from tests.helpers.profiles import DEEP, deep
 from tests.models.test_split_training import scores
 from tests.oracles.delayed_loop import MSE, DelayedLoop, PredictedLoop
 
@@ -52,17 +52,15 @@ def compare(
 
 
 CASES = [
-    ("mlp", "sgd", 2, 1),
+    *deep(("mlp", "sgd", 2, 1), ("mlp", "foreach", 4, 6), ("mlp", "own", 6, 5)),
     ("mlp", "adamw", 3, 2),
     ("mlp", "groups", 4, 3),
-    ("mlp", "foreach", 4, 6),
-    ("mlp", "fused", 3, 3),
-    ("mlp", "own", 6, 5),
+    *deep(("mlp", "fused", 3, 3)),
     ("unet", "adamw", 2, 2),
     ("transformer", "sgd", 2, 3),
 ]
 if DEEP:
-    CASES = [
+    CASES += [
         (case, optimizer, p, m)
         for case in LOSSES
         for optimizer in ("sgd", "adamw")
@@ -82,7 +80,9 @@ def test_two_buffered_weights_are_the_loop_with_gradients_one_version_late(
     )
 
 
-@pytest.mark.parametrize(("devices", "microbatches", "delay"), [(4, 1, 3), (4, 2, 2), (3, 3, 1)])
+@pytest.mark.parametrize(
+    ("devices", "microbatches", "delay"), [*deep((4, 1, 3), (3, 3, 1)), (4, 2, 2)]
+)
 def test_one_f_one_b_without_flush_takes_any_number_of_micro_batches(
     devices: int, microbatches: int, delay: int
 ) -> None:
@@ -108,7 +108,8 @@ def test_pipedream_reads_as_many_versions_late_as_stages_follow(vertical: bool) 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "microbatches", "live"), [("2bw", 4, 2), ("2bw", 2, 2), ("1f1b-async", 1, 3)]
+    ("schedule", "microbatches", "live"),
+    [*deep(("2bw", 4, 2)), ("2bw", 2, 2), ("1f1b-async", 1, 3)],
 )
 def test_exactly_so_many_versions_live_as_the_delay_asks_for(
     schedule: str, microbatches: int, live: int, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 
 import fxpipe
 from tests.helpers.one_optimizer import made_by
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 
 
@@ -232,7 +233,7 @@ def test_autocast_inside_of_a_model_is_kept() -> None:
 
 
 @pytest.mark.parametrize("make", [counting, one_norm_twice, WrittenThenRead, Tied])
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize("schedule", [*deep("gpipe"), "zb-h1"])
 def test_shared_state_is_the_loops_under_schedules_that_reorder(make: Any, schedule: str) -> None:
     assert_as_the_loop(make, schedule=schedule)
 

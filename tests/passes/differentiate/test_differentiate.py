@@ -30,7 +30,7 @@ from tests.helpers.fronted import (
     values_of,
     whole,
 )
-from tests.helpers.profiles import deep
+from tests.helpers.profiles import deep, some
 
 
 class Model(nn.Module):
@@ -161,6 +161,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
 }
 
 cases = pytest.mark.parametrize("name", CASES)
+some_cases = pytest.mark.parametrize("name", some(CASES))
 
 
 @functools.cache
@@ -225,7 +226,7 @@ def parts(
     )
 
 
-@cases
+@some_cases
 def test_gradients_of_inputs_are_autograds(name: str) -> None:
     model, args, traced = made(name)
     expected = Answer(model, *args).inputs
@@ -244,7 +245,7 @@ def test_gradients_of_inputs_are_autograds(name: str) -> None:
         assert there is None or torch.equal(ours[name_], there)
 
 
-@cases
+@some_cases
 def test_parameter_gradients_are_memory_of_their_own(name: str) -> None:
     model, args, traced = made(name)
     plan = in_one(name)
@@ -267,7 +268,7 @@ def test_parameter_gradients_are_memory_of_their_own(name: str) -> None:
         gradient.copy_(before[len(others) + index])
 
 
-@cases
+@some_cases
 def test_arguments_are_emptied(name: str) -> None:
     model, args, traced = made(name)
     plan = in_one(name)
@@ -279,7 +280,7 @@ def test_arguments_are_emptied(name: str) -> None:
     assert gradients == []
 
 
-@cases
+@some_cases
 def test_generated_code_looks_up_no_operator_and_gives_what_the_graph_says(name: str) -> None:
     model, args, traced = made(name)
     kernel, parameters, buffers, inputs, _ = parts(model, traced, in_one(name), args)
@@ -301,7 +302,7 @@ def test_nothing_is_transposed_and_back() -> None:
         assert not any(source in turned for node in turned for source in node.all_input_nodes)
 
 
-@cases
+@some_cases
 def test_no_copy_of_a_parameter_is_saved(name: str) -> None:
     model, args, traced = made(name)
     plan = in_one(name)
@@ -317,7 +318,7 @@ def test_no_copy_of_a_parameter_is_saved(name: str) -> None:
             )
 
 
-@cases
+@some_cases
 def test_gradients_that_lie_otherwise_give_the_same(name: str) -> None:
     model, args, traced = made(name)
     plan = in_one(name)
@@ -345,7 +346,7 @@ def otherwise(x: Any) -> Any:
     return x.permute(order).contiguous().permute(order)
 
 
-@cases
+@some_cases
 def test_every_backward_node_knows_where_it_comes_from(name: str) -> None:
     _, _, traced = made(name)
     plan = in_one(name)

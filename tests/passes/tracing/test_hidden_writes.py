@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 
 
@@ -60,7 +61,7 @@ def normed_beside_a_write_through_a_view(net: Any, x: Tensor) -> Any:
     return normed(net, y)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", [*deep("1f1b"), "zb-h1"])
 @pytest.mark.parametrize("between", [normed, normed_beside_a_write_through_a_view])
 def test_instance_norms_running_statistics_are_the_loops(between: Any, schedule: str) -> None:
     model = Net(between)
@@ -84,7 +85,7 @@ def test_instance_norm_of_pictures_keeps_its_statistics() -> None:
     )
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", [*deep("1f1b"), "zb-h1"])
 @pytest.mark.parametrize("affine", [True, False])
 def test_batchnorms_that_average_over_all_batches_are_the_loops(
     affine: bool, schedule: str
@@ -112,7 +113,7 @@ def test_a_write_that_the_graph_lacks_is_noticed() -> None:
         step_as_the_loop(model, "1f1b")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", [*deep("1f1b"), "zb-h1"])
 def test_a_function_mapped_over_weights_trains_as_by_the_loop(schedule: str) -> None:
     def between(net: Any, x: Tensor) -> Any:
         weights = torch.stack([net.extra.weight, net.first.weight])
@@ -122,7 +123,7 @@ def test_a_function_mapped_over_weights_trains_as_by_the_loop(schedule: str) -> 
     step_as_the_loop(Net(between), schedule)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", [*deep("1f1b"), "zb-h1"])
 def test_a_layer_mapped_over_rows_trains_as_by_the_loop(schedule: str) -> None:
     def between(net: Any, x: Tensor) -> Any:
         return torch.vmap(lambda row: net.extra(row) * row.sum())(x)
@@ -148,7 +149,7 @@ def test_what_is_chosen_by_whole_numbers_is_traced(
     assert "cannot be traced" not in caplog.text
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", [*deep("1f1b"), "zb-h1"])
 def test_data_is_read_and_a_buffers_data_is_written_as_by_the_loop(schedule: str) -> None:
     def between(net: Any, x: Tensor) -> Any:
         net.mean.data.mul_(0.9).add_(x.data.mean(0))
