@@ -18,7 +18,7 @@ from examples.unet import UNet
 from fxpipe.errors import PassError
 from tests.helpers.fronted import differentiated, front_end, in_stages, whole
 from tests.helpers.halves import compare, graphs, masks, operations, parted
-from tests.helpers.profiles import DEEP
+from tests.helpers.profiles import DEEP, deep
 from tests.helpers.random_models import RandomModel, Recipe, recipes
 from tests.passes.differentiate.test_differentiate import cases as shared_cases
 from tests.passes.differentiate.test_differentiate import made
@@ -124,7 +124,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS if DEEP else ("tied", "predicted", "in eval"))
 def test_halves_of_further_models_equal_the_whole_to_the_bit(name: str) -> None:
     torch.manual_seed(1)
     factory, argument = MODELS[name]
@@ -135,7 +135,7 @@ def test_halves_of_further_models_equal_the_whole_to_the_bit(name: str) -> None:
         compare(model, traced, plan, x)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("stages", [*deep(1, 3), 2])
 def test_the_convolutions_of_a_unet_are_parted(stages: int) -> None:
     for index, stage in enumerate(parted(UNet(channels=2, base=2, depth=2), image(), stages)):
         first, then = graphs(stage)

@@ -23,6 +23,7 @@ from tests.helpers.fronted import (
     run_graph,
     run_plan,
 )
+from tests.helpers.profiles import DEEP
 from tests.oracles import loop
 
 WIDTH = 32
@@ -53,10 +54,9 @@ OPTIONS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:dropout option adds dropout")
-@pytest.mark.parametrize(("kind", "options"), OPTIONS.values(), ids=OPTIONS.keys())
-def test_layers_on_stages_of_their_own_equal_the_whole(
-    kind: Callable[..., nn.Module], options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("name", OPTIONS if DEEP else ("lstm", "gru both ways"))
+def test_layers_on_stages_of_their_own_equal_the_whole(name: str) -> None:
+    kind, options = OPTIONS[name]
     model = Recurrent(kind, **options)
     x = torch.randn(3, 5, 3)
     traced = front_end(model, x)
@@ -116,6 +116,7 @@ class Words(nn.Module):
         return y
 
 
+@pytest.mark.deep
 def test_a_model_with_dropout_between_its_layers_trains_alike_on_any_stages() -> None:
     words = torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)

@@ -63,6 +63,7 @@ def test_a_program_becomes_what_pytorch_makes_of_it_knowing_all_composite_operat
     assert {str(each) for each in known} >= {"aten.einsum.default", "aten.linear.default"}
 
 
+@pytest.mark.deep
 def test_pytorch_knows_all_of_them_again_afterwards() -> None:
     decomposed(program(), {})
     assert vars(exported_program)["_collect_all_valid_cia_ops"] is composites
