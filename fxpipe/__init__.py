@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from fxpipe.extensions.leaf_modules.extension import LeafModules
     from fxpipe.extensions.loss_weight.extension import LossWeight
     from fxpipe.extensions.offload.extension import Offload
-    from fxpipe.extensions.planner.choices import Choice, TrainingPlan
-    from fxpipe.extensions.planner.cluster import Cluster
-    from fxpipe.extensions.planner.plan_training import plan_training
     from fxpipe.extensions.prediction.extension import Prediction
     from fxpipe.extensions.rejoin import rejoin
     from fxpipe.extensions.replicas.extension import Replicas
@@ -73,8 +70,6 @@ __all__ = [
     "C",
     "CaptureError",
     "CheckpointError",
-    "Choice",
-    "Cluster",
     "Comparison",
     "CudaGraphs",
     "DeferredBatchNorm",
@@ -112,7 +107,6 @@ __all__ = [
     "Task",
     "TaskContext",
     "TraceError",
-    "TrainingPlan",
     "U",
     "VerificationError",
     "W",
@@ -122,7 +116,6 @@ __all__ = [
     "define_task",
     "list_schedule",
     "one_each",
-    "plan_training",
     "rejoin",
     "round_robin",
     "schedule",

@@ -67,8 +67,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "add": f"{_HERE}.copies.opcodes:Add",
     },
     "public": {
-        "Choice": f"{_HERE}.planner.choices:Choice",
-        "Cluster": f"{_HERE}.planner.cluster:Cluster",
         "Comparison": f"{_HERE}.comparison.comparison:Comparison",
         "CudaGraphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
         "DeferredBatchNorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
@@ -81,9 +79,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Prediction": f"{_HERE}.prediction.extension:Prediction",
         "Replicas": f"{_HERE}.replicas.extension:Replicas",
         "Slices": f"{_HERE}.slices.extension:Slices",
-        "TrainingPlan": f"{_HERE}.planner.choices:TrainingPlan",
         "compare": f"{_HERE}.comparison.comparison:compare",
-        "plan_training": f"{_HERE}.planner.plan_training:plan_training",
         "rejoin": f"{_HERE}.rejoin:rejoin",
         "search_schedule": f"{_HERE}.search.search:search_schedule",
     },

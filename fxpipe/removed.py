@@ -38,6 +38,8 @@ GONE = {
     "fxpipe.prefetch": "iterate the loader, with pin_memory=True; a step copies its micro-batches "
     "beside the computations",
     "fxpipe.is_recomputing": "a module that counts its calls counts recomputations, too",
+    "fxpipe.plan_training": 'compile with schedule="auto" for each number of devices, and compare '
+    "pipe.simulate()",
     "fxpipe.simulator": "write from fxpipe.extensions.simulator import Link, Sizes, Simulation",
     "pipe.optimizers": "pipe.optimizer has all groups, and the state of this process's stages",
     "pipe.sizes": "to know whether a size fits, pipe.prepare with it, and look at pipe.simulate()",

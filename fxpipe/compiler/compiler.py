@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,8 +29,6 @@ from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.log import LOGGER, reported
 from fxpipe.passes.graph.lazy_module import sources_forgotten
-from fxpipe.passes.partition.assignment import Assignment
-from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.work import StageLoad
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import returned_loss
@@ -334,20 +332,6 @@ class Compiler:
         if group.size > 1:
             return program, partial(self.lowered, plan, schedule, purpose, updates)
         return program, lambda: program
-
-    def take(self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]) -> None:
-        """Use this assignment of a graph, whose nodes have these costs, instead of a cut."""
-        self._placement.take(traced, assignment, costs)
-
-    def unchecked(self, call: Call, updates: bool) -> Compiled:
-        """A step of a call that is not compared with the model; for predictions."""
-        schedule = self.timetable.schedule(1, "step")
-        traced, plan = self.plans.unchecked(replace(call, schedule=schedule))
-        program = self.lowered(plan, schedule, "step", updates)
-        threads = self.choice.threads(plan)
-        return Compiled(
-            traced, plan, (), schedule, program, lambda: program, "step", call.size, threads
-        )
 
     def lowered(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
         """Lower a plan and a schedule to the program of all devices."""

@@ -80,9 +80,7 @@ class Placement:
         later = self._can_measure_later(traced, schedule)
         if not later and self._measured.get("traced") is not traced:
             self._measured = (
-                self.measure(
-                    facts, parted=self._parted
-                )  # the plan of one stage tells what nodes keep in memory
+                self.measure(facts)  # the plan of one stage tells what nodes keep in memory
                 if machine.limited
                 else {"traced": traced, "costs": self.node_costs(facts)}
             )
@@ -120,16 +118,6 @@ class Placement:
         limited = self._budget is None or self._budget.machine.limited
         return named and not (elsewhere or limited or traced.under_autograd or schedule.overlaps)
 
-    def take(self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]) -> None:
-        """Use this assignment of a graph, whose nodes have these costs, instead of a cut."""
-        schedule = self.timetable.for_placing(1)
-        machine = self._options.partition.machine(schedule, self._options.names)
-        self._budget = MemoryBudget(schedule.placement, machine)
-        self._budget.way_out = "take another choice, raise the memory of the cluster"
-        self._reference = traced, assignment
-        self.owners = first_readers(traced, assignment)
-        self.costs = _by_stage(traced, assignment, costs, halves=True)
-
     def costs_of(
         self, facts: Mapping[str, Any], assignment: Assignment
     ) -> Mapping[int, StageCosts]:
@@ -142,13 +130,13 @@ class Placement:
         placed: Assignment = run_all(passes.of(self._options, "follow"), facts)["assignment"]
         return placed
 
-    def measure(self, facts: Mapping[str, Any], *, parted: bool = True) -> Mapping[str, Any]:
+    def measure(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
         """Measure a graph; returns it as ``traced``, its ``plan`` of one stage, and ``costs``, node
         → its costs. It is measured as for training, whatever the call is for, unless backwards fail
-        and the call needs none; ``parted``: also the halves of its backward."""
+        and the call needs none."""
         with self._measuring():
             facts = _trying_gradients(
-                self._facts(facts, parted=parted),
+                self._facts(facts),
                 lambda facts: run_all(passes.of(self._options, "single"), facts),
             )
             run = partial(_measured, self._options)
@@ -160,7 +148,7 @@ class Placement:
         costs."""
         traced = facts["traced"]
         if traced.under_autograd or not reducible(traced):
-            measured = self.measure(facts, parted=self._parted)
+            measured = self.measure(facts)
             costs: Mapping[str, NodeCost] = measured["costs"]
             return costs
 
@@ -171,7 +159,7 @@ class Placement:
         def run(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
             return _trying_stand_ins(facts, costs_of)
 
-        facts = self._facts(facts, parted=self._parted, reduced=True)
+        facts = self._facts(facts, reduced=True)
         with self._measuring():
             share = self._options.group.share
             return _node_costs(share("costs", lambda: _trying_gradients(facts, run)))
@@ -186,9 +174,7 @@ class Placement:
         with untouched(self._options.model), intra_op_threads(self._options.threads):
             yield
 
-    def _facts(
-        self, facts: Mapping[str, Any], *, parted: bool, reduced: bool = False
-    ) -> dict[str, Any]:
+    def _facts(self, facts: Mapping[str, Any], *, reduced: bool = False) -> dict[str, Any]:
         return {
             **facts,
             "plan": None,
@@ -197,7 +183,7 @@ class Placement:
             "under_autograd": facts["traced"].under_autograd,
             "whole": self._options.whole and not self._options.apart,
             "reduced": reduced,
-            "functional": parted and not facts["traced"].under_autograd,
+            "functional": self._parted and not facts["traced"].under_autograd,
             "threads": self._options.threads,
         }
 

@@ -176,36 +176,6 @@ class Plans:
                 except Exception as error:
                     LOGGER.info("the stages are not measured: %s", told(error))
 
-    def measured(self, call: Call, sizes: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-        """Measure the whole model for several sizes of micro-batches.
-
-        Returns:
-            Samples of a micro-batch → ``traced``, the ``plan`` of one stage, the ``costs`` of the
-            nodes, and ``state``; the graph and its state are the same for all sizes. Sizes that the
-            graph does not take are left out; if it takes none, there is the call's own size.
-        """
-        self.look()
-        results: dict[int, Mapping[str, Any]] = {}
-        with self._gathered(replace(call.zeros(), fixed=False)) as here:
-            traced = self._trace(here)
-            for size in dict.fromkeys((*sizes, call.size)):
-                resized = here.resized(size)
-                if traced.accepts(resized.shapes) and (size in sizes or not results):
-                    facts = resized.as_trained(traced, self.options.model)
-                    results[size] = {**self._placement.measure(facts), "state": facts["state"]}
-        return results
-
-    def take_traces(self, other: Plans) -> None:
-        """Share the traces of another compiler of the same model."""
-        self.front_end, self._traced = other.front_end, other._traced
-
-    def unchecked(self, call: Call) -> tuple[Traced, Plan]:
-        """As ``plan``, but for zeros and any size, and not checked; for predictions."""
-        self.look()
-        with self._gathered(replace(call.zeros(), fixed=False)) as here:
-            graph = self._graph(here)
-            return graph.traced, self._differentiated(graph, here)
-
     @contextmanager
     def _followed(self, graph: Graph, size: int) -> Iterator[tuple[Call, Traced, Assignment]]:
         """Yield the call of a graph for micro-batches of another size, of zeros, with a graph for

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise, product
 from math import inf, prod
 
@@ -59,23 +58,13 @@ class Predicted:
 
     Attributes:
         candidate: the candidate.
-        seconds: the time of a step; in the long run if batches overlap.
-        held: device → the most bytes that it holds; or a slow function that returns these.
-        idle: the share of the devices' time that is idle.
-        roughly: device → a rough estimate of ``held`` that is known already; empty if there is
-            none.
+        seconds: the time of a step.
+        peaks: device → the most bytes that it holds.
     """
 
     candidate: Candidate
     seconds: float
-    held: tuple[float, ...] | Callable[[], tuple[float, ...]]
-    idle: float = 0.0
-    roughly: tuple[float, ...] = ()
-
-    @cached_property
-    def peaks(self) -> tuple[float, ...]:
-        """Device → the most bytes that it holds; infinite where the candidate cannot run."""
-        return self.held() if callable(self.held) else self.held
+    peaks: tuple[float, ...]
 
     def __str__(self) -> str:
         return f"{self.candidate} ({time_text(self.seconds)}, predicted)"
@@ -84,32 +73,16 @@ class Predicted:
         """Whether no device exceeds its limit, see ``over``."""
         return not any(self.over(limits))
 
-    def over(self, limits: Sequence[float], *, exactly: bool = False) -> tuple[float, ...]:
-        """Device → the bytes that it lacks. If ``roughly`` is far below all limits, the exact bytes
-        are counted only if ``exactly`` is set."""
-        ample = (_AMPLE * p <= most for p, most in zip(self.roughly, limits, strict=False))
-        if self.roughly and not exactly and all(ample):
-            return (0.0,) * len(limits)
+    def over(self, limits: Sequence[float]) -> tuple[float, ...]:
+        """Device → the bytes that it lacks."""
         pairs = zip(self.peaks, limits, strict=True)
-        return tuple(p if p == inf else max(0.0, p - most) for p, most in pairs)
+        return tuple(max(0.0, p - most) for p, most in pairs)
 
 
-_AMPLE = 4.0
-"""If limits are so many times the rough estimate, the exact bytes are not counted."""
-
-
-def library_over(
-    devices: int, place: Placement = one_each, *, stale: bool = False, halves: bool = True
-) -> list[Recipe]:
-    """The library's training schedules with this placement of stages.
+def library_over(devices: int, place: Placement = one_each) -> list[Recipe]:
+    """The library's training schedules with a flush and this placement of stages.
 
     On one device all schedules are equally fast, and 1F1B, which holds the least, is the only one.
-
-    Args:
-        devices: how many devices there are.
-        place: where the stages are.
-        stale: whether batches may read weights that are older than the newest.
-        halves: whether backwards may be split in halves.
     """
     if devices == 1:
         return [find_recipe("1f1b")]
@@ -119,7 +92,7 @@ def library_over(
         if recipe.place(devices) == place(devices) and not any(recipe.copies(devices)):
             schedule = recipe(devices, 2 * devices)
             fresh = not (schedule.overlaps or any(schedule.delays))
-            if schedule.trains and (stale or fresh) and (halves or "I" not in schedule.kinds):
+            if schedule.trains and fresh:
                 recipes.append(recipe)
     return recipes
 
@@ -151,12 +124,10 @@ def evaluate(
     limits: Sequence[float],
     least: Callable[[Recipe, int], float],
     predict: Callable[[Candidate], Predicted | None],
-    keep: int = 1,
     offload: Modes | None = (),
-    worth: float = inf,
 ) -> list[Predicted]:
-    """Predict candidates, in the order of their lower bounds, until no other one can be among the
-    ``keep`` fastest that fit. Returns all that were predicted: those that fit, the fastest first,
+    """Predict candidates, in the order of their lower bounds, until no other one can be the
+    fastest that fits. Returns all that were predicted: those that fit, the fastest first,
     then those that do not, with the least missing memory first.
 
     Args:
@@ -165,9 +136,7 @@ def evaluate(
         limits: device → the bytes that it may hold.
         least: returns a lower bound on the time of a step.
         predict: returns what a candidate needs; None if it cannot run.
-        keep: how many candidates are wanted.
         offload: which stages offload, empty for none; None to choose, together with ``recompute``.
-        worth: steps that take more seconds than this are of no use.
     """
     predicted: list[Predicted] = []
     bounds: list[tuple[float, tuple[Recipe, int]]] = []
@@ -175,8 +144,7 @@ def evaluate(
         with suppress(InputError):  # no schedule of so many devices and micro-batches
             bounds.append((least(*way), way))
     for bound, (recipe, microbatches) in sorted(bounds, key=lambda pair: pair[0]):
-        fast = sorted(each.seconds for each in predicted if each.fits(limits))
-        most = min(worth, EXACT * fast[keep - 1]) if len(fast) >= keep else worth
+        most = EXACT * min((x.seconds for x in predicted if x.fits(limits)), default=inf)
         if bound > most:
             break
         candidate = Candidate(recipe, microbatches, recompute or (), offload or ())
@@ -187,7 +155,7 @@ def evaluate(
 def best_of(predicted: Sequence[Predicted]) -> Predicted:
     """Of those that are as fast as the first, the one that holds the least."""
     fast = [each for each in predicted if each.seconds <= EXACT * predicted[0].seconds]
-    return min(fast, key=lambda each: max(each.roughly or each.peaks, default=0.0))
+    return min(fast, key=lambda each: max(each.peaks, default=0.0))
 
 
 def variants(

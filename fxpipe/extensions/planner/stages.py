@@ -31,7 +31,6 @@ from fxpipe.extensions.simulator.costs import Times, measured_costs
 from fxpipe.extensions.simulator.predict import (
     given_links,
     predict_step,
-    predicted_peaks,
     step_sizes,
 )
 from fxpipe.extensions.simulator.sizes import Sizes
@@ -67,7 +66,6 @@ class Stages:
         compiled: Compiled,
         size: int,
         updates: bool,
-        measured: int | None = None,
     ) -> None:
         """Prepare predictions over the stages of a compiled step.
 
@@ -75,8 +73,6 @@ class Stages:
             limits: device → the bytes that it may hold.
             compiled: a step of these stages.
             size: the samples of a batch.
-            measured: the samples of the micro-batch for which the operations of ``compiled`` were
-                measured; by default those of its own micro-batches.
         """
         self.compiler, self._compiled, self._updates = compiler, compiled, updates
         self._placement = compiled.schedule.placement
@@ -92,9 +88,7 @@ class Stages:
         alone = group.size == 1 and not self._options.places
         self._serial = alone and compiled.threads == 1
         # samples of a micro-batch → the times of tasks
-        self._measured: dict[int, Times] = {
-            measured or compiled.samples: _of_operations(compiled.plan)
-        }
+        self._measured: dict[int, Times] = {compiled.samples: _of_operations(compiled.plan)}
         self._measure_further()
 
     def _measure_further(self) -> None:
@@ -276,13 +270,6 @@ class Stages:
             self._sizes[samples] = step_sizes(call, self.compiler.options, self._updates)
         return self._sizes[samples]
 
-    def peaks(self, candidate: Candidate) -> tuple[float, ...]:
-        """Device → the most bytes that it is predicted to hold."""
-        program = self._lowered(candidate, sized=True)
-        samples = self._samples(candidate.microbatches)
-        plan = self._at(samples).plan
-        return tuple(map(float, predicted_peaks(plan, program, self._held(samples))))
-
     def _lowered(self, candidate: Candidate, *, sized: bool) -> Program:
         """The program of a candidate; if ``sized``, with the sizes of its own
         micro-batches. Raises FxpipeError if these stages cannot run it."""
@@ -320,13 +307,11 @@ class Stages:
             serial=self._serial,
             away=self._away,
         )
-
-        def held() -> tuple[float, ...]:
-            if self._limited:
-                return tuple(float(memory.peak) for memory in run.memory)
-            return tuple(float(stash * samples) for stash in run.device_stash)
-
-        return Predicted(candidate, run.step_time, held, run.bubble)
+        if self._limited:
+            peaks = tuple(float(memory.peak) for memory in run.memory)
+        else:  # what it would keep is enough to compare equally fast ones
+            peaks = tuple(float(stash * samples) for stash in run.device_stash)
+        return Predicted(candidate, run.step_time, peaks)
 
 
 def _of_operations(plan: Plan) -> dict[tuple[str, int], float]:

@@ -84,7 +84,7 @@ def test_of_many_ways_no_change_on_one_device_is_faster() -> None:
 
 
 def test_no_step_takes_less_than_the_closed_form() -> None:
-    for recipe in library_over(4, stale=True):
+    for recipe in library_over(4):
         unequal: dict[Key, float] = {("F", 2): 3.0, "B": 1.0, "I": 0.7, "W": 0.6, "U": 0.0}
         equal: dict[Key, float] = {"F": 1.0, "B": 2.0, "U": 0.0}
         for costs in (equal, unequal):
