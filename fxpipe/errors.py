@@ -117,7 +117,7 @@ class VerificationError(FxpipeError):
 
     Attributes:
         faults: all faults, in the order of the message.
-        value: the plan, schedule or program, for a picture that marks the faults.
+        value: the plan, schedule or program.
     """
 
     def __init__(self, subject: str, faults: Sequence[Fault], value: object = None) -> None:
@@ -128,7 +128,7 @@ class VerificationError(FxpipeError):
         self.value = value
 
     def draw(self) -> Picture:
-        """Draw the plan, schedule or program with its faults in red."""
+        """Draw the plan or schedule with its faults in red."""
         from fxpipe.extend import find
 
         picture: Picture = find("view", "VerificationError.draw", "VerificationError.draw()")(self)

@@ -92,11 +92,10 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Pipeline.reset_parameters": f"{_HERE}.initial_values.initial:reset_parameters",
         "Pipeline.simulate": f"{_HERE}.simulator.pipe:simulate_pipe",
         "Plan.draw": f"{_HERE}.draw.plan:draw_plan",
-        "Program.draw": f"{_HERE}.draw.program:draw_program",
+        "Program.draw": f"{_HERE}.draw.schedule:draw_program",
         "Program.simulate": f"{_HERE}.simulator:simulate",
         "Schedule.csv": f"{_HERE}.peers.forms:schedule_csv",
         "Schedule.draw": f"{_HERE}.draw.schedule:draw_schedule",
-        "Schedule.from_csv": f"{_HERE}.peers.forms:parse_csv",
         "Schedule.grid": f"{_HERE}.draw.grid:schedule_grid",
         "Schedule.simulate": f"{_HERE}.simulator:simulate_schedule",
         "Simulation.draw": f"{_HERE}.draw.schedule:draw_simulations",
@@ -219,13 +218,9 @@ class View:
     """A method of a class that an extension has: ``draw = View()`` in the body of ``Schedule``
     is what the door "view" knows as "Schedule.draw", imported when it is first read. Reading it
     raises MissingView where the extension is not there.
-
-    Args:
-        static: whether the function is called without an instance, as a static method is.
     """
 
-    def __init__(self, *, static: bool = False) -> None:
-        self._static = static
+    def __init__(self) -> None:
         self._name = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -236,7 +231,7 @@ class View:
             function: Callable[..., Any] = find("view", self._name, f"{self._name}()")
         except InputError as error:
             raise MissingView(*error.args) from error
-        return function if instance is None or self._static else MethodType(function, instance)
+        return function if instance is None else MethodType(function, instance)
 
 
 def view(cls: type, name: str) -> Callable[[_T], _T]:

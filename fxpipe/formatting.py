@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fxpipe.errors import InputError
+from fxpipe.errors import FxpipeError
 from fxpipe.extend import find
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
@@ -70,10 +70,10 @@ def shown(value: Any, things: int) -> dict[str, str]:
     bundle = {"text/plain": repr(value)}
     if things <= _DRAWN:
         try:
-            draw = find("view", f"{type(value).__name__}.draw")
-        except InputError:  # the extension is not there
+            picture = find("view", f"{type(value).__name__}.draw")(value)
+        except FxpipeError:  # the extension is not there, or a program has faults
             return bundle
-        bundle["image/svg+xml"] = draw(value)._repr_svg_()
+        bundle["image/svg+xml"] = picture._repr_svg_()
     return bundle
 
 

@@ -8,7 +8,6 @@ from fxpipe.ir.opcodes.backward import InputGrad as InputGrad
 from fxpipe.ir.opcodes.backward import WeightGrad as WeightGrad
 from fxpipe.ir.opcodes.base import Compute as Compute
 from fxpipe.ir.opcodes.base import Instruction as Instruction
-from fxpipe.ir.opcodes.base import Mark as Mark
 from fxpipe.ir.opcodes.base import Move as Move
 from fxpipe.ir.opcodes.base import OncePerStep as OncePerStep
 from fxpipe.ir.opcodes.base import Wrong as Wrong

@@ -198,7 +198,6 @@ class Schedule:
 
         return read_schedule(path)
 
-    from_csv = View(static=True)
     csv = View()
 
     def verify(self) -> Schedule:

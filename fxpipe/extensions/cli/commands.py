@@ -71,9 +71,9 @@ def _drop_output() -> None:
 
 
 _WHAT = (
-    "a name from 'fxpipe list'; a file with a schedule's text or a CSV of "
-    "torch.distributed.pipelining (- for standard input); or path/to/file.py:name, where name is "
-    "a Schedule, a function, or a recipe made with @fxpipe.schedule"
+    "a name from 'fxpipe list'; a file with a schedule's text (- for standard input); or "
+    "path/to/file.py:name, where name is a Schedule, a function, or a recipe made with "
+    "@fxpipe.schedule"
 )
 
 
@@ -140,8 +140,7 @@ def make_parser() -> argparse.ArgumentParser:
     checked.add_argument(
         "file",
         metavar="FILE",
-        help="the text of a schedule or program, or a CSV (- for standard input), or "
-        "path/to/file.py:name",
+        help="the text of a schedule or program (- for standard input), or path/to/file.py:name",
     )
     _add_counts(checked)
     checked.set_defaults(run=verify_file)

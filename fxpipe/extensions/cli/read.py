@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fxpipe.errors import FxpipeError, InputError
-from fxpipe.extend import there
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import PARTIAL, RECIPES, Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
@@ -93,14 +91,12 @@ def read_file(named: str, devices: int | None, microbatches: int | None) -> Sche
     text = _text(path)
     lines = (line.split("#")[0].split() for line in text.splitlines())
     first = next((words[0] for words in lines if words), "")
-    if first == "schedule" or _is_csv(path, text):
-        return _sized(named, _of_text(named, text), devices, microbatches)
+    if first == "schedule":
+        return _sized(named, _parsed(named, Schedule.parse, text), devices, microbatches)
     if first == "program":
         return _parsed(named, Program.parse, text)
     what = f"begins with {first!r}" if first else "is empty"
-    raise InputError(
-        f"{named} {what}; give a text that begins with 'schedule' or 'program', or a CSV"
-    )
+    raise InputError(f"{named} {what}; give a text that begins with 'schedule' or 'program'")
 
 
 def _find(named: str) -> Schedule | Recipe:
@@ -110,26 +106,8 @@ def _find(named: str) -> Schedule | Recipe:
         return of_python(named)
     path = Path(named)
     if path.exists() or path.suffix or path.name != named or named == "-":
-        return _of_text(named, _text(path))
+        return _parsed(named, Schedule.parse, _text(path))
     return find_recipe(named)
-
-
-def _of_text(named: str, text: str) -> Schedule:
-    """Parse a schedule's text, or a CSV of torch.distributed.pipelining."""
-    path = Path(named)
-    parse: Callable[[str], Schedule] = Schedule.parse
-    if _is_csv(path, text):
-        parse = partial(Schedule.from_csv, name=path.stem, check=False)
-    return _parsed(named, parse, text)
-
-
-def _is_csv(path: Path, text: str) -> bool:
-    """Whether a text is a CSV, if the extension that reads one is there."""
-    if not there("view", "Schedule.from_csv"):
-        return False
-    from fxpipe.extensions.peers.forms import looks_like_actions
-
-    return path.suffix == ".csv" or looks_like_actions(text)
 
 
 def _text(path: Path) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fxpipe.ir.opcodes.base import Instruction, Mark, OncePerStep, Wrong
+from fxpipe.ir.opcodes.base import Instruction, OncePerStep, Wrong
 from fxpipe.ir.task import TaskKind
 from fxpipe.ir.value import Buffer, own_buffer
 
@@ -36,7 +36,6 @@ class Share(_AtHome):
 
     opcode = "share"
     stands_for = TaskKind("share", "share", per_microbatch=False)
-    mark = Mark("w")
 
     def makes(self, program: Program) -> tuple[Buffer, ...]:
         copies = program.copies_of(self.stage)
@@ -63,7 +62,6 @@ class Give(Instruction):
     task = "A"
     counted = ("batch",)
     before_barrier = True
-    mark = Mark("", border="gradient")
     stage: int
     copy: int
     batch: int = 0
@@ -96,7 +94,6 @@ class Add(_AtHome):
 
     opcode = "add"
     stands_for = TaskKind("add", "add", per_microbatch=False)
-    mark = Mark("+", border="gradient")
 
     def uses(self, program: Program) -> tuple[Buffer, ...]:
         copies = program.copies_of(self.stage)

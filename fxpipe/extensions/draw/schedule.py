@@ -32,6 +32,7 @@ from fxpipe.extensions.draw.styles import (
 )
 from fxpipe.extensions.draw.timeline import Bar, Timeline, simulated, timeline_of
 from fxpipe.extensions.simulator.costs import Costs
+from fxpipe.extensions.simulator.simulate import simulate
 from fxpipe.extensions.simulator.simulation import Simulation, TransferSpan
 from fxpipe.extensions.simulator.sums import Sum
 from fxpipe.formatting import time_text
@@ -254,6 +255,15 @@ def _legend(
     entries = boxes.legend(span.task for span in (*timeline.spans, *timeline.unrun))
     entries += fault_entries(marks, stuck=bool(timeline.unrun))
     return entries if whole else [*entries, _LEFT_OUT]
+
+
+def draw_program(program: Program) -> Picture:
+    """Draw a simulation of a program, in which transfers take no time: its tasks, to scale.
+
+    Raises:
+        VerificationError: with all faults of the program.
+    """
+    return draw_simulations(simulate(program.verify()))
 
 
 def draw_simulations(*simulations: Simulation) -> Picture:

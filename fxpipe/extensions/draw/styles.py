@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from fxpipe.extensions.draw import picture
 from fxpipe.extensions.draw.canvas import ArrowStyle, BoxStyle
 from fxpipe.extensions.draw.chart import LegendEntry
 from fxpipe.extensions.draw.picture import (
@@ -26,7 +25,6 @@ from fxpipe.extensions.draw.picture import (
     tint,
 )
 from fxpipe.extensions.simulator.simulation import Simulation, task_of, version_of
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
@@ -174,41 +172,6 @@ _BACK = ("grad", "sums")
 
 Moved = BufferKind | Literal["sum"]
 """The kind of a transfer between devices or, for ``sum``, between replicas."""
-
-MARK_HEIGHT = 0.55
-"""The height of a mark's box as a fraction of the row's height."""
-
-_GRADIENT = BoxStyle(PAPER, GRADIENT)
-
-
-@dataclass(frozen=True)
-class InstructionStyle:
-    """The look of an instruction, with its height as a fraction of the row's.
-
-    Instructions that compute nothing are marks: narrow boxes.
-    """
-
-    label: str
-    look: BoxStyle
-    height: float = MARK_HEIGHT
-    mark: bool = True
-
-
-def instruction_style(instruction: ins.Instruction, program: Program) -> InstructionStyle:
-    letter = instruction.letter
-    if letter is not None:
-        task = task_of(instruction)
-        if program.stages <= program.devices and not program.copies:
-            task = replace(task, stage=None)
-        border = GRADIENT if instruction.mark.border == "gradient" else PAPER
-        look = BoxStyle(TASKS.get(letter, OTHER), border)
-        return InstructionStyle(str(task), look, height=1.0, mark=False)
-    label, fill, border, width, height = instruction.mark
-    look = BoxStyle(vars(picture)[fill.upper()], vars(picture)[border.upper()], width)
-    drawn = InstructionStyle(label, look, height)
-    if isinstance(instruction, ins.Send | ins.Receive) and instruction.buffer.kind in _BACK:
-        return replace(drawn, look=_GRADIENT)
-    return drawn
 
 
 def arrow(kind: Moved) -> ArrowStyle:

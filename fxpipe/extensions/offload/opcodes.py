@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from fxpipe.extensions.offload import storing
-from fxpipe.ir.opcodes.base import Mark, Move
+from fxpipe.ir.opcodes.base import Move
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer, BufferKind, own_buffer
 
@@ -19,7 +19,6 @@ class _Offloading(Move):
     """What makes a buffer of a kind of its own; ``from_kind`` is what it uses up."""
 
     __slots__ = ()
-    mark = Mark("o", border="update")
     lets_go = False
     from_kind: ClassVar[BufferKind | None] = None
 
@@ -79,7 +78,6 @@ class Prefetch(_Offloading):
     stream = "prefetch"
     kinds = ("fetching",)
     from_kind = "offloaded"
-    mark = Mark("f", border="update")
 
     def run(self, machine: Machine) -> None:
         _, _, stage, _, i, batch = self.buffer
@@ -95,7 +93,6 @@ class Await(_Offloading):
     opcode = "await"
     kinds = ("fetched",)
     from_kind = "fetching"
-    mark = Mark("a", border="update")
     lets_go = True
 
     def run(self, machine: Machine) -> None:

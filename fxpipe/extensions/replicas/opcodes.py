@@ -13,7 +13,7 @@ from fxpipe.ir.opcodes.backward import (
     output_gradients,
     reads,
 )
-from fxpipe.ir.opcodes.base import Compute, Instruction, Mark, OncePerStep, Wrong
+from fxpipe.ir.opcodes.base import Compute, Instruction, OncePerStep, Wrong
 from fxpipe.ir.task import TaskKind
 from fxpipe.ir.value import Buffer
 
@@ -64,7 +64,6 @@ class AllGather(Summing):
 
     opcode = "all_gather"
     stands_for = TaskKind("gather", "all_gather", per_microbatch=False, follows="A")
-    mark = Mark("g", border="gradient")
     before_barrier = True
 
     def run(self, machine: Machine) -> None:
@@ -83,7 +82,6 @@ class GatherWeights(Summing):
 
     opcode = "gather_weights"
     stands_for = TaskKind("weights", "gather_weights", per_microbatch=False, follows="U")
-    mark = Mark("w", "parameter", "paper")
 
     def lasting(self) -> tuple[str, str]:
         return "", "weights"
@@ -107,7 +105,6 @@ class PartialBackward(Adding):
 
     opcode = "partial_backward"
     partial = True
-    mark = Mark("", border="gradient")
     form = f"{{kind:word}} {Compute.form[0]} bucket {{bucket}}", "B s0[0] v0 bucket 0"
     kind: str = "B"
     bucket: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.task import TaskKind
@@ -18,24 +18,6 @@ Wrong = tuple[str, str]
 """What is wrong, and what to do about it."""
 
 
-class Mark(NamedTuple):
-    """The look of an instruction that computes nothing.
-
-    Attributes:
-        label: a letter or two.
-        fill: a colour, by the name of its constant in ``fxpipe.extensions.draw.picture``.
-        border: the same for the outline.
-        width: the outline's width.
-        height: the box's height as a fraction of the row's.
-    """
-
-    label: str
-    fill: str = "paper"
-    border: str = "ink"
-    width: float = 0.6
-    height: float = 0.55
-
-
 class Instruction:
     """Base of all instructions. A class of your own is made known by ``register("instruction",
     opcode, cls)`` of ``fxpipe.extend``; it derives from ``Move``, ``Compute`` or ``OncePerStep``.
@@ -46,7 +28,6 @@ class Instruction:
         flags: word behind the operands → the field that it sets.
         task: the letter of the task that it runs; None for an instruction that computes nothing.
         stands_for: the kind of task that stands for it where tasks are verified, if it runs none.
-        mark: its look; if it runs a task, only the border.
         counted: its fields that count batches or versions from the present step.
         stream: the stream that runs it on devices with streams, unless it brings a value there. On
             another than the one that computes it goes on beside the instructions behind it.
@@ -63,7 +44,6 @@ class Instruction:
     flags: ClassVar[Mapping[str, str]] = {}
     task: ClassVar[str | None] = None
     stands_for: ClassVar[TaskKind | None] = None
-    mark: ClassVar[Mark] = Mark("?")
     counted: ClassVar[tuple[str, ...]] = ()
     stream: ClassVar[str] = COMPUTE
     takes: ClassVar[bool] = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fxpipe.ir.opcodes.base import Mark, OncePerStep
+from fxpipe.ir.opcodes.base import OncePerStep
 from fxpipe.ir.task import TaskKind
 from fxpipe.ir.value import Buffer, norm_buffer
 
@@ -22,7 +22,6 @@ class Norm(OncePerStep):
 
     opcode = "norm"
     stands_for = TaskKind("norm", "norm", per_microbatch=False)
-    mark = Mark("n", border="gradient")
 
     def makes(self, program: Program) -> tuple[Buffer, ...]:
         every = range(program.stages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fxpipe.ir.opcodes.base import Mark, Move
+from fxpipe.ir.opcodes.base import Move
 from fxpipe.ir.value import HOST, Buffer
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ class Load(_Writing):
 
     opcode = "load"
     lets_go = False
-    mark = Mark("L", "input", "faint")
 
     def route(self, device: int, made: int, used: int) -> str:
         right = made == HOST and used == device
@@ -49,7 +48,6 @@ class Output(_Reading):
     """Hand a value to the caller. Roughly: host.take(b, buffers[b])."""
 
     opcode = "output"
-    mark = Mark("O", "input", "faint")
 
     def route(self, device: int, made: int, used: int) -> str:
         right = used == HOST and made == device
@@ -86,7 +84,6 @@ class Send(_Sending):
     """Send a value to the next stage, or a gradient back. Roughly: peer.put(b, buffers[b])."""
 
     opcode = "send"
-    mark = Mark("S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,6 @@ class Stash(_Sending):
     """Send a value past the next stage, straight to the stage that uses it."""
 
     opcode = "stash"
-    mark = Mark("s", border="skip", width=0.8)
 
 
 class _Receiving(_Writing):
@@ -120,7 +116,6 @@ class Receive(_Receiving):
     """Wait for a value that another device sends. Roughly: buffers[b] = self.get(b)."""
 
     opcode = "recv"
-    mark = Mark("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +123,6 @@ class Pop(_Receiving):
     """Wait for a value that was stashed for this stage."""
 
     opcode = "pop"
-    mark = Mark("p", border="skip", width=0.8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +131,6 @@ class Free(Move):
 
     opcode = "free"
     takes = False
-    mark = Mark("x", "other", "paper", height=0.4)
 
     def ends(self, program: Program) -> tuple[Buffer, ...]:
         return (self.buffer,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fxpipe.ir.opcodes.base import Instruction, Mark
+from fxpipe.ir.opcodes.base import Instruction
 
 if TYPE_CHECKING:
     from fxpipe.runtime.interpreter import Machine
@@ -44,7 +44,6 @@ class Barrier(Instruction):
     """Wait until every device is here, so that no weight changes before all gradients exist."""
 
     opcode = "barrier"
-    mark = Mark("|", "faint", "paper", height=1.0)
 
     def run(self, machine: Machine) -> None:
         machine.weights.arrive()
@@ -56,7 +55,6 @@ class Pause(Instruction):
     """Give control back to the caller, who resumes the program with more to load."""
 
     opcode = "pause"
-    mark = Mark("||", "parameter", "paper", height=1.0)
 
     def run(self, machine: Machine) -> None:
         """Do nothing: the loop returns to the caller."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from html import unescape
 
 import pytest
@@ -10,26 +9,19 @@ import pytest
 from fxpipe.errors import InputError, VerificationError
 from fxpipe.extensions.draw.picture import FAULT
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import Edge
-from fxpipe.passes.lowering.communicate import communicate
-from fxpipe.passes.lowering.free import free
-from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import gpipe, one_f_one_b
-from tests.helpers.plans import chain, plan_of
-
-PROGRAM = free(communicate(Lower(chain(2))(gpipe(2, 2))))
+from tests.helpers.plans import plan_of
 
 BROKEN = [
     Schedule("twice", 1, (0,), (gpipe(1, 1).rows[0] * 2,)),
-    replace(PROGRAM, lists=(PROGRAM.lists[0][3:], PROGRAM.lists[1])),
     plan_of(2, Edge(1, 0, "back")),
 ]
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: type(broken).__name__)
-def test_an_error_draws_what_it_refused(broken: Schedule | Program | Plan) -> None:
+def test_an_error_draws_what_it_refused(broken: Schedule | Plan) -> None:
     with pytest.raises(VerificationError) as caught:
         broken.verify()
     picture = caught.value.draw()
@@ -40,5 +32,5 @@ def test_an_error_draws_what_it_refused(broken: Schedule | Program | Plan) -> No
 
 
 def test_an_error_of_something_else_says_so() -> None:
-    with pytest.raises(InputError, match="no plan, schedule or program"):
+    with pytest.raises(InputError, match="no plan or schedule"):
         VerificationError("it", [], one_f_one_b).draw()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fxpipe.extensions.draw.program import program_rows, sketch_program
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import define_task
 from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.passes.schedule import add_clip
 from tests.ir.test_own_tasks import with_task
-from tests.passes.lowering.test_streams import launching
 
 
 def test_a_schedule_that_leaves_its_sums_out_is_drawn_and_told_with_them() -> None:
@@ -25,14 +22,6 @@ def test_a_schedule_that_leaves_its_sums_out_is_drawn_and_told_with_them() -> No
     whole = Schedule.parse(text.format("A ", "A ", " A")).verify()
     assert short.grid() == whole.grid()
     assert short.simulate().makespan == whole.simulate().makespan
-
-
-@pytest.mark.parametrize("opcode", ins.OPCODES)
-def test_every_opcode_is_drawn_with_its_launch(opcode: str) -> None:
-    program = launching(opcode)
-    walked = sketch_program(program, program_rows(program), 0.0)
-    assert len(walked.spans) + len(walked.unrun) == 2
-    assert program.draw() is not None
 
 
 @pytest.mark.parametrize("name", ["1f1b", "2bw"])
