@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from fxpipe.extensions.loss_weight.extension import LossWeight
     from fxpipe.extensions.offload.extension import Offload
     from fxpipe.extensions.prediction.extension import Prediction
-    from fxpipe.extensions.rejoin import rejoin
     from fxpipe.extensions.replicas.extension import Replicas
     from fxpipe.extensions.search.search import search_schedule
     from fxpipe.extensions.slices.extension import Slices
@@ -116,7 +115,6 @@ __all__ = [
     "define_task",
     "list_schedule",
     "one_each",
-    "rejoin",
     "round_robin",
     "schedule",
     "search_schedule",
