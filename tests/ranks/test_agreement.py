@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.compiler import placement
 from fxpipe.compiler.options import Options
+from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 
@@ -81,8 +82,10 @@ def switching(mesh: DeviceMesh, what: str) -> list[str | int]:
     ("what", "line"),
     [
         ("attribute", "attributes, globals and hooks that its code reads: those of call "),
-        ("mode", "the pipe is in training mode, but for first.1"),
-        ("frozen", "parameters without gradients: last.bias"),
+        *deep(
+            ("mode", "the pipe is in training mode, but for first.1"),
+            ("frozen", "parameters without gradients: last.bias"),
+        ),
     ],
 )
 def test_another_state_that_is_known_on_one_rank_is_an_error_on_all(what: str, line: str) -> None:

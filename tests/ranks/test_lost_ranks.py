@@ -273,7 +273,7 @@ def stopped(mesh: DeviceMesh, folder: str, where: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("where", ["within", "between"])
+@pytest.mark.parametrize("where", ["within", *deep("between")])
 def test_a_rank_that_is_stopped_is_lost_and_raises_when_it_goes_on(where: str) -> None:
     first, second = survivors(2, set(), stopped, where)
     assert "rank 1 " in first and "no sign of life" in first

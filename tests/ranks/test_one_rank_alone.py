@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import fxpipe
+from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 
@@ -66,7 +67,7 @@ def settings(mesh: DeviceMesh, schedule: str) -> dict[str, list[float | str]]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", [*deep("1f1b"), "2bw"])
 def test_a_setting_of_the_one_optimizer_that_differs_on_a_rank_is_an_error_on_all(
     schedule: str,
 ) -> None:

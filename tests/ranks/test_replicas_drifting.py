@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxpipe
+from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 CHANGES = ("rate", "weights", "weights, without an optimizer")
@@ -56,7 +57,7 @@ def train(mesh: DeviceMesh, what: str, schedule: str, where: list[int]) -> tuple
     return told, pipe.batches, total
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 2), ("2bw", 4)])
+@pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 2), *deep(("2bw", 4))])
 def test_a_rate_that_one_replica_changes_is_an_error_in_all(schedule: str, ranks: int) -> None:
     for told, batches, _ in on_ranks(ranks, train, "rate", schedule, [1], replicas=2):
         assert "'lr of optimizer group 0: 0.1'" in told
@@ -64,7 +65,7 @@ def test_a_rate_that_one_replica_changes_is_an_error_in_all(schedule: str, ranks
         assert batches == 2
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "2bw"])
+@pytest.mark.parametrize("schedule", [*deep("gpipe"), "2bw"])
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_all_replicas_change_alike_is_trained_with(what: str, schedule: str) -> None:
     if "without" in what and schedule == "2bw":

@@ -356,11 +356,13 @@ def test_replicas_begin_with_the_same_weights() -> None:
         assert "first.bias: " in told
 
 
+@pytest.mark.deep
 def test_a_failure_in_an_update_ends_the_pipe_where_replicas_have_not_come_to_theirs() -> None:
     for told in on_ranks(4, failing_early, replicas=2):
         assert "stage 1 only in part" in told
 
 
+@pytest.mark.deep
 def test_all_go_on_from_a_checkpoint_after_one_rank_has_left_its_first_step() -> None:
     (first, loss), (second, other) = on_ranks(2, exiting, replicas=2)
     assert (first, second) == ("RankError", "ExecutionError")

@@ -60,10 +60,9 @@ def looked_at(
 @pytest.mark.parametrize(
     "options",
     [
-        {"schedule": "zb-h1"},
         {"schedule": "2bw"},
         {"schedule": "1f1b", "extensions": ["offload"]},
-        *deep({"schedule": "1f1b"}, {"schedule": "gpipe"}),
+        *deep({"schedule": "1f1b"}, {"schedule": "gpipe"}, {"schedule": "zb-h1"}),
         *deep({"schedule": "1f1b", "recompute": "always"}),
     ],
     ids=lambda options: "-".join(map(str, options.values())),

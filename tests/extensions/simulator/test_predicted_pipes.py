@@ -24,6 +24,7 @@ from tests.extensions.copies.test_copies import standing
 from tests.helpers.eager_lanes import launched
 from tests.helpers.overlapping import ADAMW, compiled, make
 from tests.helpers.own_optimizers import groups
+from tests.helpers.profiles import deep
 from tests.helpers.tiny import Tiny, adam, batch, pipe_of, within
 from tests.oracles.delayed_loop import MSE
 from tests.runtime.test_failures import FAILS, FAILS_BACK
@@ -66,7 +67,7 @@ def test_a_device_with_streams_that_lacks_memory_says_what_was_predicted(dispatc
 
 
 @pytest.mark.parametrize("order", [FAILS, FAILS_BACK], ids=["CPU", "CUDA"])
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", [*deep("1f1b"), "2bw"])
 def test_without_memory_the_prediction_is_named(schedule: str, order: float) -> None:
     with trained(schedule) as (pipe, x, y):
         predicted = pipe.simulate().memory[1].peak
@@ -89,7 +90,7 @@ def test_without_memory_in_the_first_step_there_is_a_prediction_too() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as in tests/runtime/test_mapped")
-@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
+@pytest.mark.parametrize("name", [*deep("weights.pt"), "weights.safetensors"])
 @pytest.mark.parametrize(
     "options", [{}, {"schedule": "zb-h1"}, {"extensions": [fxpipe.LeafModules("1")]}]
 )

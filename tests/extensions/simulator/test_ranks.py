@@ -98,6 +98,7 @@ def profiled_copies(mesh: DeviceMesh) -> bool:
     return True
 
 
+@pytest.mark.deep
 def test_a_profile_of_copies_on_ranks_is_a_step() -> None:
     assert on_ranks(2, profiled_copies) == [True, True]
 
@@ -127,6 +128,7 @@ def lacking(mesh: DeviceMesh) -> tuple[str, int | None, int]:
     return text, told, int(predicted)
 
 
+@pytest.mark.deep
 def test_a_rank_without_memory_tells_what_was_predicted_there() -> None:
     _, (text, told, predicted) = on_ranks(2, lacking)
     assert told == predicted
@@ -151,6 +153,7 @@ def one_profiles(mesh: DeviceMesh) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
+@pytest.mark.deep
 def test_ranks_of_which_one_profiles_are_told_the_difference_and_go_on() -> None:
     texts = on_ranks(3, one_profiles)
     assert all("profile" in text for text in texts)

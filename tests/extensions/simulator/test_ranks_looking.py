@@ -18,6 +18,7 @@ import fxpipe
 from fxpipe.extensions.simulator import simulate
 from fxpipe.ir import instruction as ins
 from tests.helpers.one_optimizer import made_by
+from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 pytestmark = pytest.mark.models
@@ -160,7 +161,7 @@ def test_every_rank_predicts_what_one_process_predicts(found: Found, kind: str) 
             assert rank[kind][key] == alone[kind][key], key
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", [*deep("1f1b"), "2bw"])
 def test_a_rank_keeps_its_own_list_and_shows_those_of_all(schedule: str) -> None:
     _, text = instructions(2, schedule)
     lists = fxpipe.Program.parse(text).lists
@@ -175,7 +176,7 @@ def test_a_profile_is_one_timeline_on_every_rank(found: Found, kind: str) -> Non
     assert len(first["spans"]) == len(found[1][kind]["spans"])
 
 
-@pytest.mark.parametrize(("schedule", "replicas"), [("1f1b", 2), ("2bw", 1)])
+@pytest.mark.parametrize(("schedule", "replicas"), [*deep(("1f1b", 2)), ("2bw", 1)])
 def test_after_a_profile_every_rank_predicts_with_its_times(schedule: str, replicas: int) -> None:
     first, *others = on_ranks(2 * replicas, predicted, schedule, replicas=replicas)
     for key in ("before", "after", "profiled"):
@@ -224,7 +225,7 @@ def test_a_rank_counts_the_versions_that_it_has(found: Found) -> None:
     assert [early[0][1], early[1][0]] == [0, 0]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", [*deep("1f1b"), "2bw"])
 def test_looking_waits_for_no_other_rank(schedule: str) -> None:
     seen, nothing = on_ranks(2, alone_on_one, schedule)
     assert seen[0].startswith(f"fxpipe.Pipeline of Sequential over 2 devices, {schedule}")
