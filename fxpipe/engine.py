@@ -172,14 +172,9 @@ class Engine:
         without the simulator."""
         if not there("option", "peaks"):
             return None
-        return self._peaks(compiled, self.progress.optimizers_of(compiled.plan), stepping=True)
-
-    def _peaks(
-        self, compiled: Compiled, optimizers: Sequence[Optimizer | None], stepping: bool
-    ) -> Sequence[int]:
         state = self.progress.state_of(compiled.traced)
-        peaks = find("option", "peaks", "a prediction of memory")
-        found: Sequence[int] = peaks(compiled, self._options, state, optimizers, stepping=stepping)
+        optimizers = self.progress.optimizers_of(compiled.plan)
+        found: Sequence[int] = find("option", "peaks")(compiled, self._options, state, optimizers)
         return found
 
     def joins(self, compiled: Compiled) -> bool:
@@ -372,7 +367,6 @@ class Engine:
             first=first,
             times=self._times or self._metered(compiled),
             ended=self.progress.end,
-            expected=lambda: self._peaks(compiled, optimizers, compiled.purpose == "step"),
         )
 
     def _metered(self, compiled: Compiled) -> Sequence[list[Any]]:

@@ -185,20 +185,7 @@ class ExecutionError(FxpipeError):
 
 
 class DeviceMemoryError(ExecutionError):
-    """A device has no memory left for an instruction. Says how much was predicted.
-
-    Attributes:
-        predicted: the most bytes that the device's stages were predicted to hold, or None if
-            unknown.
-        capacity: the bytes of the device's memory, or None if unknown.
-    """
-
-    def __init__(
-        self, message: str, *, predicted: int | None, capacity: int | None, **place: Any
-    ) -> None:
-        super().__init__(message, **place)
-        self.predicted = predicted
-        self.capacity = capacity
+    """A device has no memory left for an instruction. Says what to do."""
 
 
 class DeviceError(ExecutionError):

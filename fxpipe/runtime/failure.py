@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from fxpipe.errors import DeviceError, DeviceMemoryError, ExecutionError, FxpipeError, told
-from fxpipe.formatting import bytes_text
+from fxpipe.errors import DeviceError, DeviceMemoryError, ExecutionError, told
 from fxpipe.ir import instruction as ins
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.text.program import print_instruction
@@ -15,35 +13,19 @@ from fxpipe.torchtools import source
 if TYPE_CHECKING:
     from fxpipe.runtime.devices.backend import Backend
 
-Expected = Callable[[], Sequence[int]]
-"""Predicts for each device the most bytes that it holds."""
+_LACK = (
+    "the device has no memory left; pipe.simulate() predicts what each holds. Take more "
+    'micro-batches or a smaller batch; recompute ("always", "except_last", or this stage alone); a '
+    "schedule that keeps fewer micro-batches, such as 1f1b; or a partition that gives this stage "
+    "less"
+)
 
 
-class DeviceMemory(NamedTuple):
-    """The memory of a device.
-
-    Attributes:
-        place: the device's name; devices with the same name share the memory.
-        used: the most bytes that this process has allocated there; None if they are not counted.
-        total: the size of the memory in bytes; None if it is not known.
-    """
-
-    place: str
-    used: int | None
-    total: int | None
-
-
-def explained_failure(
-    machine: Machine,
-    cause: BaseException,
-    consequence: str,
-    backend: Backend,
-    expected: Expected | None = None,
-) -> ExecutionError:
+def explained_failure(machine: Machine, cause: BaseException, consequence: str) -> ExecutionError:
     """Make the error to raise for an exception of the instruction that a machine is running.
 
     ``consequence`` says in one clause what it means for the weights; it is empty if that is not
-    known yet. ``expected`` predicts what the devices hold.
+    known yet.
     """
     if isinstance(cause, ExecutionError):
         return cause
@@ -64,14 +46,7 @@ def explained_failure(
     meaning = f"; {consequence}" if consequence else ""
     error = ExecutionError(f"{where} ({told(cause)}){meaning}", **place)
     if source.lacks_memory(cause):
-        memories = [backend.memory(device) for device in range(machine.program.devices)]
-        peaks = _peaks(expected)
-        error = DeviceMemoryError(
-            f"{where}: {_lack(machine.device, memories, peaks)}{meaning} ({told(cause)})",
-            predicted=None if peaks is None else peaks[machine.device],
-            capacity=memories[machine.device].total,
-            **place,
-        )
+        error = DeviceMemoryError(f"{where}: {_LACK}{meaning} ({told(cause)})", **place)
     error.__cause__ = cause
     return error
 
@@ -107,38 +82,6 @@ def whereabouts(machine: Machine) -> str:
     if machine.at_end:
         return f"device {machine.device} was done"
     return f"device {machine.device} was at instruction {machine.position}, {running(machine)}"
-
-
-def _lack(device: int, memories: Sequence[DeviceMemory], peaks: Sequence[int] | None) -> str:
-    """Say which device is out of memory, what was predicted, and what to change."""
-    place, used, total = memories[device]
-    facts = []
-    if used is not None:
-        facts.append(f"it held up to {bytes_text(used)}")
-    if peaks is not None:
-        sharing = [d for d, memory in enumerate(memories) if memory.place == place]
-        together = sum(peaks[d] for d in sharing)
-        more = f", and {bytes_text(together)} for the {len(sharing)} devices that share it"
-        facts.append(
-            f"{bytes_text(peaks[device])} ({peaks[device]} bytes) were predicted at the device's "
-            f"peak{more if len(sharing) > 1 else ''}"
-        )
-    size = "" if total is None else f" of its {bytes_text(total)}"
-    details = f": {'; '.join(facts)}" if facts else ""
-    return (
-        f"{place} has no memory left{size}{details}. Take more micro-batches or a smaller batch; "
-        'recompute ("always", "except_last", or this stage alone); a schedule that keeps fewer '
-        "micro-batches, such as 1f1b; or a partition that gives this stage less"
-    )
-
-
-def _peaks(expected: Expected | None) -> Sequence[int] | None:
-    if expected is None:
-        return None
-    try:
-        return expected()
-    except FxpipeError:  # a prediction that fails must not hide the actual failure
-        return None
 
 
 def _place(instruction: ins.Instruction) -> tuple[int | None, int | None]:

@@ -22,7 +22,7 @@ from fxpipe.formatting import stages_text
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.runtime.devices.backend import Backend, Driver, Worker
-from fxpipe.runtime.failure import Expected, explained_failure, explained_late, running, whereabouts
+from fxpipe.runtime.failure import explained_failure, explained_late, running, whereabouts
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.weights.live import LiveWeights, Weights
@@ -78,15 +78,14 @@ class BatchRun(Generic[W]):
         *,
         first: int = 0,
         times: Sequence[list[Any]] = (),
-        expected: Expected | None = None,
         ended: Callable[[str], None] = lambda why: None,
     ) -> None:
         """Make the machines and channels; nothing runs yet.
 
         There is one worker for each device that this process runs, or one for all. ``first`` is the
         number of the first step. ``times`` has for each device the list that gets the times of its
-        instructions, see Machine. ``expected`` predicts what the devices hold, for messages.
-        ``ended`` is called with the reason if a failure leaves the stages at different updates.
+        instructions, see Machine. ``ended`` is called with the reason if a failure leaves the
+        stages at different updates.
         """
         self.program = program
         self.threads = len(workers)
@@ -96,7 +95,6 @@ class BatchRun(Generic[W]):
         self._backend = backend
         self._group = backend.group
         self.weights = weights
-        self._expected = expected
         self._ended = ended
         self._jobs: dict[int, Job] = {}
         self._elsewhere = Counter[int]()
@@ -197,9 +195,7 @@ class BatchRun(Generic[W]):
             if not isinstance(error, Stopped):
                 # Explained only if another process is told: the caller may have raised the error by
                 # now, and while this thread works on it the error keeps the step's tensors alive.
-                self._channels.left(
-                    functools.partial(explained_failure, driver.at, error, "", self._backend)
-                )
+                self._channels.left(functools.partial(explained_failure, driver.at, error, ""))
 
     def _pool(self, machine: Machine, step: int) -> None:
         """At the end of a step, combine the buffers that its forwards wrote in all replicas."""
@@ -258,13 +254,13 @@ class BatchRun(Generic[W]):
         assert cause is not None and device is not None
         machine = next(machine for machine in self.machines if machine.device == device)
         position, step = machine.position, machine.step
-        self._group.announce(explained_failure(machine, cause, "", self._backend))
+        self._group.announce(explained_failure(machine, cause, ""))
         late = self._lost(cause, f"device {device} was given {running(machine)}")
         if late is not None:
             return late
         consequence = self._give_up()
         machine.position, machine.step = position, step
-        return explained_failure(machine, cause, consequence, self._backend, self._expected)
+        return explained_failure(machine, cause, consequence)
 
     def _unheard(self, report: Finished) -> ExecutionError:
         """The error for a failure that the other ranks have not heard of, while the run goes on."""
@@ -272,7 +268,7 @@ class BatchRun(Generic[W]):
         if isinstance(report.error, RankError):
             return RankError(f"{report.error}; {means}", rank=report.error.rank)
         machine = next(machine for machine in self.machines if machine.device == report.device)
-        return explained_failure(machine, cast(BaseException, report.error), means, self._backend)
+        return explained_failure(machine, cast(BaseException, report.error), means)
 
     def _lost(self, cause: BaseException, when: str) -> DeviceError | None:
         """Give up if a device reports a failure late, and return the error, else None. Rolling back

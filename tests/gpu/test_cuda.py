@@ -240,7 +240,7 @@ greedy.register_fake(lambda h, x: torch.empty_like(h))
 greedy.register_autograd(lambda ctx, gradient: (gradient, None))
 
 
-def test_without_memory_the_device_and_the_prediction_are_named_and_the_pipe_goes_on() -> None:
+def test_without_memory_the_instruction_is_named_and_the_pipe_goes_on() -> None:
     x, y = torch.randn(8, 64), torch.randint(8, (8,))
     loss = nn.functional.cross_entropy
     with fxpipe.compile(Greedy(), places(2), microbatches=4, loss=loss, partition=["last"]) as pipe:
@@ -249,9 +249,8 @@ def test_without_memory_the_device_and_the_prediction_are_named_and_the_pipe_goe
         with pytest.raises(DeviceMemoryError) as raised:
             pipe.step(x, target=y)
         error = raised.value
-        assert error.microbatch == 2 and error.predicted
-        assert error.capacity == torch.cuda.mem_get_info(0)[1]
-        assert "cuda:0 has no memory left of its" in str(error)
+        assert error.microbatch == 2
+        assert "the device has no memory left" in str(error)
         x[5, 0] = 0
         assert pipe.step(x, target=y).item() == pytest.approx(before, rel=0.5)
 

@@ -17,7 +17,6 @@ from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.devices.launching import LaunchingChannels, StreamBackend
-from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job
 
 
@@ -133,9 +132,6 @@ class Backend(StreamBackend):
 
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
         return list(times)
-
-    def memory(self, device: int) -> DeviceMemory:
-        return DeviceMemory(f"fake:{device}", 5 << 20, 6 << 20)
 
 
 def launched(

@@ -6,7 +6,6 @@ import copy
 import errno
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from fxpipe.runtime.weights.checkpoint import as_held, encode
 from fxpipe.runtime.weights.checkpoint_file import FORMAT
 from tests.helpers.checkpoints import PLAIN, Left, make, run, same, write_one
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
-from tests.helpers.ranks import CONTEXT, DEADLINE
 from tests.oracles.delayed_loop import MSE, Factory
 
 
@@ -94,7 +92,7 @@ def test_a_checkpoint_of_another_model_names_the_first_key_that_differs(trained:
 def test_an_optimizer_of_another_kind_is_named(trained: Path) -> None:
     refuse(
         trained,
-        r"holds the state of AdamW for '0.0.weight', and the pipe trains it with SGD",
+        r"holds the state of AdamW, and the pipe trains with SGD",
         optimizer=SGD,
     )
     refuse(trained, "state of AdamW, and the pipe has no opt", optimizer=None, schedule="1f1b")
@@ -107,7 +105,7 @@ def test_groups_that_were_parted_are_named(tmp_path: Path) -> None:
         pipe.checkpoint(tmp_path / "run")
     with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, optimizer=ADAMW, **PLAIN) as pipe:
         run(pipe, data[:1])
-        with pytest.raises(fxpipe.CheckpointError, match="had different 'weight_decay'"):
+        with pytest.raises(fxpipe.CheckpointError, match="has 1 parameter groups"):
             pipe.restore(tmp_path / "run")
 
 
@@ -131,7 +129,7 @@ def test_files_that_are_no_whole_checkpoint_are_refused(trained: Path, tmp_path:
     torch.save(make("mlp", 0, 1)[0].state_dict(), other)
     refuse(other, "holds tensors, but no checkpoint")
     torch.save({"fxpipe": FORMAT + 1}, other)
-    refuse(other, f"has format {FORMAT + 1}, and this fxpipe reads those up to {FORMAT}")
+    refuse(other, f"has format {FORMAT + 1}, and this fxpipe reads format {FORMAT}")
     whole = torch.load(trained)
     for name in whole.keys() - {"fxpipe"}:
         torch.save({key: value for key, value in whole.items() if key != name}, other)
@@ -227,31 +225,6 @@ def test_of_two_writers_at_once_both_succeed(
     checkpoint.write_checkpoint(saved, path)
     assert [*seen, checkpoint.read_checkpoint(path).extra] == ["second", "first"]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["both", "run"]
-
-
-def killed(trained: Path) -> None:
-    """Die in the middle of a file."""
-
-    def half(content: Any, path: Path) -> None:
-        path.write_bytes(b"half")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    saved = checkpoint.read_checkpoint(trained)
-    vars(torch)["save"] = half
-    checkpoint.write_checkpoint(saved, trained)
-
-
-@pytest.mark.deep
-def test_what_a_killed_writer_has_left_the_next_one_removes(trained: Path) -> None:
-    before = trained.read_bytes()
-    process = CONTEXT.Process(target=killed, args=(trained,))
-    process.start()
-    process.join(DEADLINE)
-    assert process.exitcode == -signal.SIGKILL
-    assert trained.read_bytes() == before
-    assert len(list(trained.parent.iterdir())) == 2
-    checkpoint.write_checkpoint(checkpoint.read_checkpoint(trained), trained.with_name("another"))
-    assert sorted(each.name for each in trained.parent.iterdir()) == ["another", "run"]
 
 
 def test_the_mode_follows_the_umask_and_a_link_stays(trained: Path, tmp_path: Path) -> None:

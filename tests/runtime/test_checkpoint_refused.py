@@ -41,7 +41,11 @@ NAMED: list[tuple[str, Any, str]] = [
     ("clipping", {"scale": -1.0, "grown": 0, "norm": None, "skipped": 0}, "clipping is {'scale'"),
     ("clipping", {"scale": 1.0, "grown": 0, "norm": "x", "skipped": 0}, "clipping is {'scale'"),
     ("random", torch.zeros(3, dtype=torch.uint8), "random generator of cpu is invalid"),
-    ("optimizer/parameters/0.0.bias/group", 3, "'0.0.bias' is in parameter group 3 of 1"),
+    (
+        "optimizer/parameters/0.0.bias/group",
+        3,
+        "'0.0.bias' is in parameter group 0, and was in",
+    ),
     ("history/older", {1: {"0.0.bias": torch.zeros(6)}}, "its version 1 of parameter '0.0.b"),
     ("history/older", {1: {"x": torch.zeros(6)}}, "its version 1 of parameter 'x' is none of"),
 ]

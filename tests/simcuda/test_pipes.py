@@ -109,7 +109,6 @@ def short_of_memory() -> tuple[str, int, list[bool]]:
         with cuda.within(1, peak - 512), pytest.raises(DeviceMemoryError) as raised:
             pipe.step(x, target=y)
         told, device = str(raised.value), raised.value.device
-        assert raised.value.capacity == peak - 512
         del raised  # with the frames of the step, and its tensors
         gc.collect()
         with cuda.within(1, peak):

@@ -46,11 +46,11 @@ from fxpipe.runtime.weights.checkpoint import (
     encode,
     in_plain_form,
     load,
-    refuse_newer,
+    refuse_others,
 )
 from fxpipe.runtime.weights.replacing import replacing, standing
 
-FORMAT = 3
+FORMAT = 4
 """The format that this version writes and reads."""
 
 _SHARED = ("parameters", "buffers", "gradients", "history", "optimizer")
@@ -234,12 +234,7 @@ def read(path: Folder, own: Collection[str] | None = None) -> Checkpoint:
         parts = []
         for _, header in sorted(reader.read(headers).items()):
             parts.append(load(BytesIO(header.numpy().tobytes())))
-            refuse_newer(parts[-1]["format"], FORMAT, shown)
-        if any("/tensors/" in name for name in reader.tensors if name.startswith("optimizer.")):
-            raise CheckpointError(
-                f"{shown} has optimizer states in flat parts, as earlier versions of fxpipe wrote "
-                "them; load it into one process with such a version, and save it from there"
-            )
+            refuse_others(parts[-1]["format"], FORMAT, shown)
         sums: dict[str, int] = {}
         for part in parts:
             sums |= part["crc32"]

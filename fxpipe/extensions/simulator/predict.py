@@ -85,11 +85,9 @@ def peaks(
     options: Options,
     state: Mapping[str, Tensor],
     own: Sequence[Optimizer | None],
-    *,
-    stepping: bool = True,
 ) -> list[int]:
-    """Device → the most bytes that it is predicted to hold in a call; see ``held_sizes``."""
-    sizes = held_sizes(compiled, options, state, own, stepping=stepping)
+    """Device → the most bytes that it is predicted to hold in a step; see ``held_sizes``."""
+    sizes = held_sizes(compiled, options, state, own, stepping=True)
     return predicted_peaks(compiled.plan, compiled.whole(), sizes)
 
 

@@ -17,7 +17,6 @@ import torch
 from fxpipe.errors import InputError, RankError
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.ranks.group import RankGroup
@@ -284,12 +283,6 @@ class Backend:
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
         """A machine's ``times`` by a clock that all devices share. May wait for the device."""
         return list(times)
-
-    def memory(self, device: int) -> DeviceMemory:
-        """The memory of a device; CPU devices share the machine's."""
-        known = "SC_PHYS_PAGES" in os.sysconf_names  # not on every platform
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
-        return DeviceMemory("the CPU", None, total)
 
     def generators(self) -> Mapping[str, torch.Generator]:
         """Name of each device with its own random number generator → that generator."""

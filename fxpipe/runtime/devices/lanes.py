@@ -24,7 +24,6 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.plan import ValueSpec
-from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.torchtools.accelerator import (
     current,
     default_stream,
@@ -184,10 +183,6 @@ class Lanes:
         now.synchronize()
         host = perf_counter_ns()
         return [host - round(1e6 * moment.elapsed_time(now)) for moment in moments]
-
-    def memory(self) -> DeviceMemory:
-        """How much of the device's memory this process has allocated, and the total."""
-        return DeviceMemory(str(self.device), *self.kind.memory(self.device))
 
     def _copied(self, stream: str, value: Tensor) -> Tensor:
         if value.is_cpu and value.dim() == 0 and not value.is_floating_point():

@@ -24,7 +24,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.devices.lanes import ALONE, Lanes
-from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
 from fxpipe.runtime.ranks.group import RankGroup
@@ -247,9 +246,6 @@ class StreamBackend(Backend):
 
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
         return self.lanes[device - self._first].nanoseconds(times)
-
-    def memory(self, device: int) -> DeviceMemory:
-        return self.lanes[device - self._first].memory()
 
     def generators(self) -> Mapping[str, torch.Generator]:
         devices = dict.fromkeys(lanes.device for lanes in self.lanes)

@@ -28,7 +28,6 @@ from fxpipe.runtime.devices.launching import (
     RunEvents,
     StreamBackend,
 )
-from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.ranks.channels import RankChannels, explained
@@ -106,13 +105,6 @@ class RankBackend(Backend):
         self.pairs.abort()
         super().close()
 
-    def memory(self, device: int) -> DeviceMemory:
-        """The memory of a device's host, which all ranks of that host share."""
-        hosts = self.group.members.hosts
-        host = hosts[self.group.pipeline[device]]
-        total = super().memory(device).total if host == hosts[self.group.rank] else None
-        return DeviceMemory(f"host {host}", None, total)
-
 
 class CudaRanks(RankBackend, StreamBackend):
     """Runs the list of this rank's CUDA device."""
@@ -126,12 +118,6 @@ class CudaRanks(RankBackend, StreamBackend):
 
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
         return self.lanes[0].nanoseconds(times) if times else []  # none of another rank's device
-
-    def memory(self, device: int) -> DeviceMemory:
-        """The memory of a device; unknown where it belongs to another rank."""
-        if device == self.group.device:
-            return self.lanes[0].memory()
-        return DeviceMemory(self.group.members.places[device], None, None)
 
 
 def backend_of(

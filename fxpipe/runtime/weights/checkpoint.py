@@ -12,18 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import CheckpointError, told
-from fxpipe.runtime.weights.optimizer_state import (
-    GroupState,
-    OptimizerState,
-    ParameterState,
-)
+from fxpipe.runtime.weights.optimizer_state import OptimizerState, ParameterState
 from fxpipe.runtime.weights.stage_weights import History
 
 _DEEPEST = 100
 _MOST_BITS = 2040
 """Of whole numbers that ``torch.load`` reads."""
 
-_CLASSES = (GroupState, History, OptimizerState, ParameterState)
+_CLASSES = (History, OptimizerState, ParameterState)
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Checkpoint:
         buffers: name → value; non-persistent buffers, too.
         gradients: name → ``.grad``, if the pipe has no optimizer and accumulates into it.
         history: the other versions, and how many batches have been trained on.
-        optimizer: the state of all stages' optimizers; None without optimizers.
+        optimizer: the state of the whole optimizer; None without one.
         clipping: the state of clipping and of the gradient scaler; None without them.
         random: the state of torch's generator for the CPU.
         device_random: CUDA device of the pipe → the state of torch's generator for it.
@@ -128,9 +124,8 @@ def decode(content: Mapping[str, Any]) -> Checkpoint:
     """
     optimizer = content["optimizer"]
     if optimizer is not None:
-        groups = [GroupState(**group) for group in optimizer["groups"]]
         parameters = {name: ParameterState(**p) for name, p in optimizer["parameters"].items()}
-        optimizer = OptimizerState(groups, parameters)
+        optimizer = OptimizerState(**{**optimizer, "parameters": parameters})
     history = History(**content["history"])
     rest = {name: content[name] for name in EVERYTHING}
     return Checkpoint(**{**rest, "history": history, "optimizer": optimizer})
@@ -161,11 +156,11 @@ def load(file: BinaryIO) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def refuse_newer(format_: int, known: int, shown: str) -> None:
-    """Raises CheckpointError if a later version of this library wrote a checkpoint."""
-    if format_ > known:
+def refuse_others(format_: int, known: int, shown: str) -> None:
+    """Raises CheckpointError if another version of this library wrote a checkpoint."""
+    if format_ != known:
         raise CheckpointError(
-            f"{shown} has format {format_}, and this fxpipe reads those up to {known}; install "
+            f"{shown} has format {format_}, and this fxpipe reads format {known}; restore it with "
             "the fxpipe that wrote it"
         )
 

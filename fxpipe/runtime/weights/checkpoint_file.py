@@ -14,11 +14,11 @@ from fxpipe.runtime.weights.checkpoint import (
     decode,
     encode,
     load,
-    refuse_newer,
+    refuse_others,
 )
 from fxpipe.runtime.weights.replacing import replacing
 
-FORMAT = 4
+FORMAT = 5
 """The format that this version writes and reads."""
 
 _KEY = "fxpipe"
@@ -43,8 +43,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a file; no code in it can run.
 
     Raises:
-        CheckpointError: there is no such file, or it is truncated, damaged, no checkpoint, or in a
-            newer format.
+        CheckpointError: there is no such file, or it is truncated, damaged, no checkpoint, or in
+            another version's format.
     """
     shown = repr(str(path))
     try:
@@ -64,7 +64,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             f"{shown} holds tensors, but no checkpoint; give a file that pipe.checkpoint() wrote, "
             "or load a state dict with pipe.load_state_dict()"
         )
-    refuse_newer(content.pop(_KEY), FORMAT, shown)
+    refuse_others(content.pop(_KEY), FORMAT, shown)
     try:
         return decode(content)
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:

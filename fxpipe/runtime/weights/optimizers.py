@@ -9,6 +9,7 @@ to the stages when the next batch is submitted.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
 from weakref import WeakMethod
 
 from torch import nn
@@ -173,7 +174,7 @@ class Optimizers:
         Raises:
             CheckpointError: an optimizer keeps state that belongs to no parameter.
         """
-        return take([self.one()], self._names())
+        return take(self.one(), self._names())
 
     def restoring(self, saved: OptimizerState, own: Container[str]) -> Callable[[], None]:
         """Check that the optimizers can go on from a state. Returns a function that loads it.
@@ -188,9 +189,9 @@ class Optimizers:
         """
         whole, names = self.one(), self._names()
         kept = {n: s for n, s in saved.parameters.items() if n in own and n not in self._others}
-        saved = OptimizerState(saved.groups, kept)
+        saved = replace(saved, parameters=kept)
         names = {p: n for p, n in names.items() if n in own and n not in self._others}
-        load = loading(saved, [whole], names)
+        load = loading(saved, whole, names)
 
         def put() -> None:
             load()

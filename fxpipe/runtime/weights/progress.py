@@ -16,7 +16,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.checkpoint import Checkpoint, extra_states, set_extra_states
 from fxpipe.runtime.weights.clipping import Clipping
-from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
+from fxpipe.runtime.weights.optimizer_state import OptimizerState
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.stage_weights import History, StageWeights
 from fxpipe.runtime.weights.versions import VersionedWeights
@@ -284,10 +284,9 @@ class Progress:
         if self.stages is None:
             if saved is None:
                 return lambda: None
-            kind = next((group.kind for group in saved.groups), "an optimizer")
             raise CheckpointError(
-                f"the checkpoint holds the state of {kind}, and the pipe has no optimizer; give "
-                "compile(..., optimizer=...)"
+                f"the checkpoint holds the state of {saved.kind}, and the pipe has no optimizer; "
+                "give compile(..., optimizer=...)"
             )
         if saved is None:
             raise CheckpointError(
@@ -335,6 +334,12 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.layout, tensor.shape
 
 
+def _described(tensor: Tensor) -> str:
+    """A tensor as ``6×6 of float32``."""
+    sizes = "×".join(map(str, tensor.shape)) or "a scalar"
+    return f"{sizes} of {tensor.dtype}".replace("torch.", "")
+
+
 def _check(kind: str, expected: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Raises CheckpointError at the first tensor that differs in name, shape, dtype or layout."""
     for name, tensor in expected.items():
@@ -346,7 +351,7 @@ def _check(kind: str, expected: Mapping[str, Tensor], saved: Mapping[str, Tensor
         if _kind(saved[name]) != _kind(tensor):
             raise CheckpointError(
                 f"the checkpoint is of another model: its {kind} {name!r} is "
-                f"{described(saved[name])}, and the pipe's is {described(tensor)}"
+                f"{_described(saved[name])}, and the pipe's is {_described(tensor)}"
             )
     for name in saved:
         if name not in expected:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,15 +11,12 @@ from uuid import uuid4
 
 from fxpipe.signals import HeldSignals
 
-_UNFINISHED = ".fxpipe-"
-
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[Path]:
     """Yield a path to write to; if the block succeeds, the file or folder there replaces ``path``.
 
-    The yielded path is in a temporary folder beside ``path``. Each writer keeps its temporary
-    folder locked while it lives, so that later writers can remove those of killed writers.
+    The yielded path is in a temporary folder beside ``path``, which a writer that is killed leaves.
 
     Args:
         path: the file or folder to replace.
@@ -35,21 +31,8 @@ def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator
     if target.is_symlink() or (target.exists() and not there):
         kind = "folder" if folder else "file"
         raise OSError(f"there is something that is not a {kind}; move {str(target)!r} away")
-    with suppress(OSError):  # a later writer tries again
-        for left in target.parent.glob(f"{_UNFINISHED}*"):
-            _remove_left(left)
-    while True:
-        temporary = target.with_name(f"{_UNFINISHED}{uuid4().hex}")
-        temporary.mkdir()
-        try:
-            lock = os.open(temporary, os.O_DIRECTORY)
-        except FileNotFoundError:  # another writer removed the folder before it was locked
-            continue
-        with suppress(OSError):  # without locks on this file system, no writer removes folders
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if temporary.exists():
-            break
-        os.close(lock)
+    temporary = target.with_name(f".fxpipe-{uuid4().hex}")
+    temporary.mkdir()
     try:
         unfinished = temporary / "checkpoint"
         yield unfinished
@@ -63,7 +46,6 @@ def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator
             shutil.rmtree(_old(target), ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        os.close(lock)
 
 
 def standing(path: str | os.PathLike[str]) -> Path:
@@ -91,17 +73,6 @@ def _exchange(unfinished: Path, target: Path) -> None:
 def _old(target: Path) -> Path:
     """Where an old folder is kept while the new one takes its place."""
     return target.with_name(f".{target.name}.fxpipe-old")
-
-
-def _remove_left(folder: Path) -> None:
-    """Remove the temporary folder of a writer that no longer runs."""
-    with suppress(OSError):
-        lock = os.open(folder, os.O_DIRECTORY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
-        finally:
-            os.close(lock)
 
 
 def _sync(path: Path) -> None:

@@ -9,28 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
 import fxpipe
-from fxpipe import DeviceMemoryError
 from fxpipe.errors import EndedError, ExecutionError, InputError
 from fxpipe.extensions.simulator import Sizes
 from fxpipe.ir.instruction import Update
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.runtime import interpreter
-from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.interpreter import HANDLERS
 from tests.extensions.copies.test_copies import standing
-from tests.helpers.eager_lanes import launched
 from tests.helpers.overlapping import ADAMW, compiled, make
 from tests.helpers.own_optimizers import groups
 from tests.helpers.profiles import deep
-from tests.helpers.tiny import Tiny, adam, batch, pipe_of, within
+from tests.helpers.tiny import adam, batch, pipe_of, within
 from tests.oracles.delayed_loop import MSE
-from tests.runtime.test_failures import FAILS, FAILS_BACK
 from tests.runtime.test_faults import failing_at
 from tests.runtime.test_mapped import assert_uncopied
-from tests.runtime.test_out_of_memory import Taking, lacking, trained
 
 pytestmark = pytest.mark.models
 
@@ -49,44 +43,6 @@ def test_copies_are_predicted_with_what_stands_on_their_devices() -> None:
     for memory, stash in zip(alone.memory, standing(p), strict=True):
         assert memory.parts["parameters"] == 2 * 5
         assert memory.peak == 2 * 5 + stash
-
-
-@pytest.mark.parametrize("dispatch", ["device", "thread"])
-def test_a_device_with_streams_that_lacks_memory_says_what_was_predicted(dispatch: Any) -> None:
-    torch.manual_seed(0)
-    pipe, backend = launched(Tiny(), 3, dispatch)
-    x, y = batch(8)
-    with pipe, within(60):
-        pipe.step(x, target=y)
-        backend.lanes[1].lacks = "backward s1[1] v0"
-        with pytest.raises(DeviceMemoryError) as caught:
-            pipe.step(x, target=y)
-        predicted = pipe.simulate().memory[1].peak
-        assert caught.value.predicted == predicted
-        assert f"({predicted} bytes) were predicted at the device's peak" in str(caught.value)
-
-
-@pytest.mark.parametrize("order", [FAILS, FAILS_BACK], ids=["CPU", "CUDA"])
-@pytest.mark.parametrize("schedule", [*deep("1f1b"), "2bw"])
-def test_without_memory_the_prediction_is_named(schedule: str, order: float) -> None:
-    with trained(schedule) as (pipe, x, y):
-        predicted = pipe.simulate().memory[1].peak
-        error = lacking(pipe, x, y, order)
-        assert error.predicted == predicted
-        assert f"({predicted} bytes) were predicted at the device's peak, and " in str(error)
-        assert "for the 2 devices that share it" in str(error)
-
-
-def test_without_memory_in_the_first_step_there_is_a_prediction_too() -> None:
-    x, y = batch()
-    with fxpipe.compile(
-        Taking(), ["cpu"] * 2, microbatches=3, partition=["second"], loss=functional.cross_entropy
-    ) as pipe:
-        pipe.prepare(x, target=y)
-        x[5, 3] = FAILS
-        with pytest.raises(DeviceMemoryError) as raised:
-            pipe.step(x, target=y)
-        assert raised.value.predicted
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as in tests/runtime/test_mapped")
@@ -159,13 +115,3 @@ def test_a_profile_without_gradients_is_refused() -> None:
         with pytest.raises(InputError, match=r"gradients, which torch\.no_grad\(\) turns off"):
             pipe.profile(x, target=y)
         assert not any(parameter.grad is not None for parameter in pipe.parameters())
-
-
-def test_devices_that_share_memory_are_predicted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    pipe, backend = launched(Tiny(), 3)
-    monkeypatch.setattr(backend, "memory", lambda device: DeviceMemory("fake", 1, 2))
-    backend.lanes[0].lacks = "forward s0[0] v0 keep"
-    x, y = batch(8)
-    with pipe, within(60), pytest.raises(DeviceMemoryError, match="for the 3 devices that share"):
-        pipe.step(x, target=y)

@@ -24,7 +24,6 @@ from tests.helpers.tiny import Snapshot, within
 from tests.ranks.test_equal import Devices, images, pipe_of, skips, state
 from tests.ranks.test_equal import Results as Found
 from tests.ranks.test_equal import equal as same_bits
-from tests.ranks.test_failures import out_of_memory
 from tests.ranks.test_replicas import SIZES, Results, uneven
 
 pytestmark = pytest.mark.models
@@ -116,24 +115,6 @@ def profiled(devices: Devices) -> Found:
 
 def test_a_profile_on_ranks_gives_the_bits_of_one_process() -> None:
     same_bits(on_ranks(2, profiled), profiled(2))
-
-
-def lacking(mesh: DeviceMesh) -> tuple[str, int | None, int]:
-    """The text of the error, what it says was predicted, and what a pipe predicts."""
-    _, text, told, _ = out_of_memory(mesh)
-    beside = Beside(mesh)
-    beside.step()
-    predicted = beside.pipe.simulate().memory[1].peak
-    beside.pipe.close()
-    return text, told, int(predicted)
-
-
-@pytest.mark.deep
-def test_a_rank_without_memory_tells_what_was_predicted_there() -> None:
-    _, (text, told, predicted) = on_ranks(2, lacking)
-    assert told == predicted
-    assert f"({predicted} bytes) were predicted at the device's peak, and " in text
-    assert "for the 2 devices that share it" in text
 
 
 def one_profiles(mesh: DeviceMesh) -> str:
