@@ -15,16 +15,13 @@ from fxpipe.errors import InputError, PassError, VerificationError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.traced import Traced
 from fxpipe.log import telling
 from fxpipe.signals import raise_held
 from fxpipe.verify.plan import verify_plan
 from fxpipe.verify.program import verify_program
 from fxpipe.verify.schedule import verify_schedule
-from fxpipe.verify.traced import verify_traced
 
 VERIFIERS: dict[type, tuple[str, Callable[[Any], object]]] = {
-    Traced: ("traced graph", verify_traced),
     Plan: ("plan", verify_plan),
     Schedule: ("schedule", verify_schedule),
     Program: ("program", verify_program),

@@ -145,12 +145,6 @@ class Traced:
 
         return print_traced(self)
 
-    def verify(self) -> Traced:
-        """Return self, or raise VerificationError with every fault."""
-        from fxpipe.verify.traced import verify_traced
-
-        return verify_traced(self)
-
 
 def with_dims(traced: Traced, dims: Sequence[tuple[int, ...]]) -> Traced:
     """Set the batch dimensions of each flat output; without effect if there are not as many."""

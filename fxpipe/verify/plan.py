@@ -1,7 +1,6 @@
 """The verifier of a Plan: edges, ownership, and each stage's graph against its edges.
 
-It reports all faults at once, in time proportional to the numbers of nodes and edges. The rules of
-``GraphFaults`` hold for a traced graph, too.
+It reports all faults at once, in time proportional to the numbers of nodes and edges.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
 from torch import fx
 from torch._ops import OpOverload
 
@@ -34,7 +32,6 @@ def verify_plan(plan: Plan) -> Plan:
     faults = [
         *_stages(plan),
         *edge_faults(plan.edges, len(plan.stages)),
-        *_gradients(plan),
         *_parameters(plan),
         *_buffers(plan),
     ]
@@ -107,14 +104,6 @@ def edge_faults(edges: Sequence[Edge], stages: int) -> Iterator[Fault]:
             )
 
 
-def _gradients(plan: Plan) -> Iterator[Fault]:
-    for edge in plan.edges:
-        spec = plan.specs.get(edge.value)
-        if edge.gradient and spec and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
-            what = f"a value of type {spec.dtype} has no gradient"
-            yield Fault(what, "leave out 'gradient'", subject=f"edge {edge}")
-
-
 def _parameters(plan: Plan) -> Iterator[Fault]:
     for target, owners in _by_target(stage.parameters for stage in plan.stages).items():
         if len(owners) > 1:
@@ -160,25 +149,26 @@ def _by_stages(stages: Iterable[int]) -> str:
     return "by " + " and ".join(parts)
 
 
-class GraphFaults:
-    """The rules of every graph, whole or a stage's.
+class _StageGraph:
+    """The rules of one stage's graph, given its edges."""
 
-    Attributes:
-        subject: the name of the graph's owner in messages; empty for the whole model.
-        graph: the graph.
-        under_autograd: whether it may call modules of the model.
-        nodes: its nodes by name.
-    """
+    def __init__(
+        self, stage: Stage, position: int, into: Sequence[Edge], out_of: Sequence[Edge]
+    ) -> None:
+        self.subject = f"stage {position}"
+        self.stage, self.graph = stage, stage.graph.graph
+        self.into, self.out_of = into, out_of
 
-    def __init__(self, subject: str, graph: fx.Graph, *, under_autograd: bool) -> None:
-        self.subject = subject
-        self.graph = graph
-        self.under_autograd = under_autograd
-        self.nodes = {node.name: node for node in graph.nodes}
+    def faults(self) -> Iterator[Fault]:
+        yield from self._lint()
+        yield from self._functional()
+        yield from self._placeholders()
+        yield from self._returned()
+        yield from self._crossing()
 
     def _fault(self, what: str, cure: str, node: str = "") -> Fault:
-        parts = (self.subject, f"node {node}" if node else "")
-        return Fault(what, cure, subject=", ".join(filter(None, parts)))
+        subject = f"{self.subject}, node {node}" if node else self.subject
+        return Fault(what, cure, subject=subject)
 
     def _lint(self) -> Iterator[Fault]:
         try:
@@ -189,9 +179,8 @@ class GraphFaults:
 
     def _functional(self) -> Iterator[Fault]:
         """Check that nothing is written in place and no module called, unless under autograd."""
-        if self.under_autograd:
+        if self.stage.under_autograd:
             return
-        owner = "stage" if self.subject else "graph"
         for node in self.graph.nodes:
             if _writes_in_place(node):
                 called = node.target if node.op == "call_method" else print_function(node.target)
@@ -203,7 +192,7 @@ class GraphFaults:
             elif node.op == "call_module":
                 yield self._fault(
                     f"calls the module {node.target}",
-                    f"set the {owner}'s 'under_autograd'",
+                    "set the stage's 'under_autograd'",
                     node.name,
                 )
 
@@ -211,31 +200,27 @@ class GraphFaults:
         """The nodes of parameters, buffers or writes, except those that called modules access."""
         for item in held:
             name = item.name if isinstance(item, Argument) else item.value
-            if not (self.under_autograd and name == item.target):
+            if not (self.stage.under_autograd and name == item.target):
                 yield name
 
-    def _same(
-        self, word: str, found: Sequence[str], wanted: Sequence[str], cure: str
-    ) -> Iterator[Fault]:
-        """Check that the graph has one node for each wanted name, and no other."""
+    def _placeholders(self) -> Iterator[Fault]:
+        """Check that the graph has one placeholder for each thing that it reads, and no other."""
+        held = [*self._own((*self.stage.parameters, *self.stage.buffers))]
+        wanted = held + [edge.value for edge in self.into]
+        found = [node.name for node in self.graph.nodes if node.op == "placeholder"]
         has, needs = Counter(found), Counter(wanted)
+        cure = "take exactly the stage's parameters, buffers and the values of its edges"
         for name in dict.fromkeys((*wanted, *found)):
             if needs[name] > 1:
                 yield self._fault(f"reads {needs[name]} things named {name!r}", "rename them")
             elif has[name] < needs[name]:
-                yield self._fault(f"its graph has no {word} for {name!r}", cure)
+                yield self._fault(f"its graph has no placeholder for {name!r}", cure)
             elif has[name] > needs[name]:
                 times = "more than one" if needs[name] else "a superfluous"
-                yield self._fault(f"its graph has {times} {word} for {name!r}", cure)
+                yield self._fault(f"its graph has {times} placeholder for {name!r}", cure)
 
-    def _returns(self, wanted: Sequence[str], what: str, cure: str) -> Iterator[Fault]:
-        """Check that the graph ends with its one return, of one tuple of these values.
-
-        Args:
-            wanted: the names of the values.
-            what: what the values are, such as ``edges and writes``.
-            cure: how to return them.
-        """
+    def _returned(self) -> Iterator[Fault]:
+        """Check that the graph ends with its one return, of one tuple of the right values."""
         ends = [node for node in self.graph.nodes if node.op == "output"]
         if len(ends) != 1 or next(iter(reversed(self.graph.nodes))) is not ends[0]:
             yield self._fault(
@@ -243,79 +228,24 @@ class GraphFaults:
             )
             return
         value = ends[0].args[0]
+        cure = "return one tuple: the values of its edges, each once, then its writes"
         if not isinstance(value, tuple) or not all(isinstance(item, fx.Node) for item in value):
             yield self._fault("its graph returns no tuple of values", cure)
             return
-        found = [item.name for item in value if isinstance(item, fx.Node)]
-        if found != [*wanted]:
+        found = ", ".join(item.name for item in value if isinstance(item, fx.Node))
+        wanted = ", ".join((*outputs_of(self.out_of), *self._own(self.stage.writes)))
+        if found != wanted:
             yield self._fault(
-                f"its graph returns ({', '.join(found)}), but its {what} are ({', '.join(wanted)})",
-                cure,
+                f"its graph returns ({found}), but its edges and writes are ({wanted})", cure
             )
 
-    def _is_single(self, node: fx.Node) -> bool:
-        """Whether a node gives one value, not a tuple or list, as far as is known."""
-        if isinstance(node.meta.get("val"), (tuple, list)):
-            return False
-        if isinstance(node.target, OpOverload):
-            returns = node.target._schema.returns
-            return len(returns) == 1 and not isinstance(returns[0].type, torch.ListType)
-        # In a functional graph, items are taken from tuples only.
-        items = any(user.target is operator.getitem for user in node.users)
-        return self.under_autograd or not items
-
-
-class _StageGraph(GraphFaults):
-    """The rules of one stage's graph, given its edges."""
-
-    def __init__(
-        self, stage: Stage, position: int, into: Sequence[Edge], out_of: Sequence[Edge]
-    ) -> None:
-        super().__init__(
-            f"stage {position}", stage.graph.graph, under_autograd=stage.under_autograd
-        )
-        self.stage = stage
-        self.into = into
-        self.out_of = out_of
-
-    def faults(self) -> Iterator[Fault]:
-        yield from self._lint()
-        yield from self._functional()
-        yield from self._placeholders()
-        yield from self._returned()
-        yield from self._crossing()
-
-    def _placeholders(self) -> Iterator[Fault]:
-        held = [*self._own((*self.stage.parameters, *self.stage.buffers))]
-        arriving = [edge.value for edge in self.into]
-        found = [node.name for node in self.graph.nodes if node.op == "placeholder"]
-        yield from self._same(
-            "placeholder",
-            found,
-            held + arriving,
-            "take exactly the stage's parameters, buffers and the values of its edges",
-        )
-
-    def _returned(self) -> Iterator[Fault]:
-        yield from self._returns(
-            (*outputs_of(tuple(self.out_of)), *self._own(self.stage.writes)),
-            "edges and writes",
-            "return one tuple: the values of its edges, each once, then its writes",
-        )
-
     def _crossing(self) -> Iterator[Fault]:
-        """Check that each value that leaves the stage is a single value that its graph makes."""
-        for name in outputs_of(tuple(self.out_of)):
-            node = self.nodes.get(name)
-            if node is None:
+        """Check that the graph makes each value that leaves the stage."""
+        made = {node.name for node in self.graph.nodes}
+        for name in outputs_of(self.out_of):
+            if name not in made:
                 yield self._fault(
                     f"an edge takes {name!r}, which no node makes", "name the node that makes it"
-                )
-            elif not self._is_single(node):
-                yield self._fault(
-                    "crosses, but is not a single value",
-                    "send the items of it that are used, each by its own edge",
-                    name,
                 )
 
 

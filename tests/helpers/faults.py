@@ -10,7 +10,7 @@ from fxpipe.errors import Fault, VerificationError
 
 
 class Verifiable(Protocol):
-    """A schedule, plan, program or traced graph."""
+    """A schedule, plan or program."""
 
     def verify(self) -> object:
         """Raise VerificationError where it is wrong."""

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import VerificationError
-from fxpipe.ir.plan import Argument, Plan, Stage, ValueSpec, Write
+from fxpipe.ir.plan import Argument, Plan, Stage, Write
 from fxpipe.ir.value import HOST, Edge
 from fxpipe.verify.plan import verify_plan
 from tests.helpers import written
@@ -106,11 +106,6 @@ MUTANTS = [
         "edge act size 0->1",
         "edge act gone 0->1",
         "stage 0: an edge takes 'gone', which no node makes",
-    ),
-    (
-        "edge act size 0->1",
-        "edge act max_1 0->1",
-        "stage 0, node max_1: crosses, but is not a single value; send the items",
     ),
     # Parameters and buffers
     (
@@ -260,42 +255,6 @@ def test_a_leaf_module_that_does_not_exist_is_refused() -> None:
     del plan.stages[2].graph.head
     (fault,) = told(plan)
     assert "stage 2: its graph is malformed: Node head target head references nonexistent" in fault
-
-
-@pytest.mark.parametrize(
-    "node", ["torch.ops.aten.split.Tensor(x, 1)", "torch.ops.aten.max.dim(x, 0)"]
-)
-def test_several_values_do_not_cross_as_one(node: str) -> None:
-    text = (
-        "plan stages=1\nedge in x host->0\nedge out y 0->host\nstage 0\n  graph\n"
-        f"    x = placeholder()\n    y = {node}\n    return (y,)\n"
-    )
-    (fault,) = told(written.plan(text))
-    assert fault.startswith("stage 0, node y: crosses, but is not a single value")
-
-
-def test_a_function_that_gives_a_tuple_is_known_by_its_items() -> None:
-    text = TEXT.replace("torch.ops.aten.max.dim(conv2d, 0)", "fxpipe.random.native_dropout(conv2d)")
-    verify_plan(written.plan(text, ROOT))
-    faults = told(written.plan(text.replace("act size 0->1", "act max_1 0->1"), ROOT))
-    assert any("stage 0, node max_1: crosses, but is not a single value" in f for f in faults)
-
-
-def test_what_the_trace_says_of_a_value_counts() -> None:
-    plan = valid()
-    add = next(node for node in plan.stages[1].graph.graph.nodes if node.name == "add")
-    add.meta["val"] = (torch.zeros(1), torch.zeros(1))
-    assert told(plan)[0].startswith("stage 1, node add: crosses, but is not a single value")
-
-
-def test_an_integer_that_crosses_carries_no_gradient() -> None:
-    plan = valid()
-    specs = {"relu": ValueSpec((2,), torch.int64), "add": ValueSpec((2,), torch.float32)}
-    found = told(dataclasses.replace(plan, specs=specs))
-    assert len(found) == 2
-    assert found[0].startswith(
-        "edge act relu 0->1 gradient: a value of type torch.int64 has no gradient; leave out"
-    )
 
 
 def chain(stages: int) -> Plan:
