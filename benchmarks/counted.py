@@ -59,13 +59,13 @@ class Counted:
             self.counting.adopt(machine.weights.parameters(instruction.stage, version))
         self.counting.peak = self.counting.alive
         values = machine.store.values
-        if isinstance(instruction, ins.Send | ins.Stash):
+        if isinstance(instruction, ins.Send):
             home, name = machine.program.destination(instruction), machine.named(instruction.buffer)
             machine.channels.put(home, name, _copied(values[instruction.buffer]))
         else:
             with self.counting:
                 handler(machine, instruction)
-        if isinstance(instruction, ins.Load | ins.Receive | ins.Pop):
+        if isinstance(instruction, ins.Load | ins.Receive):
             values[instruction.buffer] = _copied(values[instruction.buffer])
             self.counting.adopt(values[instruction.buffer])
         self.levels.append(self.counting.peak)

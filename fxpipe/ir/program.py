@@ -129,15 +129,15 @@ class Program:
         for row in self.lists:
             latest: dict[int, Buffer] = {}  # other device → the last value that came from it
             for x in row:
-                if isinstance(x, ins.Receiving) and x.buffer.kind in CROSSING:
+                if isinstance(x, ins.Receive) and x.buffer.kind in CROSSING:
                     latest[self.origin(x)] = x.buffer
-                elif isinstance(x, ins.Sending) and (last := latest.get(self.destination(x))):
+                elif isinstance(x, ins.Send) and (last := latest.get(self.destination(x))):
                     before[x.buffer[:5]] = last._replace(batch=last.batch - x.buffer.batch)
         return {
             (device, at): last._replace(batch=last.batch + x.buffer.batch)
             for device, row in enumerate(self.lists)
             for at, x in enumerate(row)
-            if isinstance(x, ins.Receiving) and (last := before.get(x.buffer[:5]))
+            if isinstance(x, ins.Receive) and (last := before.get(x.buffer[:5]))
         }
 
     @cached_property
@@ -241,12 +241,12 @@ class Program:
         device = self._elsewhere.get((x.stage, x.microbatch))
         return () if device is None else (own_buffer("weights", x.stage, device, x.batch),)
 
-    def destination(self, instruction: ins.Send | ins.Stash) -> int:
-        """The device that a send or a stash goes to."""
+    def destination(self, instruction: ins.Send) -> int:
+        """The device that a send goes to."""
         return self.ends_of(instruction.buffer)[1]
 
-    def origin(self, instruction: ins.Receive | ins.Pop) -> int:
-        """The device that a receive or a pop waits for."""
+    def origin(self, instruction: ins.Receive) -> int:
+        """The device that a receive waits for."""
         return self.ends_of(instruction.buffer)[0]
 
     def __str__(self) -> str:

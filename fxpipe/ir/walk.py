@@ -33,7 +33,7 @@ Key = tuple[str, int | None, int]
 """Kind, micro-batch and stage: one task of every batch. An A on a copy of a stage has the copy's
 device for a micro-batch."""
 
-_CONNECTED = frozenset(get_args(ins.Sending | ins.Receiving | ins.Meeting))
+_CONNECTED = frozenset(get_args(ins.Send | ins.Receive | ins.Meeting))
 """The instructions that others wait for, or that wait for others."""
 
 
@@ -134,7 +134,7 @@ def walk(
 def waits_of(program: Program) -> list[list[Wait]]:
     """Device → what its instructions wait for in one window, in order.
 
-    A receive or a pop waits for its send or stash, a barrier or a pause for all instructions before
+    A receive waits for its send, a barrier or a pause for all instructions before
     it on the other devices, and an instruction of a stream for its events. What an earlier window
     has sent or recorded is there already; what never comes is waited for for ever.
     """
@@ -149,9 +149,9 @@ def waits_of(program: Program) -> list[list[Wait]]:
         for position, x in enumerate(instructions):
             if type(x) not in _CONNECTED:
                 continue
-            if isinstance(x, ins.Sending):
+            if isinstance(x, ins.Send):
                 sent.setdefault(x.buffer, Place(device, position))
-            elif isinstance(x, ins.Receiving):
+            elif isinstance(x, ins.Receive):
                 arrivals.append((device, position, x.buffer))
             else:
                 met[type(x)][device].append(position)
@@ -279,10 +279,10 @@ def turns_of(program: Program) -> tuple[Turn, ...]:
         x, launch = lists[device][position], launches[device][position]
         stream = device, launch.stream
         awaited = [ends[event.number] for event in launch.waits if not event.batch]
-        if isinstance(x, ins.Receiving):
+        if isinstance(x, ins.Receive):
             awaited.append(ends.pop(x.buffer, 0.0))
         end = free[stream] = max(free[stream], *awaited, 0.0) + usual_cost(x)
-        if isinstance(x, ins.Sending):
+        if isinstance(x, ins.Send):
             ends[x.buffer] = end
         if launch.record is not None:
             ends[launch.record.number] = end

@@ -109,20 +109,20 @@ class Facts:
 
     @cached_property
     def sent(self) -> Moves:
-        """The sends and stashes, by pair of devices."""
-        return self._moves(ins.Send, ins.Stash)
+        """The sends, by pair of devices."""
+        return self._moves(ins.Send)
 
     @cached_property
     def received(self) -> Moves:
-        """The receives and pops, by pair of devices."""
-        return self._moves(ins.Receive, ins.Pop)
+        """The receives, by pair of devices."""
+        return self._moves(ins.Receive)
 
-    def _moves(self, *kinds: type[ins.Move]) -> Moves:
-        """The moves by instructions of some types, by pair of devices, in the order of the list."""
+    def _moves(self, kind: type[ins.Move]) -> Moves:
+        """The moves by instructions of a type, by pair of devices, in the order of the list."""
         program = self.program
         moves: Moves = defaultdict(list)
         for device, life in enumerate(self.lives):
-            for position in sorted(p for p, x in life if isinstance(x, kinds)):
+            for position in sorted(p for p, x in life if isinstance(x, kind)):
                 x = program.lists[device][position]
                 assert isinstance(x, ins.Move)
                 moves[program.ends_of(x.buffer)].append(

@@ -140,7 +140,7 @@ class _Race:
                     max, clock, self.events[at] if self.left[at] else self.events.pop(at)
                 )
         here = Access(stream, clock[stream] + 1, device, position)
-        if not isinstance(x, ins.Send | ins.Stash | ins.Output | ins.Meeting):
+        if not isinstance(x, ins.Send | ins.Output | ins.Meeting):
             yield from self._touch(x.later(step) if step else x, clock, here)
         clock[stream] += 1
         if launch.record is not None and self.awaited[launch.record.number]:
@@ -153,7 +153,7 @@ class _Race:
         program, device = self.program, here.device
         more_read, more_written = _lasting(x, device)
         read: list[Hashable] = [*((device, b) for b in x.uses(program)), *more_read]
-        if isinstance(x, ins.Receiving):
+        if isinstance(x, ins.Receive):
             read.append((program.origin(x), x.buffer))
         ended: list[Hashable] = [(device, b) for b in x.ends(program)]
         late: list[tuple[Access, str, str]] = []  # those that may not be done when this one starts

@@ -26,7 +26,7 @@ def communicate(program: Program) -> Program:
     after::
 
         device 2
-          pop       skip:h:0->2[0]
+          recv      skip:h:0->2[0]
           recv      act:z:1->2[0]
           forward   s2[0] v0 keep
           output    out:loss:2->host[0]
@@ -36,8 +36,8 @@ def communicate(program: Program) -> Program:
           send      grad:z:2->1[0]
 
     A value leaves right after it is made and arrives right before its first use. Nothing moves
-    between two stages of one device. A value that skips stages goes straight from ``stash`` to
-    ``pop``, and its gradient straight back. Inputs are loaded and outputs handed over, and so are
+    between two stages of one device. A value that skips stages goes straight to the stage that uses
+    it, and its gradient straight back. Inputs are loaded and outputs handed over, and so are
     their gradients if their edges carry one.
 
     Values from one device to another arrive in the order in which they leave. A device that uses
@@ -86,7 +86,7 @@ class _Mail:
                     queue = self.queues[device, home]
                     self.places[buffer[:5]] = len(queue), buffer.batch
                     queue.append(buffer)
-                    yield ins.Stash(buffer) if buffer.kind == "skip" else ins.Send(buffer)
+                    yield ins.Send(buffer)
 
     def receive(
         self, device: int, instructions: Sequence[ins.Instruction]
@@ -138,5 +138,5 @@ class _Mail:
             arrival = queue[index]
             if windows:
                 arrival = arrival._replace(batch=arrival.batch + windows)
-            yield ins.Pop(arrival) if arrival.kind == "skip" else ins.Receive(arrival)
+            yield ins.Receive(arrival)
         self.taken[pair] = max(first, end)

@@ -66,7 +66,7 @@ def _overlapped(program: Program, instructions: Sequence[ins.Instruction], begun
     made = {buffer[:5] for buffer in instructions[begun].makes(program)}
     for position in range(begun + 1, len(instructions)):
         x = instructions[position]
-        if isinstance(x, ins.Send | ins.Stash | ins.Output):
+        if isinstance(x, ins.Send | ins.Output):
             continue
         needed = any(buffer[:5] in made for buffer in x.uses(program))
         if computed or needed or isinstance(x, ins.Meeting):

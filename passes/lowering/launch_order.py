@@ -119,7 +119,7 @@ class _Walk:
         self._program = program
         self._devices = [_Device(list_, ahead) for list_ in program.lists]
         self._unsent = {
-            x.buffer for list_ in program.lists for x in list_ if isinstance(x, ins.Sending)
+            x.buffer for list_ in program.lists for x in list_ if isinstance(x, ins.Send)
         }
         self._sent: dict[Buffer, float] = {}
         self._waiting: dict[Buffer, int] = {}
@@ -143,7 +143,7 @@ class _Walk:
         for now, d in sorted(left):
             waited = self._devices[d].head()
             if self._devices[d].put_off(self._program):
-                assert isinstance(waited, ins.Receiving)
+                assert isinstance(waited, ins.Receive)
                 del self._waiting[waited.buffer]
                 heapq.heappush(self._ready, (now, d))
                 return True
@@ -156,7 +156,7 @@ class _Walk:
     def _launch(self, d: int, instruction: ins.Instruction) -> bool:
         """Launch an instruction; return False if the device has to wait for another one."""
         match instruction:
-            case ins.Receive(buffer) | ins.Pop(buffer) if buffer in self._unsent:
+            case ins.Receive(buffer) if buffer in self._unsent:
                 self._waiting[buffer] = d
                 return False
             case ins.Barrier() | ins.Pause():
@@ -169,7 +169,7 @@ class _Walk:
                         heapq.heappush(self._ready, (together, number))
                     self._gathered.clear()
                 return False
-            case ins.Send(buffer) | ins.Stash(buffer):
+            case ins.Send(buffer):
                 self._unsent.discard(buffer)
                 self._sent[buffer] = self._devices[d].now
                 if buffer in self._waiting:

@@ -100,7 +100,7 @@ class _Events:
                     self._made[device, buffer[:5]] = _Spot(device, at, buffer.batch)
                 for buffer in x.uses(program):
                     self._used[device, buffer[:5]].append(_Spot(device, at, buffer.batch))
-                if isinstance(x, ins.Receiving):
+                if isinstance(x, ins.Receive):
                     origin = program.origin(x), x.buffer[:5]
                     self._used[origin].append(_Spot(device, at, x.buffer.batch))
 
@@ -154,7 +154,7 @@ class _Events:
             needs.add(_before(self._made.get((device, buffer[:5])), buffer))
         if x.takes and self._streams[device][at] != COMPUTE:
             needs.add(memory)
-        if isinstance(x, ins.Receiving):
+        if isinstance(x, ins.Receive):
             needs.add(_before(self._made.get((program.origin(x), x.buffer[:5])), x.buffer))
         for buffer in x.ends(program):
             place = device, buffer[:5]
@@ -209,7 +209,7 @@ def _uses(program: Program, order: Sequence[Sequence[Ordered]]) -> dict[object, 
     for list_ in order:
         unused: set[Buffer] = set()
         for rank, start, x in list_:
-            if isinstance(x, ins.Receiving):
+            if isinstance(x, ins.Receive):
                 uses[x.buffer[:5]] = _Use(program.origin(x), rank, start, x.buffer.batch)
                 unused.add(x.buffer)
             for buffer in unused.intersection(x.uses(program)):
@@ -226,7 +226,7 @@ def _moved(
     ranks = [order[at].rank for at in stops]
     starts = [order[at].start for at in stops]
     meetings = [n for n, at in enumerate(stops) if isinstance(list_[at], ins.Meeting)]
-    sent = {x.buffer: at for at, x in enumerate(list_) if isinstance(x, ins.Sending)}
+    sent = {x.buffer: at for at, x in enumerate(list_) if isinstance(x, ins.Send)}
     late: defaultdict[int, list[ins.Instruction]] = defaultdict(list)
     moved: set[int] = set()
     for at, x in enumerate(list_):

@@ -82,10 +82,10 @@ class Devices:
                 if key in self.model.given:
                     raise WrongError("handed over twice")
                 self.model.given[key] = self._read(device, buffer)
-            case ins.Send() | ins.Stash():
+            case ins.Send():
                 pair = device, self._ends(buffer)[1]
                 self.wires[pair].append((buffer, self._read(device, buffer)))
-            case ins.Receive() | ins.Pop():
+            case ins.Receive():
                 wire = self.wires[self._ends(buffer)[0], device]
                 if not wire:
                     return False

@@ -84,15 +84,7 @@ class _Run(Devices):
 
     def _execute(self, device: int, instruction: ins.Instruction) -> bool:
         match instruction:
-            case (
-                ins.Load()
-                | ins.Output()
-                | ins.Send()
-                | ins.Stash()
-                | ins.Receive()
-                | ins.Pop()
-                | ins.Free()
-            ):
+            case ins.Load() | ins.Output() | ins.Send() | ins.Receive() | ins.Free():
                 buffer = instruction.buffer
                 if self.step:
                     buffer = buffer._replace(batch=self.step + buffer.batch)

@@ -175,11 +175,7 @@ class StreamMachine:
         if any(event not in self.events for event in waits):
             return False
         exists = step + x.batch in self.jobs
-        if (
-            exists
-            and isinstance(x, ins.Receive | ins.Pop)
-            and _named(x.buffer, step) not in self.sent
-        ):
+        if exists and isinstance(x, ins.Receive) and _named(x.buffer, step) not in self.sent:
             return False
         work = self._work(device, step, x) if exists else None
         done = [self.events[event] for event in waits]
@@ -210,7 +206,7 @@ class StreamMachine:
     def _work(self, device: int, step: int, x: ins.Instruction) -> Work | None:
         """The work of an instruction, with memory that is allocated and freed now."""
         held, memory = self.held[device], self.memories[device]
-        if isinstance(x, ins.Send | ins.Stash):
+        if isinstance(x, ins.Send):
             self.sent[_named(x.buffer, step)] = held.get(_named(x.buffer, step))
             return None
         if self.eager:
@@ -234,7 +230,7 @@ class StreamMachine:
         if isinstance(x, ins.Load):
             value = self.jobs[step + x.buffer.batch].host.give(x.buffer)
             return lambda: self._copy(made[x.buffer], value)
-        if isinstance(x, ins.Receive | ins.Pop):
+        if isinstance(x, ins.Receive):
             source = self.sent[_named(x.buffer, step)]
             return lambda: self._copy(made[x.buffer], source)
         return lambda: self._compute(device, step, x, reads, made, ended, bench)
@@ -300,7 +296,7 @@ class StreamMachine:
         values = self.values[device]
         machine = self._scratch(device, step)
         machine.store.values = {b: values[_named(b, step)] for b in x.uses(self.program)}
-        if isinstance(x, ins.Receive | ins.Pop):
+        if isinstance(x, ins.Receive):
             source = self.values[self.program.origin(x)]
             machine.store.values[x.buffer] = source[_named(x.buffer, step)]
         elif not isinstance(x, ins.Free):

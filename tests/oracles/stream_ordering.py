@@ -63,11 +63,11 @@ class Ordering:
         sends = {
             self._of(node, x.buffer): self.index[node]
             for node in self.nodes
-            if isinstance(x := self.instruction(node), ins.Send | ins.Stash)
+            if isinstance(x := self.instruction(node), ins.Send)
         }
         for node in self.nodes:
             x = self.instruction(node)
-            if isinstance(x, ins.Receive | ins.Pop) and self._of(node, x.buffer) in sends:
+            if isinstance(x, ins.Receive) and self._of(node, x.buffer) in sends:
                 launched[self.index[node]].add(sends[self._of(node, x.buffer)])
         past: list[int] = [0] * len(self.nodes)
         left = [len(each) for each in launched]
@@ -102,7 +102,7 @@ class Ordering:
         ends: dict[object, list[Node]] = {}
         for node in self.nodes:
             x, device = self.instruction(node), node[1]
-            if isinstance(x, ins.Send | ins.Stash | ins.Output | ins.Barrier | ins.Pause):
+            if isinstance(x, ins.Send | ins.Output | ins.Barrier | ins.Pause):
                 continue
             for of, buffers in (
                 (reads, x.uses(self.program)),
@@ -111,7 +111,7 @@ class Ordering:
             ):
                 for buffer in buffers:
                     of.setdefault((device, self._of(node, buffer)), []).append(node)
-            if isinstance(x, ins.Receive | ins.Pop):
+            if isinstance(x, ins.Receive):
                 origin = self.program.origin(x), self._of(node, x.buffer)
                 reads.setdefault(origin, []).append(node)
         for what, readers in reads.items():
@@ -133,11 +133,11 @@ class Ordering:
             let_go: list[Node] = []
             for node in sorted(node for node in self.nodes if node[1] == device):
                 x = self.instruction(node)
-                if isinstance(x, ins.Send | ins.Stash | ins.Output | ins.Barrier | ins.Pause):
+                if isinstance(x, ins.Send | ins.Output | ins.Barrier | ins.Pause):
                     continue
                 if not isinstance(x, ins.Free):
                     yield from [(one, node) for one in let_go if not self.is_before(one, node)]
-                if not isinstance(x, ins.Load | ins.Receive | ins.Pop):
+                if not isinstance(x, ins.Load | ins.Receive):
                     let_go.append(node)
 
     def _stages(self) -> Iterator[tuple[Node, Node]]:

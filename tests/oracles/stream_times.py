@@ -57,7 +57,7 @@ def timed(program: Program, copy: float) -> Timed:
 
 
 def _time(instruction: ins.Instruction, copy: float) -> float:
-    if isinstance(instruction, ins.Receive | ins.Pop):
+    if isinstance(instruction, ins.Receive):
         return copy
     if isinstance(instruction, ins.Load | ins.Move):
         return 0.0

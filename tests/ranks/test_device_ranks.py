@@ -57,7 +57,7 @@ def sent_values(mesh: DeviceMesh) -> tuple[int, int]:
     vars(pairs)["send"] = counted
     beside.step()
     own = beside.pipe.program.lists[mesh.get_local_rank()]
-    sends = [x for x in own if isinstance(x, ins.Send | ins.Stash) and x.buffer.kind != "norm"]
+    sends = [x for x in own if isinstance(x, ins.Send) and x.buffer.kind != "norm"]
     beside.pipe.close()
     return count, len(sends)
 

@@ -108,7 +108,7 @@ def test_an_instruction_of_a_call_or_its_backward_that_fails_on_a_rank_fails_on_
 ) -> None:
     kinds = {"Load", "Output", "Send", "Receive", "Free", "Forward", "Backward", "Pause"}
     for found in on_ranks(size, failing_calls):
-        assert found == kinds | ({"Stash", "Pop"} if size == 3 else set())
+        assert found == kinds
 
 
 def out_of_memory(mesh: DeviceMesh) -> tuple[str, str]:

@@ -134,8 +134,8 @@ FAULTS = {
     ),
     "a receive is launched before its send": Fault(
         ORDER,
-        "case ins.Receive(buffer) | ins.Pop(buffer) if buffer in self._unsent:",
-        "case ins.Receive(buffer) | ins.Pop(buffer) if not self._launched:",
+        "case ins.Receive(buffer) if buffer in self._unsent:",
+        "case ins.Receive(buffer) if not self._launched:",
     ),
     "arrivals are launched before the frees beside them": Fault(
         ORDER,

@@ -28,9 +28,7 @@ LINES: dict[str, tuple[ins.Instruction, str]] = {
     "load": (ins.Load(Buffer("in", "x", HOST, 0, 3)), "load in:x:host->0[3]"),
     "output": (ins.Output(Buffer("grad", "x", 0, HOST, 3)), "output grad:x:0->host[3]"),
     "send": (ins.Send(Buffer("act", "y", 0, 1, 12)), "send act:y:0->1[12]"),
-    "recv": (ins.Receive(Buffer("out", "loss", 1, HOST, 0)), "recv out:loss:1->host[0]"),
-    "stash": (ins.Stash(SKIP), "stash skip:relu_3:0->2[1]"),
-    "pop": (ins.Pop(SKIP), "pop skip:relu_3:0->2[1]"),
+    "recv": (ins.Receive(SKIP), "recv skip:relu_3:0->2[1]"),
     "forward": (ins.Forward(1, 2, 3), "forward s1[2] v3 keep"),
     "recompute": (ins.Recompute(1, 2, 3), "recompute s1[2] v3"),
     "backward": (ins.Backward(1, 2, 3, batch=-1), "backward s1[2'] v3"),
@@ -80,7 +78,7 @@ def test_streams_and_events_read_as_in_their_golden_text(golden: Golden) -> None
 def test_an_instruction_is_read_back_with_its_stream_and_events() -> None:
     launch = Launch("in0", (Event(3), Event(7, -1)), Event(8))
     program = Program(
-        "mine", 4, (0,), (), ((ins.Pop(SKIP), ins.Pause()),), (), ((launch, Launch()),)
+        "mine", 4, (0,), (), ((ins.Receive(SKIP), ins.Pause()),), (), ((launch, Launch()),)
     )
     assert "pop skip:relu_3:0->2[1] stream=in0 wait=e3,e7' record=e8" in " ".join(
         str(program).split()
@@ -125,7 +123,7 @@ def buffers(draw: st.DrawFn) -> Buffer:
 INSTRUCTIONS = st.one_of(
     *(
         st.builds(made, buffers())
-        for made in (ins.Load, ins.Output, ins.Send, ins.Receive, ins.Stash, ins.Pop, ins.Free)
+        for made in (ins.Load, ins.Output, ins.Send, ins.Receive, ins.Free)
     ),
     st.builds(ins.Forward, SMALL, SMALL, VERSIONS, BATCHES, st.booleans(), st.booleans()),
     *(st.builds(made, SMALL, SMALL, VERSIONS, BATCHES) for made in (ins.Recompute, ins.InputGrad)),

@@ -23,7 +23,7 @@ from fxpipe.schedules import gpipe, one_f_one_b
 from fxpipe.verify.program import smallest_channel
 from tests.helpers.plans import chain, skipping
 
-MEETINGS = ins.Send | ins.Stash | ins.Receive | ins.Pop | ins.Barrier | ins.Pause
+MEETINGS = ins.Send | ins.Receive | ins.Barrier | ins.Pause
 
 
 def finishes(program: Program, channel: int) -> bool:
@@ -41,11 +41,7 @@ def finishes(program: Program, channel: int) -> bool:
 
 
 def _batch(instruction: ins.Instruction) -> int:
-    return (
-        instruction.buffer.batch
-        if isinstance(instruction, ins.Send | ins.Stash | ins.Receive | ins.Pop)
-        else 0
-    )
+    return instruction.buffer.batch if isinstance(instruction, ins.Send | ins.Receive) else 0
 
 
 def _step_finishes(
@@ -57,10 +53,10 @@ def _step_finishes(
     """``waiting`` has what is on its way between two devices; all that matters here is how much."""
     at = [0] * len(lists)
     ends = {  # whether it is the sender of a value, and the value → the device
-        (isinstance(x, ins.Send | ins.Stash), x.buffer[:5]): device
+        (isinstance(x, ins.Send), x.buffer[:5]): device
         for device, own in enumerate(program.lists)
         for x in own
-        if isinstance(x, ins.Send | ins.Stash | ins.Receive | ins.Pop)
+        if isinstance(x, ins.Send | ins.Receive)
     }
 
     def now(device: int) -> ins.Instruction | None:
@@ -71,17 +67,17 @@ def _step_finishes(
         moved = False
         for device in range(len(lists)):
             match now(device):
-                case ins.Send(buffer) | ins.Stash(buffer):
+                case ins.Send(buffer):
                     pair = device, ends[False, buffer[:5]]
                     there = now(pair[1])
-                    meets = isinstance(there, ins.Receive | ins.Pop) and there.buffer == buffer
+                    meets = isinstance(there, ins.Receive) and there.buffer == buffer
                     if waiting[pair] < channel:
                         waiting[pair] += 1
                     elif channel == 0 and meets:
                         at[pair[1]] += 1
                     else:
                         continue
-                case ins.Receive(buffer) | ins.Pop(buffer):
+                case ins.Receive(buffer):
                     pair = ends[True, buffer[:5]], device
                     if not waiting[pair]:
                         continue
@@ -205,7 +201,7 @@ def test_what_is_let_go_of_at_a_receive_had_arrived_before_that_value_was_sent(n
             confirms = set[tuple[int, int]]()
             for (device, at), last in program.confirmed.items():
                 x = program.lists[device][at]
-                assert isinstance(x, ins.Receive | ins.Pop)
+                assert isinstance(x, ins.Receive)
                 source = program.origin(x)
                 confirms.add((device, source))
                 for shift in range(-program.depth, steps + program.depth):
@@ -218,7 +214,7 @@ def test_what_is_let_go_of_at_a_receive_had_arrived_before_that_value_was_sent(n
                 (device, program.origin(x))
                 for device, row in enumerate(program.lists)
                 for x in row
-                if isinstance(x, ins.Receive | ins.Pop) and x.buffer.kind in CROSSING
+                if isinstance(x, ins.Receive) and x.buffer.kind in CROSSING
             }
             two_way = {(a, b) for a, b in both if (b, a) in both}
             assert confirms <= two_way and bool(confirms) == bool(two_way)
@@ -226,5 +222,5 @@ def test_what_is_let_go_of_at_a_receive_had_arrived_before_that_value_was_sent(n
 
 def places(row: Sequence[ins.Instruction]) -> dict[Buffer, int]:
     """Where a device's list sends or receives each value that crosses to another device."""
-    kinds = ins.Send | ins.Stash | ins.Receive | ins.Pop
+    kinds = ins.Send | ins.Receive
     return {x.buffer: at for at, x in enumerate(row) if isinstance(x, kinds)}

@@ -241,9 +241,7 @@ def tried(program: Program) -> Iterator[tuple[str, str, Program]]:
 
 RIGHT_FAULTS = {
     ("drop", "Send"): "never sends it",
-    ("drop", "Stash"): "never sends it",
     ("drop", "Receive"): "never receives it",
-    ("drop", "Pop"): "never receives it",
     ("drop", "Free"): "is still there",
     ("drop", "Load"): "is never made on this device",
     ("drop", "Output"): "the caller never gets",
@@ -264,7 +262,6 @@ RIGHT_FAULTS = {
     ("duplicate", "Add"): "it is there already",
     ("change copy", "Give"): "has no such copy",
     ("duplicate", "Send"): "it is sent twice|is freed already",
-    ("duplicate", "Stash"): "it is sent twice|is freed already",
     ("duplicate", "Receive"): "was made before",
     ("duplicate", "Free"): "is freed already",
     ("duplicate", "Forward"): "it is there already",
@@ -315,7 +312,7 @@ def test_no_class_of_edits_is_left_out() -> None:
     compute = halves | {"Forward", "Run"}
     once = {"ReduceScatter", "AllGather", "GatherWeights", "Norm", "Clip", "Update"}
     once |= {"Share", "Give", "Add"}
-    moved = {"Load", "Output", "Send", "Receive", "Stash", "Pop", "Free"}
+    moved = {"Load", "Output", "Send", "Receive", "Free"}
     moved |= {"Offload", "Prefetch", "Await"}
     wanted = {
         (edit, kind)

@@ -228,19 +228,6 @@ def test_a_pause_holds_back_gradients_and_nothing_else() -> None:
     assert "it comes after the pause" in [fault.what for fault in faults]
 
 
-def test_a_stashed_value_is_popped_and_not_received() -> None:
-    program = lowered(gpipe(3, 1), skipping(3))
-    pop, stash = first(program, 2, ins.Pop), first(program, 0, ins.Stash)
-    assert isinstance(pop, ins.Pop) and isinstance(stash, ins.Stash)
-    changed: dict[ins.Instruction, ins.Instruction] = {
-        pop: ins.Receive(pop.buffer),
-        stash: ins.Send(stash.buffer),
-    }
-    lists = tuple(tuple(changed.get(x, x) for x in own) for own in program.lists)
-    malformed = faults_of(replace(program, lists=lists))[:2]
-    assert all("the value goes from device 0 to device 2" in fault.what for fault in malformed)
-
-
 def test_every_fault_is_reported_at_once() -> None:
     late, odd = Buffer("in", "x", HOST, 0, 9), Buffer("act", "z", 1, 0, 0)
     lists = (

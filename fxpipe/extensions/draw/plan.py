@@ -140,7 +140,7 @@ def _draw_way(
         total = f", {bytes_text(sum(known))}" if len(known) == len(sizes) else ""
         rows.append(_wide(_small(f"&#160;… and {len(rest)} more{total}"), span=3))
     if edges[0].kind == "skip":
-        rows.insert(0, _wide(f'<FONT COLOR="{SKIP}">&#160;stash → pop</FONT>', span=3))
+        rows.insert(0, _wide(f'<FONT COLOR="{SKIP}">&#160;past stages</FONT>', span=3))
         attributes = {"style": "dashed", "color": SKIP, "weight": "1"}
     if HOST not in (edges[0].source, edges[0].target):
         attributes["label"] = _table(rows, padding=1)
@@ -169,7 +169,7 @@ def _caption(plan: Plan, faults: Sequence[Fault]) -> str:
     ]
     meanings = []
     if any(edge.kind == "skip" for edge in plan.edges):
-        meanings.append("dashed: stashed and popped, past the stages between")
+        meanings.append("dashed: past the stages between")
     if any(edge.gradient for edge in plan.edges):
         meanings.append("ring: a gradient comes back")
     if plan.specs:

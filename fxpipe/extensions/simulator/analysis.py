@@ -77,14 +77,14 @@ def idle_time(simulation: Simulation, device: int) -> Idle:
         if end == start:
             continue
         match list_[position]:
-            case ins.Receive(buffer) | ins.Pop(buffer):
+            case ins.Receive(buffer):
                 transfer = events.transfers[buffer]
                 source = transfer.source
                 made = max(start, min(transfer.ready, end))
                 arrived = max(made, min(transfer.end, end))
                 _add(waiting, source, made - start)
                 _add(copying, source, arrived - made)
-            case ins.Send(buffer) | ins.Stash(buffer):
+            case ins.Send(buffer):
                 transfer = events.transfers[buffer]
                 _add(copying, transfer.target, max(min(transfer.end, end) - start, 0))
             case ins.Barrier() | ins.Pause():

@@ -56,7 +56,7 @@ def measured_run(
     begun_at: dict[Buffer, int] = {}
     for device, list_ in enumerate(flat.lists):
         for position, instruction in enumerate(list_):
-            if isinstance(instruction, ins.Sending):
+            if isinstance(instruction, ins.Send):
                 sent, target = events.ends[device][position], flat.destination(instruction)
                 events.transfers[instruction.buffer] = TransferSpan(
                     instruction.buffer, device, target, position, sent, sent, sent

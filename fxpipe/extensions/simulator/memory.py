@@ -75,7 +75,7 @@ def _early(
     if not most:
         return []
     list_, sizes = holding.program.lists[holding.device], holding.sizes
-    received = {x.buffer: at for at, x in enumerate(list_) if isinstance(x, ins.Receiving)}
+    received = {x.buffer: at for at, x in enumerate(list_) if isinstance(x, ins.Receive)}
     if most < inf:  # its memory is taken when its receive is posted, at an earlier receive
         ahead = int(most)
         places: defaultdict[int, list[int]] = defaultdict(list)

@@ -224,12 +224,12 @@ def run(
                     now = now if overlap else end
             else:
                 match instruction:
-                    case ins.Send(buffer) | ins.Stash(buffer):
+                    case ins.Send(buffer):
                         now += overhead
                         target = program.destination(instruction)
                         end = move(buffer, target, now, *ways.carry(buffer, device, target, now))
                         now = now if overlap else end
-                    case ins.Receive(buffer) | ins.Pop(buffer):
+                    case ins.Receive(buffer):
                         now = max(now, transfers[buffer].end) + overhead
                     case _ if instruction.opcode in GATHERING:
                         now = max(now, end_of(awaited_by(instruction))) + overhead

@@ -61,17 +61,15 @@ class Output(_Reading):
             machine.channels.publish(machine.named(buffer), value)
 
 
-class _Sending(_Reading):
-    __slots__ = ()
+@dataclass(frozen=True, slots=True)
+class Send(_Reading):
+    """Send a value straight to the stage that uses it. Roughly: peer.put(b, buffers[b])."""
+
+    opcode = "send"
 
     def route(self, device: int, made: int, used: int) -> str:
         right = made == device != used and used != HOST
-        if right and (self.buffer.kind == "skip") == isinstance(self, Stash):
-            return ""
-        return (
-            "send what another device uses, on the device that makes it; what skips stages is "
-            "stashed, all else is sent"
-        )
+        return "" if right else "send what another device uses, on the device that makes it"
 
     def run(self, machine: Machine) -> None:
         value = machine.store.values[self.buffer]
@@ -80,49 +78,19 @@ class _Sending(_Reading):
 
 
 @dataclass(frozen=True, slots=True)
-class Send(_Sending):
-    """Send a value to the next stage, or a gradient back. Roughly: peer.put(b, buffers[b])."""
+class Receive(_Writing):
+    """Wait for a value that another device sends. Roughly: buffers[b] = self.get(b)."""
 
-    opcode = "send"
-
-
-@dataclass(frozen=True, slots=True)
-class Stash(_Sending):
-    """Send a value past the next stage, straight to the stage that uses it."""
-
-    opcode = "stash"
-
-
-class _Receiving(_Writing):
-    __slots__ = ()
+    opcode = "recv"
     lets_go = False
 
     def route(self, device: int, made: int, used: int) -> str:
         right = used == device != made and made != HOST
-        if right and (self.buffer.kind == "skip") == isinstance(self, Pop):
-            return ""
-        return (
-            "receive what another device makes, on the device that uses it; what was stashed is "
-            "popped, all else is received"
-        )
+        return "" if right else "receive what another device makes, on the device that uses it"
 
     def run(self, machine: Machine) -> None:
         value = machine.channels.arrive(machine, machine.named(self.buffer))
         machine.store.values[self.buffer] = value
-
-
-@dataclass(frozen=True, slots=True)
-class Receive(_Receiving):
-    """Wait for a value that another device sends. Roughly: buffers[b] = self.get(b)."""
-
-    opcode = "recv"
-
-
-@dataclass(frozen=True, slots=True)
-class Pop(_Receiving):
-    """Wait for a value that was stashed for this stage."""
-
-    opcode = "pop"
 
 
 @dataclass(frozen=True, slots=True)

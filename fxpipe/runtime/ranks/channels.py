@@ -107,7 +107,7 @@ class RankChannels(Channels):
             for at, x in enumerate(self._program.lists[machine.device]):
                 if isinstance(x, ins.Pause):
                     self._pauses.append(at)
-                elif isinstance(x, ins.Receiving) and x.buffer.kind in CROSSING:
+                elif isinstance(x, ins.Receive) and x.buffer.kind in CROSSING:
                     origin = self._program.origin(x)
                     awaited = self._awaited.setdefault(origin, _Receives(machine.step))
                     awaited.receives.append((at, x.buffer))

@@ -91,9 +91,9 @@ class PairGroups:
         """Return this rank's groups in a program, in an order that all ranks share."""
         here, pairs = self._ranks.device, set[Members]()
         for x in program.lists[here]:
-            if isinstance(x, ins.Sending) and x.buffer.kind in CROSSING:
+            if isinstance(x, ins.Send) and x.buffer.kind in CROSSING:
                 pairs.add(self._pair(here, program.destination(x)))
-            elif isinstance(x, ins.Receiving) and x.buffer.kind in CROSSING:
+            elif isinstance(x, ins.Receive) and x.buffer.kind in CROSSING:
                 pairs.add(self._pair(program.origin(x), here))
         twins = [tuple(self._ranks.twins)] if self._ranks.replicas > 1 else []
         return [*sorted(pairs), *twins]

@@ -62,7 +62,7 @@ def test_a_profile_is_a_run_of_every_instruction(schedule: str, steps: int) -> N
             assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
         for span in found.instructions():
             match span.instruction:
-                case ins.Receive(buffer) | ins.Pop(buffer):
+                case ins.Receive(buffer):
                     sent = found.events.transfers[buffer]
                     source = found.events.starts[sent.source]
                     assert source[sent.position] < span.end

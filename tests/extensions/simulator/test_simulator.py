@@ -64,7 +64,7 @@ def waits(program: Program) -> dict[Place, list[Place]]:
         x.buffer: (device, at)
         for device, own in enumerate(program.lists)
         for at, x in enumerate(own)
-        if isinstance(x, ins.Send | ins.Stash)
+        if isinstance(x, ins.Send)
     }
     meetings = [
         [at for at, x in enumerate(own) if isinstance(x, ins.Barrier | ins.Pause)]
@@ -74,7 +74,7 @@ def waits(program: Program) -> dict[Place, list[Place]]:
     for device, own in enumerate(program.lists):
         for at, x in enumerate(own):
             needs = [(device, at - 1)] if at else []
-            if isinstance(x, ins.Receive | ins.Pop):
+            if isinstance(x, ins.Receive):
                 needs.append(sent[x.buffer])
             if isinstance(x, ins.Barrier | ins.Pause):
                 number = meetings[device].index(at)
@@ -178,9 +178,9 @@ def test_links_carry_one_value_after_another(
         before = found.events.ends[span.device][span.position - 1] if span.position else 0
         assert span.start == before
         match span.instruction:
-            case ins.Receive(buffer) | ins.Pop(buffer):
+            case ins.Receive(buffer):
                 assert span.end == max(span.start, found.events.transfers[buffer].end)
-            case ins.Send(buffer) | ins.Stash(buffer):
+            case ins.Send(buffer):
                 transfer = found.events.transfers[buffer]
                 assert transfer.ready == span.start
                 assert span.end == (span.start if overlap else transfer.end)

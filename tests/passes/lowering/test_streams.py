@@ -52,11 +52,11 @@ def assert_same_work(before: Program, after: Program) -> None:
     for old, new in zip(before.lists, after.lists, strict=True):
         frees = [x.buffer[:5] for x in new if isinstance(x, ins.Free)]
         assert sorted(frees) == sorted(x.buffer[:5] for x in old if isinstance(x, ins.Free))
-        moved = ins.Free, ins.Load, ins.Receive, ins.Pop
+        moved = ins.Free, ins.Load, ins.Receive
         assert [x for x in new if not isinstance(x, moved)] == [
             x for x in old if not isinstance(x, moved)
         ]
-        for kind in (ins.Load, ins.Receive, ins.Pop):
+        for kind in (ins.Load, ins.Receive):
             here, there = ([x for x in own if isinstance(x, kind)] for own in (new, old))
             assert set(here) == set(there)
             assert len(here) == len(there)
@@ -93,7 +93,7 @@ def test_a_device_with_streams_goes_by_itself_and_copies_beside_it() -> None:
     program = Streams()(plain("1f1b", 3, 3))
     for own, launches in zip(program.lists, program.launches, strict=True):
         for x, launch in zip(own, launches, strict=True):
-            if isinstance(x, ins.Receive | ins.Pop):
+            if isinstance(x, ins.Receive):
                 assert launch.stream == f"in{program.origin(x)}"
             else:
                 assert launch.stream == ("in" if isinstance(x, ins.Load) else "compute")
@@ -149,16 +149,19 @@ def test_what_was_sent_is_freed_early(name: str) -> None:
 
 def test_a_skip_goes_straight_from_its_producer_to_its_consumer() -> None:
     program = Streams()(plain("1f1b", 4, 4))
-    stashes = [
+    sends = [
         (device, program.destination(x))
         for device, own in enumerate(program.lists)
         for x in own
-        if isinstance(x, ins.Stash)
+        if isinstance(x, ins.Send) and x.buffer.kind == "skip"
     ]
-    assert set(stashes) == {(0, 3)}
-    pops = [x for x in program.lists[3] if isinstance(x, ins.Pop)]
-    assert {program.origin(x) for x in pops} == {0}
-    assert not any(isinstance(x, ins.Pop | ins.Stash) for own in program.lists[1:3] for x in own)
+    assert set(sends) == {(0, 3)}
+    moves = [
+        [x for x in own if isinstance(x, ins.Receive) and x.buffer.kind == "skip"]
+        for own in program.lists
+    ]
+    assert {program.origin(x) for x in moves[3]} == {0}
+    assert not any(moves[:3])
 
 
 def test_blocking_undoes_streams_but_for_late_frees() -> None:
