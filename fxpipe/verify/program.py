@@ -13,7 +13,7 @@ from fxpipe.ir.task import BUILT_IN
 from fxpipe.ir.walk import Key, needs_of
 from fxpipe.text.program import print_instruction
 from fxpipe.torchtools.state import without_collection
-from fxpipe.verify import flow, races
+from fxpipe.verify import flow
 from fxpipe.verify.copies import copies_faults, run_together
 from fxpipe.verify.facts import Facts
 from fxpipe.verify.plan import edge_faults
@@ -56,9 +56,6 @@ def _faults(program: Program, channel: int | None) -> list[Fault]:
         faults.extend(rule(facts))
     if "communicate" in program.passes:
         faults.extend(flow.stuck(facts, channel))
-    if program.launches and not faults:
-        for rule in _ORDERED:
-            faults.extend(rule(facts))
     return faults
 
 
@@ -314,6 +311,3 @@ _RULES: dict[str, tuple[Callable[[Facts], Iterator[Fault]], ...]] = {
     "communicate": (flow.lives, flow.paired, flow.delivered, flow.paused),
 }
 """Lowering pass → the rules that hold once it is done."""
-
-_ORDERED: tuple[Callable[[Facts], Iterator[Fault]], ...] = (races.recorded, races.races)
-"""The rules of a program with streams, checked if it has no other fault."""

@@ -69,9 +69,6 @@ class Give(Instruction):
     def makes(self, program: Program) -> tuple[Buffer, ...]:
         return (own_buffer("sums", self.stage, self.copy, self.batch),)
 
-    def lasting(self) -> tuple[str, str]:
-        return "", "gradients"
-
     def wrong(self, program: Program, device: int) -> Wrong | None:
         if device == self.copy in program.copies_of(self.stage):
             return None
@@ -98,9 +95,6 @@ class Add(_AtHome):
     def uses(self, program: Program) -> tuple[Buffer, ...]:
         copies = program.copies_of(self.stage)
         return tuple([own_buffer("sums", self.stage, copy, self.batch) for copy in copies])
-
-    def lasting(self) -> tuple[str, str]:
-        return "", "gradients"
 
     def run(self, machine: Machine) -> None:
         from fxpipe.kernels.graph import totalled

@@ -19,7 +19,6 @@ class _Offloading(Move):
     """What makes a buffer of a kind of its own; ``from_kind`` is what it uses up."""
 
     __slots__ = ()
-    lets_go = False
     from_kind: ClassVar[BufferKind | None] = None
 
     def uses(self, program: Program) -> tuple[Buffer, ...]:
@@ -93,7 +92,6 @@ class Await(_Offloading):
     opcode = "await"
     kinds = ("fetched",)
     from_kind = "fetching"
-    lets_go = True
 
     def run(self, machine: Machine) -> None:
         values, memory = machine.store.values.pop(self.buffer._replace(kind="fetching"))

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fxpipe.ir.opcodes.backward import (
-    Adding,
     Backward,
     WeightGrad,
     left,
@@ -30,9 +29,6 @@ class Summing(OncePerStep):
     """Base of the instructions that sum gradients over the replicas, or gather weights."""
 
     __slots__ = ()
-
-    def lasting(self) -> tuple[str, str]:
-        return "", "gradients"
 
     def wrong(self, program: Program, device: int) -> Wrong | None:
         return ONE_REPLICA if program.replicas == 1 else None
@@ -83,16 +79,13 @@ class GatherWeights(Summing):
     opcode = "gather_weights"
     stands_for = TaskKind("weights", "gather_weights", per_microbatch=False, follows="U")
 
-    def lasting(self) -> tuple[str, str]:
-        return "", "weights"
-
     def run(self, machine: Machine) -> None:
         version = machine.step + self.batch + 1
         machine.channels.replicas.gather_weights(machine.weights.parameters(self.stage, version))
 
 
 @dataclass(frozen=True, slots=True)
-class PartialBackward(Adding):
+class PartialBackward(Compute):
     """Run a backward until a bucket of gradients is complete, and begin to sum that.
 
     Roughly: saved, g = backward(saved, output_gradients); reduce_scatter(gradients[bucket] + g).

@@ -18,16 +18,7 @@ if TYPE_CHECKING:
     from fxpipe.runtime.interpreter import Machine
 
 
-class Adding(Compute):
-    """What adds to a stage's gradients."""
-
-    __slots__ = ()
-
-    def lasting(self) -> tuple[str, str]:
-        return "weights", "gradients"
-
-
-class _Whole(Adding):
+class _Whole(Compute):
     """A backward, or the rest of one of which parts have run."""
 
     __slots__ = ()

@@ -32,7 +32,6 @@ class Instruction:
         stream: the stream that runs it on devices with streams, unless it brings a value there. On
             another than the one that computes it goes on beside the instructions behind it.
         takes: whether it takes memory of its device.
-        lets_go: whether memory of its device may be free for others once it is done.
         before_barrier: whether it computes or sums gradients, and so comes before a barrier.
         partial: whether it runs only a part of a task, which the instruction behind it completes.
         stage: its stage; moves and meetings have none.
@@ -47,7 +46,6 @@ class Instruction:
     counted: ClassVar[tuple[str, ...]] = ()
     stream: ClassVar[str] = COMPUTE
     takes: ClassVar[bool] = True
-    lets_go: ClassVar[bool] = True
     before_barrier: ClassVar[bool] = False
     partial: ClassVar[bool] = False
     stage: int
@@ -77,11 +75,6 @@ class Instruction:
     def ends(self, program: Program) -> tuple[Buffer, ...]:
         """The buffers whose life on the device ends with it."""
         return ()
-
-    def lasting(self) -> tuple[str, str]:
-        """Which of a stage's "weights", "gradients" and "buffers" it reads, and which it writes, as
-        words with blanks between them."""
-        return "", ""
 
     def later(self, steps: int) -> Self:
         """The instruction with its batch and version counted from ``steps`` steps earlier."""
@@ -154,9 +147,6 @@ class Compute(Instruction):
         """A buffer that the stage keeps for itself."""
         return own_buffer(kind, self.stage, self.microbatch, self.batch)
 
-    def lasting(self) -> tuple[str, str]:
-        return "weights", ""
-
 
 @dataclass(frozen=True, slots=True)
 class OncePerStep(Instruction):
@@ -170,6 +160,3 @@ class OncePerStep(Instruction):
     form = "s{stage}{batch:batch}", "s0"
     stage: int
     batch: int = 0
-
-    def lasting(self) -> tuple[str, str]:
-        return "weights", ""

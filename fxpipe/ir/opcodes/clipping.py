@@ -27,9 +27,6 @@ class Norm(OncePerStep):
         every = range(program.stages)
         return tuple([norm_buffer(self.stage, other, self.batch) for other in every])
 
-    def lasting(self) -> tuple[str, str]:
-        return "gradients", ""
-
     def run(self, machine: Machine) -> None:
         from fxpipe.runtime.weights.clipping import norms_of
 
@@ -55,9 +52,6 @@ class Clip(OncePerStep):
     def uses(self, program: Program) -> tuple[Buffer, ...]:
         every = range(program.stages)
         return tuple([norm_buffer(other, self.stage, self.batch) for other in every])
-
-    def lasting(self) -> tuple[str, str]:
-        return "", "gradients"
 
     def run(self, machine: Machine) -> None:
         store, absolute = machine.store, machine.step + self.batch

@@ -38,9 +38,6 @@ class Forward(Compute):
         state = (self.own("state"),) if self.again else ()
         return (*chain(*operands.outputs), *saved, *state)
 
-    def lasting(self) -> tuple[str, str]:
-        return "weights", "buffers"
-
     def run(self, machine: Machine) -> None:
         stage, i, batch = self.stage, self.microbatch, self.batch
         store, (weights, before) = machine.store, machine.weights_of(self)

@@ -32,7 +32,6 @@ class Load(_Writing):
     """Take a value from the caller. Roughly: buffers[b] = host.give(b)."""
 
     opcode = "load"
-    lets_go = False
 
     def route(self, device: int, made: int, used: int) -> str:
         right = made == HOST and used == device
@@ -82,7 +81,6 @@ class Receive(_Writing):
     """Wait for a value that another device sends. Roughly: buffers[b] = self.get(b)."""
 
     opcode = "recv"
-    lets_go = False
 
     def route(self, device: int, made: int, used: int) -> str:
         right = used == device != made and made != HOST

@@ -46,10 +46,6 @@ class Run(Instruction):
     def text_form(self) -> tuple[str, str]:
         return self.once if self.microbatch is None else self.form
 
-    def lasting(self) -> tuple[str, str]:
-        changes = self.kind in KINDS and "gradients" in KINDS[self.kind].writes
-        return "weights gradients", "gradients" * changes
-
     def wrong(self, program: Program, device: int) -> Wrong | None:
         if self.kind in KINDS and KINDS[self.kind].run is not None:
             return None

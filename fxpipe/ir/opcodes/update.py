@@ -30,9 +30,6 @@ class Update(Instruction):
     writes: int = 1
     batch: int = 0
 
-    def lasting(self) -> tuple[str, str]:
-        return "", "weights gradients"
-
     def run(self, machine: Machine) -> None:
         stage, step = self.stage, machine.step
         gradients = machine.store.gradients.pop((stage, self.batch), [])
