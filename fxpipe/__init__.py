@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from fxpipe.extensions.leaf_modules.extension import LeafModules
     from fxpipe.extensions.loss_weight.extension import LossWeight
     from fxpipe.extensions.offload.extension import Offload
-    from fxpipe.extensions.prediction.extension import Prediction
     from fxpipe.extensions.replicas.extension import Replicas
     from fxpipe.extensions.search.search import search_schedule
     from fxpipe.extensions.slices.extension import Slices
@@ -95,7 +94,6 @@ __all__ = [
     "PassError",
     "Pipeline",
     "Plan",
-    "Prediction",
     "Program",
     "R",
     "RankError",

@@ -96,14 +96,9 @@ def check_known(what: str, value: Any, known: Sequence[str], *more: str) -> None
 
 
 def check_overlap(recipe: Recipe, optimizer: Any) -> None:
-    """Raise InputError if batches overlap without an optimizer, or there is nothing to predict."""
+    """Raise InputError if batches overlap without an optimizer."""
     rules = recipe.delay if isinstance(recipe.delay, tuple) else (recipe.delay,)
     late = any(any(rule) if isinstance(rule, tuple) else rule for rule in rules)
-    if recipe.predict and not late:
-        raise InputError(
-            f"with schedule {recipe.name!r} batches read the newest weights, so that there are "
-            'none to predict; leave the prediction out, or take a schedule such as "2bw"'
-        )
     if late and optimizer is None:
         raise InputError(
             f"schedule {recipe.name!r} updates the weights while batches are in flight, and there "

@@ -52,7 +52,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "deferred_batchnorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
         "inductor": f"{_HERE}.inductor.extension:Inductor",
         "offload": f"{_HERE}.offload.extension:Offload",
-        "prediction": f"{_HERE}.prediction.extension:Prediction",
     },
     "instruction": {
         "offload": f"{_HERE}.offload.opcodes:Offload",
@@ -76,7 +75,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "LeafModules": f"{_HERE}.leaf_modules.extension:LeafModules",
         "LossWeight": f"{_HERE}.loss_weight.extension:LossWeight",
         "Offload": f"{_HERE}.offload.extension:Offload",
-        "Prediction": f"{_HERE}.prediction.extension:Prediction",
         "Replicas": f"{_HERE}.replicas.extension:Replicas",
         "Slices": f"{_HERE}.slices.extension:Slices",
         "compare": f"{_HERE}.comparison.comparison:compare",
@@ -119,7 +117,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "save": f"{_HERE}.checkpoint_folder.folder:write",
         "saved": f"{_HERE}.checkpoint_folder.folder:exists",
         "step_peaks": f"{_HERE}.simulator.predict:step_peaks",
-        "predict": f"{_HERE}.prediction.stage:PredictedStage",
         "weighing": f"{_HERE}.loss_weight.weighing:ByDivisors",
     },
     "command": {

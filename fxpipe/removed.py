@@ -12,7 +12,7 @@ REMOVED = {
     "loss_weight": "write extensions=[fxpipe.LossWeight(the same function)]",
     "dispatch": 'write extensions=[fxpipe.Dispatch("device")], or "thread"; "auto" is what is done '
     "without",
-    "predict": "write extensions=[fxpipe.Prediction()]",
+    "predict": "leave it out; batches read the weights that the delay says",
     "verbose": 'write logging.basicConfig() and logging.getLogger("fxpipe").setLevel("DEBUG"), '
     "which print every pass and its time",
     "stage_compiler": "write extensions=[fxpipe.Inductor()]",
@@ -31,6 +31,7 @@ REMOVED = {
 """Argument of ``fxpipe.compile`` → what to do now. docs/removed.md has the reasons."""
 
 GONE = {
+    "fxpipe.Prediction": "leave it out; batches read the weights that the delay says",
     "fxpipe.Search": 'write schedule="search", or for weights of one version before schedule='
     "fxpipe.schedules.two_bw",
     "fxpipe.Symbolic": "leave it out; torch.export traces models. A tracer of your own is an "

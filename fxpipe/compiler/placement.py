@@ -226,7 +226,7 @@ class Placement:
         optimizer state."""
         options = self._options
         state = state_size(options.optimizer) / (options.replicas if options.shards else 1)
-        return max(schedule.delays) + 2 + state + schedule.predict
+        return max(schedule.delays) + 2 + state
 
 
 def _measured(options: Options, facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:

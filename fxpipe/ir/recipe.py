@@ -72,7 +72,6 @@ class Recipe:
             micro-batches and gives the whole delay.
         placement: the devices of the stages and of their copies.
         microbatches: the only number of micro-batches that it works for, or None for any.
-        predict: whether batches read predicted weights; see Schedule.
         slices: the parts of each micro-batch's sequence, each with stages of its own; see Schedule.
     """
 
@@ -81,7 +80,6 @@ class Recipe:
     delay: DelayRule = 0
     placement: Placement = one_each
     microbatches: int | None = None
-    predict: bool = False
     slices: int = 1
 
     @without_collection()
@@ -125,7 +123,6 @@ class Recipe:
             placement,
             tuple(rows),
             delay,
-            self.predict,
             copies,
             self.slices,
         )
@@ -250,7 +247,6 @@ def fixed(schedule: Schedule) -> Recipe:
         schedule.delay,
         lambda devices: tuple(map(schedule.devices_of, range(schedule.stages))),
         schedule.microbatches,
-        schedule.predict,
         schedule.slices,
     )
 

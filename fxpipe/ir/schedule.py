@@ -44,8 +44,6 @@ class Schedule:
         delay: batch t reads weight version max(t − delay, 0). A number; or one for each stage; or,
             in place of a stage's number, one for each micro-batch; the last one holds for all
             others.
-        predict: whether a batch reads, instead of that version, what the optimizer's momentum
-            predicts the weights to be ``delay`` updates later (SpecTrain, XPipe).
         copies: stage → the further devices that compute it, in order; empty if no stage has any.
             Each micro-batch is computed on the device whose row holds its tasks. The stage's own
             device holds the weights, and updates them once the gradients of all are summed.
@@ -60,7 +58,6 @@ class Schedule:
     placement: tuple[int, ...]
     rows: tuple[tuple[Task, ...], ...]
     delay: Delay = 0
-    predict: bool = False
     copies: tuple[tuple[int, ...], ...] = ()
     slices: int = 1
 

@@ -36,12 +36,11 @@ def print_schedule(schedule: Schedule) -> str:
         1: F0 B0 F1 B1 U
 
     See ``delay_text`` for delays that differ, and ``print_place`` for copies of stages. The header
-    may end with ``predict`` and ``slices=2``.
+    may end with ``slices=2``.
     """
     lines = [
         f"schedule {print_title(schedule.name)} stages={schedule.stages} "
         f"microbatches={schedule.microbatches} delay={delay_text(schedule.delay)}"
-        + (" predict" if schedule.predict else "")
         + (f" slices={schedule.slices}" if schedule.slices > 1 else ""),
         print_place(schedule.placement, schedule.copies, schedule.devices),
     ]
@@ -67,12 +66,9 @@ def parse_schedule(text: str) -> Schedule:
         raise end.error(f"expected a header such as {_HEADER.example}, got nothing")
     name, stages, microbatches, first = _HEADER.read(lines[0]).values()
     delay = _delay(lines[0], first, stages, microbatches)
-    predict, slices = False, 1
-    for word in options(lines[0], "predict", "slices="):
-        if word == "predict":
-            predict = True
-        else:
-            slices = lines[0].integer("the number of slices")
+    slices = 1
+    for _ in options(lines[0], "slices="):
+        slices = lines[0].integer("the number of slices")
     if len(lines) < 2:
         raise end.error("expected 'place' and the stages of each device, got the end of the text")
     places = parse_place(lines[1], stages)
@@ -99,7 +95,6 @@ def parse_schedule(text: str) -> Schedule:
         places.placement,
         ordered,
         delay,
-        predict,
         places.copies,
         slices,
     )

@@ -148,15 +148,10 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
     if min(chain(*rules), default=0) < 0:
         yield Fault(f"its delay is {delay_text(schedule.delay)}", "give at least 0")
     yield from copies_faults(schedule.placement, schedule.copies, schedule.devices)
-    if schedule.copies and (schedule.overlaps or schedule.predict):
+    if schedule.copies and schedule.overlaps:
         yield Fault(
             "it has copies of stages, and its batches overlap or read older weights",
             "end each step with a flush: delay=0, and tasks of this step's batch alone",
-        )
-    if schedule.predict and any(isinstance(rule, tuple) for rule in schedule.rules):
-        yield Fault(
-            "it predicts weights, and the micro-batches of a stage have different delays",
-            "give each stage one delay, or leave predict out",
         )
 
 

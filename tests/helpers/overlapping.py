@@ -110,7 +110,7 @@ class MostVersions:
 
         def counted(stage: StageWeights, tensors: Buffers) -> None:
             append(stage, tensors)
-            alive = len(stage.alive)
+            alive = len(stage.live)
             self._most[stage] = max(self._most.get(stage, 0), alive)
 
         patch.setattr(StageWeights, "_append", counted)

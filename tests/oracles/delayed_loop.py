@@ -157,37 +157,3 @@ class RuledLoop(DelayedLoop):
         self.optimizer.step()
         self.history.append(self._values())
         return functools.reduce(torch.add, losses)
-
-
-class PredictedLoop(DelayedLoop):
-    """A loop whose weights are predicted from the optimizer's momentum.
-
-    Attributes:
-        moves: version → name → how far the last update moved the parameter, without decay.
-    """
-
-    moves: list[dict[str, Tensor]]
-
-    def read(self, name: str, version: int) -> Tensor:
-        """W(v) − d·η·v, or −d·η·m̂/(√v̂ + ε)."""
-        value = self.history[version][name]
-        if version == 0:
-            return value
-        return value - self.moves[version - 1][name] * self.delays(name)
-
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = super().step(x, y)
-        self.moves = [*getattr(self, "moves", []), {}]
-        group = self.optimizer.param_groups[0]
-        for name, parameter in self.model.named_parameters():
-            state = self.optimizer.state[parameter]
-            if "momentum_buffer" in state:
-                move = group["lr"] * state["momentum_buffer"]
-            else:
-                t, (b1, b2) = int(state["step"]), group["betas"]
-                mean = state["exp_avg"] / (1 - b1**t)
-                squares = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
-                root = (squares / (1 - b2**t)) ** 0.5
-                move = group["lr"] * mean / (root + group["eps"])
-            self.moves[-1][name] = move.clone()
-        return loss

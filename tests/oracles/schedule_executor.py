@@ -16,7 +16,7 @@ def schedule_is_right(schedule: Schedule) -> bool:
     """Whether the rows, run together, do exactly what a plain loop does."""
     if any(task.batch > 0 or task.kind not in KINDS for row in schedule.rows for task in row):
         return False
-    if schedule.copies and (schedule.depth or any(schedule.delays) or schedule.predict):
+    if schedule.copies and (schedule.depth or any(schedule.delays)):
         return False
     homes = zip(schedule.placement, schedule.copies, strict=False)
     every = {*range(schedule.devices)}

@@ -116,7 +116,6 @@ def on(count: int, *args: Any) -> dict[str, Any]:
 CASES: list[tuple[dict[str, Any], dict[int, tuple[int, ...]]]] = [
     *deep(({"schedule": "1f1b"}, {4: (1, 2), 1: (2,)})),
     ({"schedule": "2bw"}, {2: (4, 1)}),
-    ({"schedule": "2bw", "extensions": ["prediction"]}, {2: (1,)}),
 ]
 """Options of a pipe, and on how many ranks it is saved → on how many it is loaded."""
 

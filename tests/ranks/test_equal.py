@@ -207,7 +207,6 @@ CASES: Mapping[str, Callable[[Devices], Results]] = {
     "pipedream": recipes(skips, schedule="pipedream"),
     "cdp-v2": recipes(skips, schedule="cdp-v2"),
     "tied, cdp-v2": recipes(tied, schedule="cdp-v2"),
-    "predicted": recipes(skips, schedule="2bw", extensions=["prediction"]),
     "tied": recipes(tied),
     "tied, 2bw": recipes(tied, schedule="2bw"),
     "clipped": recipes(skips, clip_norm=0.05),
@@ -239,7 +238,7 @@ ONLY_TWO: Mapping[str, Callable[[Devices], Results]] = {
 
 LINKS: Mapping[int, Sequence[str]] = {
     2: [
-        *("predicted", "scaled", "recomputed", "deferred"),
+        *("scaled", "recomputed", "deferred"),
         *("leaf", "own task", "differentiated", "chimera", "zb-v"),
     ],
     3: [  # a first rank, one between, and a last one

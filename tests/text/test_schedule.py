@@ -98,7 +98,7 @@ HEAD = "schedule mine stages=2 microbatches=4 delay=0\n"
         ("schedule mine stages=-1", 1, 22, "expected a number after 'stages=', as in"),
         ("schedule mine stages=9999999999", 1, 22, "has 10 digits; at most 9 are read"),
         ("schedule mine stages=2 delay=0", 1, 24, "expected 'microbatches=', as in"),
-        (HEAD.strip() + " x", 1, 47, "expected 'predict' or 'slices=' or the end of the line"),
+        (HEAD.strip() + " x", 1, 47, "expected 'slices=' or the end of the line"),
         (HEAD.strip() + ",", 1, 47, "expected the delay of the next stage"),
         (HEAD.strip() + ",1,2", 1, 45, "there are 3 delays for 2 stages"),
         (HEAD.strip() + "/1", 1, 45, "there are 1 delays for 2 stages"),

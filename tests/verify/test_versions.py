@@ -162,12 +162,6 @@ def test_staleness_is_told_for_each_micro_batch() -> None:
     assert not versions.consistent
 
 
-def test_weights_are_not_predicted_where_micro_batches_read_differently_late() -> None:
-    with pytest.raises(VerificationError, match="give each stage one delay, or leave predict out"):
-        replace(cdp_v2(3, 3), predict=True).verify()
-    replace(pipedream(3, 1), predict=True).verify()
-
-
 def test_a_delay_that_is_too_small_names_the_stage_and_the_smallest_that_works() -> None:
     for p, m in GRID:
         for delay in range(4):

@@ -37,7 +37,7 @@ def schedule_csv(schedule: Schedule) -> str:
 
 
 def _inexpressible(schedule: Schedule) -> Iterator[str]:
-    if schedule.overlaps or schedule.predict:
+    if schedule.overlaps:
         yield (
             "the runtime has no weight versions, and its batches never overlap: take a schedule "
             "that ends with a flush and has delay=0, such as 1f1b"

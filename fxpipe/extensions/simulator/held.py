@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from fxpipe.extensions.simulator.optimizers import optimizer_memory
 from fxpipe.extensions.simulator.sizes import Crossing, GraphInput, Left, Sizes, Storage, Workspace
 from fxpipe.ir.plan import Plan, Stage
-from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import outputs_of
 from fxpipe.kernels.graph import BucketGraph, GraphKernel, peak_of
 from fxpipe.kernels.kernel import CountedBytes
@@ -21,22 +20,10 @@ from fxpipe.passes.graph.liveness import Liveness, liveness
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 
-def _optimizer(optimizer: Optimizer | None, schedule: Schedule) -> tuple[int, int]:
-    """The bytes of an optimizer's state, and of its step's workspace."""
-    if optimizer is None:
-        return 0, 0
-    state, step = optimizer_memory(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if schedule.predict:  # batches read predicted copies, and the newest version is kept as well
-        state += sum(p.nbytes for p in parameters if p.requires_grad)
-    return state, step
-
-
 def plan_sizes(
     plan: Plan,
     state: Mapping[str, Tensor],
     optimizers: Sequence[Optimizer | None],
-    schedule: Schedule,
     *,
     early: float = 0,
     elsewhere: Collection[int] = (),
@@ -51,7 +38,6 @@ def plan_sizes(
         plan: the plan, with kernels.
         state: name in the model → parameter or buffer.
         optimizers: stage → its optimizer.
-        schedule: the schedule; if its batches read predicted weights, these are copies.
         early: how many values from each other device may be in memory before their receives.
         elsewhere: stages of other processes. They have gradients if this process's stages have.
     """
@@ -66,7 +52,8 @@ def plan_sizes(
     buffers = {s.index: _bytes(state[a.target] for a in s.buffers) for s in plan.stages}
     written = {s.index: _bytes(state[w.target] for w in s.writes) for s in plan.stages}
     trained = {index: [x for x in whole if x.requires_grad] for index, whole in tensors.items()}
-    optimizing = {index: _optimizer(by_stage.get(index), schedule) for index in trained}
+    made = {index: by_stage.get(index) for index in trained}
+    optimizing = {i: (0, 0) if o is None else optimizer_memory(o) for i, o in made.items()}
     gradients = {
         index: _bytes(x.grad for x in some if x.grad is not None) for index, some in trained.items()
     }

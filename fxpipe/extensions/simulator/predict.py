@@ -128,7 +128,6 @@ def held_sizes(
         plan,
         state,
         optimizers,
-        compiled.schedule,
         early=options.early(compiled.program),
         elsewhere=elsewhere,
     )

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import CheckpointError, InputError, near
-from fxpipe.extend import find
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
@@ -18,7 +17,7 @@ from fxpipe.runtime.weights.checkpoint import Checkpoint, extra_states, set_extr
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.optimizer_state import OptimizerState
 from fxpipe.runtime.weights.optimizers import Optimizers
-from fxpipe.runtime.weights.stage_weights import History, StageWeights
+from fxpipe.runtime.weights.stage_weights import History
 from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals
 
@@ -147,16 +146,10 @@ class Progress:
 
     def versions_of(self, plan: Plan, schedule: Schedule, *, changed: bool) -> VersionedWeights:
         """The versions for a schedule whose batches overlap. ``changed`` tells whether parameters
-        are ``changed`` in any process.
-
-        Raises:
-            InputError: weights are to be predicted, and an optimizer has no momentum.
-        """
+        are ``changed`` in any process."""
         optimizers = self.optimizers_of(plan)
         if self.versions is None:
             parameters = dict(self._model.named_parameters(remove_duplicate=False))
-            what = f"schedule {schedule.name!r}, which predicts weights,"
-            kind = find("option", "predict", what) if schedule.predict else StageWeights
             versions = VersionedWeights(
                 [
                     {a.target: parameters[a.target] for a in stage.parameters if self._owns(index)}
@@ -164,7 +157,6 @@ class Progress:
                 ],
                 optimizers,
                 schedule.delays,
-                kind=kind,
                 owns=self._owns,
             )
             names = self._names()
@@ -270,13 +262,12 @@ class Progress:
         """Raises CheckpointError if the saved versions do not fit the parameters."""
         newest, base = history.newest, history.base
         older = all(0 <= version < newest for version in history.older)
-        predicted = all(0 <= version <= newest for version in history.predicted)
-        if not (0 <= base <= newest and older and predicted):
+        if not (0 <= base <= newest and older):
             raise CheckpointError(
                 f"the checkpoint's history has {newest} batches, and the versions "
-                f"{sorted({base, *history.older, *history.predicted})}; restore another checkpoint"
+                f"{sorted({base, *history.older})}; restore another checkpoint"
             )
-        for version, tensors in (*history.older.items(), *history.predicted.items()):
+        for version, tensors in history.older.items():
             _check(f"version {version} of parameter", _part(parameters, tensors), tensors)
 
     def _restoring(self, saved: OptimizerState | None, own: Container[str]) -> Callable[[], None]:

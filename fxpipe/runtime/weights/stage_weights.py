@@ -34,25 +34,21 @@ class History:
         newest: the newest version: how many batches have updated the weights. Its values are the
             model's own parameters.
         base: the oldest version that can be read; batches that ask for an older one read this one.
-        older: the versions before the newest; empty if weights are predicted.
-        predicted: version → the predicted weights that its batches read, up to the newest version.
+        older: the versions before the newest.
     """
 
     newest: int
     base: int
     older: Versions = field(default_factory=dict)
-    predicted: Versions = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> History:
         """The same with ``names``, old name → new name; parameters that it lacks are left out."""
 
-        def rename(versions: Versions) -> Versions:
-            return {
-                version: {names[name]: x for name, x in tensors.items() if name in names}
-                for version, tensors in versions.items()
-            }
-
-        return History(self.newest, self.base, rename(self.older), rename(self.predicted))
+        older = {
+            version: {names[name]: x for name, x in tensors.items() if name in names}
+            for version, tensors in self.older.items()
+        }
+        return History(self.newest, self.base, older)
 
 
 def since(versions: Versions, version: int, name: str) -> Tensor | None:
@@ -69,9 +65,6 @@ class StageWeights:
         live: version → its tensors. Those of the newest share memory with the model's parameters.
         oldest: the oldest version that can be read; batches that ask for an older one read it.
     """
-
-    predicts = False
-    """Whether batches read predicted weights instead."""
 
     def __init__(
         self,
@@ -134,16 +127,6 @@ class StageWeights:
             if self.newest - self.delay <= version < self.newest
         }
 
-    @property
-    def alive(self) -> list[Buffers]:
-        """All weights that it has."""
-        return [*self.live.values()]
-
-    @property
-    def behind(self) -> int:
-        """How many versions before the newest are read, or written again."""
-        return self.delay
-
     def read(self, version: int) -> Buffers:
         """The weights that batches of a version read: the oldest ones if the version is older."""
         return self.live[max(version, self.oldest)]
@@ -179,7 +162,7 @@ class StageWeights:
             Group → the settings that the optimizer changed in its step.
         """
         self.refuse_changed()
-        needed = self.newest + 1 - self.behind
+        needed = self.newest + 1 - self.delay
         if self.optimizer is None:
             self.live[self.newest + 1] = self.live[self.newest]
             self.newest += 1

@@ -40,7 +40,6 @@ class VersionedWeights(Weights):
         optimizers: Sequence[Optimizer | None],
         delays: Sequence[int],
         *,
-        kind: Callable[[Mapping[str, nn.Parameter], Optimizer, int], StageWeights] = StageWeights,
         owns: Callable[[int], bool] = lambda stage: True,
     ) -> None:
         """Take the current parameters as version 0.
@@ -49,17 +48,13 @@ class VersionedWeights(Weights):
             parameters: stage → name in the model → parameter, for the stages of this process.
             optimizers: stage → its optimizer.
             delays: stage → by how many versions its batches read behind the newest.
-            kind: makes the versions of a stage that is trained.
             owns: whether this process updates a stage. Of other processes' stages only the number
                 of the newest version is known, and only while no batch is in flight.
-
-        Raises:
-            InputError: weights are to be predicted, and an optimizer has no momentum.
         """
         super().__init__()
         self.base = 0
         self._stages = [
-            StageWeights(named, None, delay) if optimizer is None else kind(named, optimizer, delay)
+            StageWeights(named, optimizer, delay)
             for named, optimizer, delay in zip(parameters, optimizers, delays, strict=True)
         ]
         for stage in self._stages:
@@ -100,7 +95,7 @@ class VersionedWeights(Weights):
         with self._lock:
             self._lock.wait_for(lambda: self._running == 0)
             yield [
-                stage.alive if index in self._own else []
+                [*stage.live.values()] if index in self._own else []
                 for index, stage in enumerate(self._stages)
             ]
 
@@ -145,16 +140,13 @@ class VersionedWeights(Weights):
         for stage in self._stages:
             for version, tensors in stage.kept().items():
                 kept.setdefault(version, {}).update(tensors)
-        if any(stage.predicts for stage in self._stages):
-            return History(newest, self.base, predicted=kept)
-        return History(newest, self.base, older=kept)
+        return History(newest, self.base, kept)
 
     def resume(self, history: History) -> None:
         """Go on from a checkpoint; the parameters have the values of its newest version already."""
-        known = history.predicted if any(s.predicts for s in self._stages) else history.older
-        self.base = max(history.base, min(known, default=history.newest))
+        self.base = max(history.base, min(history.older, default=history.newest))
         for stage in self._stages:
-            stage.resume(history.newest, self.base, known)
+            stage.resume(history.newest, self.base, history.older)
 
     def expect(self, batch: int) -> None:
         """Register a batch; its update will use the current settings of the optimizers."""

@@ -309,14 +309,6 @@ def test_the_stages_are_where_the_fastest_step_has_them(
     ("options", "words"),
     [
         ({"partition": fxpipe.Partition(memory_limits=1e9)}, "memory_limits is given twice"),
-        (
-            {"extensions": [fxpipe.Prediction()]},
-            'schedule="auto" may decide that batches read the newest weights',
-        ),
-        (
-            {"schedule": "search", "extensions": ["prediction"]},
-            r"search_schedule\(\.\.\., flush=False\)",
-        ),
     ],
 )
 def test_what_cannot_be_decided_on_is_refused(options: dict[str, Any], words: str) -> None:

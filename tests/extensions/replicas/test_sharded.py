@@ -306,14 +306,6 @@ def test_parameters_are_dealt_out_by_bytes() -> None:
 def test_what_cannot_be_sharded_is_refused_before_anything_runs() -> None:
     with pytest.raises(InputError, match="there is no optimizer; give optimizer="):
         fxpipe.compile(Tiny(), 2, extensions=SHARDED)
-    with pytest.raises(InputError, match="Prediction needs the momentum of all weights"):
-        fxpipe.compile(
-            Tiny(),
-            2,
-            schedule="2bw",
-            extensions=["prediction", *SHARDED],
-            optimizer=OPTIMIZERS["sgd"],
-        )
     for cap in (0, -1, "25", None, True):
         with pytest.raises(InputError, match=r"bucket_cap_mb is .*; give a number of MiB above 0"):
             given = fxpipe.Replicas(bucket_cap_mb=cap)  # type: ignore[arg-type]

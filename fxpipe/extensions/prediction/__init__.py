@@ -1,1 +1,0 @@
-"""Predicted weights in place of old ones, for ``fxpipe.Prediction``."""
