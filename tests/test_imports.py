@@ -85,7 +85,7 @@ REACH_UP = {
         "verify",
         "versions",
     },
-    "fxpipe.ir.traced": {"__str__", "text", "verify"},
+    "fxpipe.ir.traced": {"__str__", "text"},
 }
 """Module → its methods that may import from any layer when they are called."""
 
