@@ -17,7 +17,6 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.kernels.graph import PEAK, GraphKernel, peak_of
 from fxpipe.kernels.kernel import Discarding, Kernel
-from fxpipe.torchtools.functions import unnumbered
 
 
 class Kind(NamedTuple):
@@ -99,7 +98,7 @@ def agree_on_plans(
     answers = group.agree(
         "the compiled plan",
         f"{schedule}\n{trained}\nthe model draws random numbers: {traced.seeded}",
-        own=unnumbered(str(first)),
+        own=str(first),
         value=[_peaks(plan, own) for plan in plans],
     )
     for rank in group.pipeline:

@@ -27,7 +27,6 @@ from torch.export.graph_signature import InputKind
 from fxpipe.errors import TraceError
 from fxpipe.passes.graph.aliasing import hidden_views, returns_operand
 from fxpipe.passes.tracing.explain import at_node
-from fxpipe.torchtools.functions import functions_kept
 
 aten = torch.ops.aten
 
@@ -110,7 +109,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     program.graph_module.recompile()
     _separate_names(program)
     try:
-        with warnings.catch_warnings(), functions_kept():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return decomposed(program, hidden_views(program.graph_module))
     except RuntimeError as error:

@@ -28,7 +28,7 @@ from fxpipe.errors import TraceError, way_out
 from fxpipe.passes.tracing.explain import untraceable
 from fxpipe.passes.tracing.tracer import UntracedCalls
 from fxpipe.torchtools import source
-from fxpipe.torchtools.functions import functions_kept
+from fxpipe.torchtools.functions import OwnBackwardError, checkpoints_opened
 from fxpipe.torchtools.pytrees import returning_parts
 
 Dims = Sequence[tuple[int, ...]]
@@ -73,6 +73,8 @@ def trace(
                 return _export(model, new_args, new_kwargs, dynamic, as_export)
             except TraceError:
                 raise
+            except OwnBackwardError as error:
+                raise untraceable(model, error) from error
             except Exception as error:
                 errors.append(error)
     raise untraceable(model, errors[-1]) from errors[0]
@@ -198,7 +200,7 @@ def _export(
     try:
         with (
             warnings.catch_warnings(),
-            functions_kept(),
+            checkpoints_opened(refuses=True),
             returning_parts(model),
             _announced(model, as_export),
             _distributions_unchecked(),

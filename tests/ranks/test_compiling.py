@@ -4,7 +4,6 @@ stages."""
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -71,51 +70,3 @@ def compile_within(mesh: DeviceMesh, share: float) -> float:
 
 def test_a_model_without_data_is_compiled_in_less_memory_than_a_rank_trains_it_in() -> None:
     assert on_ranks(2, compile_within, 0.6) == [2.0, 2.0]
-
-
-def doubling() -> Any:
-    """A function whose class is made anew by each call."""
-
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
-            ctx.scale = scale
-            return scale * x
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-            return ctx.scale * gradient, None
-
-    return Scaled
-
-
-class WithFunction(nn.Module):
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.first, self.second, self.scale = nn.Linear(8, 8), nn.Linear(8, 8), scale
-        self.function = doubling()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scaled: torch.Tensor = self.function.apply(self.first(x), self.scale)
-        result: torch.Tensor = self.second(scaled)
-        return result
-
-
-def after_others_on_one(mesh: DeviceMesh) -> list[float]:
-    """The losses where the first rank alone has compiled models with functions of the same name."""
-    x = torch.ones(4, 8)
-    options: dict[str, Any] = {"microbatches": 2, "loss": F.mse_loss}
-    losses, kept = [], []
-    if mesh.get_rank() == 0:
-        for scale in (2.0, 3.0):
-            torch.manual_seed(0)
-            kept.append(pipe := fxpipe.compile(WithFunction(scale), 1, **options))
-            losses.append(float(pipe.step(x, target=x)))
-    torch.manual_seed(0)
-    with fxpipe.compile(WithFunction(3.0), mesh, **options) as pipe:
-        return [*losses, float(pipe.step(x, target=x))]
-
-
-def test_what_one_rank_has_traced_before_is_in_no_plan() -> None:
-    (other, alone, loss), (same,) = on_ranks(2, after_others_on_one)
-    assert other != alone == loss == same

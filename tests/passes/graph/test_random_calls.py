@@ -33,14 +33,12 @@ class Layout:
     Attributes:
         turned: whether rows are columns: the batch is the last dimension of inputs and outputs.
         nest: how the inputs nest: "flat", "dict", "list" or "keyword".
-        own: whether an autograd function with a backward of its own is applied to an input.
         checkpointed: whether the model runs inside of ``torch.utils.checkpoint``.
         deferred: whether BatchNorm's statistics are updated once a step.
     """
 
     turned: bool
     nest: str
-    own: bool
     checkpointed: bool
     deferred: bool
 
@@ -64,20 +62,6 @@ class Inputs(NamedTuple):
     ids: Tensor
     row: Tensor
     level: Tensor
-
-
-class Turned(torch.autograd.Function):
-    """Scales an input; its gradient is scaled otherwise."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return gradient * x.sign() * 0.5, None
 
 
 class Called(nn.Module):
@@ -108,8 +92,6 @@ class Called(nn.Module):
             given = Inputs(first, z, ids, row, level)
         x, other = (given.x.T, given.z.T) if self.layout.turned else (given.x, given.z)
         x = x * self.gain
-        if self.layout.own:
-            x = Turned.apply(x, 2.0)  # type: ignore[no-untyped-call]
         rest = (other, given.ids, given.row, given.level)
         if self.layout.checkpointed:
             found: Any = checkpoint(self.inner, x, *rest, use_reentrant=False)
@@ -131,7 +113,6 @@ layouts = st.builds(
     Layout,
     st.booleans(),
     st.sampled_from(["flat", "dict", "list", "keyword"]),
-    st.booleans(),
     st.booleans(),
     st.booleans(),
 )

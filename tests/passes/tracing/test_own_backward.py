@@ -1,11 +1,10 @@
-"""Autograd functions keep the backward that their author wrote, whatever traces the model."""
+"""Modules with autograd functions keep the backward that their author wrote."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import TraceError
-from fxpipe.torchtools.functions import functions_kept
+from fxpipe.torchtools.functions import checkpoints_opened
 from tests.oracles import loop
 
 Case = Callable[["Model", Tensor], Tensor]
@@ -50,41 +49,6 @@ class Reverse(torch.autograd.Function):
         return -ctx.scale * gradient, None
 
 
-class Round(torch.autograd.Function):
-    """A straight-through estimator with two results, one of them not differentiable."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Any:
-        ctx.save_for_backward(x, weight)
-        positive = x > 0
-        ctx.mark_non_differentiable(positive)
-        return x.round() * weight, positive
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return gradient * (x.abs() < 1), (gradient * x.round()).sum(0) + 0 * weight
-
-
-class Setup(torch.autograd.Function):
-    """The newer style, with a setup_context, nested inputs, and a gradient only where needed."""
-
-    @staticmethod
-    def forward(x: Tensor, exponent: int, other: Tensor) -> Any:
-        return x**exponent, None, exponent, other * 2
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.exponent, _ = inputs
-        ctx.save_for_backward(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (x,) = ctx.saved_tensors
-        here = 3.0 * gradients[0] * x if ctx.needs_input_grad[0] else None
-        return here, None, 5.0 * gradients[3] if ctx.needs_input_grad[2] else None
-
-
 class Sized(torch.autograd.Function):
     """Takes the batch size."""
 
@@ -111,98 +75,73 @@ class Outer(torch.autograd.Function):
         return gradient + 1
 
 
-def reverse(model: Model, x: Tensor) -> Tensor:
-    y: Tensor = model.second(applied(Reverse, x, 0.5)) + applied(Reverse, x, 2.0)
-    return y
+class Calling(nn.Module):
+    """A submodule that calls functions, in turn."""
+
+    def __init__(self, *calls: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.calls = calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x).tanh()
+        for function, *args in self.calls:
+            y = applied(function, y, *args)
+        return y
 
 
-def rounded(model: Model, x: Tensor) -> Tensor:
-    y, positive = applied(Round, model.second(x), model.second.bias)
-    found: Tensor = y * positive
-    return found
-
-
-def new_style(model: Model, x: Tensor) -> Tensor:
-    y, nothing, exponent, other = applied(Setup, model.second(x), 2, x.detach() + model.first.bias)
-    assert nothing is None
-    found: Tensor = y * exponent + other
-    return found
-
-
-def sized(model: Model, x: Tensor) -> Tensor:
-    y: Tensor = applied(Sized, model.second(x).tanh(), x.shape[0])
-    return y
-
-
-def nested(model: Model, x: Tensor) -> Tensor:
-    y: Tensor = applied(Outer, model.second(x).tanh())
-    return y
-
-
-def untrained(model: Model, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        y = applied(Reverse, model.second(x), 3.0)
-    found: Tensor = x * y
-    return found
-
-
-CASES: list[Case] = [reverse, rounded, new_style, sized, nested, untrained]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_their_gradients_are_the_loops(case: Case) -> None:
-    assert_the_loops(Model(case))
-
-
-def assert_the_loops(model: nn.Module, extensions: Any = ()) -> None:
+def assert_the_loops(model: nn.Module) -> None:
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     model.double()
     alone = copy.deepcopy(model)
-    with fxpipe.compile(
-        model,
-        ["cpu"] * 2,
-        microbatches=3,
-        loss=mse_loss,
-        extensions=extensions,
-        partition=["third"],
-    ) as pipe:
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, loss=mse_loss, partition=["2"]) as pipe:
         for samples in (7, 9):
             x, y = torch.randn(2, samples, 4, dtype=torch.float64).unbind()
             made = pipe.step(x, target=y)
             assert torch.equal(made, loop.train(alone, 3, x, loss=mse_loss, target=y).loss)
             loop.assert_same(loop.gradients(model), loop.gradients(alone), 1e-13)
-        assert len(pipe._compiler.plans.graphs) == 1
 
 
-class Doubles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+CASES: list[list[tuple[Any, ...]]] = [[(Reverse, 0.5), (Reverse, 2.0)], [(Sized, 3)], [(Outer,)]]
 
 
-def test_one_that_writes_into_its_input_is_refused_by_name() -> None:
-    def case(model: Model, x: Tensor) -> Tensor:
-        y: Tensor = applied(Doubles, model.second(x))
-        return y
+@pytest.mark.parametrize("calls", CASES)
+def test_a_submodule_with_functions_is_called_as_it_is_with_the_loops_gradients(
+    calls: list[tuple[Any, ...]],
+) -> None:
+    assert_the_loops(nn.Sequential(nn.Linear(4, 4), Calling(*calls), nn.Linear(4, 4)))
 
-    with pytest.raises(TraceError, match=r"test_own_backward.Doubles writes into its input.*copy"):
-        assert_the_loops(Model(case))
+
+def test_a_function_in_the_models_own_forward_is_refused_with_its_line() -> None:
+    model = Model(lambda model, x: applied(Reverse, x, 2.0))
+    message = r"at .*test_own_backward.*apply.*Reverse is a torch.autograd.Function, whose"
+    with (
+        fxpipe.compile(model, ["cpu"], microbatches=2, loss=mse_loss) as pipe,
+        pytest.raises(TraceError, match=message),
+    ):
+        pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
+
+
+def test_a_loss_with_a_function_is_called_as_it_is() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(applied(Reverse, output, 2.0), target)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    alone, x = copy.deepcopy(model), torch.randn(6, 4)
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, loss=loss) as pipe:
+        made = pipe.step(x, target=x)
+    assert torch.equal(made, loop.train(alone, 3, x, loss=loss, target=x).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
 def test_outside_of_a_trace_and_in_other_threads_functions_are_as_ever() -> None:
     x = torch.randn(3, requires_grad=True)
     before = torch.autograd.Function.__dict__["apply"]
-    with functions_kept(), functions_kept():
-        pass
+    with checkpoints_opened(refuses=True), ThreadPoolExecutor(1) as other:
+        other.submit(lambda: applied(Reverse, x, 2.0).sum().backward()).result()
     assert torch.autograd.Function.__dict__["apply"] is before
-    applied(Reverse, x, 2.0).sum().backward()
     assert torch.equal(x.grad, torch.full((3,), -2.0))  # type: ignore[arg-type]
 
 
@@ -225,13 +164,3 @@ def test_checkpoints_inside_of_a_model_change_nothing(reentrant: bool, dropout: 
             pipe.step(x, target=x)
         found.append(loop.gradients(model))
     loop.assert_same(found[0], found[1])
-
-
-def test_a_model_with_a_function_of_its_own_is_given_up_with_its_pipe() -> None:
-    model = Model(lambda model, x: applied(Reverse, x, 2.0))
-    known = weakref.ref(model)
-    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=mse_loss) as pipe:
-        pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
-    del model, pipe
-    gc.collect()
-    assert known() is None
