@@ -19,10 +19,13 @@ class LSTMLanguageModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(words, width)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.LSTM(width, width, layers, batch_first=True, dropout=dropout)
+        # one by one, as they may be on stages of their own
+        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(layers))
         self.scores = nn.Linear(width, words)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden, _ = self.layers(self.dropout(self.embedding(tokens)))
-        y: Tensor = self.scores(self.dropout(hidden))
+        hidden = self.dropout(self.embedding(tokens))
+        for layer in self.layers:
+            hidden = self.dropout(layer(hidden)[0])
+        y: Tensor = self.scores(hidden)
         return y

@@ -25,7 +25,6 @@ from torch.export.graph_signature import (
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Literal, Traced, Value
-from fxpipe.passes.differentiate.part_recurrent import part_recurrent
 from fxpipe.passes.graph.aliasing import same_layout
 from fxpipe.passes.graph.exported import detach_without_grad, functional, refuse_in_place
 from fxpipe.passes.graph.lazy_module import lazy_module
@@ -90,7 +89,6 @@ def _functional(
     writes, outputs = _results(program, module, first_name, written, samples)
     _let_copies_have_gradients(module)
     _let_strides_vary(module)
-    part_recurrent(module)
     writes, outputs = _return_values(module, writes, outputs, {a.name for a in buffers})
     _tidy(module, {*(a.name for a in (*parameters, *buffers)), *filter(None, inputs)})
     out_spec = program.call_spec.out_spec

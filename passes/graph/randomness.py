@@ -77,9 +77,11 @@ def _seeded_form(
         return random.SEEDED[target], random.with_defaults(target, node.args), dict(node.kwargs)
     seeded = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
     if seeded and random.draws(target, node.args, node.kwargs):
+        cure = "draw with torch.rand or torch.randn instead"
+        if "dropout" in random.arguments_of(target, node.args, node.kwargs):  # LSTM, GRU, RNN
+            cure = "give each layer a module of its own, with nn.Dropout between them"
         raise TraceError(
             f"the random operation {target} at {source.of_node(node) or 'an unknown line'} "
-            "has no form that is a function of a seed; draw with torch.rand or torch.randn "
-            f"instead, or {way_out('')}"
+            f"has no form that is a function of a seed; {cure}, or {way_out('')}"
         )
     return None

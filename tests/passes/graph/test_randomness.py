@@ -245,6 +245,13 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+def test_dropout_between_the_layers_of_one_lstm_is_refused_with_what_to_write() -> None:
+    model = nn.LSTM(3, 4, num_layers=2, dropout=0.5)
+    with pytest.raises(TraceError, match=r"aten\.lstm\.input.* nn\.Dropout between them"):
+        front_end(model, torch.randn(5, 3, 3))
+    assert not front_end(model.eval(), torch.randn(5, 3, 3)).seeded
+
+
 def test_an_operation_without_a_seeded_form_is_refused_by_name() -> None:
     with pytest.raises(TraceError, match=r"random operation fxpipe_tests\.noise.*torch\.rand"):
         front_end(Draws(noise), torch.randn(5, 4))
