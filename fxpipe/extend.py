@@ -78,6 +78,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Replicas": f"{_HERE}.replicas.extension:Replicas",
         "Slices": f"{_HERE}.slices.extension:Slices",
         "compare": f"{_HERE}.comparison.comparison:compare",
+        "rejoin": f"{_HERE}.rejoin:rejoin",
         "search_schedule": f"{_HERE}.search.search:search_schedule",
     },
     "schedule": {

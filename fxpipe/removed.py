@@ -41,8 +41,6 @@ GONE = {
     "fxpipe.is_recomputing": "a module that counts its calls counts recomputations, too",
     "fxpipe.plan_training": 'compile with schedule="auto" for each number of devices, and compare '
     "pipe.simulate()",
-    "fxpipe.rejoin": "start all ranks again from the last checkpoint, as torchrun "
-    "--max-restarts does",
     "fxpipe.simulator": "write from fxpipe.extensions.simulator import Link, Sizes, Simulation",
     "pipe.optimizers": "pipe.optimizer has all groups, and the state of this process's stages",
     "pipe.sizes": "to know whether a size fits, pipe.prepare with it, and look at pipe.simulate()",

@@ -21,6 +21,10 @@ _WIDEST, _NARROWEST = 1500.0, 360.0
 _WIDER = 2600.0
 """The greatest width of a picture whose labels would not be legible at ``_WIDEST``."""
 
+_PAGE, _TALL = 1100.0, 1500.0
+"""The width of a chart's lines, and the greatest height of all of them, if it is wrapped."""
+
+_BETWEEN_LINES = 40.0
 _AIR = 4.0
 _TIGHT = 1.0
 _LINE = 1.25
@@ -29,11 +33,13 @@ _LINE = 1.25
 
 @dataclass(frozen=True)
 class ChartScale:
-    """A chart's scale in points per unit of time, font size of labels, and height of boxes."""
+    """A chart's scale in points per unit of time, font size of labels, height of boxes, and the
+    number of lines into which it is wrapped."""
 
     scale: float
     size: float
     height: float
+    lines: int = 1
 
     def label(self, text: str, time: float) -> str:
         """The first lines of the label that fit into the box of a task that takes ``time``."""
@@ -46,18 +52,30 @@ class ChartScale:
         return "\n".join(shown)
 
 
-def scale_for(boxes: Collection[tuple[str, float]], end: float, row_height: float) -> ChartScale:
+def scale_for(
+    boxes: Collection[tuple[str, float]], end: float, row_height: float, rows: int
+) -> ChartScale:
     """Choose the scale for ``boxes``, each a label and a time.
 
     The chart grows until all labels fit or it is ``_WIDEST``; from there the font shrinks to
-    ``_SMALLEST``. Then it grows up to ``_WIDER`` if all lines of the labels fit there, or at least
-    the first line of each. ``ChartScale.label`` leaves out lines that do not fit.
+    ``_SMALLEST``. Before it is illegible, a chart of so many ``rows`` is wrapped into
+    lines, like text, if all of them fit on a page. Any other chart then grows up to ``_WIDER`` if
+    all lines of the labels fit there, or at least the first line of each. ``ChartScale.label``
+    leaves out lines that do not fit.
     """
     room = max(int(row_height / (_LINE * _LEGIBLE)), 1)
     lines = max((min(text.count("\n") + 1, room) for text, _ in boxes), default=1)
     largest = max(min(_LARGEST, row_height / (_LINE * max(lines, 1.35))), _SMALLEST)
     scale = max(_scale(boxes, largest, _AIR), _NARROWEST / end)
-    if scale * end > _WIDEST:
+    wrapped = 1
+    if _scale(boxes, _LEGIBLE, _TIGHT) * end > _WIDEST:
+        tall = rows * row_height * (1 + GAP) + _BETWEEN_LINES
+        for size, air in ((largest, _AIR), (_LEGIBLE, _TIGHT)):
+            needed = math.ceil(_scale(boxes, size, air) * end / _PAGE)
+            if needed * tall <= _TALL:
+                wrapped, scale = needed, needed * _PAGE / end
+                break
+    if wrapped == 1 and scale * end > _WIDEST:
         scale = _WIDEST / end
         first = {(text.split("\n")[0], time) for text, time in boxes}
         for legible in (_scale(boxes, _SMALLEST, _TIGHT), _scale(first, _SMALLEST, _TIGHT)):
@@ -68,7 +86,7 @@ def scale_for(boxes: Collection[tuple[str, float]], end: float, row_height: floa
         ((time * scale - _TIGHT) / text_width(text, 1) for text, time in boxes if text and time),
         default=largest,
     )
-    return ChartScale(scale, max(_SMALLEST, min(fitting, largest)), row_height)
+    return ChartScale(scale, max(_SMALLEST, min(fitting, largest)), row_height, wrapped)
 
 
 def _scale(boxes: Collection[tuple[str, float]], size: float, room: float) -> float:
@@ -108,36 +126,40 @@ class Chart:
         end: float,
         scale: float,
         *,
+        start: float = 0.0,
         top: float = 0.0,
         gap: float = 0.2,
         height: float = 0.0,
         wrong: Collection[int] = (),
     ) -> None:
-        """Draw the frame, for the times up to ``end``, with red labels for the rows ``wrong``.
+        """Draw the frame, for the times from ``start`` to ``end``, with red labels for the rows
+        ``wrong``.
 
         ``scale`` is in points per unit of time, ``gap`` is a fraction of the row height, and
-        ``height`` replaces the usual row height.
+        ``height`` replaces the usual row height. A chart without a title has no room for one.
         """
         self.canvas = canvas
         self.row_height = height or row_height(len(labels))
         self._pitch = self.row_height * (1 + gap)
         self._rows = len(labels)
-        self.end = end
+        self.start, self.end = start, end
         self._scale = scale
         size = min(_ROW, self.row_height * 0.75)
         self._left = max((text_width(label, size) for label in labels), default=0.0) + 10
-        self._top = top + 24 + max(self.row_height * gap, 6.0)
+        self.top = top
+        self._top = top + (24 if title else 0) + max(self.row_height * gap, 6.0)
         for row in range(len(labels)):
-            wide = max(end * scale, 1)
+            wide = max((end - start) * scale, 1)
             canvas.band((self._left, self.y(row)), wide, self.row_height, IDLE)
         for row, label in enumerate(labels):
             colour, wide = FAULT if row in wrong else INK, self._left - 8
             canvas.text((0, self.y(row)), wide, self.row_height, label, size=size, colour=colour)
-        wide = text_width(title, _TITLE, bold=True) + _SLACK
-        self.canvas.text((0, top), wide, 22, title, size=_TITLE, bold=True)
+        if title:
+            wide = text_width(title, _TITLE, bold=True) + _SLACK
+            self.canvas.text((0, top), wide, 22, title, size=_TITLE, bold=True)
 
     def x(self, time: float) -> float:
-        return self._left + time * self._scale
+        return self._left + (time - self.start) * self._scale
 
     def y(self, row: int) -> float:
         """The upper edge of a row."""
@@ -155,16 +177,20 @@ class Chart:
     def bottom(self) -> float:
         return self.y(self._rows - 1) + self.row_height if self._rows else self._top
 
-    def axis(self, caption: str) -> float:
+    def axis(self, caption: str = "") -> float:
         """Draw the time axis under the rows; returns the y below it."""
         y = self.bottom + 6
-        self.canvas.box((self._left, y), max(self.end * self._scale, 1), 0.6, BoxStyle(FAINT))
-        step = nice_step(self.end)
-        for tick in range(int(self.end / step + 1e-9) + 1):
+        long = self.end - self.start
+        self.canvas.box((self._left, y), max(long * self._scale, 1), 0.6, BoxStyle(FAINT))
+        step = nice_step(long)
+        first, last = math.ceil(self.start / step - 1e-9), int(self.end / step + 1e-9)
+        for tick in range(first, last + 1):
             x, label = self.x(tick * step), f"{tick * step:g}"
             self.canvas.box((x - 0.3, y), 0.6, 3.5, BoxStyle(FAINT))
             wide = text_width(label, _SMALL) + _SLACK
             self.canvas.text((x - wide / 2, y + 4), wide, 11, label, size=_SMALL, align="centre")
+        if not caption:
+            return y + 18
         wide = text_width(caption, _SMALL) + _SLACK
         self.canvas.text((self._left, y + 16), wide, 12, caption, size=_SMALL)
         return y + 34

@@ -30,7 +30,7 @@ from fxpipe.extensions.draw.styles import (
     boxes_of,
     simulation_boxes,
 )
-from fxpipe.extensions.draw.timeline import Timeline, simulated, timeline_of
+from fxpipe.extensions.draw.timeline import Bar, Timeline, simulated, timeline_of
 from fxpipe.extensions.simulator.costs import Costs
 from fxpipe.extensions.simulator.simulate import simulate
 from fxpipe.extensions.simulator.simulation import Simulation, TransferSpan
@@ -49,6 +49,8 @@ _BETWEEN = 10.0
 _MILLISECONDS = 1e3
 _STAGES_SHOWN = 6
 _STRIP = 3.0
+_PART = 0.9
+"""How much smaller than its part of a task a label is, so that it has some air there, too."""
 
 _WITH_TOOLTIPS = 4000
 """The most tasks of a picture whose tasks have tooltips."""
@@ -81,21 +83,32 @@ def draw_schedule(
     simulation = timeline.simulation
     boxes = boxes_of(schedule) if simulation is None else simulation_boxes(simulation)
     fitted = _fit([(timeline, boxes)])
-    chart = Chart(
-        Canvas("schedule"),
-        _title(schedule, timeline, marks),
-        _row_labels(schedule, timeline, marks),
-        timeline.end,
-        fitted.scale,
-        gap=GAP if marks.faults else 0.35 if boxes.versions else 0.2,
-        height=fitted.height,
-        wrong=marks.rows,
-    )
-    whole = _draw_tasks(chart, timeline, boxes, fitted, marks)
-    below = chart.axis(_caption(timeline))
-    below = chart.legend(below, _legend(boxes, timeline, marks, whole))
-    marks.list(chart, below)
-    return chart.canvas.picture
+    canvas, charts = Canvas("schedule"), list[Chart]()
+    for start, end in _lines(timeline.end, fitted):
+        chart = Chart(
+            canvas,
+            "" if charts else _title(schedule, timeline, marks),
+            _row_labels(schedule, timeline, marks),
+            end,
+            fitted.scale,
+            start=start,
+            top=charts[-1].axis() if charts else 0.0,
+            gap=GAP if marks.faults else 0.35 if boxes.versions else 0.2,
+            height=fitted.height,
+            wrong=marks.rows,
+        )
+        charts.append(chart)
+    whole = _draw_tasks(charts, timeline, boxes, fitted, marks)
+    below = charts[-1].axis(_caption(timeline))
+    below = charts[-1].legend(below, _legend(boxes, timeline, marks, whole))
+    marks.list(charts[-1], below)
+    return canvas.picture
+
+
+def _lines(end: float, fitted: ChartScale) -> list[tuple[float, float]]:
+    """The start and the end of each line of a chart."""
+    long = end / fitted.lines
+    return [(line * long, (line + 1) * long) for line in range(fitted.lines)]
 
 
 def _fit(drawn: Sequence[tuple[Timeline[Task], TaskStyles]]) -> ChartScale:
@@ -113,18 +126,18 @@ def _fit(drawn: Sequence[tuple[Timeline[Task], TaskStyles]]) -> ChartScale:
     devices = max(timeline.devices for timeline, _ in drawn)
     end = max(timeline.end for timeline, _ in drawn)
     lines = max((label.count("\n") + 1 for label, _ in labels), default=1)
-    return scale_for(labels, end or 1.0, row_height(devices, lines))
+    return scale_for(labels, end or 1.0, row_height(devices, lines), len(drawn) * devices)
 
 
 def _draw_tasks(
-    chart: Chart,
+    charts: Sequence[Chart],
     timeline: Timeline[Task],
     boxes: TaskStyles,
     fitted: ChartScale,
     marks: FaultMarks,
-    prefix: str = "task",
 ) -> bool:
-    """Draw the boxes of all tasks; returns whether all labels fit completely."""
+    """Draw the boxes of all tasks, each in the lines that it crosses; returns whether all labels
+    fit completely."""
     whole = True
     stuck = set(timeline.stuck)
     told = len(timeline.spans) <= _WITH_TOOLTIPS
@@ -140,29 +153,50 @@ def _draw_tasks(
         label, tooltip = boxes.label(span.task), ""
         if told:
             tooltip = boxes.tell(span.task, span.start, span.end)
-        shown = fitted.label(label, span.end - span.start)
-        whole = whole and shown == label
-        corner = (chart.x(span.start), chart.y(span.device))
-        width = (span.end - span.start) * fitted.scale
-        # An outline is centred on the edge: without an inset those of neighbours overlap.
-        inset = 0.0 if look.border == PAPER else min(look.penwidth / 2, width / 4)
-        chart.canvas.box(
-            (corner[0] + inset, corner[1]),
-            width - 2 * inset,
-            chart.row_height,
-            look,
-            label=shown,
-            size=fitted.size,
-            tooltip=tooltip,
-            name=f"{prefix}{number}",
-        )
-        version = boxes.version(span.task)
-        if version is not None and width:
-            strip = BoxStyle(VERSIONS[version % len(VERSIONS)], INK, 0.3)
-            below = (corner[0], corner[1] + chart.row_height + 0.5)
-            chart.canvas.box(below, width, _STRIP, strip)
-        marks.number(chart, place, corner[0])
+        crossed = _crossed(charts, span)
+        longest = max(crossed, key=lambda part: part[2] - part[1])
+        for chart, start, end in crossed:
+            shown, fitting = "", fitted
+            if chart is longest[0]:
+                if len(crossed) > 1:  # its label fits into the part if it would into the whole
+                    part = _PART * (end - start) / (span.end - span.start)
+                    fitting = replace(fitted, size=fitted.size * part)
+                shown = fitting.label(label, end - start)
+                whole = whole and shown == label
+            corner = (chart.x(start), chart.y(span.device))
+            width = (end - start) * fitted.scale
+            # An outline is centred on the edge: without an inset those of neighbours overlap.
+            inset = 0.0 if look.border == PAPER else min(look.penwidth / 2, width / 4)
+            chart.canvas.box(
+                (corner[0] + inset, corner[1]),
+                width - 2 * inset,
+                chart.row_height,
+                look,
+                label=shown,
+                size=fitting.size,
+                tooltip=tooltip,
+                name=f"task{number}" + (f"at{chart.top:g}" if chart.top else ""),
+            )
+            version = boxes.version(span.task)
+            if version is not None and end > start:
+                strip = BoxStyle(VERSIONS[version % len(VERSIONS)], INK, 0.3)
+                below = (corner[0], corner[1] + chart.row_height + 0.5)
+                chart.canvas.box(below, width, _STRIP, strip)
+        marks.number(crossed[0][0], place, crossed[0][0].x(crossed[0][1]))
     return whole
+
+
+def _crossed(charts: Sequence[Chart], span: Bar[Task]) -> list[tuple[Chart, float, float]]:
+    """The lines that a task crosses, with its start and end in each."""
+    crossed = [
+        (chart, max(span.start, chart.start), min(span.end, chart.end))
+        for chart in charts
+        if max(span.start, chart.start) < min(span.end, chart.end)
+    ]
+    if crossed:
+        return crossed
+    chart = next((c for c in charts if span.start < c.end), charts[-1])  # it takes no time
+    return [(chart, span.start, span.end)]
 
 
 def _row_labels(
@@ -251,26 +285,32 @@ def draw_simulations(*simulations: Simulation) -> Picture:
     ]
     fitted = _fit(drawn)
     end = max(timeline.end for timeline, _ in drawn)
-    canvas, charts = Canvas("simulation"), list[Chart]()
+    canvas = Canvas("simulation")
+    charts: list[list[Chart]] = [[] for _ in simulations]
+    top = 0.0
     # Bands must be drawn before the first box, so all frames come first.
-    for simulation, (timeline, boxes) in zip(simulations, drawn, strict=True):
-        chart = Chart(
-            canvas,
-            simulation_title(simulation, measured),
-            _row_labels(simulation.program, timeline, number_faults(())),
-            end,
-            fitted.scale,
-            top=charts[-1].bottom + _BETWEEN if charts else 0.0,
-            gap=0.6 if _visible(simulation) else 0.35 if boxes.versions else 0.2,
-            height=fitted.height,
-        )
-        charts.append(chart)
+    for start, stop in _lines(end, fitted):
+        for at, (simulation, (timeline, boxes)) in enumerate(zip(simulations, drawn, strict=True)):
+            chart = Chart(
+                canvas,
+                simulation_title(simulation, measured) + (", continued" if start else ""),
+                _row_labels(simulation.program, timeline, number_faults(())),
+                stop,
+                fitted.scale,
+                start=start,
+                top=top,
+                gap=0.6 if _visible(simulation) else 0.35 if boxes.versions else 0.2,
+                height=fitted.height,
+            )
+            charts[at].append(chart)
+            top = chart.bottom + _BETWEEN
+        if stop < end * (1 - 1e-9):
+            top = chart.axis()
     whole = True
-    for at, (simulation, (timeline, boxes)) in enumerate(zip(simulations, drawn, strict=True)):
-        names = f"task{at}at" if at else "task"
-        whole = _draw_tasks(charts[at], timeline, boxes, fitted, number_faults(()), names) and whole
-        _draw_transfers(charts[at], simulation, unit)
-    last = charts[-1]
+    for lines, simulation, (timeline, boxes) in zip(charts, simulations, drawn, strict=True):
+        whole = _draw_tasks(lines, timeline, boxes, fitted, number_faults(())) and whole
+        _draw_transfers(lines, simulation, unit)
+    last = charts[-1][-1]
     below = last.axis("milliseconds" if measured else "time")
     tasks = {span.task for timeline, _ in drawn for span in timeline.spans}
     widest = max((boxes for _, boxes in drawn), key=lambda boxes: boxes.versions is not None)
@@ -312,11 +352,14 @@ def _visible(simulation: Simulation) -> list[TransferSpan]:
     return taking if len(taking) <= WITH_ARROWS else []
 
 
-def _draw_transfers(chart: Chart, simulation: Simulation, unit: float) -> None:
+def _draw_transfers(charts: Sequence[Chart], simulation: Simulation, unit: float) -> None:
     """Draw an arrow from where each value is sent to where it arrives, or above a device's row
-    while its gradients are summed over the replicas."""
+    while its gradients are summed over the replicas. If it arrives in another line, the arrow
+    begins at the edge of that line."""
     for transfer in _visible(simulation):
-        xs = chart.x(transfer.start * unit), chart.x(transfer.end * unit)
+        start, end = transfer.start * unit, transfer.end * unit
+        chart = next((chart for chart in charts if end <= chart.end), charts[-1])
+        xs = chart.x(max(start, chart.start)), chart.x(end)
         ends = chart.ends(transfer.source, xs[0], transfer.target, xs[1])
         if isinstance(transfer.buffer, Sum):
             above = chart.y(transfer.source) - _ABOVE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import pygraphviz  # type: ignore[import-untyped]
@@ -72,13 +72,18 @@ def test_boxes_stand_in_the_order_of_the_row_and_do_not_overlap(
 ) -> None:
     schedule = recipe(p, m)
     drawn = [*boxes(draw_schedule(schedule, costs={"F": forward, "B": backward})).values()]
-    assert len(drawn) == p
+    assert len(drawn) % p == 0  # p rows in each line
     # Graphviz writes positions to a tenth of a point.
     assert all(a.right <= b.left + 0.11 for row in drawn for a, b in pairwise(row))
-    for row, found in zip(schedule.rows, drawn, strict=True):
-        assert [box.fill for box in found] == [TASKS[task.kind] for task in row]
-        for task, box in zip(row, found, strict=True):
-            assert box.label in ("", str(Task(task.kind, task.microbatch)))
+    for device, row in enumerate(schedule.rows):
+        boxes_of = [box for line in drawn[device::p] for box in line]
+        # a task that is cut at the end of a line goes on at the beginning of the next
+        found = [[*parts] for _, parts in groupby(boxes_of, key=lambda box: box.name)]
+        assert len(found) == len({parts[0].name for parts in found}) == len(row)
+        for task, parts in zip(row, found, strict=True):
+            assert {box.fill for box in parts} == {TASKS[task.kind]}
+            told = [box.label for box in parts if box.label]
+            assert told in ([], [str(Task(task.kind, task.microbatch))])
 
 
 def test_widths_are_to_scale() -> None:
@@ -96,8 +101,34 @@ def test_every_task_is_labelled_where_a_figure_would_do_so(p: int, m: int) -> No
     assert not unlabelled
 
 
-def test_tasks_that_take_no_time_are_drawn() -> None:
-    assert draw_schedule(one_f_one_b(8, 32), costs={"U": 0}).pipe("png")
+@pytest.mark.parametrize(("recipe", "lines"), [("1f1b", 3), ("zb-v", 3)])
+def test_a_wide_schedule_is_wrapped_and_every_task_labelled_once(recipe: str, lines: int) -> None:
+    schedule = find_recipe(recipe)(8, 32)
+    picture = draw_schedule(schedule)
+    assert picture.source.count("device 3") == lines
+    parts: dict[str, list[tuple[float, str]]] = {}
+    for node in json.loads(picture.pipe("json"))["objects"]:
+        if node["name"].startswith("task"):
+            number = node["name"].partition("at")[0]
+            parts.setdefault(number, []).append((float(node["width"]), node["label"]))
+    tasks = [task for row in schedule.rows for task in row]
+    assert len(parts) == len(tasks)
+    assert sum(len(found) > 1 for found in parts.values()) > 8  # cut at the ends of lines
+    widths: dict[str, set[float]] = {}
+    for number, task in enumerate(tasks):
+        found = parts[f"task{number}"]
+        told = [label.split("\\n")[0] for _, label in found if label]
+        assert told == [str(replace(task, stage=None))]
+        widths.setdefault(task.kind, set()).add(round(sum(wide for wide, _ in found), 1))
+    assert all(max(each) - min(each) < 0.11 for each in widths.values())  # the parts add up
+    (left, _, right, _) = map(float, json.loads(picture.pipe("json"))["bb"].split(","))
+    assert right - left < 1300
+
+
+def test_tasks_that_take_no_time_are_drawn_in_one_line() -> None:
+    """An A takes no time here, and so does an update at the end of a line."""
+    schedule = find_recipe("1f1b")(8, 32)
+    assert draw_schedule(schedule, costs={"U": 0}).pipe("png")
 
 
 def test_stages_of_a_device_are_evenly_lighter_and_copies_are_told() -> None:

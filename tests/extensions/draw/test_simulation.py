@@ -73,6 +73,18 @@ def test_boxes_stand_where_the_simulation_says() -> None:
         assert right == pytest.approx(start + span.end * scale, abs=0.3)
 
 
+def test_wide_simulations_are_wrapped_together() -> None:
+    first = simulate_schedule(one_f_one_b(4, 48), {"F": 1.0, "B": 2.0}, links=Link(latency=0.1))
+    picture = first.draw(measured(first))
+    titles = [text for text in shown(picture) if text.startswith(("predicted", "measured"))]
+    assert sum("continued" not in text for text in titles) == 2
+    assert picture.source.count("device 2") == 2 * 4
+    parts = {label for label, *_ in tasks(picture) if label}
+    assert parts >= {f"{kind}{i}" for kind in "FB" for i in range(48)}
+    edges = json.loads(picture.pipe("json"))["edges"]
+    assert len({edge["tooltip"] for edge in edges if "tooltip" in edge}) == 2 * 3 * 48
+
+
 def test_transfers_that_take_time_are_arrows() -> None:
     picture = simulate_schedule(TWO, links=Link(latency=0.5)).draw()
     edges = json.loads(picture.pipe("json"))["edges"]

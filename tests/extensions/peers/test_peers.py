@@ -55,7 +55,12 @@ def test_their_reader_reads_the_computations_of_a_schedule(name: str, tmp_path: 
         for microbatches in (devices, 4 * devices):
             schedule = find_recipe(name)(devices, microbatches)
             runtime = loaded(schedule, schedule.csv(), tmp_path / "own.csv")
-            read = {rank: [*map(repr, row)] for rank, row in runtime.pipeline_order.items()}
+            read = {
+                rank: [
+                    f"{a.stage_index}{a.computation_type.value}{a.microbatch_index}" for a in row
+                ]
+                for rank, row in runtime.pipeline_order.items()
+            }
             assert read == {
                 device: [f"{t.stage}{t.kind}{t.microbatch}" for t in row if t.kind != "U"]
                 for device, row in enumerate(schedule.rows)
