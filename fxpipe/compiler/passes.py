@@ -24,9 +24,10 @@ from fxpipe.compiler.preflight import (
 from fxpipe.errors import PassError, near
 from fxpipe.extend import find
 from fxpipe.ir.plan import Plan
+from fxpipe.passes.differentiate.any_size import put_sizes
 from fxpipe.passes.differentiate.differentiate import differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
-from fxpipe.passes.graph.fit import put_sizes, relay
+from fxpipe.passes.graph.fit import localise_sizes, relay
 from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.graph.place_devices import place_devices
 from fxpipe.passes.graph.randomness import seed_randomness
@@ -154,11 +155,13 @@ PARTITION = (
 FOLLOW = (Pass(place_like, "traced, reference, assignment", "assignment"),)
 """Give a further graph of the model the stages of the first graph."""
 
-FIT = (Pass(relay, "traced, assignment, trained, outputs", "traced, assignment"),)
+FIT = (
+    Pass(relay, "traced, assignment, trained, outputs", "relayed traced, assignment"),
+    Pass(localise_sizes, "relayed traced, assignment", "traced, assignment"),
+)
 """A graph whose nodes have stages → the same graph, rewritten so that it can be cut."""
 
 PLAN = (
-    Pass(put_sizes, "traced, values", "traced"),
     Pass(cut, "traced, assignment, owners, stage_costs", "plan"),
     Pass(
         differentiate,
@@ -169,7 +172,13 @@ PLAN = (
     Pass(part_backward, "differentiated plan", "parted plan", when="parted"),
     Pass(part_gradients, "parted plan, bucket_bytes", "plan", when="replicated"),
 )
-"""A graph → the plan for one size of micro-batch, with its kernels."""
+"""A graph → the plan with its kernels."""
+
+SIZE = (
+    Pass(put_sizes, "plan, symbols, leaves", "sized plan"),
+    Pass(part_gradients, "sized plan, bucket_bytes", "plan", when="replicated"),
+)
+"""A plan with symbols for sizes → the plan for a size."""
 
 COMPILE = ()
 """A plan → the same plan with other kernels, by extensions: of the stages ``own`` of this process,
@@ -198,6 +207,7 @@ LISTS = {
     "follow": FOLLOW,
     "fit": FIT,
     "plan": PLAN,
+    "size": SIZE,
     "compile": COMPILE,
     "devices": DEVICES,
     "program": PROGRAM,

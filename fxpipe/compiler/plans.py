@@ -19,6 +19,7 @@ from fxpipe.extend import find, there
 from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.traced import Traced, with_dims
 from fxpipe.log import LOGGER
+from fxpipe.passes.differentiate.any_size import Symbols, free_dims, symbols_as_operands
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.trace import Shapes
@@ -44,8 +45,8 @@ class Plans:
 
     As long as all micro-batches of a kind of call have the same shapes, its graph is traced for
     these only, which takes a half to a quarter of the time. Other shapes share one graph, for any
-    size of the batch and of the dimensions that have changed. If the model does not hold for any,
-    each size of these dimensions has its own graph.
+    size of the batch and of the dimensions that have changed, and one plan with symbols for these
+    sizes. If the model does not hold for any, each size of these dimensions has its own graph.
 
     Attributes:
         front_end: traces the model.
@@ -69,6 +70,8 @@ class Plans:
         self._rigid: dict[Any, frozenset[tuple[int, int]]] = {}
         self._dims: dict[Any, Sequence[tuple[int, ...]] | None] = {}
         self._plans: dict[Any, Plan] = {}
+        # a kind of call → its plan for any size, with the symbols for sizes; None if there is none
+        self._sizeless: dict[Any, tuple[Symbols, Plan] | None] = {}
         self._placed_plans: dict[Any, tuple[Traced, Plan]] = {}
         self._checked: set[tuple[int, bool, bool]] = set()
         self._traced: dict[Any, Traced] = {}
@@ -88,6 +91,7 @@ class Plans:
             results = (
                 self.graphs,
                 self._plans,
+                self._sizeless,
                 self._placed_plans,
                 self._traced,
                 self._dims,
@@ -132,6 +136,7 @@ class Plans:
         for results in (
             self.graphs,
             self._plans,
+            self._sizeless,
             self._placed_plans,
             self._checked,
         ):
@@ -211,12 +216,51 @@ class Plans:
         graph = self._graph(call)
         key = self._plan_key(call)
         if key not in self._plans:
-            self._plans[key] = self._differentiated(graph, call)
+            self._plans[key] = self._sized(graph, call) or self._differentiated(graph, call)
         return graph.traced, self._plans[key]
 
-    def _differentiated(self, graph: Graph, call: Call) -> Plan:
+    def _sized(self, graph: Graph, call: Call) -> Plan | None:
+        """The plan for the sizes of this call, from a plan for any; None if there is none.
+
+        That takes four times as long to make as one for numbers, so it is made only for graphs with
+        more than the size of the batch free, such as a length.
+        """
+        kind = self._graph_key(call)
+        free = free_dims(graph.traced) if kind[-1] is None else []
+        pairs = zip(free, call.batch.dims, strict=False)
+        if graph.traced.under_autograd or not any(set(dims) - {batch} for dims, batch in pairs):
+            return None
+        key = kind, graph.call.shapes, call.purpose, call.wants, call.parted
+        try:
+            if key not in self._sizeless:
+                self._sizeless[key] = None
+                symbols = Symbols(graph.traced, call.leaves)
+                named = replace(call, leaves=symbols.leaves)
+                with symbols_as_operands():
+                    made = self._differentiated(graph, named, sizeless=True)
+                self._sizeless[key] = symbols, made
+            known = self._sizeless[key]
+            if known is None:
+                return None
+            facts = {
+                "symbols": known[0],
+                "plan": known[1],
+                "leaves": call.leaves,
+                "replicated": self._replicated(call),
+                "bucket_bytes": self.options.bucket_bytes,
+            }
+            plan: Plan = run_all(passes.of(self.options, "size"), facts)["plan"]
+            return plan
+        except Exception as error:  # symbols cannot do all that numbers can
+            LOGGER.info("a plan is made for these sizes only: %s", told(error))
+            return None
+
+    def _replicated(self, call: Call) -> bool:
+        return self.options.replicas > 1 and call.purpose != "infer"
+
+    def _differentiated(self, graph: Graph, call: Call, *, sizeless: bool = False) -> Plan:
         options = self.options
-        replicated = options.replicas > 1 and call.purpose != "infer"
+        replicated = self._replicated(call)
         facts = {
             **call.facts(graph.traced, options.model),
             "assignment": graph.assignment,
@@ -224,7 +268,7 @@ class Plans:
             "stage_costs": self._placement.costs,
             "parted": call.parted,
             "functional": call.parted or replicated,
-            "replicated": replicated,
+            "replicated": replicated and not sizeless,
             "under_autograd": graph.traced.under_autograd,
             "bucket_bytes": options.bucket_bytes,
         }

@@ -77,7 +77,7 @@ def differentiate(
 
     Args:
         plan: as it was cut.
-        values: input → an example of the size of one micro-batch.
+        values: input → an example of the size of one micro-batch, or of ``Symbols``.
         state: name in the model → parameter, buffer or constant.
         wanted: the gradients to compute; without any, the kernels are for inference.
         functional: whether kernels keep their functional backward, for passes that split it.
@@ -209,14 +209,15 @@ class OnFakes(Differentiator):
     ) -> None:
         super().__init__(plan, values, state, wanted)
         self.functional = functional
-        self.mode = FakeTensorMode()
+        symbolic = [x.fake_mode for x in self.values.values() if isinstance(x, FakeTensor)]
+        self.mode = symbolic[0] if symbolic else FakeTensorMode()
         used = {a.target for s in self.plan.stages for a in (*s.parameters, *s.buffers)}
         tensors = {name: self.state[name] for name in used}
         given = [value for value in self.values.values() if isinstance(value, Tensor)]
         sharing = Counter(map(memory, (*tensors.values(), *given)))
 
         def fake(value: Any) -> Any:
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
                 return value
             return self._fake(value, alone=sharing[memory(value)] == 1)
 

@@ -11,16 +11,15 @@ bits. So a stage that reads a value more than once, and is not the last to read 
 on to later stages. Their gradient then comes back to this stage and is added first. A value that
 each stage reads once, such as a U-Net's skip, is sent directly to each of its readers.
 
-``put_sizes`` puts in the sizes of a micro-batch, so that no stage computes or sends them.
+``localise_sizes`` lets every stage compute the sizes that it reads, so that no integers are sent.
 
-before:  n = sym_size(x, 0);  m = mul(n, 2);  view = view(h, [m, 8])
-after:   view = view(h, [12, 8])                                        for six samples
+before:  stage 0: n = sym_size(x, 0), h = …        stage 1: view(h, [n, 8])   (n crosses)
+after:   stage 0: n = sym_size(x, 0), h = …        stage 1: n_1 = sym_size(h, 0), view(h, [n_1, 8])
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.passes.graph.lazy_module import copied
-from fxpipe.passes.partition.assignment import Assignment, differentiable
+from fxpipe.passes.partition.assignment import Assignment, compute_nodes, differentiable
 
 
 def relay(
@@ -120,54 +119,99 @@ def _reads(node: fx.Node, readers: list[fx.Node]) -> int:
     )
 
 
-def put_sizes(traced: Traced, values: Mapping[str, Any]) -> Traced:
-    """The same graph for the sizes of its inputs; only sizes that it returns are still computed.
+def localise_sizes(traced: Traced, assignment: Assignment) -> tuple[Traced, Assignment]:
+    """Let a stage compute the sizes that it reads from the tensors that it receives, if it can.
 
-    Args:
-        traced: the graph.
-        values: input → an example of the size of one micro-batch.
+    A size that no received tensor has is sent on an edge, like any other value.
     """
     if not any(_is_size(node) for node in traced.graph.nodes):
-        return traced
-    sized = copied(traced)
-    known: dict[Any, Any] = {}  # the graphs of the model and its loss each have a size environment
-    numbers: dict[fx.Node, Any] = {}
+        return traced, assignment
+    copies: dict[fx.Node, fx.Node] = {}
+    localised = copied(traced, copies)
+    assert all(old.name == new.name for old, new in copies.items()), "a copy keeps its names"
+    stages = {n.name: assignment.nodes[n.name] for n in compute_nodes(traced.graph)}
+    for stage in range(assignment.stages):
+        _Localiser(localised.graph, stages, stage).run()
+    localised.graph.lint()
+    return localised, Assignment(assignment.stages, stages)
 
-    def learn(size: Any, number: Any) -> None:
-        if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
-            known.setdefault((id(size.node.shape_env), size.node.expr), number)
 
-    def number_of(size: Any) -> int:
-        if not isinstance(size, torch.SymInt):
-            return int(size)
-        env, expression = id(size.node.shape_env), size.node.expr
-        return int(expression.xreplace({s: known[env, s] for s in expression.free_symbols}))
+class _Localiser:
+    """Rewrites one stage of the copied graph."""
 
-    for node in sized.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, Tensor) and node.name in values:
-            for size, number in zip(value.shape, values[node.name].shape, strict=True):
-                learn(size, number)
-        if node.op != "output":
-            node.args, node.kwargs = fx.map_arg(
-                (node.args, node.kwargs), lambda n: numbers.get(n, n)
-            )
-        if _is_size(node):
-            read = node.all_input_nodes
-            with suppress(KeyError):  # no input tells it: the stage that makes it sends it
-                if node.target is torch.ops.aten.sym_size.int:
-                    numbers[node] = number_of(read[0].meta["val"].shape[node.args[1]])
-                    learn(value, numbers[node])
-                elif not read:
-                    numbers[node] = node.target(*node.args, **node.kwargs)
-    for node in reversed(numbers):
-        if not node.users:
-            sized.graph.erase_node(node)
-    sized.graph.lint()
-    return sized
+    def __init__(self, graph: fx.Graph, stages: dict[str, int], stage: int) -> None:
+        self.graph = graph
+        self.stages = stages
+        self.stage = stage
+        self.nodes = [n for n in compute_nodes(graph) if stages.get(n.name) == stage]
+        self.locals: dict[fx.Node, fx.Node | None] = {}
+        self.sources = self._sources()
+
+    def run(self) -> None:
+        for node in self.nodes:
+            for size in node.all_input_nodes:
+                if _is_size(size) and self.stages.get(size.name, self.stage) != self.stage:
+                    local = self._local(size)
+                    if local is not None and local < node:
+                        node.replace_input_with(size, local)
+
+    def _sources(self) -> Mapping[Hashable, tuple[fx.Node, int]]:
+        """Size, as ``_key`` → the first tensor received by the stage that has this size, and its
+        dimension."""
+        arriving = {
+            tensor
+            for node in self.nodes
+            for tensor in node.all_input_nodes
+            if self.stages.get(tensor.name) != self.stage
+        }
+        sources: dict[Hashable, tuple[fx.Node, int]] = {}
+        for tensor in sorted(arriving):
+            value = tensor.meta.get("val")
+            if isinstance(value, Tensor):
+                for dimension, size in enumerate(value.shape):
+                    if isinstance(size, torch.SymInt):
+                        sources.setdefault(_key(size), (tensor, dimension))
+        return sources
+
+    def _local(self, size: fx.Node) -> fx.Node | None:
+        """The size computed anew inside the stage; None if no tensor of the stage has it."""
+        if size not in self.locals:
+            self.locals[size] = self._computed(size)
+        return self.locals[size]
+
+    def _computed(self, size: fx.Node) -> fx.Node | None:
+        source = self.sources.get(_key(size.meta["val"]))
+        if source is not None:
+            tensor, dimension = source
+            inputs = {tensor: tensor}
+            with self.graph.inserting_after(self._last([tensor])):
+                local = self.graph.call_function(torch.ops.aten.sym_size.int, (tensor, dimension))
+        else:
+            copies = {node: self._local(node) for node in size.all_input_nodes if _is_size(node)}
+            inputs = {node: copy for node, copy in copies.items() if copy is not None}
+            if not inputs or len(inputs) != len(size.all_input_nodes):
+                return None
+            with self.graph.inserting_after(self._last(list(inputs.values()))):
+                local = self.graph.node_copy(size, lambda node: inputs[node])
+        local.meta.update(size.meta)
+        self.stages[local.name] = self.stage
+        return local
+
+    def _last(self, nodes: list[fx.Node]) -> fx.Node:
+        """The last of some nodes. If all are placeholders, the graph's last placeholder, to insert
+        no node between placeholders."""
+        last = max(nodes)
+        while last.op == "placeholder" and last.next.op == "placeholder":
+            last = last.next
+        return last
+
+
+def _key(size: torch.SymInt) -> Hashable:
+    """The same for equal sizes. The graphs of the model and of its loss number their symbols each
+    for itself."""
+    return id(size.node.shape_env), size.node.expr
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether a node computes a size, or a fraction or comparison of sizes."""
-    symbols = torch.SymInt | torch.SymFloat | torch.SymBool
-    return node.op == "call_function" and isinstance(node.meta.get("val"), symbols)
+    value: Any = node.meta.get("val")
+    return node.op == "call_function" and isinstance(value, torch.SymInt)

@@ -35,6 +35,7 @@ def test_each_list_is_in_order(name: str) -> None:
     ("name", "first", "then"),
     [
         ("join", "seed_randomness", "attach_loss"),
+        ("fit", "localise_sizes", "relay"),
         ("plan", "part_backward", "differentiate"),
         ("plan", "part_gradients", "part_backward"),
         ("program", "free", "communicate"),

@@ -15,7 +15,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import SEED, Literal, Traced, Value
 from fxpipe.kernels.serial import SerialResult, run_serially
 from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
-from fxpipe.passes.graph.fit import put_sizes
+from fxpipe.passes.graph.fit import localise_sizes
 from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.graph.randomness import seed_randomness
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes, first_readers
@@ -97,10 +97,10 @@ def differentiated(
     **kwargs: Any,
 ) -> Plan:
     """The plan with kernels; every output gets a gradient."""
-    values = values_of(traced, *args, **kwargs)
-    parts = put_sizes(traced, values)
+    parts, assignment = localise_sizes(traced, assignment)
     plan = cut(parts, assignment, first_readers(parts, assignment)).verify()
     outputs = frozenset(out.name for out in traced.outputs if isinstance(out, Value))
+    values = values_of(traced, *args, **kwargs)
     state = traced.state_of(model)
     return differentiate(plan, values, state, Wanted(outputs, inputs)).verify()
 

@@ -18,7 +18,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.ir.value import HOST
 from fxpipe.passes.differentiate.extract import results
-from fxpipe.passes.graph.fit import put_sizes
+from fxpipe.passes.graph.fit import localise_sizes
 from fxpipe.passes.partition.assignment import (
     Assignment,
     compute_nodes,
@@ -29,15 +29,7 @@ from fxpipe.passes.partition.assignment import (
 )
 from fxpipe.passes.partition.cut import cut
 from tests.helpers.exported import Sliced
-from tests.helpers.fronted import (
-    Answer,
-    differentiated,
-    front_end,
-    in_stages,
-    run_plan,
-    values_of,
-    whole,
-)
+from tests.helpers.fronted import Answer, differentiated, front_end, in_stages, run_plan, whole
 from tests.helpers.tiny import Tiny
 from tests.models.test_exactness import Language
 
@@ -157,9 +149,9 @@ def settled(traced: Traced, wishes: list[int], stages: int) -> Assignment:
 def test_any_forward_assignment_makes_a_plan_that_verifies(
     name: str, wishes: list[int], stages: int
 ) -> None:
-    _, x, traced = front(name)
+    _, _, traced = front(name)
     assignment = settled(traced, wishes, stages)
-    plan = cut_up(put_sizes(traced, values_of(traced, x)), assignment)
+    plan = cut_up(*localise_sizes(traced, assignment))
     made: dict[str, int] = {}
     for edge in plan.edges:
         assert edge.target == HOST or edge.source < edge.target
@@ -191,8 +183,8 @@ def test_a_cut_graph_computes_the_uncut_ones_bits(name: str, stages: int) -> Non
 
 @pytest.mark.parametrize("name", ["slices", "transformer"])
 def test_no_size_crosses(name: str) -> None:
-    _, x, traced = front(name)
-    plan = cut_up(put_sizes(traced, values_of(traced, x)), in_stages(traced, 4))
+    _, _, traced = front(name)
+    plan = cut_up(*localise_sizes(traced, in_stages(traced, 4)))
     by_name = {node.name: node for node in traced.graph.nodes}
     for edge in plan.edges:
         assert isinstance(by_name[edge.value].meta["val"], Tensor)

@@ -19,6 +19,7 @@ from fxpipe.errors import PartitionError
 from fxpipe.extensions.exact_cut.solve import SLACK
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import Traced, Value
+from fxpipe.passes.graph.fit import localise_sizes
 from fxpipe.passes.partition.assignment import (
     Assignment,
     compute_nodes,
@@ -338,11 +339,11 @@ def test_other_graphs_of_a_model_follow_the_first(name: str) -> None:
             for target, stage in first_readers(traced, placed).items():
                 if target in dict(model.named_parameters()):
                     assert stage == home[target], target
-            cut(traced, placed, home).verify()
+            cut(*localise_sizes(traced, placed), home).verify()
         assert dict(place_like(reference, reference, assignment).nodes) == dict(assignment.nodes)
 
 
 def test_a_simple_split_of_a_model_verifies() -> None:
     traced = front_end(Nested(), torch.randn(3, 4))
     assignment = in_stages(traced, 3)
-    cut(traced, assignment, first_readers(traced, assignment)).verify()
+    cut(*localise_sizes(traced, assignment), first_readers(traced, assignment)).verify()
