@@ -33,7 +33,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, one_each, round_robin, schedule, vee
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import A, B, C, F, I, O, P, R, Task, TaskContext, U, W, define_task
+from fxpipe.ir.task import A, B, C, F, I, O, P, Pair, R, Task, TaskContext, U, W, define_task
 from fxpipe.removed import gone
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ __all__ = [
     "O",
     "Offload",
     "P",
+    "Pair",
     "ParseError",
     "Partition",
     "PartitionError",

@@ -52,12 +52,14 @@ def end_with_flush(schedule: Schedule) -> Schedule:
     after::
 
         0: F0 F1 B0 B1 U
+
+    The tasks of a pair come apart.
     """
     rows = tuple(
         tuple(replace(task, batch=0) for task in sorted(row, key=lambda task: -task.batch))
         for row in schedule.rows
     )
-    return replace(schedule, rows=rows)
+    return replace(schedule, rows=rows, paired=frozenset())
 
 
 Recompute = Literal["never", "always", "except_last"]
@@ -66,7 +68,8 @@ RecomputeLike = Recompute | Sequence[Recompute] | Mapping[int, Recompute]
 
 
 def add_recompute(schedule: Schedule, recompute: RecomputeLike) -> Schedule:
-    """Schedule → Schedule: a recompute right before each backward of stages that recompute.
+    """Schedule → Schedule: a recompute right before each backward of stages that recompute, or
+    before its pair.
 
     Args:
         schedule: a schedule without recomputes; any other is returned unchanged.
@@ -90,13 +93,14 @@ def modes_of(recompute: RecomputeLike, stages: int) -> tuple[Recompute, ...]:
 
 
 def _row(schedule: Schedule, device: int, modes: Sequence[Recompute]) -> Iterator[Task]:
-    for task in schedule.rows[device]:
-        if task.kind in "BI" and task.stage is not None:
-            mode = modes[task.stage]
-            is_last = task.microbatch == schedule.microbatches - 1
-            if mode == "always" or (mode == "except_last" and not is_last):
-                yield replace(task, kind="R")
-        yield task
+    for unit in schedule.units(device):
+        for task in unit:
+            if task.kind in "BI" and task.stage is not None:
+                mode = modes[task.stage]
+                is_last = task.microbatch == schedule.microbatches - 1
+                if mode == "always" or (mode == "except_last" and not is_last):
+                    yield replace(task, kind="R")
+        yield from unit
 
 
 def add_reduce(schedule: Schedule) -> Schedule:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxpipe.ir.recipe import PARTIAL, Recipe, schedule, vee
-from fxpipe.ir.task import Task, U
+from fxpipe.ir.task import Pair, Task, U
 from fxpipe.schedules.chimera import both_ways
 from fxpipe.schedules.zero_bubble import spell
 
@@ -16,7 +16,7 @@ from fxpipe.schedules.zero_bubble import spell
 @schedule("dualpipe-v", placement=vee)
 def dualpipe_v(
     device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
-) -> Iterator[Task]:
+) -> Iterator[Task | Pair]:
     """Stages in a V, two a device; backwards are halved only while the pipe fills and drains.
 
     Device d holds the stages d and 2p − 1 − d. Made for expert parallelism: a forward and the
@@ -27,27 +27,29 @@ def dualpipe_v(
         0: F0 F1 F2 f0 i0 w0 f1 F3 b1  - f2 B0  - b2  - f3  . B1  - b3  - I2 W2 I3 W3 U
         1:  . F0 f0 F1 f1 F2 b0  - f2 B0  - F3 b1  - f3 B1  - b2  - B2  - i3 I3 w3 W3 U
 
-    Bubble: a device is idle between its first task and its last for at most
-    (p − 1)(T_F + T_I − T_W), for m ≥ 2p and T_W ≤ T_I ≤ T_F ≤ T_I + T_W. Where those two
-    are one pass of T_F + T_B, the whole step takes (p − 1)(T_F + 2 T_B − 3 T_W) longer than a
-    device's work, for m ≥ 2p and T_F = T_I ≥ T_W. Stash: 2p + 1 micro-batches of one of a device's
-    two stages, for m ≥ 2p.
+    Bubble: where a forward and a backward are two passes, a device is idle between its first task
+    and its last for at most (p − 1)(T_F + T_I − T_W), for m ≥ 2p and T_W ≤ T_I ≤ T_F ≤ T_I + T_W.
+    Where they are one pass of T_F + T_B, the whole step takes (p − 1)(T_F + 2 T_B − 3 T_W) longer
+    than a device's work, for m ≥ 2p and T_F = T_I ≥ T_W. Stash: 2p + 1 micro-batches of one of a
+    device's two stages, for m ≥ 2p.
     """
     more = max(microbatches - 2 * devices, 0)
-    yield from spell(_words(device, devices, more), stages, microbatches)
+    yield from spell(_words(device, devices, more, " "), stages, microbatches)
     yield from map(U, stages)
 
 
-def _words(device: int, devices: int, more: int) -> str:
-    """A device's row."""
+def _words(device: int, devices: int, more: int, both: str) -> str:
+    """A device's row; ``both`` is between a forward and a backward that can run together."""
     upto, behind = device + 1, devices - device - 1
     whole, odd = divmod(upto, 2)
+    first = both if behind else " "
     return (
         "F0 " * (2 * behind)
         + "F0 F1 " * upto
         + "I1 W F1 " * behind
-        + "F0 B1 F1 B0 " * (more + device + 1)
-        + "B1 F1 B0 " * behind
+        + f"F0{first}B1 F1{both}B0 "
+        + f"F0{both}B1 F1{both}B0 " * (more + device)
+        + f"B1 F1{both}B0 " * behind
         + "B1 B0 " * whole
         + "B1 I0 " * odd
         + "I1 I0 " * whole
@@ -56,31 +58,31 @@ def _words(device: int, devices: int, more: int) -> str:
     )
 
 
-def _dualpipe(device: int, devices: int, microbatches: int) -> Iterator[Task]:
-    """Two pipelines in opposite directions, whose forwards and backwards alternate.
+def _dualpipe(device: int, devices: int, microbatches: int) -> Iterator[Task | Pair]:
+    """Two pipelines in opposite directions, whose forwards and backwards run together as pairs.
 
     DualPipe (DeepSeek, arXiv 2412.19437), in the order of its authors' program. Even micro-batches
     go down the devices, odd ones up; device d holds stage d and a copy of stage p − 1 − d. Works
-    for every m and even p. The authors run a forward and the backward behind it as one pass, in
-    which one computes while the other communicates; here they run in turn. p = 2, m = 6, small
-    letters on the copy::
+    for every m and even p. p = 2, m = 6, all tasks equally long; small letters on the copy::
 
-        0: F0 f1 F2 b1 f3 B0 F4 b3 f5 B2 b5 I4 W4 U
-        1: f1 F0 f3 B0 F2 b1 f5 B2 F4 b3 B4 i5 w5 U
+        0: F0 f1 F2 b1--- f3&B0--- F4&b3--- f5&B2--- b5--- I4 W4 U
+        1: f1 F0 f3 B0--- F2&b1--- f5&B2--- F4&b3--- B4--- i5 w5 U
 
-    Stash: p + 1 micro-batches of a stage on every device, its two stages together, for m ≥ 2p.
+    Bubble: a step takes (p/2 − 1)(T_F&B + T_B − 3 T_W) longer than a device's work, for even
+    m ≥ 2p, T_F&B = T_F + T_B and T_F = T_I ≥ T_W; at most that with shorter pairs. Stash: p + 1
+    micro-batches of a stage on every device, its two stages together, for m ≥ 2p.
     """
     if devices % 2:
         raise ValueError(f"devices is {devices}; DualPipe needs an even number of them")
     up = device >= devices // 2
     stages = tuple(sorted((device, devices - 1 - device)))
     more = max((microbatches + 1) // 2 - devices, 0)
-    words = _words(stages[0], devices // 2, more)
+    words = _words(stages[0], devices // 2, more, "&")
     yield from spell(words, stages, microbatches, (int(up), int(not up)), step=2)
     yield U(device)
 
 
 dualpipe = Recipe("dualpipe", _dualpipe, placement=both_ways)
-"""Two pipelines in opposite directions whose forwards and backwards alternate; even p only."""
+"""Two pipelines in opposite directions whose forwards and backwards run together; even p only."""
 
 PARTIAL[dualpipe.name] = dualpipe

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 
 from fxpipe.ir.recipe import Recipe, round_robin, schedule
-from fxpipe.ir.task import B, F, Task, U
+from fxpipe.ir.task import B, F, Pair, Task, U
 
 
 @schedule("1f1b")
@@ -39,7 +39,7 @@ def one_f_one_b(device: int, devices: int, microbatches: int) -> Iterator[Task]:
 @schedule("interleaved-1f1b", placement=round_robin(2))
 def interleaved_one_f_one_b(
     device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
-) -> Iterator[Task]:
+) -> Iterator[Task | Pair]:
     """1F1B with several stages a device, each in turn for a round of p or a few more micro-batches.
 
     From Megatron-LM (Narayanan et al., arXiv 2104.04473). v stages a device divide the bubble of
@@ -60,7 +60,7 @@ def interleaved_one_f_one_b(
     yield from _in_turns(device, devices, starts, stages)
 
 
-def grouped(size: int, chunks: int = 2) -> Recipe:
+def grouped(size: int, chunks: int = 2, *, pairs: bool = False) -> Recipe:
     """Interleaved 1F1B with a group size: each stage runs for ``size`` micro-batches at a time.
 
     Megatron-LM's ``microbatch_group_size_per_vp_stage``; the last group has what is left. A larger
@@ -69,11 +69,14 @@ def grouped(size: int, chunks: int = 2) -> Recipe:
 
     As in Megatron-LM, no group may have fewer than p micro-batches, or the devices would wait for
     one another; a single group may. Else making the schedule raises an InputError.
+
+    With ``pairs``, one more forward runs ahead, and each later one runs together with the backward
+    behind it: Megatron-LM's ``overlap_moe_expert_parallel_comm``, and the schedule of Kimi K2.
     """
 
     def tasks(
         device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
-    ) -> Iterator[Task]:
+    ) -> Iterator[Task | Pair]:
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"size is {size!r}; give a whole number of at least 1")
         starts = [*range(0, microbatches, size), microbatches]
@@ -83,9 +86,10 @@ def grouped(size: int, chunks: int = 2) -> Recipe:
                 f"groups of {size} leave one of {min(size, last)} of {microbatches} micro-batches, "
                 f"and there are {devices} devices; choose a size that leaves at least their number"
             )
-        yield from _in_turns(device, devices, starts, stages)
+        yield from _in_turns(device, devices, starts, stages, pairs)
 
-    return Recipe(f"interleaved-1f1b-by-{size}", tasks, placement=round_robin(chunks))
+    name = f"interleaved-1f1b-by-{size}" + ("-in-pairs" if pairs else "")
+    return Recipe(name, tasks, placement=round_robin(chunks))
 
 
 def seq1f1b(slices: int) -> Recipe:
@@ -119,8 +123,8 @@ def seq1f1b(slices: int) -> Recipe:
 
 
 def _in_turns(
-    device: int, devices: int, starts: list[int], stages: tuple[int, ...]
-) -> Iterator[Task]:
+    device: int, devices: int, starts: list[int], stages: tuple[int, ...], pairs: bool = False
+) -> Iterator[Task | Pair]:
     """Yield interleaved 1F1B, each stage in turn for the micro-batches from start to start."""
     turns = [range(start, end) for start, end in pairwise(starts)]
     forwards = [F(i, stage) for turn in turns for stage in stages for i in turn]
@@ -128,6 +132,9 @@ def _in_turns(
     ahead = 2 * (devices - device) - 1 + (len(stages) - 1) * max(map(len, turns))
     yield from forwards[:ahead]
     for backward, forward in zip_longest(backwards, forwards[ahead:]):
+        if pairs and forward is not None:
+            yield forward & backward
+            continue
         yield backward
         if forward is not None:
             yield forward

@@ -12,11 +12,12 @@ from typing import Any
 
 from fxpipe.errors import InputError, near, told
 from fxpipe.ir.schedule import Delay, Schedule, ordered_copies
-from fxpipe.ir.task import Task, is_task
+from fxpipe.ir.task import Pair, Task, is_task
 from fxpipe.torchtools.state import without_collection
 
 Rows = Callable[..., Iterable[Any]]
-"""The function that an author writes: ``(device, devices, microbatches)`` → the device's tasks.
+"""The function that an author writes: ``(device, devices, microbatches)`` → the device's tasks,
+perhaps with pairs of them.
 
 With a parameter ``stages`` it also gets the stages that the device holds, in order; with a
 parameter ``placement``, the device of every stage.
@@ -111,12 +112,18 @@ class Recipe:
         placement, copies = tuple(at[0] for at in places), tuple(at[1:] for at in places)
         extra = _parameters(self.tasks)[3:]
         rows: list[tuple[Task, ...]] = []
+        paired: set[Task] = set()
         for device in range(devices):
             held = [stage for stage, at in enumerate(places) if device in at]
             offered = {"stages": tuple(held), "placement": placement}
             keywords = {name: offered[name] for name in extra if name in offered}
             tasks = self._tasks(device, devices, microbatches, keywords)
-            rows.append(tuple(self._row(device, microbatches, held, tasks)))
+            row: list[Task] = []
+            for task, second in self._row(device, microbatches, held, tasks):
+                row.append(task)
+                if second:
+                    paired.add(task)
+            rows.append(tuple(row))
         return Schedule(
             self.name,
             microbatches,
@@ -124,6 +131,7 @@ class Recipe:
             tuple(rows),
             delay,
             copies,
+            frozenset(paired),
             self.slices,
         )
 
@@ -193,12 +201,18 @@ class Recipe:
             ) from error
 
     def _row(
-        self, device: int, microbatches: int, held: list[int], tasks: Iterable[Task]
-    ) -> Iterator[Task]:
-        """Check the tasks of a device that holds some stages, and give each its stage."""
+        self, device: int, microbatches: int, held: list[int], tasks: Iterable[Task | Pair]
+    ) -> Iterator[tuple[Task, bool]]:
+        """Check the tasks of a device that holds some stages, and give each its stage. Yields each
+        and whether it is the second of a pair."""
         bound = _TASKS_PER_STAGE_AND_MICROBATCH * (microbatches + 1) * max(len(held), 1)
         where = f"schedule {self.name!r}, device {device}, position"
-        for position, task in enumerate(tasks):
+        flat = (
+            (task, bool(number))
+            for given in tasks
+            for number, task in enumerate(given if isinstance(given, Pair) else (given,))
+        )
+        for position, (task, second) in enumerate(flat):
             if position == bound:
                 raise InputError(
                     f"{where} {position}: more than {bound} tasks for {microbatches} "
@@ -209,9 +223,9 @@ class Recipe:
                     f"{where} {position}: got {task!r}; yield tasks such as F(0), B(0) or U()"
                 )
             if task.stage is not None:
-                yield task
+                yield task, second
             elif len(held) == 1:
-                yield Task(task.kind, task.microbatch, held[0], task.batch)
+                yield Task(task.kind, task.microbatch, held[0], task.batch), second
             elif not held:
                 raise InputError(
                     f"{where} {position}: {task} runs on a device to which the placement gives no "
@@ -225,7 +239,7 @@ class Recipe:
 
     def _tasks(
         self, device: int, devices: int, microbatches: int, keywords: dict[str, Any]
-    ) -> Iterator[Task]:
+    ) -> Iterator[Task | Pair]:
         """Run the author's function; an error in it is raised as an InputError that names it."""
         try:
             yield from self.tasks(device, devices, microbatches, **keywords)
@@ -243,7 +257,9 @@ def fixed(schedule: Schedule) -> Recipe:
     """The recipe that makes this one schedule."""
     return Recipe(
         schedule.name,
-        lambda device, devices, microbatches: schedule.rows[device],
+        lambda device, devices, microbatches: [
+            Pair(*unit) if len(unit) > 1 else unit[0] for unit in schedule.units(device)
+        ],
         schedule.delay,
         lambda devices: tuple(map(schedule.devices_of, range(schedule.stages))),
         schedule.microbatches,

@@ -15,6 +15,7 @@ from fxpipe.formatting import plural, shown
 from fxpipe.ir.task import Task
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from os import PathLike
 
     from fxpipe.verify.schedule import StashCounts
@@ -47,6 +48,7 @@ class Schedule:
         copies: stage → the further devices that compute it, in order; empty if no stage has any.
             Each micro-batch is computed on the device whose row holds its tasks. The stage's own
             device holds the weights, and updates them once the gradients of all are summed.
+        paired: the backwards that run together with the forward right before them; see Pair.
         slices: the parts of each micro-batch's sequence. A stage of the model is then one stage for
             each slice, all on one device: of ``stages / slices`` = S stages of the model, stage
             ``c * S + s`` is slice c of stage s. It comes after slice c of stage s − 1, and after
@@ -59,6 +61,7 @@ class Schedule:
     rows: tuple[tuple[Task, ...], ...]
     delay: Delay = 0
     copies: tuple[tuple[int, ...], ...] = ()
+    paired: frozenset[Task] = frozenset()
     slices: int = 1
 
     def __post_init__(self) -> None:
@@ -66,6 +69,7 @@ class Schedule:
         _check_listed("rows", self.rows, "for each device a tuple of its tasks", 2)
         _check_listed("copies", self.copies, "for each stage a tuple of its further devices", 2)
         object.__setattr__(self, "copies", ordered_copies(self.copies))
+        object.__setattr__(self, "paired", frozenset(self.paired))
         # Bring the delay into one form, so that equal schedules compare equal.
         if isinstance(self.delay, tuple):
             rules = tuple(map(_shortest, self.delay))
@@ -84,6 +88,17 @@ class Schedule:
     def kinds(self) -> frozenset[str]:
         """The letters of its tasks."""
         return frozenset(task.kind for row in self.rows for task in row)
+
+    def units(self, device: int) -> Iterator[tuple[Task, ...]]:
+        """A device's tasks in order, each alone, or two that are a pair."""
+        unit: tuple[Task, ...] = ()
+        for task in self.rows[device]:
+            if unit and task not in self.paired:
+                yield unit
+                unit = ()
+            unit = (*unit, task)
+        if unit:
+            yield unit
 
     def indices_of(self, kind: str) -> frozenset[tuple[int | None, int | None]]:
         """The stage and micro-batch of each task of a kind."""

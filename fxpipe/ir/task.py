@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.errors import InputError
 from fxpipe.ir.value import batch_mark
@@ -106,6 +106,8 @@ BESIDE = "OP"
 class Task:
     """One piece of compute: a kind, a micro-batch and a stage.
 
+    ``F(3) & B(1)`` is a Pair.
+
     Attributes:
         kind: a letter of KINDS.
         microbatch: index in its batch, from 0; None for a task once a step.
@@ -122,6 +124,26 @@ class Task:
         index = "" if self.microbatch is None else str(self.microbatch)
         at = "" if self.stage is None else f"@{self.stage}"
         return f"{self.kind}{index}{batch_mark(self.batch)}{at}"
+
+    def __and__(self, other: Task) -> Pair:
+        return Pair(self, other) if isinstance(other, Task) else NotImplemented
+
+
+class Pair(NamedTuple):
+    """A forward of one micro-batch and a backward of another that run together, ``F3&B1``.
+
+    They start together, once both have their inputs, and end together.
+    """
+
+    forward: Task
+    backward: Task
+
+    def __str__(self) -> str:
+        return f"{self.forward}&{self.backward}"
+
+
+BESIDE_FORWARD = "BIW"
+"""The letters of the tasks that can be a pair with a forward."""
 
 
 def is_task(value: object) -> bool:

@@ -63,7 +63,8 @@ def _waiting(launch: Launch, recorded: set[Event | None]) -> Launch:
 
 
 def unroll_schedule(schedule: Schedule, steps: int) -> Schedule:
-    """Write out the run of a schedule over some steps, as ``unroll`` does for a program.
+    """Write out the run of a schedule over some steps, as ``unroll`` does for a program; the tasks
+    of pairs come apart.
 
     Raises:
         InputError: ``steps`` is less than 1, or the result would be too long.
@@ -77,7 +78,7 @@ def unroll_schedule(schedule: Schedule, steps: int) -> Schedule:
         )
         for row in schedule.rows
     )
-    return replace(schedule, rows=rows)
+    return replace(schedule, rows=rows, paired=frozenset())
 
 
 def absolute(instruction: ins.Instruction, step: int) -> ins.Instruction:

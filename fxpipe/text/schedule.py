@@ -28,7 +28,7 @@ _REST = re.compile(r"[^ \t\r#]+")
 def print_schedule(schedule: Schedule) -> str:
     """Print a schedule; ``parse_schedule`` reads back an equal value if all tasks are in range.
 
-    A task shows its stage unless that is the only stage of its device::
+    A task shows its stage unless that is the only stage of its device; a pair is ``F1&B0``::
 
         schedule 1f1b stages=2 microbatches=2 delay=0
         place 0 | 1
@@ -47,9 +47,11 @@ def print_schedule(schedule: Schedule) -> str:
     for device in range(schedule.devices):
         held = schedule.held_by(device)
         only = held[0] if len(held) == 1 else None
-        row = schedule.rows[device]
-        tasks = [str(replace(t, stage=None) if t.stage == only else t) for t in row]
-        lines.append(" ".join([f"{device}:", *tasks]))
+        units = [
+            "&".join(str(replace(t, stage=None) if t.stage == only else t) for t in unit)
+            for unit in schedule.units(device)
+        ]
+        lines.append(" ".join([f"{device}:", *units]))
     return "\n".join(lines) + "\n"
 
 
@@ -74,6 +76,7 @@ def parse_schedule(text: str) -> Schedule:
     places = parse_place(lines[1], stages)
     held = places.held
     rows: dict[int, tuple[Task, ...]] = {}
+    paired: set[Task] = set()
     for line in lines[2:]:
         start = line.at
         device = line.integer("a row such as 0: F0 B0 U, which starts with its device")
@@ -84,7 +87,7 @@ def parse_schedule(text: str) -> Schedule:
         if device in rows:
             raise line.error(f"device {device} has a row already; keep one", start)
         line.literal(":", "':' after the device")
-        rows[device] = tuple(_tasks(line, held[device], stages, microbatches))
+        rows[device] = tuple(_tasks(line, held[device], stages, microbatches, paired))
     for device in range(len(held)):
         if device not in rows:
             raise end.error(f"device {device} has no row; add '{device}:' and its tasks")
@@ -96,6 +99,7 @@ def parse_schedule(text: str) -> Schedule:
         ordered,
         delay,
         places.copies,
+        frozenset(paired),
         slices,
     )
 
@@ -136,11 +140,19 @@ def _rule(line: Line, first: int, microbatches: int) -> Rule:
     return tuple(rule) if len(rule) > 1 else first
 
 
-def _tasks(line: Line, held: Sequence[int], stages: int, microbatches: int) -> Iterator[Task]:
-    """Read the tasks of a row."""
+def _tasks(
+    line: Line, held: Sequence[int], stages: int, microbatches: int, paired: set[Task]
+) -> Iterator[Task]:
+    """Read the tasks of a row; adds the second of each pair to ``paired``."""
     while not line.ended():
         start = line.at
         task = _task(line, held, stages, microbatches)
+        if line.skip("&"):
+            yield task
+            if line.at == len(line.text) or line.text[line.at] not in KINDS:
+                raise line.error("expected the backward of a pair behind '&', such as F1&B0")
+            task = _task(line, held, stages, microbatches)
+            paired.add(task)
         if rest := line.take(_REST):
             raise line.error(
                 f"unexpected {rest!r} after {line.text[start : line.at - len(rest)]}; put a blank "

@@ -21,6 +21,7 @@ from fxpipe.verify.tasks import (
     counts_faults,
     dependencies,
     gradients_used_up,
+    pairs,
 )
 from fxpipe.verify.versions import Versions, too_small, versions_of
 
@@ -90,6 +91,7 @@ def _judge(schedule: Schedule) -> tuple[Window, list[Fault], bool]:
     faults = [*window.faults, *complete(window, updates=window.trains)]
     whole = not faults
     faults += run_together(window)
+    faults += pairs(window)
     faults += ascending(window)
     faults += dependencies(window, needs_of(schedule))
     faults += gradients_used_up(window)

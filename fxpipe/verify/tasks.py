@@ -24,7 +24,7 @@ from fxpipe.errors import Fault, near
 from fxpipe.formatting import numbers_text
 from fxpipe.ir.instruction import Wrong
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS, Task, TaskKind
+from fxpipe.ir.task import BESIDE_FORWARD, KINDS, Task, TaskKind
 from fxpipe.ir.value import FURTHEST
 from fxpipe.ir.walk import Key, Place, Wait, key_index, walk
 from fxpipe.verify.copies import away
@@ -56,6 +56,7 @@ class Window:
         spots: each well-formed task → its first place; row after row, in order.
         wrong: the place of each task that is wrong by itself or there twice → what is wrong.
         ends: device → the position behind its last task.
+        seconds: device and position of the second task of each pair.
     """
 
     def __init__(
@@ -71,6 +72,12 @@ class Window:
         self.spots: dict[Key, Spot] = {}
         self.wrong: dict[Place, Wrong] = {}
         self.ends: list[int] = []
+        self.seconds = {
+            (device, position)
+            for device, row in enumerate(schedule.rows if schedule.paired else ())
+            for position, task in enumerate(row)
+            if task in schedule.paired
+        }
         for device, row in enumerate(schedule.rows):
             position = -1
             row_positions = range(len(row)) if positions is None else positions[device]
@@ -115,7 +122,13 @@ class Window:
         return bool(copies) and device in copies[stage]
 
     def _text(self, device: int, position: int) -> str:
-        return str(self.schedule.rows[device][position])
+        """The text of a task, or of its pair."""
+        row = self.schedule.rows[device]
+        if (device, position + 1) in self.seconds:
+            return f"{row[position]}&{row[position + 1]}"
+        if position and (device, position) in self.seconds:
+            return f"{row[position - 1]}&{row[position]}"
+        return str(row[position])
 
     def _place(self, task: Task, here: Spot) -> Wrong | None:
         """Note the place of a task, and return what is wrong with the task."""
@@ -255,6 +268,24 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
                 yield Fault(what, "let it give its gradients behind its last backward", copy)
 
 
+def pairs(window: Window) -> Iterator[Fault]:
+    """Check that each pair is a forward and, right behind it, a backward of another micro-batch."""
+    schedule = window.schedule
+    placed = {schedule.rows[device][position] for device, position in window.seconds}
+    for task in sorted(schedule.paired - placed, key=str):
+        yield Fault(f"{task} is in paired and in no row", "leave it out")
+    for device, position in sorted(window.seconds):
+        row = schedule.rows[device]
+        first, second = row[position - 1], row[position]
+        spot = Spot(device, position, second.batch)
+        if not position or first.kind != "F" or second.kind not in BESIDE_FORWARD:
+            what = "a pair is a forward with a backward behind it"
+            yield window.fault(spot, what, "write one such as F1&B0, or the tasks one by one")
+        elif (first.microbatch, first.batch) == (second.microbatch, second.batch):
+            what = "they would start together, and the backward needs the forward"
+            yield window.fault(spot, what, "pair different micro-batches")
+
+
 def _offload(window: Window, i: int, stage: int) -> Iterator[Fault]:
     stored, back = (window.spots.get((kind, i, stage)) for kind in "OP")
     if stored is not None and back is None:
@@ -301,7 +332,7 @@ def ascending(window: Window) -> Iterator[Fault]:
 def dependencies(window: Window, needs: Callable[[Key], Iterable[Key]]) -> Iterator[Fault]:
     """Check that each task comes after those that it needs, and that no devices deadlock."""
     waits: list[list[Wait]] = [[] for _ in window.schedule.rows]
-    spots = window.spots
+    spots, seconds = window.spots, window.seconds
     for key, at in spots.items():
         late: Spot | None = None
         for needed in needs(key):
@@ -312,7 +343,9 @@ def dependencies(window: Window, needs: Callable[[Key], Iterable[Key]]) -> Itera
                 if on.moment > (at if late is None else late).moment:
                     late = on
             elif on.batch == at.batch:
-                waits[at.device].append((at.position, on.device, on.position))
+                # what a forward makes leaves at the end of its pair
+                end = on.position + ((on.device, on.position + 1) in seconds)
+                waits[at.device].append((at.position, on.device, end))
             elif on.batch < at.batch:
                 yield _too_early(window, at, on)
         if late is not None:

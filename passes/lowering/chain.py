@@ -15,6 +15,7 @@ from fxpipe.ir.value import HOST, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.lowering.pairs import pairs_in, start_together
 from fxpipe.passes.schedule import add_reduce
 
 
@@ -67,4 +68,6 @@ def chain_program(
     plan = chain(schedule.stages, buckets, schedule.slices)
     lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas)
     program = communicate(lower(schedule))
+    if schedule.paired:
+        program = start_together(program, pairs_in(schedule))
     return free(program) if frees else program

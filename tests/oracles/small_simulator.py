@@ -5,7 +5,7 @@ Communication is free, and stages are equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -56,10 +56,11 @@ def run_of(schedule: Schedule, steps: int) -> Schedule:
 def simulate(schedule: Schedule, takes: Mapping[str, int], *, together: bool = False) -> Timeline:
     """Start each task as soon as its device is free and its inputs exist.
 
-    With ``together``, every forward and the whole backward after it are one pass, which starts when
-    the inputs of both exist and ends both at once.
+    A pair is one pass, which starts when the inputs of both exist and ends both at once, perhaps in
+    a time of its own, such as that of "F&B". With ``together``, every forward and the whole
+    backward after it are one.
     """
-    rows = [_passes(row, together) for row in schedule.rows]
+    rows = [_passes(row, together, schedule.paired) for row in schedule.rows]
     ends: dict[tuple[str, int | None, int], int] = {}
     free = [0] * schedule.devices
     timeline: Timeline = [[] for _ in rows]
@@ -72,8 +73,11 @@ def simulate(schedule: Schedule, takes: Mapping[str, int], *, together: bool = F
                     break
                 tasks = row.pop(0)
                 start = max([free[device], *(ends[need] for need in needs)])
-                for task in tasks:
+                whole = takes.get("&".join(task.kind for task in tasks))
+                for number, task in enumerate(tasks):
                     end = start + takes[task.kind]
+                    if number and whole is not None:
+                        end = start + whole - takes["F"]
                     timeline[device].append(Ran(task, start, end))
                     start = end
                 for task in tasks:
@@ -84,11 +88,13 @@ def simulate(schedule: Schedule, takes: Mapping[str, int], *, together: bool = F
     return timeline
 
 
-def _passes(row: tuple[Task, ...], together: bool) -> list[tuple[Task, ...]]:
+def _passes(
+    row: tuple[Task, ...], together: bool, paired: Collection[Task]
+) -> list[tuple[Task, ...]]:
     passes: list[tuple[Task, ...]] = []
     for task in row:
         forward = bool(passes) and [t.kind for t in passes[-1]] == ["F"]
-        if together and forward and task.kind == "B":
+        if task in paired or (together and forward and task.kind == "B"):
             passes[-1] = (*passes[-1], task)
         else:
             passes.append((task,))

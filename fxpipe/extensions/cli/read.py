@@ -20,7 +20,7 @@ DEVICES, MICROBATCHES = 4, 8
 T = TypeVar("T")
 
 _COST = re.compile(
-    r"(?P<letter>\w)(?:(?P<microbatch>[0-9]{1,9})?@(?P<stage>[0-9]{1,9}))?=(?P<time>\S+)"
+    r"(?P<letter>\w(?:&\w)?)(?:(?P<microbatch>[0-9]{1,9})?@(?P<stage>[0-9]{1,9}))?=(?P<time>\S+)"
 )
 
 

@@ -39,7 +39,7 @@ def schedule_grid(
         0: F0 F1 .  .  B0--- .  B1--- U
         1: .  F0 B0--- F1 B1--- .  .  U
 
-    A task at fault has a ``!``, one that never runs has a ``?``, and the
+    ``F1&B0--`` is a pair. A task at fault has a ``!``, one that never runs has a ``?``, and the
     faults are listed below. Where several steps are shown, ``F0b1`` belongs to the second batch.
     Offloads and prefetches that run beside a device's tasks have rows of their own below, ``0O``
     and ``0P``.
@@ -89,6 +89,7 @@ class _Grid:
                 "steps, or give costs that are nearer to each other"
             )
         self._rows = [self._blank() for _ in range(timeline.devices)]
+        self._joined = timeline.joined
         for span in spans:
             self._put(span)
 
@@ -136,6 +137,8 @@ class _Grid:
         if len(name) >= room:  # No room for a blank behind it.
             name = span.task.kind + "?" * name.count("?") + "!" * name.count("!")
         self._rows[span.device][start:stop] = name[:room].ljust(room - 1, "-").ljust(room)
+        if start and (span.device, span.position) in self._joined:
+            self._rows[span.device][start - 1] = "&"
 
     def _name(self, span: Bar[Task]) -> str:
         task = span.task

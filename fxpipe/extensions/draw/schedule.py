@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from fxpipe.errors import Fault, InputError
 from fxpipe.extensions.draw.canvas import BoxStyle, Canvas
@@ -44,6 +45,7 @@ from fxpipe.ir.walk import Place
 WITH_ARROWS = 1000
 """The most transfers of a picture that shows them as arrows."""
 
+_PAIR = BoxStyle(border=INK, penwidth=1.2)
 _LEFT_OUT = LegendEntry("(labels that do not fit are left out)")
 _BETWEEN = 10.0
 _MILLISECONDS = 1e3
@@ -183,7 +185,20 @@ def _draw_tasks(
                 below = (corner[0], corner[1] + chart.row_height + 0.5)
                 chart.canvas.box(below, width, _STRIP, strip)
         marks.number(crossed[0][0], place, crossed[0][0].x(crossed[0][1]))
+    _draw_pairs(charts, timeline)
     return whole
+
+
+def _draw_pairs(charts: Sequence[Chart], timeline: Timeline[Task]) -> None:
+    """Draw a border around both tasks of each pair, as in DualPipe's figures."""
+    for first, then in pairwise(timeline.spans if timeline.joined else ()):
+        if (then.device, then.position) in timeline.joined:
+            for chart, start, end in _crossed(charts, then._replace(start=first.start)):
+                corner, width = (
+                    (chart.x(start), chart.y(then.device)),
+                    chart.x(end) - chart.x(start),
+                )
+                chart.canvas.box(corner, width, chart.row_height, _PAIR)
 
 
 def _crossed(charts: Sequence[Chart], span: Bar[Task]) -> list[tuple[Chart, float, float]]:
@@ -253,8 +268,14 @@ def _legend(
     boxes: TaskStyles, timeline: Timeline[Task], marks: FaultMarks, whole: bool
 ) -> list[LegendEntry]:
     entries = boxes.legend(span.task for span in (*timeline.spans, *timeline.unrun))
+    entries += _pair_entries(timeline)
     entries += fault_entries(marks, stuck=bool(timeline.unrun))
     return entries if whole else [*entries, _LEFT_OUT]
+
+
+def _pair_entries(*timelines: Timeline[Task]) -> list[LegendEntry]:
+    joined = any(timeline.joined for timeline in timelines)
+    return [LegendEntry("a pair, which runs together", _PAIR)] if joined else []
 
 
 def draw_program(program: Program) -> Picture:
@@ -315,6 +336,7 @@ def draw_simulations(*simulations: Simulation) -> Picture:
     tasks = {span.task for timeline, _ in drawn for span in timeline.spans}
     widest = max((boxes for _, boxes in drawn), key=lambda boxes: boxes.versions is not None)
     entries = widest.legend(tasks)
+    entries += _pair_entries(*(timeline for timeline, _ in drawn))
     entries += arrow_entries({t.buffer.kind for shown in simulations for t in _visible(shown)})
     if not whole:
         entries.append(_LEFT_OUT)

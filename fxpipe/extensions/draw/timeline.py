@@ -18,6 +18,7 @@ from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place, Wait, Waits, key_index, needs_of, walk
 from fxpipe.passes.lowering.chain import chain_program
+from fxpipe.passes.lowering.pairs import pairs_in
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class Timeline(Generic[T]):
         simulation: the simulation that the times come from, if any.
         beside: the device and the letter (O or P) of each of the last rows, which hold offloads
             and prefetches.
+        joined: device and position of each task that runs together with the forward before it.
     """
 
     devices: int
@@ -55,6 +57,7 @@ class Timeline(Generic[T]):
     unrun: tuple[Bar[T], ...] = ()
     simulation: Simulation | None = None
     beside: tuple[tuple[int, str], ...] = ()
+    joined: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def steps(self) -> int:
@@ -91,7 +94,7 @@ def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline[Task]:
         task = Task(letter, i, stage, batch)
         spans.append(Bar(row, t.position, t.start * unit, t.end * unit, task))
     rows = simulation.devices + len(beside)
-    return Timeline(rows, tuple(spans), (), simulation, tuple(beside))
+    return Timeline(rows, tuple(spans), (), simulation, tuple(beside), simulation.joined)
 
 
 def timeline_of(
@@ -117,7 +120,8 @@ def timeline_of(
     if wrong or marks.faults:
         return _refused(schedule, costs), marks
     steps = steps_to_show(schedule) if steps is None else steps
-    return simulated(simulate(chain_program(schedule), costs, steps=steps)), marks
+    program, pairs = chain_program(schedule), pairs_in(schedule)
+    return simulated(simulate(program, costs, steps=steps, pairs=pairs)), marks
 
 
 def steps_to_show(schedule: Schedule) -> int:

@@ -114,8 +114,11 @@ def _offloading(
             batch = row[first].batch - window
             prefetches[position].insert(0, replace(task, kind="P", batch=batch))
             offloads.add(first)
-    for position, task in enumerate(schedule.rows[device]):
-        yield from prefetches[position]
-        yield task
-        if position in offloads:
-            yield replace(task, kind="O")
+    position = 0
+    for unit in schedule.units(device):
+        for at in range(position, position + len(unit)):
+            yield from prefetches[at]
+        yield from unit
+        if position in offloads:  # the forward of a pair comes first
+            yield replace(unit[0], kind="O")
+        position += len(unit)

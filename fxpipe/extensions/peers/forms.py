@@ -29,11 +29,18 @@ def schedule_csv(schedule: Schedule) -> str:
             f"schedule {schedule.name!r} cannot be written as the CSV of "
             f"torch.distributed.pipelining: {'; '.join(reasons)}"
         )
-    rows = (
-        [f"{task.stage}{task.kind}{task.microbatch}" for task in row if task.kind not in "UA"]
-        for row in schedule.rows
-    )
-    return "".join(",".join(row) + "\n" for row in rows)
+    return "".join(",".join(_cells(schedule, d)) + "\n" for d in range(schedule.devices))
+
+
+def _cells(schedule: Schedule, device: int) -> Iterator[str]:
+    """The actions of a device's tasks; of a pair with a half of a backward two, as torch has none
+    for both."""
+    for unit in schedule.units(device):
+        actions = [f"{t.stage}{t.kind}{t.microbatch}" for t in unit if t.kind not in "UA"]
+        if len(unit) > 1 and unit[-1].kind == "B":
+            yield f"({';'.join(actions)})OVERLAP_F_B"
+        else:
+            yield from actions
 
 
 def _inexpressible(schedule: Schedule) -> Iterator[str]:

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from fxpipe.errors import InputError, near
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
-from fxpipe.ir.task import KINDS
+from fxpipe.ir.task import BESIDE_FORWARD, KINDS
 
 OfStage = str | tuple[str, int]
 Key = OfStage | tuple[str, int, int]
@@ -22,7 +22,8 @@ Costs = (
     | Mapping[Key, float]
 )
 """Letter of a kind of task, or letter and stage, or letter, stage and micro-batch → its time. The
-most particular time takes precedence."""
+most particular time takes precedence. ``F&B`` is for pairs; its stage and micro-batch are those of
+the forward."""
 
 Times = Mapping[tuple[str, int], float]
 """Letter and stage → time, for every stage."""
@@ -31,6 +32,9 @@ Each = Mapping[tuple[str, int, int], float]
 """Letter, stage and micro-batch → time, for those whose time is not that of the others."""
 
 _UNKNOWN_TIME = 1.0
+
+PAIRS = tuple(f"F&{letter}" for letter in BESIDE_FORWARD)
+"""What times of pairs are called in costs."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ def check_keys(costs: object) -> None:
     for key in costs or {}:
         match key:
             case str(letter) | (str(letter), Integral()) | (str(letter), Integral(), Integral()):
-                if letter not in KINDS:
+                if letter not in (*KINDS, *PAIRS):
                     raise InputError(f"costs has no kind of task {letter!r}: {near(letter, KINDS)}")
             case _:
                 raise InputError(

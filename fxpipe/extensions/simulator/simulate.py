@@ -21,6 +21,7 @@ from fxpipe.extensions.simulator.costs import (
     link_between,
     task_times,
 )
+from fxpipe.extensions.simulator.pairs import Saved, saved
 from fxpipe.extensions.simulator.simulation import Events, Simulation, TransferSpan
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.extensions.simulator.sums import GATHERING, Sum, awaited_by, begins, begun_by
@@ -32,6 +33,7 @@ from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.ir.value import COPIED, FURTHEST, Buffer
 from fxpipe.ir.walk import waits_of, walk
 from fxpipe.passes.lowering.chain import chain_program
+from fxpipe.passes.lowering.pairs import Pairs, backward, pairs_in
 from fxpipe.text.program import print_instruction
 
 
@@ -45,6 +47,7 @@ def simulate(
     serial: bool = False,
     sizes: Sizes | None = None,
     steps: int | None = None,
+    pairs: Pairs = MappingProxyType({}),
 ) -> Simulation:
     """Compute when each instruction of a program would run.
 
@@ -67,6 +70,7 @@ def simulate(
         sizes: bytes, for memory and for links of limited bandwidth.
         steps: how many steps in a row, with a flush after the last; by default one, or, if batches
             overlap, enough to show what goes on between them.
+        pairs: the tasks that run together; see ``together``.
 
     Raises:
         InputError: costs, links, sizes or steps are not valid, the program's communication is not
@@ -95,13 +99,20 @@ def simulate(
         "serial": serial,
         "sizes": sizes,
     }
+    unpaired = [key for key in costs or {} if "&" in str(key)] if not pairs else []
+    if unpaired:
+        raise InputError(
+            f"costs[{unpaired[0]!r}] is for pairs, and program {program.name!r} has none; leave it "
+            "out, or simulate a schedule with pairs, such as F1&B0"
+        )
     for device, (at, *_) in sorted(walked.stuck.items()):
         raise InputError(
             f"program {program.name!r} gets stuck: device {device} waits for ever at position "
             f"{at}, {print_instruction(flat.lists[device][at])}; Program.verify() tells why"
         )
-    events = run(flat, walked.turns, times, each=each, **settings)
-    same = partial(simulate, given, costs, **settings)
+    less = saved(pairs, times, each, costs)
+    events = run(flat, walked.turns, times, each=each, less=less, **settings)
+    same = partial(simulate, given, costs, pairs=pairs, **settings)
     return Simulation(
         flat,
         program,
@@ -109,6 +120,7 @@ def simulate(
         events,
         sizes,
         again=lambda more: same(steps=more),
+        pairs=pairs,
         launched=unroll(given, count) if given.launches else None,
     )
 
@@ -138,11 +150,12 @@ def simulate_schedule(
         raise InputError(f"replicas is {replicas!r}; give a whole number of at least 1")
     if sizes is not None and not isinstance(sizes, Sizes):
         raise InputError(f"sizes is {sizes!r}; give Sizes(...)")
-    schedule.verify()
-    buckets = {} if sizes is None else sizes.buckets
+    pairs = pairs_in(schedule.verify())
+    # the sums of a paired backward begin at its end
+    buckets = {} if sizes is None or pairs else sizes.buckets
     program = chain_program(schedule, replicas=replicas, buckets=buckets)
     settings: dict[str, Any] = {"links": links, "overlap": overlap, "overhead": overhead}
-    return simulate(program, costs, sizes=sizes, steps=steps, **settings)
+    return simulate(program, costs, sizes=sizes, steps=steps, pairs=pairs, **settings)
 
 
 def default_steps(program: Program) -> int:
@@ -171,6 +184,7 @@ def run(
     times: Times,
     *,
     each: Each = MappingProxyType({}),
+    less: Saved = MappingProxyType({}),
     links: Links | None = None,
     overlap: bool = True,
     overhead: float = 0,
@@ -179,7 +193,8 @@ def run(
 ) -> Events:
     """Compute the start and end of every instruction, in an order in which they can run.
 
-    ``turns`` has that order; all else is as for ``simulate``.
+    ``turns`` has that order, and ``less`` the time that pairs save; all else is as for
+    ``simulate``.
     """
     lists = program.lists
     events = Events(tuple([] for _ in lists), tuple([] for _ in lists))
@@ -188,6 +203,7 @@ def run(
     met: list[dict[type[ins.Instruction], int]] = [{ins.Barrier: 0, ins.Pause: 0} for _ in lists]
     meetings: dict[tuple[type[ins.Instruction], int], float] = {}
     lanes: dict[tuple[int, type[ins.Instruction]], float] = {}
+    last: dict[int, tuple[int, int]] = {}  # device → the forward that it has just run
     now: float = 0
 
     def end_of(awaited: Buffer | Sum) -> float:
@@ -216,6 +232,12 @@ def run(
                 time = times[letter, stage]
                 if each and (i := getattr(instruction, "microbatch", None)) is not None:
                     time = each.get((letter, stage, i), time)
+                if less:
+                    *forward, time_saved = less.get(backward(instruction), (-1, -1, 0))
+                    if last.pop(device, None) == tuple(forward):
+                        time -= time_saved
+                    if isinstance(instruction, ins.Forward):
+                        last[device] = stage, instruction.microbatch
                 parts = stage in program.buckets and letter in "BW"
                 now += time * share_of(instruction, program, sizes) if parts else time
                 sums = begun_by(instruction, program) if parts or letter in "AU" else None

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.errors import InputError
@@ -18,6 +19,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.task import Task
 from fxpipe.ir.value import Buffer
 from fxpipe.metrics import idle_share
+from fxpipe.passes.lowering.pairs import Pairs, joins
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -106,6 +108,7 @@ class Simulation:
         measured: whether it is a measured run.
         seconds: whether times are in seconds.
         again: number of steps → the same simulation for so many.
+        pairs: the tasks that run together.
         launched: the lists in the order in which devices with streams launch them, arrivals ahead
             of the computations that they overlap; None without streams.
     """
@@ -118,6 +121,7 @@ class Simulation:
     measured: bool = False
     seconds: bool = False
     again: Callable[[int], Simulation] | None = field(default=None, repr=False, compare=False)
+    pairs: Pairs = field(default_factory=dict, repr=False)
     launched: Program | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -128,6 +132,16 @@ class Simulation:
     def spans(self) -> tuple[Span, ...]:
         """The tasks, which are all instructions that compute, device by device, in order."""
         return tuple([span for span in self.instructions() if span.instruction.letter])
+
+    @cached_property
+    def joined(self) -> frozenset[tuple[int, int]]:
+        """Device and position of each task that runs together with the forward before it."""
+        return frozenset(
+            (then.device, then.position)
+            for first, then in pairwise(self.spans if self.pairs else ())
+            if first.device == then.device
+            if joins(first.instruction, then.instruction, self.pairs)
+        )
 
     @property
     def transfers(self) -> tuple[TransferSpan, ...]:

@@ -1,6 +1,8 @@
-"""Sums, clips and tasks of one's own in grids and pictures."""
+"""Pairs, sums, clips and tasks of one's own in grids and pictures."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +12,21 @@ from fxpipe.ir.task import define_task
 from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.passes.schedule import add_clip
 from tests.ir.test_own_tasks import with_task
+from tests.schedules.test_pairs import paired
+
+
+def test_a_grid_and_a_picture_show_pairs() -> None:
+    schedule, costs = paired(2, 3), {"F": 1, "B": 2, "F&B": 2, "U": 0}
+    assert schedule.grid(costs=costs).splitlines()[1:] == [
+        "0: F0 F1 F2 .  .  B0--- B1--- B2---",
+        "1: .  F0 F1 F2&B0 B1--- B2--- .  .",
+    ]
+    alone = replace(schedule, paired=frozenset())
+    drawn, apart = (s.draw(costs={"U": 0}).source for s in (schedule, alone))
+    assert "a pair, which runs together" in drawn
+    assert "a pair" not in apart
+    # a box around the pair, one of the legend, and its text
+    assert drawn.count("pos=") == apart.count("pos=") + 3
 
 
 def test_a_schedule_that_leaves_its_sums_out_is_drawn_and_told_with_them() -> None:

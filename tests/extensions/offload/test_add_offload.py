@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
 
 from fxpipe.errors import VerificationError
 from fxpipe.extensions.offload.add_offload import add_offload
@@ -17,6 +18,7 @@ from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.partition.options import arrival_peaks, stash_peaks
 from fxpipe.passes.schedule import add_recompute
 from tests.helpers.profiles import some
+from tests.schedules.test_pairs import pairings, runs
 
 COUNTS = [(1, 4), (2, 5), (4, 4), (4, 8)]
 
@@ -96,3 +98,11 @@ def test_what_is_stored_elsewhere_is_held_for_three_micro_batches() -> None:
     assert (stash_peaks(again), arrival_peaks(again)) == ((1, 6), (6, 6))
     stored = add_offload(again, "always")
     assert (stash_peaks(stored), arrival_peaks(stored)) == ((1, 3), (3, 3))
+
+
+@given(pairings())
+def test_offloading_leaves_pairs_whole(schedule: Schedule) -> None:
+    if runs(schedule):
+        kept = add_recompute(schedule, "always")
+        for stored in (add_offload(schedule, "always"), add_offload(kept, "except_last")):
+            assert stored.verify().paired == schedule.paired

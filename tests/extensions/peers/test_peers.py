@@ -57,7 +57,9 @@ def test_their_reader_reads_the_computations_of_a_schedule(name: str, tmp_path: 
             runtime = loaded(schedule, schedule.csv(), tmp_path / "own.csv")
             read = {
                 rank: [
-                    f"{a.stage_index}{a.computation_type.value}{a.microbatch_index}" for a in row
+                    f"{a.stage_index}{a.computation_type.value}{a.microbatch_index}"
+                    for pair in row
+                    for a in pair.sub_actions or (pair,)
                 ]
                 for rank, row in runtime.pipeline_order.items()
             }
