@@ -53,7 +53,7 @@ def _joined(row: Sequence[ins.Instruction], pairs: Pairs) -> Iterator[ins.Instru
     forward: list[ins.Instruction] = []  # the last forward, and what has come behind it
     for x in row:
         if forward and joins(forward[0], x, pairs):
-            out = [y for y in forward[1:] if isinstance(y, ins.Sending | ins.Output)]
+            out = [y for y in forward[1:] if isinstance(y, ins.Send | ins.Output)]
             yield from (y for y in forward[1:] if y not in out)
             yield from (forward[0], x, *out)
             forward = []
