@@ -27,7 +27,7 @@ from fxpipe.ir.traced import SEED, Traced, Value, with_dims
 from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import LossModule
-from fxpipe.passes.tracing.explain import refuse_names, untraceable
+from fxpipe.passes.tracing.explain import untraceable
 from fxpipe.passes.tracing.trace import Dims, is_free, shapes_of
 from fxpipe.passes.tracing.tracer import UntracedCalls
 from fxpipe.runtime.batch import Batch
@@ -278,8 +278,6 @@ class FrontEnd:
         except Exception as error:
             if source.lacks_memory(error):
                 raise
-            if not isinstance(error, TraceError) or not error.submodules:
-                refuse_names(self.options.model)
             if isinstance(error, FxpipeError):
                 raise
             # the model itself has run before, so that PyTorch's tracers have failed

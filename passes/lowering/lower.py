@@ -55,7 +55,8 @@ class Lower:
         plan: the stages and edges.
         updates: whether U tasks become updates; without an optimizer they become nothing.
         pause: whether each device pauses before its first backward, so that the caller can take
-            the outputs and later provide their gradients.
+            the outputs and later provide their gradients; in a schedule with a flush, whose
+            devices run all forwards first, such as gpipe.
         replicas: how many pipelines run the program side by side.
     """
 
@@ -70,16 +71,10 @@ class Lower:
         """Lower a verified schedule.
 
         Raises:
-            InputError: the numbers of stages differ; the schedule cannot pause; it does not sum
-                the gradients of replicas or copies; or a task needs summed gradients, of which each
-                replica has only a part.
+            InputError: the numbers of stages differ; it does not sum the gradients of replicas or
+                copies; or a task needs summed gradients, of which each replica has only a part.
         """
-        check_lowering(
-            schedule,
-            self.plan,
-            pause=self.pause,
-            replicas=self.replicas,
-        )
+        check_lowering(schedule, self.plan, self.replicas)
         edges = self.plan.edges
         if not schedule.trains:
             edges = tuple(replace(edge, gradient=False) for edge in edges)

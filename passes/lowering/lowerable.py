@@ -7,7 +7,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
 
 
-def check_lowering(schedule: Schedule, plan: Plan, *, pause: bool, replicas: int) -> None:
+def check_lowering(schedule: Schedule, plan: Plan, replicas: int) -> None:
     """Check that a schedule can be lowered over a plan; the arguments are those of ``Lower``.
 
     Raises:
@@ -31,27 +31,3 @@ def check_lowering(schedule: Schedule, plan: Plan, *, pause: bool, replicas: int
             f"schedule {schedule.name!r} has copies of stages, and {replicas} replicas of "
             "the pipeline; use a schedule without copies, or one replica"
         )
-    if pause:
-        _check_pause(schedule)
-
-
-def _check_pause(schedule: Schedule) -> None:
-    if not schedule.trains:
-        raise InputError(
-            f"schedule {schedule.name!r} has no backward to pause before; lower it without pause"
-        )
-    if schedule.overlaps:
-        raise InputError(
-            f"schedule {schedule.name!r} lets batches overlap and cannot be paused; use one with a "
-            "flush, such as gpipe"
-        )
-    for device, row in enumerate(schedule.rows):
-        kinds = [task.kind for task in row]
-        first = next((at for at, kind in enumerate(kinds) if kind in "BI"), len(kinds))
-        if "F" in kinds[first:]:
-            position = kinds.index("F", first)
-            raise InputError(
-                f"schedule {schedule.name!r} cannot pause between forward and backward: device "
-                f"{device} has {row[position]} at position {position}, after a backward; use one "
-                "that runs all forwards first, such as gpipe"
-            )

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 
-from fxpipe.errors import InputError, TraceError, told, way_out
+from fxpipe.errors import TraceError, told, way_out
 from fxpipe.ir.traced import Traced
 from fxpipe.torchtools import source
 
@@ -148,28 +148,6 @@ def refuse_control_flow(model: nn.Module, program: ExportedProgram) -> None:
 def at_node(message: str, node: fx.Node, reason: str) -> TraceError:
     """A TraceError that names the line of a node."""
     return TraceError(message, f"{source.of_node(node)} ({reason})", _paths(node))
-
-
-def refuse_names(model: nn.Module) -> None:
-    """Check that no attribute of a model has a name that ``fx.GraphModule`` has for its own.
-
-    Raises:
-        InputError: there is such an attribute; names it.
-    """
-    own = set(dir(fx.GraphModule)) - set(dir(nn.Module))
-    kinds: dict[str, Any] = {
-        "parameter": model._parameters,
-        "buffer": model._buffers,
-        "submodule": model._modules,
-    }
-    for kind, named in kinds.items():
-        for name in named:
-            if name in own:
-                raise InputError(
-                    f"the model's {kind} {name!r} has a name that torch.fx keeps for its graphs; "
-                    f"rename it, for example to {name}_ (and its entries of state dicts that you "
-                    "have saved)"
-                )
 
 
 def called(model: nn.Module, error: BaseException) -> list[str]:

@@ -163,16 +163,6 @@ def test_a_pause_stands_before_the_first_backward_of_every_device() -> None:
         assert own.count(ins.Pause) == 1
 
 
-def test_a_forward_after_a_backward_cannot_be_paused() -> None:
-    with pytest.raises(InputError, match="device 1 has F1@1 at position 2, after a backward"):
-        Lower(chain(2), pause=True)(one_f_one_b(2, 2))
-
-
-def test_inference_cannot_be_paused() -> None:
-    with pytest.raises(InputError, match="has no backward to pause before"):
-        Lower(chain(2), pause=True)(inference(2, 2))
-
-
 def test_other_counts_of_stages_are_refused_naming_both() -> None:
     with pytest.raises(InputError, match="is for 3 stages and the plan has 2; cut the model"):
         Lower(chain(2))(gpipe(3, 1))

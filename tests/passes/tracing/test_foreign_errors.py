@@ -87,41 +87,6 @@ def test_nested_tensors_in_the_forward_of_a_submodule_compute_what_the_loop_does
         torch.testing.assert_close(mine.grad, its.grad, rtol=0, atol=0)
 
 
-class Named(nn.Module):
-    """Reads a parameter, buffer or submodule of any name."""
-
-    def __init__(self, kind: str, name: str) -> None:
-        super().__init__()
-        self.linear, self.name = nn.Linear(4, 4), name
-        if kind == "buffer":
-            self.register_buffer(name, torch.zeros(4))
-        else:
-            new = nn.Parameter(torch.zeros(4)) if kind == "parameter" else nn.Linear(4, 4)
-            setattr(self, name, new)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(x + 1, inplace=True)  # made functional by torch
-        part = getattr(self, self.name)
-        y: Tensor = self.linear(x) + (part(x) if isinstance(part, nn.Module) else part)
-        return y
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("buffer", "code"), ("buffer", "graph"), ("parameter", "graph"), ("submodule", "graph")],
-)
-def test_a_name_of_torch_fx_is_refused_and_the_advised_one_works(kind: str, name: str) -> None:
-    def step(name: str) -> Tensor:
-        options: Any = {"microbatches": 2, "loss": F.mse_loss}
-        with fxpipe.compile(Named(kind, name), 1, **options) as pipe:
-            loss: Tensor = pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
-            return loss
-
-    with pytest.raises(InputError, match=f"{kind} '{name}' has a name .* to {name}_ "):
-        step(name)
-    assert step(f"{name}_").isfinite()
-
-
 def test_a_lazy_buffer_is_refused_and_a_run_in_evaluation_mode_gives_it_a_shape() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.Linear(5, 4))
