@@ -245,8 +245,7 @@ class Engine:
     def close(self) -> None:
         """Flush and end the workers."""
         try:
-            forked = self._overlapping is not None and self._overlapping.forked
-            if not (forked or self.progress.ended):
+            if not self.progress.ended:
                 self.flush()
         finally:
             self.closed = True

@@ -10,7 +10,6 @@ threads, in which a module may call another pipe, never wait for a trace; the tr
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import time
 import weakref
@@ -104,20 +103,9 @@ class PipeLock:
         return all(worker.idle for worker in self._workers)
 
     @classmethod
-    def _forked(cls) -> None:
-        """Reset all locks in a forked process, which does not have the other threads."""
-        cls._tracing, cls._tracer = threading.RLock(), None
-        for lock in cls._known():
-            lock._lock, lock._inside, lock._waits = threading.RLock(), None, False
-
-    @classmethod
     def _known(cls) -> list[PipeLock]:
         """The locks of all pipes; a list, as other threads may make pipes meanwhile."""
         return [lock for ref in cls._every.valuerefs() if (lock := ref()) is not None]
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=PipeLock._forked)
 
 
 def locked(method: M) -> M:

@@ -111,19 +111,18 @@ class OverlappingRun(BatchRun[VersionedWeights]):
             self._read.clear()
 
     def check(self) -> None:
-        """Check that the workers can run. Raises InputError if they cannot; the run is over then,
-        unless this is a forked process."""
+        """Check that the workers can run. Raises InputError if they cannot; the run is over
+        then."""
         try:
             super().check()
         except InputError as error:
-            if not self.forked:
-                error.add_note(self._give_up())
+            error.add_note(self._give_up())
             raise
 
     def abandon(self) -> str:
         """Drop the batches in flight, which ends the pipe. Returns with how many batches each stage
         has updated, in words; empty if they were dropped before."""
-        return "" if self.failed or self.forked else self._give_up()
+        return "" if self.failed else self._give_up()
 
     def _submit(self, step: int) -> None:
         batches = range(self._first, self.count)

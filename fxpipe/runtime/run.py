@@ -134,11 +134,6 @@ class BatchRun(Generic[W]):
             others = self._group.settle(dict(self.peak_kept))
             self._elsewhere = sum(map(Counter, others), Counter[int]())
 
-    @property
-    def forked(self) -> bool:
-        """Whether this is a forked process, which has no workers."""
-        return self._workers[0].forked
-
     def check(self) -> None:
         """Check the workers. Raises InputError if one has ended, or is in another process."""
         for worker in self._workers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +39,6 @@ class Worker:
         """Start the thread. ``threads`` is the number of intra-op threads of its operations."""
         self._jobs: Jobs = SimpleQueue()
         self._submitted, self._done = 0, [0]
-        self._process = os.getpid()
         ready = threading.Event()
         self.thread = thread = threading.Thread(
             target=_work, args=(self._jobs, self._done, threads, ready), name=name, daemon=True
@@ -56,11 +54,6 @@ class Worker:
             torch.set_num_threads(torch.get_num_threads())
 
     @property
-    def forked(self) -> bool:
-        """Whether this process was forked from the one in which the thread runs."""
-        return os.getpid() != self._process
-
-    @property
     def idle(self) -> bool:
         """Whether the thread has finished all jobs, or has ended."""
         return self._done[0] == self._submitted or not self.thread.is_alive()
@@ -71,15 +64,10 @@ class Worker:
             raise InputError("the pipe is closed; compile the model again")
         if self.thread.is_alive():
             return
-        if self.forked:
-            raise InputError(
-                "this process was forked from the one that compiled the pipe, and the pipe's "
-                "threads run in that one alone; use the pipe there, or start this process by "
-                'spawning (multiprocessing.get_context("spawn")) and compile in it'
-            )
         raise InputError(
             f"the pipe's thread {self.thread.name!r} has ended, by an exception that came from "
-            "outside, or because Python ends; close() the pipe and compile the model again"
+            "outside, because Python ends, or because this process was forked; close() the pipe "
+            "and compile the model again"
         )
 
     def submit(self, job: Callable[[], None]) -> None:
