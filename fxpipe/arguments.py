@@ -272,10 +272,3 @@ def check_model(model: Any, place: torch.device) -> None:
                 "statistics are those of the whole batch, or a norm that needs no batch, such as "
                 "nn.GroupNorm"
             )
-
-
-def check_flags(**flags: Any) -> None:
-    """Raise InputError if a flag is neither True nor False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise InputError(f"{name} is {value!r}; give True or False")

@@ -151,10 +151,6 @@ class CaptureError(FxpipeError):
     """A stage cannot be captured into a CUDA graph. Names it, and says what to do."""
 
 
-class FormulaError(FxpipeError):
-    """No closed form was found for a quantity. Names it, and says what to try."""
-
-
 class ExecutionError(FxpipeError):
     """An instruction raised while a program ran; the original exception is the ``__cause__``.
 

@@ -199,11 +199,6 @@ class StageWeights:
         self.live[self.newest] = tensors
         self._note()
 
-    def _show(self, tensors: Buffers) -> None:
-        """Make the model's parameters use the memory of these tensors."""
-        for name, parameter in self.parameters.items():
-            parameter.data = tensors[name].detach()
-
     def _note(self) -> None:
         self._changes = {name: p._version for name, p in self.parameters.items()}
 
