@@ -1,10 +1,9 @@
 """Every pass from a model to a program, in the order in which they run.
 
 Each ``Pass`` has a function, the facts that it requires, the facts that it provides, and ``when``,
-the fact that says whether it runs at all. Words before a fact say what has been done to it: a pass
-that requires a ``differentiated plan`` comes after one that provides it. ``fxpipe.passes.runner``
-runs the lists, verifies each traced graph, plan, schedule and program that a pass makes, and tells
-the logger their times. Results are kept: a call like an earlier one runs no pass.
+the fact that says whether it runs at all. ``fxpipe.passes.runner`` runs the lists, verifies each
+traced graph, plan, schedule and program that a pass makes, and tells the logger their times.
+Results are kept: a call like an earlier one runs no pass.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ def part_gradients(plan: Plan, bucket_bytes: float) -> Plan:
 
 SCHEDULE = (
     Pass(write_schedule, "recipe, devices, microbatches, short", "schedule"),
-    Pass(add_recompute, "schedule, recompute", "recomputing schedule", when="recomputes"),
-    Pass(add_reduce, "recomputing schedule", "reducing schedule", when="replicated"),
-    Pass(add_clip, "reducing schedule", "clipping schedule", when="clips"),
+    Pass(add_recompute, "schedule, recompute", "schedule", when="recomputes"),
+    Pass(add_reduce, "schedule", "schedule", when="replicated"),
+    Pass(add_clip, "schedule", "schedule", when="clips"),
 )
 """A recipe and a number of micro-batches → the schedule of a step or a call."""
 
@@ -95,16 +94,16 @@ TRACE = (
     Pass(
         functionalise,
         "program, accepts, model, dims",
-        "functional traced",
+        "traced",
     ),
-    Pass(refuse_values, "model, functional traced", ""),
+    Pass(refuse_values, "model, traced", ""),
 )
 """A module and one micro-batch → its graph: first for the model, then separately for the loss."""
 
 JOIN = (
-    Pass(declare_own_loss, "traced", "complete traced", when="returned_loss"),
-    Pass(attach_loss, "traced, loss, tensors", "complete traced", when="traced_loss"),
-    Pass(seed_randomness, "complete traced", "seeded traced"),
+    Pass(declare_own_loss, "traced", "traced", when="returned_loss"),
+    Pass(attach_loss, "traced, loss, tensors", "traced", when="traced_loss"),
+    Pass(seed_randomness, "traced", "traced"),
 )
 """The graphs of the model and its loss → the one graph that is cut."""
 
@@ -120,10 +119,10 @@ SINGLE = (
     Pass(
         differentiate,
         "plan, values, state, wanted, functional",
-        "differentiated plan",
+        "plan",
         when="not under_autograd",
     ),
-    Pass(part_backward, "differentiated plan", "parted plan", when="functional"),
+    Pass(part_backward, "plan", "plan", when="functional"),
 )
 """The first graph of a model → the plan of one stage that can be measured; of the graph's different
 operations alone, if nobody needs the plan itself. Its backward has halves if steps need them."""
@@ -156,8 +155,8 @@ FOLLOW = (Pass(place_like, "traced, reference, assignment", "assignment"),)
 """Give a further graph of the model the stages of the first graph."""
 
 FIT = (
-    Pass(relay, "traced, assignment, trained, outputs", "relayed traced, assignment"),
-    Pass(localise_sizes, "relayed traced, assignment", "traced, assignment"),
+    Pass(relay, "traced, assignment, trained, outputs", "traced, assignment"),
+    Pass(localise_sizes, "traced, assignment", "traced, assignment"),
 )
 """A graph whose nodes have stages → the same graph, rewritten so that it can be cut."""
 
@@ -166,17 +165,17 @@ PLAN = (
     Pass(
         differentiate,
         "plan, values, state, wanted, functional",
-        "differentiated plan",
+        "plan",
         when="not under_autograd",
     ),
-    Pass(part_backward, "differentiated plan", "parted plan", when="parted"),
-    Pass(part_gradients, "parted plan, bucket_bytes", "plan", when="replicated"),
+    Pass(part_backward, "plan", "plan", when="parted"),
+    Pass(part_gradients, "plan, bucket_bytes", "plan", when="replicated"),
 )
 """A graph → the plan with its kernels."""
 
 SIZE = (
-    Pass(put_sizes, "plan, symbols, leaves", "sized plan"),
-    Pass(part_gradients, "sized plan, bucket_bytes", "plan", when="replicated"),
+    Pass(put_sizes, "plan, symbols, leaves", "plan"),
+    Pass(part_gradients, "plan, bucket_bytes", "plan", when="replicated"),
 )
 """A plan with symbols for sizes → the plan for a size."""
 
@@ -189,9 +188,9 @@ DEVICES = (Pass(place_devices, "plan, device, stage_devices", "plan"),)
 
 PROGRAM = (
     Pass(Lower, "schedule, plan, updates, pause, replicas", "program"),
-    Pass(communicate, "program", "communicated program"),
-    Pass(free, "communicated program", "freed program"),
-    Pass(Streams, "freed program", "program", when="streams"),
+    Pass(communicate, "program", "program"),
+    Pass(free, "program", "program"),
+    Pass(Streams, "program", "program", when="streams"),
 )
 """A schedule and a plan → what each device runs."""
 

@@ -1,4 +1,4 @@
-"""The lists of passes: each is in order, asks for what its passes take, and is the only one."""
+"""The lists of passes: each asks for what its passes take, and is the only one."""
 
 from __future__ import annotations
 
@@ -20,36 +20,10 @@ from fxpipe.extend import Extension
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.runner import VERIFIERS, Pass, check_order, run_all
+from fxpipe.passes.runner import VERIFIERS, Pass, run_all
 
 ROOT = Path(__file__).parents[2]
 EVERY = [each for passes in LISTS.values() for each in passes]
-
-
-@pytest.mark.parametrize("name", LISTS)
-def test_each_list_is_in_order(name: str) -> None:
-    check_order(LISTS[name], ())
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "then"),
-    [
-        ("join", "seed_randomness", "attach_loss"),
-        ("fit", "localise_sizes", "relay"),
-        ("plan", "part_backward", "differentiate"),
-        ("plan", "part_gradients", "part_backward"),
-        ("program", "free", "communicate"),
-        ("program", "streams", "free"),
-        ("schedule", "add_reduce", "add_recompute"),
-        ("schedule", "add_clip", "add_reduce"),
-    ],
-)
-def test_a_pass_before_the_one_that_it_needs_is_refused(name: str, first: str, then: str) -> None:
-    passes = [each for each in LISTS[name] if each.name != first]
-    (moved,) = [each for each in LISTS[name] if each.name == first]
-    place = [each.name for each in passes].index(then)
-    with pytest.raises(PassError, match=rf"pass '{first}' requires .* put it behind '{then}'"):
-        check_order([*passes[:place], moved, *passes[place:]], ())
 
 
 @pytest.mark.parametrize("each", EVERY, ids=lambda each: each.name)
@@ -59,7 +33,7 @@ def test_a_pass_requires_what_it_takes(each: Pass) -> None:
         signatures.append(inspect.signature(each.function.__call__))
     taken = {p.name: p for signature in signatures for p in signature.parameters.values()}
     taken.pop("self", None)
-    given = {name for name, _ in each.needs}
+    given = {*each.needs}
     assert given <= taken.keys()
     assert {name for name, p in taken.items() if p.default is p.empty} <= given
 
@@ -105,7 +79,7 @@ def test_a_pass_leaves_what_it_is_given_as_it_is(
     call, seen = Pass.__call__, set[str]()
 
     def watched(each: Pass, facts: Mapping[str, Any]) -> Any:
-        given = {name: facts[name] for name, _ in each.needs if type(facts[name]) in VERIFIERS}
+        given = {name: facts[name] for name in each.needs if type(facts[name]) in VERIFIERS}
         before = {name: str(value) for name, value in given.items()}
         made = call(each, facts)
         assert {name: str(value) for name, value in given.items()} == before, each.name

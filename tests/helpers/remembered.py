@@ -66,7 +66,7 @@ def run_once(given: Sequence[Pass], facts: Mapping[str, Any]) -> dict[str, Any]:
     key: Any = None
     extends = any(set(map(id, each)) <= set(map(id, given)) for each in LISTS)
     if extends and not facts.get("called"):  # which graphs may call
-        reads = {name for each in given for name, _ in each.needs}
+        reads = {name for each in given for name in each.needs}
         reads |= {each.when.removeprefix("not ") for each in given}
         try:
             own = {name: _key(_shapes(name, facts[name])) for name in reads & facts.keys()}
@@ -79,7 +79,7 @@ def run_once(given: Sequence[Pass], facts: Mapping[str, Any]) -> dict[str, Any]:
     if key not in _made:
         made = run_all(given, facts)
         _passes.append(given)
-        names = [name for each in given for name, _ in each.makes if name in RESULTS]
+        names = [name for each in given for name in each.makes if name in RESULTS]
         _made[key] = {name: made[name] for name in names if name in made}
         for value in _made[key].values():
             graph = value.module if isinstance(value, Traced) else value

@@ -10,7 +10,7 @@ from fxpipe.extend import Extension
 from fxpipe.extensions.deferred_batchnorm.defer_batchnorm import defer_batchnorm
 from fxpipe.passes.runner import Pass
 
-_PASSES = {"join": [("seed_randomness", Pass(defer_batchnorm, "seeded traced, model", "traced"))]}
+_PASSES = {"join": [("seed_randomness", Pass(defer_batchnorm, "traced, model", "traced"))]}
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ _KEEP = Pass(
 )
 _LAY = Pass(lay_channels_last, "plan", "plan")
 _COMPILE = Pass(compile_stages, "plan, threads, own", "plan")
-_LAY_WEIGHTS = Pass(lay_weights, "differentiated plan", "differentiated plan")
+_LAY_WEIGHTS = Pass(lay_weights, "plan", "plan")
 
 
 @dataclass(frozen=True)

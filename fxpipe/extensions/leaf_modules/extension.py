@@ -82,17 +82,17 @@ class LeafModules(Extension):
 
 
 _RECORD = Pass(record_leaves, "model, calls, args, kwargs", "", when="calls")
-_CALL = Pass(call_leaves, "functional traced, model, calls, args, kwargs", "traced", when="calls")
+_CALL = Pass(call_leaves, "traced, model, calls, args, kwargs", "traced", when="calls")
 _MEASURE = Pass(measure_leaves, "traced, values", "costs", when="under_autograd")
 _DIFFERENTIATE = Pass(
     differentiate_leaves,
     "plan, values, state, wanted",
-    "differentiated plan",
+    "plan",
     when="under_autograd",
 )
 _ATTACH = Pass(
     attach_leaf_loss,
     "traced, loss_module, output, targets",
-    "complete traced",
+    "traced",
     when="called_loss",
 )

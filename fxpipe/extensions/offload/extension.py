@@ -35,7 +35,7 @@ class Offload(Extension):
 
     def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
         """A pass behind all others that add tasks to a schedule."""
-        return {"schedule": [("add_clip", Pass(self.add_offload, "clipping schedule", "schedule"))]}
+        return {"schedule": [("add_clip", Pass(self.add_offload, "schedule", "schedule"))]}
 
     def add_offload(self, schedule: Schedule) -> Schedule:
         """Add offloads and prefetches; a pass."""

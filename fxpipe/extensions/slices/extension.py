@@ -112,7 +112,7 @@ class Slices(Extension):
                 ("cut_at", Pass(spread_slices, "traced, assignment", "assignment")),
             ],
             "follow": [("place_like", Pass(follow_slices, "traced, assignment", "assignment"))],
-            "join": [("seed_randomness", Pass(refuse_draws, "seeded traced", ""))],
+            "join": [("seed_randomness", Pass(refuse_draws, "traced", ""))],
             "fit": [("relay", Pass(chain, "traced, assignment", "traced, assignment"))],
             "plan": [("cut", Pass(name_stages, "traced, assignment, plan", "plan"))],
         }
