@@ -98,17 +98,12 @@ def compile(
         schedule: a name ("1f1b", "gpipe"), a Schedule, its text, a path to its text, a schedule in
             a Python file ("path/to/file.py:name"; the file is executed), or a function that writes
             a schedule. ``fxpipe.schedules.two_bw.delayed(2)`` is the schedule "2bw" whose batches
-            read weights that are two versions behind the newest. Two further names let the first
-            step choose the schedule:
-
-            - "search" searches for one, for at most ten seconds, with the measured times of the
-              stages and within ``memory_limits``. See ``search_schedule``.
-            - "auto" takes the schedule that is predicted to be fastest within ``memory_limits``:
-              one of the library's schedules with a flush, with one or two stages on each device,
-              or one that it searches for. It also chooses ``microbatches``, ``recompute`` and
-              which stages offload (``fxpipe.Offload``) unless you give them. See docs/planner.md.
-
-            A batch that is larger than all before makes them choose again, except over replicas.
+            read weights that are two versions behind the newest. With "auto" the first step takes
+            the schedule that is predicted to be fastest within ``memory_limits``: one of the
+            library's schedules with a flush, with one or two stages on each device. It also chooses
+            ``microbatches``, ``recompute`` and which stages offload (``fxpipe.Offload``) unless you
+            give them. A batch that is larger than all before makes it choose again, except over
+            replicas. See docs/planner.md.
         microbatches: the number of parts that a batch is split into; by default four for each
             device. A batch with fewer samples than that, as the last of an epoch may be, is split
             into single samples.

@@ -105,7 +105,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "check": f"{_HERE}.model_check.checking:Checking",
         "fallback": f"{_HERE}.leaf_modules.extension:LeafModules",
         "guard": f"{_HERE}.python_state.variants:Variants",
-        "less_memory": f"{_HERE}.offload.extension:Offload",
         "offload": f"{_HERE}.offload.lowering:LowerOffload",
         "load": f"{_HERE}.checkpoint_folder.folder:read",
         "peaks": f"{_HERE}.simulator.predict:peaks",
@@ -114,7 +113,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "collectives": f"{_HERE}.replicas.collectives:Collectives",
         "sum_copies": f"{_HERE}.copies.lowering:SumCopies",
         "sum_replicas": f"{_HERE}.replicas.lowering:SumReplicas",
-        "remedies": f"{_HERE}.simulator.predict:remedies",
         "save": f"{_HERE}.checkpoint_folder.folder:write",
         "saved": f"{_HERE}.checkpoint_folder.folder:exists",
         "step_peaks": f"{_HERE}.simulator.predict:step_peaks",
@@ -122,7 +120,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     },
     "command": {
         "main": f"{_HERE}.cli:main",
-        "search": f"{_HERE}.search.command:add_search",
     },
 }
 """Door → name → "module:attribute", or the function itself."""

@@ -32,8 +32,8 @@ REMOVED = {
 
 GONE = {
     "fxpipe.Prediction": "leave it out; batches read the weights that the delay says",
-    "fxpipe.Search": 'write schedule="search", or for weights of one version before schedule='
-    "fxpipe.schedules.two_bw",
+    "fxpipe.Search": "write found = fxpipe.search_schedule(pipe.plan, microbatches), or for "
+    "weights of one version before schedule=fxpipe.schedules.two_bw",
     "fxpipe.Symbolic": "leave it out; torch.export traces models. A tracer of your own is an "
     "extension, see docs/extensions.md",
     "fxpipe.prefetch": "iterate the loader, with pin_memory=True; a step copies its micro-batches "

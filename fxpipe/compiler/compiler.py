@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +19,7 @@ from fxpipe.compiler.plans import Graph, Plans
 from fxpipe.compiler.residence import settle
 from fxpipe.compiler.timetable import Purpose, Timetable
 from fxpipe.compiler.weighing import weighing_of
-from fxpipe.errors import InputError, PartitionError
+from fxpipe.errors import InputError
 from fxpipe.extend import find
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
@@ -99,15 +98,10 @@ class Compiler:
         with self._compiling(f"{name} for a {kind.purpose} of {size} samples"):
             compiled = self._compile(micro, kind)
             while kind.purpose == "step" and not self._placement.judged:
-                graph = self.plans.graph_of(compiled.traced)
-                try:
-                    if self._placement.keeps_limits(self._peaks(compiled, kind.updates)):
-                        break
-                    self._forget()
-                    compiled = self._compile(micro, kind)
-                except PartitionError as error:
-                    cure = self._remedies(compiled, graph, size, kind.updates)
-                    raise PartitionError(f"{error}; {cure}") from None
+                if self._placement.keeps_limits(self._peaks(compiled, kind.updates)):
+                    break
+                self._forget()
+                compiled = self._compile(micro, kind)
         if kind.purpose == "step":
             self._tell_balance(compiled.plan)
         return compiled
@@ -299,20 +293,6 @@ class Compiler:
         """Device → the most bytes that it is predicted to hold in a step."""
         peaks = find("option", "step_peaks", "memory_limits=")
         return [*map(float, peaks(compiled, self.options, updates))]
-
-    def _remedies(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> str:
-        """The options with which a step of this many samples would keep the memory limits."""
-        now = compiled.schedule
-
-        def fits(schedule: Schedule) -> bool:
-            if schedule.placement != now.placement or ("I" in schedule.kinds) != ("I" in now.kinds):
-                return False  # it would need other stages, or other kernels
-            part = -(-samples // schedule.microbatches)
-            changed = self.resized(replace(compiled, schedule=schedule), graph, part, updates)
-            return all(map(operator.le, self._peaks(changed, updates), self._placement.limits))
-
-        found: str = find("option", "remedies")(self.timetable, now, samples, fits)
-        return found
 
     def _program(
         self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool

@@ -52,8 +52,8 @@ class Options:
             others.
         bucket_bytes: the bytes of gradients that are summed over replicas in one bucket.
         in_order: whether gradients are added in the order of the replicas on every kind of device.
-        decides: "search" or "auto" if the first step chooses the schedule, else ""; ``recipe`` then
-            only says where the stages are.
+        decides: the name of what chooses the schedule at the first step, such as "auto", else "";
+            ``recipe`` then only says where the stages are.
 
     All others are as in ``fxpipe.compile``.
     """

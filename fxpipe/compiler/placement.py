@@ -333,8 +333,9 @@ class MemoryBudget:
             name = machine.name_of(self._placement.index(device))
             raise PartitionError(
                 f"{name} is predicted to hold {bytes_text(peaks[device])} in a step and may take "
-                f"{bytes_text(limits[device])}; {self.way_out or 'raise memory_limits'}, or give "
-                "more devices"
+                f"{bytes_text(limits[device])}; {self.way_out or 'raise memory_limits'}, give "
+                'schedule="auto", with which stages recompute and offload what they must, or more '
+                "devices"
             )
         for device, peak in enumerate(peaks):
             more = math.ceil(peak - counted[device])

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError, PassError, VerificationError
-from fxpipe.extend import Extension
 from fxpipe.ir.recipe import Placement, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.runner import run_all
@@ -85,11 +84,6 @@ class Timetable:
     def changed(self, **options: Any) -> Timetable:
         """A timetable with some options changed."""
         return Timetable(replace(self._options, **options), self._whole)
-
-    def extended(self, extension: Extension) -> Timetable:
-        """A timetable with one more extension, or with it in place of another of its kind."""
-        others = [each for each in self._options.extensions if type(each) is not type(extension)]
-        return self.changed(extensions=(*others, extension))
 
     def _modes(self, purpose: Purpose) -> dict[str, Any]:
         recompute = self._options.recompute

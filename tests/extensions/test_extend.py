@@ -54,7 +54,6 @@ def test_a_name_whose_extension_is_not_there_says_which(no_search: None) -> None
     with pytest.raises(InputError, match=message):
         _ = fxpipe.search_schedule
     assert not extend.there("public", "search_schedule")
-    assert len(list(extend.commands())) == len(extend.names("command")) - 2
 
 
 def test_a_package_that_an_extension_lacks_is_no_missing_extension(
@@ -63,10 +62,10 @@ def test_a_package_that_an_extension_lacks_is_no_missing_extension(
     extend.register("public", "lacking", "fxpipe.extensions.search.lacking:nothing")
     with pytest.raises(InputError, match=r"needs the extension fxpipe\.extensions\.search"):
         extend.find("public", "lacking")
-    monkeypatch.setitem(sys.modules, "pathlib", None)
-    monkeypatch.delitem(sys.modules, "fxpipe.extensions.search.command", raising=False)
-    with pytest.raises(ModuleNotFoundError, match="pathlib"):
-        extend.find("command", "search")
+    monkeypatch.delitem(sys.modules, "fxpipe.extensions.peers.forms", raising=False)
+    monkeypatch.setitem(sys.modules, "fxpipe.ir.task", None)
+    with pytest.raises(ModuleNotFoundError, match=r"fxpipe\.ir\.task"):
+        extend.find("view", "Schedule.csv")
 
 
 def test_a_view_whose_extension_is_not_there_is_no_attribute_and_its_error_says_which() -> None:
@@ -118,8 +117,8 @@ def test_bad_registrations_are_refused(arguments: tuple[object, ...], message: s
 
 
 def test_an_unknown_name_gets_a_hint() -> None:
-    with pytest.raises(InputError, match="there is no command 'serch': did you mean 'search'"):
-        extend.find("command", "serch")
+    with pytest.raises(InputError, match=r"no view .*did you mean 'Schedule\.csv'"):
+        extend.find("view", "Schedule.cvs")
 
 
 class Refusing(extend.Extension):

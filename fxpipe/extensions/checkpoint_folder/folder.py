@@ -7,7 +7,7 @@ the tensors and has their checksums.
     model                    name → parameter or persistent buffer, as in the model's state dict
     buffers, gradients       name → another buffer, or ``.grad``
     optimizer                name → key → the optimizer's state for the parameter
-    older, predicted         version → name → value
+    older                    version → name → value
     random, device_random    states of generators
     groups, extra            tensors among the optimizers' settings and the user's own values
     fxpipe                   number of the process → its header, written by ``torch.save``
@@ -280,7 +280,7 @@ def _owner(place: tuple[str, ...]) -> str | None:
     match place:
         case ("model" | "parameters" | "buffers" | "gradients" | "optimizer", name, *_):
             return name
-        case ("older" | "predicted", _, name):
+        case ("older", _, name):
             return name
     return None
 

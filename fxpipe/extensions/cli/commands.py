@@ -87,7 +87,7 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """The parser. The parsed arguments have the command's function as ``run``, which returns True
     if the schedule or program has no faults."""
-    parser = _Parser(prog="fxpipe", description="Show, compare, check and search schedules.")
+    parser = _Parser(prog="fxpipe", description="Show, compare and check schedules.")
     parser.add_argument("--version", action="version", version=f"fxpipe {fxpipe.__version__}")
     added = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -108,8 +108,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--trace", metavar="FILE", help="write a trace that https://ui.perfetto.dev opens")
     given = "how long tasks take: all F=1, on stage 3 F@3=1.5, of micro-batch 0 there F0@3=2"
     add("--costs", metavar="F=1,B=2", help=given)
-    given = "show the grid and the figures even of a huge schedule"
-    add("--all", action="store_true", help=given)
     add("--steps", type=int, metavar="N", help="the number of consecutive steps")
     given = "characters per line; by default the width of the terminal, and 80 in a pipe"
     add("--width", type=int, metavar="N", help=given)
@@ -157,9 +155,6 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--microbatches", type=int, metavar="N", help=given)
 
 
-_SHOWN = 200_000
-
-
 def list_schedules(given: Namespace) -> bool:
     """``fxpipe list``: the library's schedules."""
     table = plain_table()
@@ -176,10 +171,7 @@ def show_schedule(given: Namespace) -> bool:
     """``fxpipe schedule``: the grid and the figures of one schedule."""
     schedule = named_schedule(given.schedule, given.devices, given.microbatches)
     costs = read_costs(given.costs)
-    fault = _fault(schedule)
-    sound = fault is None
-    tasks = sum(map(len, schedule.rows)) * (given.steps or 1)
-    shown = given.all or tasks <= _SHOWN
+    sound = _is_sound(schedule)
     for option in ("csv", "trace") if not sound else ():
         if vars(given)[option] is not None:
             raise InputError(
@@ -191,29 +183,16 @@ def show_schedule(given: Namespace) -> bool:
         _wrote(given.csv)
     if given.draw is not None:
         _wrote(schedule.draw(costs=costs, steps=given.steps).render(given.draw))
-    simulation = None
-    if sound and (given.trace is not None or (shown and not given.text)):
-        simulation = schedule.simulate(costs, steps=given.steps)
-        if given.trace is not None:
-            simulation.trace(given.trace)
-            _wrote(given.trace)
+    if given.trace is not None:
+        schedule.simulate(costs, steps=given.steps).trace(given.trace)
+        _wrote(given.trace)
     if given.text:
         print(schedule, end="")
         return sound
-    if shown:
-        width = screen_width() if given.width is None else given.width
-        print(schedule.grid(costs=costs, steps=given.steps, width=width))
-    else:
-        print(
-            wrapped(
-                f"{schedule.name}: the grid and the figures of {tasks} tasks, more than {_SHOWN}, "
-                "are left out; --all shows them"
-            )
-        )
-        if fault is not None:
-            print(fault)
-    if simulation is not None:
-        print(f"\n{simulation}")
+    width = screen_width() if given.width is None else given.width
+    print(schedule.grid(costs=costs, steps=given.steps, width=width))
+    if sound:
+        print(f"\n{schedule.simulate(costs, steps=given.steps)}")
     return sound
 
 
@@ -245,12 +224,12 @@ def _wrote(path: str) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 
-def _fault(schedule: Schedule) -> VerificationError | None:
+def _is_sound(schedule: Schedule) -> bool:
     try:
         schedule.verify()
-    except VerificationError as error:
-        return error
-    return None
+    except VerificationError:
+        return False
+    return True
 
 
 def _summary(recipe: Recipe) -> str:

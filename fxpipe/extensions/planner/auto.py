@@ -1,4 +1,4 @@
-"""Choose a schedule by prediction, for ``schedule="search"`` and ``schedule="auto"``."""
+"""Choose a schedule by prediction, for ``schedule="auto"``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import InputError, PartitionError
-from fxpipe.extend import LateSchedule, find
+from fxpipe.extend import LateSchedule
 from fxpipe.extensions.planner import offloading
 from fxpipe.extensions.planner.candidates import EXACT, Predicted
 from fxpipe.extensions.planner.stages import FAMILIES, Stages
@@ -23,30 +23,27 @@ from fxpipe.log import LOGGER
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import ThreadChoice
 
-Start = tuple[Recipe, Callable[[Options, ThreadChoice], Compiler]]
-
 
 class Auto(LateSchedule):
-    """``schedule="auto"``: the fastest of the library's schedules with a flush, or one found."""
+    """``schedule="auto"``: the fastest of the library's schedules with a flush."""
 
-    def start(self) -> Start:
-        return _start("auto")
+    def start(self) -> tuple[Recipe, Callable[[Options, ThreadChoice], Compiler]]:
+        """Until the first step has chosen a schedule, calls have the stages of this recipe."""
+        placement = PendingPlacement()
+        recipe = replace(find_recipe("zb-h1"), name="auto", placement=placement)
+        return recipe, partial(AutoCompiler, placement=placement)
 
 
 class Search(LateSchedule):
-    """``schedule="search"``: search for a schedule in the first step, for at most ten seconds, with
-    the measured times of the stages and within the memory limits. See ``search_schedule``."""
+    """``schedule="search"``, which was removed."""
 
-    def start(self) -> Start:
-        find("public", "search_schedule", 'schedule="search"')  # refused here if not there
-        return _start("search")
-
-
-def _start(name: str) -> Start:
-    """Until the first step has chosen a schedule, calls have the stages of this recipe."""
-    placement = PendingPlacement()
-    recipe = replace(find_recipe("zb-h1"), name=name, placement=placement)
-    return recipe, partial(AutoCompiler, placement=placement)
+    def start(self) -> tuple[Recipe, Callable[[Options, ThreadChoice], Compiler]]:
+        """Raise InputError with what to write."""
+        raise InputError(
+            'schedule="search" was removed: write pipe.prepare(x, target=y) and found = '
+            "fxpipe.search_schedule(pipe.plan, microbatches), and compile(..., "
+            "schedule=found.schedule)"
+        )
 
 
 @dataclass(eq=False)
@@ -109,8 +106,8 @@ class AutoCompiler(Compiler):
         if options.replicas > 1:
             size = min(options.group.exchange("the samples of a batch", size))
         count = min(size, options.microbatches or 4 * len(options.devices))
-        before, cut, auto = self.timetable, bool(self.loads), options.decides == "auto"
-        recompute = "always" if auto and options.recompute == "never" else options.recompute
+        before, cut = self.timetable, bool(self.loads)
+        recompute = "always" if options.recompute == "never" else options.recompute
         devices, asked = len(options.devices), offloading.offload_of(options)
         by_stage = not isinstance(options.recompute, str) or (
             asked is not None and not isinstance(asked.modes, str)
@@ -118,18 +115,17 @@ class AutoCompiler(Compiler):
         families = [*map(find_recipe, FAMILIES)]
         if cut:
             families = [recipe for recipe in families if recipe.place(devices) == options.placement]
-        elif not auto or devices == 1 or by_stage:
+        elif devices == 1 or by_stage:
             families = families[:1]  # modes by stage are for one stage on each device
         attempts = [(before.changed(recipe=families[0], recompute=recompute), count)]
-        if auto:
-            if not self._placement.judged or not cut:
-                least = before.changed(recipe=find_recipe("naive"), recompute=recompute)
-                attempts.append((least, options.microbatches or size))
-            self._fixed = (None, True) if options.microbatches else (False, True)
+        if not self._placement.judged or not cut:
+            least = before.changed(recipe=find_recipe("naive"), recompute=recompute)
+            attempts.append((least, options.microbatches or size))
+        self._fixed = (None, True) if options.microbatches else (False, True)
         decide = partial(self._decided, micro=micro, size=size, updates=updates)
         too_large: list[Predicted] = []
         best: Predicted | None = None
-        with self._compiling(f'{type(options.model).__name__} for schedule="{options.decides}"'):
+        with self._compiling(f'{type(options.model).__name__} for schedule="auto"'):
             for timetable, parts in attempts:
                 try:
                     best = decide(timetable, parts, too_large=too_large)
@@ -159,7 +155,7 @@ class AutoCompiler(Compiler):
                 )
             )
         self._size = size
-        LOGGER.info('schedule="%s" takes %s', options.decides, best)
+        LOGGER.info('schedule="auto" takes %s', best)
         return choice.microbatches
 
     def _better(
@@ -174,7 +170,7 @@ class AutoCompiler(Compiler):
         self._forget()
         self._placement.forget()
         with suppress(InputError, PartitionError):  # the model may have too few operations
-            other = decide(too_large=too_large, best=best)
+            other = decide(too_large=too_large)
             if best is None or other.seconds * EXACT < best.seconds:
                 return other
         restore()
@@ -189,33 +185,27 @@ class AutoCompiler(Compiler):
         size: int,
         updates: bool,
         too_large: list[Predicted],
-        best: Predicted | None = None,
     ) -> Predicted:
         """Cut the model for a timetable, and return the best candidate over these stages.
 
         Args:
             too_large: is extended by the best candidates that exceed the memory limits.
-            best: the best candidate over other stages; if these are not faster, nothing is
-                searched for them.
 
         Raises:
             PartitionError: no candidate keeps the limits.
         """
-        options, limits = self.options, self._placement.limits
+        limits = self._placement.limits
         kind = Kind("step", updates, outputs=False)
         micro = micro.batch.in_parts(count, micro.replica)
         while True:
             self._follow(timetable)
             stages = Stages(self, limits, self._compile(micro, kind), size, updates)
-            searches = options.decides == "search"
-            choice = stages.searched() if searches else stages.fastest()
+            choice = stages.fastest()
             if not choice.fits(limits):
                 too_large.append(choice)
                 if self._placement.judged:
                     raise PartitionError("the stages are made, and stay as they are")
             if self._placement.judged or self._placement.keeps_limits(choice.peaks):
-                if not searches and (best is None or choice.seconds * EXACT < best.seconds):
-                    choice = stages.confirmed(choice)
                 self._placement.costs = stages.costs(choice.candidate.microbatches)
                 self._stages = stages
                 return choice

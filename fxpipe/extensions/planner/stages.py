@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
-from fxpipe.errors import FxpipeError, InputError, PartitionError
-from fxpipe.extend import find
+from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extensions.planner import offloading
 from fxpipe.extensions.planner.candidates import (
     EXACT,
@@ -36,16 +34,9 @@ from fxpipe.extensions.simulator.predict import (
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.program import Program
-from fxpipe.ir.recipe import Recipe, find_recipe
-from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import BESIDE, KINDS, Task
+from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.task import BESIDE, KINDS
 from fxpipe.passes.schedule import modes_of
-
-SECONDS, SHORT = 10.0, 1.0
-"""The longest search for a schedule, in seconds: for "search", and for "auto"."""
-
-_ROUNDS = 4
-"""A search is repeated with less memory until the whole program fits, at most this often."""
 
 FAMILIES = ("zb-h1", "v-half", "interleaved-1f1b")
 """For each possible placement of the stages (one or two on each device) the schedule that they are
@@ -94,7 +85,7 @@ class Stages:
     def _measure_further(self) -> None:
         """Measure the operations for one more size of micro-batches, if their number is chosen:
         for a smaller one, as what is fixed counts most there, or else for a larger one."""
-        if self._options.decides != "auto" or self._options.microbatches is not None:
+        if self._options.microbatches is not None:
             return
         samples = self._compiled.samples
         for further in (-(-samples // 4), min(4 * samples, self._size)):
@@ -136,18 +127,6 @@ class Stages:
             raise InputError("no schedule of the library can run these stages; name one yourself")
         return best_of([each for each in results if each.fits(self._limits)] or results[:1])
 
-    def confirmed(self, best: Predicted) -> Predicted:
-        """The best candidate, or a schedule that a search finds, if that is faster."""
-        choice = best.candidate
-        least = self._least(choice.recipe, choice.microbatches)
-        if not best.fits(self._limits) or best.seconds <= EXACT * least:
-            return best
-        with suppress(FxpipeError):
-            searched = self.searched(choice, SHORT)
-            if searched.fits(self._limits) and searched.seconds * EXACT < best.seconds:
-                return searched
-        return best
-
     def may_be_beaten(self, seconds: float) -> bool:
         """Whether other stages of the model could take less, if their devices were never idle."""
         given = self._options.microbatches
@@ -159,75 +138,6 @@ class Stages:
         times = self._known(self._samples(count))
         work = count * sum(time for (letter, _), time in times.items() if letter in "FB")
         return work / (1 if self._serial else self._devices)
-
-    def searched(self, candidate: Candidate | None = None, seconds: float = SECONDS) -> Predicted:
-        """The best schedule that a search finds, with the micro-batches and recomputation of a
-        candidate; by default with those of the options, and within the memory limits.
-
-        The search knows the bytes of a chain of stages, and less than those of the program: what it
-        finds may not fit where a schedule of the library does, which is then returned.
-        """
-        count, memory = len(self._compiled.kernels), self._limits
-        base = candidate or Candidate(find_recipe("1f1b"), count, self._modes)
-        ends, predicted, error = perf_counter() + seconds, None, None
-        for left in reversed(range(_ROUNDS if candidate is None else 1)):
-            part = max(0.1, ends - perf_counter()) / (2 if left else 1)
-            try:
-                recipe = _as_recipe(self._search(base, memory, part))
-            except PartitionError as refused:
-                error = refused
-                break
-            predicted = self.predict(replace(base, recipe=recipe))
-            if predicted is None:
-                raise InputError("these stages run whole backwards only; name a schedule yourself")
-            over = predicted.over(self._limits)
-            if not any(over):
-                return predicted
-            memory = tuple(limit - excess for limit, excess in zip(memory, over, strict=True))
-        fitting = [each for each in self._library(base) if each.fits(self._limits)]
-        if fitting:
-            return min(fitting, key=lambda each: each.seconds)
-        if error is not None:
-            raise error
-        assert predicted is not None
-        return predicted
-
-    def _library(self, base: Candidate) -> list[Predicted]:
-        """The schedules of the library for these stages, with all else of a candidate."""
-        recipes = library_over(self._devices, lambda _: self._placement)
-        known = (self.predict(replace(base, recipe=r)) for r in recipes if not r.delay)
-        return [each for each in known if each is not None]
-
-    def _search(self, base: Candidate, memory: Sequence[float], seconds: float) -> Schedule:
-        """A schedule for the stages' times and bytes, each stage handing one value to the next."""
-        count, halves = base.microbatches, "I" in self._compiled.schedule.kinds
-        samples, sizes = self._samples(count), None
-        times = self._known(samples)
-        recomputing = [stage for stage, mode in enumerate(base.recompute) if mode != "never"]
-        times |= {(x, s): times[x, s] + times["R", s] for x in "BI" for s in recomputing}
-        search_schedule = find("public", "search_schedule")  # refused here if it is not there
-        if self._limited:
-            sizes = _of_a_chain(self._at(samples).plan, self._held(samples), recomputing)
-
-        def search() -> tuple[str, str]:
-            try:
-                found = search_schedule(
-                    times,
-                    count,
-                    placement=self._placement,
-                    whole=None if halves else True,
-                    memory=memory if sizes else None,
-                    sizes=sizes,
-                    seconds=seconds,
-                )
-            except InputError as error:  # not enough memory; all ranks have to know
-                return "", str(error)
-            return str(found.schedule), ""
-
-        text, why = self._options.group.share("the schedule", search)
-        if why:
-            raise PartitionError(f'{why}; schedule="auto" chooses recomputation and micro-batches')
-        return Schedule.parse(text)
 
     def _samples(self, count: int) -> int:
         """The samples of a micro-batch if the batch is split into ``count`` micro-batches."""
@@ -317,39 +227,3 @@ class Stages:
 def _of_operations(plan: Plan) -> dict[tuple[str, int], float]:
     """The times of each stage's operations, measured one by one."""
     return {key: time for key, time in measured_costs(plan).items() if key[0] not in BESIDE}
-
-
-def _as_recipe(schedule: Schedule) -> Recipe:
-    """A schedule that a search found, as a recipe; a shorter batch leaves out the last
-    micro-batches."""
-
-    def tasks(device: int, devices: int, microbatches: int) -> list[Task]:
-        return [t for t in schedule.rows[device] if (t.microbatch or 0) < microbatches]
-
-    return Recipe("search", tasks, schedule.delay, lambda devices: schedule.placement)
-
-
-def _of_a_chain(plan: Plan, held: Sizes, recomputing: Collection[int]) -> Sizes:
-    """The sizes of a chain of stages, each of which sends as many bytes as in the plan, but all to
-    the next stage. A recomputing stage holds what it saves for one micro-batch at a time."""
-    stages = range(len(plan.stages))
-    sent: dict[str, int] = {}
-    for edge in plan.edges:
-        if edge.source in stages and edge.target in stages:
-            size = held.values.get(edge.value, 0)
-            sent[f"y{edge.source}"] = sent.get(f"y{edge.source}", 0) + size
-    saved = {s: held.saved.get(s, 0) for s in stages}
-    always = {s: saved[s] if s in recomputing else 0 for s in stages}
-    return replace(
-        held,
-        values=sent,
-        saved={s: saved[s] - always[s] for s in stages},
-        optimizer={s: held.optimizer.get(s, 0) + always[s] for s in stages},
-        holds={},
-        deferred_holds={},
-        deferred_gradients={},
-        places={},
-        laid_out={},
-        runs={},
-        adding={},
-    )

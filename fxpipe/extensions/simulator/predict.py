@@ -1,10 +1,8 @@
-"""Predict by simulation the seconds and bytes of a plan, and the options with which a step that
-does not fit into memory would."""
+"""Predict by simulation the seconds and bytes of a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -12,9 +10,7 @@ from torch.optim import Optimizer
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.timetable import Timetable
-from fxpipe.errors import FxpipeError, InputError
-from fxpipe.extend import find, there
+from fxpipe.errors import InputError
 from fxpipe.extensions.simulator import Simulation, simulate
 from fxpipe.extensions.simulator.away import away_costs
 from fxpipe.extensions.simulator.costs import Costs, Key, Link, Links, check_keys, measured_costs
@@ -22,13 +18,8 @@ from fxpipe.extensions.simulator.held import plan_sizes
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
-from fxpipe.ir.recipe import find_recipe
-from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import owners
 from fxpipe.runtime.weights.optimizer import state_size
-
-_LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
-"""Schedules with a flush that keep fewer micro-batches than others of the same placement."""
 
 
 def predict_step(
@@ -151,41 +142,3 @@ def step_sizes(compiled: Compiled, options: Options, updates: bool) -> Sizes:
         return sizes
     adam = {s: int(state_size(None) * size) for s, size in sizes.gradients.items()}
     return replace(sizes, optimizer={s: size + adam[s] for s, size in sizes.optimizer.items()})
-
-
-def remedies(
-    timetable: Timetable, schedule: Schedule, samples: int, fits: Callable[[Schedule], bool]
-) -> str:
-    """The end of an error message: options each of which would be enough alone for a step of this
-    schedule, at most one of a kind. ``fits`` tells whether the same stages would keep the limits
-    under another schedule, and raises FxpipeError if they cannot run it."""
-    count = schedule.microbatches
-    recompute = [('recompute="always"', timetable.changed(recompute="always"), count)]
-    aside = []
-    if there("option", "less_memory"):
-        more = find("option", "less_memory")()
-        text = f"extensions=[fxpipe.{type(more).__name__}()]"
-        both = timetable.extended(more).changed(recompute="always")
-        aside = [
-            (text, timetable.extended(more), count),
-            (f'recompute="always" with {text}', both, count),
-        ]
-    schedules = [
-        (f'schedule="{name}"', timetable.changed(recipe=find_recipe(name)), count)
-        for name in _LESS_MEMORY
-        if name != schedule.name and find_recipe(name).place(schedule.devices) == schedule.placement
-    ]
-    counts = [count * 2**power for power in range(1, (samples // count).bit_length())]
-    finer = [(f"microbatches={more}", timetable, more) for more in counts]
-    enough = []
-    for kind in (recompute, aside, schedules, finer):
-        for text, changed, parts in kind:
-            with suppress(FxpipeError):  # the pipe cannot run with this option
-                if fits(changed.schedule(parts, "step")):
-                    enough.append(text)
-                    break
-    if not enough:
-        return (
-            "no recompute, offload, schedule or number of micro-batches is predicted to be enough"
-        )
-    return f"predicted to be enough with the same stages: {' or '.join(enough)}"

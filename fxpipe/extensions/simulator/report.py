@@ -1,8 +1,7 @@
 """Simulations and measured runs as a table, and as a trace for Perfetto and chrome://tracing.
 
 The trace has Chrome's "Trace Event Format" (Google, 2016). Each simulation is a process. Each
-device is a thread in it, and so is each link on which transfers take time. Arrows lead from the
-task that makes a value to the task that needs it.
+device is a thread in it, and so is each link on which transfers take time.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 from fxpipe.errors import InputError
 from fxpipe.extensions.simulator.holding import PARTS
 from fxpipe.extensions.simulator.simulation import Simulation, Span, task_of
-from fxpipe.extensions.simulator.sums import Sum
 from fxpipe.formatting import (
     byte_unit,
     bytes_text,
@@ -28,7 +26,6 @@ from fxpipe.formatting import (
     wrapped,
 )
 from fxpipe.ir.task import KINDS
-from fxpipe.ir.value import Buffer
 from fxpipe.text.program import print_instruction
 
 LEGEND = (
@@ -42,10 +39,6 @@ LEGEND = (
 out."""
 
 Event = dict[str, Any]
-
-_INSIDE = 1e-3
-"""An arrow begins this share of a task before the task's end; at the end itself, the viewer would
-not bind it to the task."""
 
 
 def simulation_table(simulation: Simulation) -> str:
@@ -208,7 +201,6 @@ class _Process:
                 thread = self._ways[transfer.source, transfer.target]
                 name = str(transfer.buffer)
                 yield self._slice(thread, name, "transfer", transfer.start, transfer.end, {})
-        yield from self._arrows()
         yield from self._memory()
 
     def _names(self) -> Iterator[Event]:
@@ -239,37 +231,6 @@ class _Process:
         if self._simulation.steps > 1:
             name += f" of batch {task.batch}"
         return self._slice(span.device, name, kind, span.start, span.end, args)
-
-    def _arrows(self) -> Iterator[Event]:
-        """Arrows from the task that makes a value, over its transfer, to the task that first needs
-        it."""
-        program = self._simulation.program
-        makers: dict[Buffer, Span] = {}
-        users: dict[Buffer, Span] = {}
-        for span in self._simulation.spans:
-            for buffer in span.instruction.makes(program):
-                makers.setdefault(buffer, span)
-            for buffer in span.instruction.uses(program):
-                users.setdefault(buffer, span)
-        for number, transfer in enumerate(self._simulation.transfers):
-            if isinstance(transfer.buffer, Sum):
-                continue
-            buffer = transfer.buffer
-            maker, user = makers.get(buffer), users.get(buffer)
-            if maker is None or user is None or transfer.source == transfer.target:
-                continue
-            steps = [("s", transfer.source, maker.end - _INSIDE * maker.time)]
-            if transfer.end > transfer.start:
-                steps.append(("t", self._ways[transfer.source, transfer.target], transfer.start))
-            steps.append(("f", transfer.target, user.start))
-            for phase, thread, time in steps:
-                event = self._event(
-                    phase, thread, name=str(buffer), cat=buffer.kind, ts=time * self._scale
-                )
-                event["id"] = f"{self._process}.{number}"
-                if phase == "f":
-                    event["bp"] = "e"  # binds to the task around it, not to the next one
-                yield event
 
     def _memory(self) -> Iterator[Event]:
         """What each device holds, if sizes are known: an event wherever it changes."""

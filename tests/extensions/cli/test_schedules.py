@@ -1,4 +1,4 @@
-"""Schedules on the command line: shown, drawn, searched and compared."""
+"""Schedules on the command line: shown, drawn and compared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import fxpipe
 from fxpipe.extensions.cli import main
 from fxpipe.schedules import gpipe
 from tests.conftest import Golden
@@ -61,30 +60,6 @@ def test_the_text_can_be_read_back(capsys: pytest.CaptureFixture[str], tmp_path:
     assert run(capsys, "verify", path) == (0, f"{path}: a valid schedule\n", "")
 
 
-def test_the_grid_of_a_huge_schedule_is_left_out_by_name(
-    capsys: pytest.CaptureFixture[str], own: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    line = ["schedule", "gpipe", "-p", "2", "-m", "3"]
-    _, whole, _ = run(capsys, *line)
-    monkeypatch.setattr("fxpipe.extensions.cli.commands._SHOWN", 13)
-    assert run(capsys, *line, "--all") == (0, whole, "")
-    status, out, _ = run(capsys, *line)
-    head = "gpipe: the grid and the figures of 14 tasks, more than 13, are left out; --all shows"
-    assert (status, out.split()) == (0, f"{head} them".split())
-    _, out, _ = run(capsys, "schedule", "gpipe", "-p", "2", "-m", "1", "--steps", "3")
-    assert "figures of 18 tasks" in out
-    status, out, _ = run(capsys, "schedule", f"{own}:plain", "-p", "2", "-m", "6")
-    assert status == 1
-    assert "are left out" not in out  # of 6 tasks
-    monkeypatch.setattr("fxpipe.extensions.cli.commands._SHOWN", 5)
-    status, out, _ = run(capsys, "schedule", f"{own}:plain", "-p", "2", "-m", "6")
-    assert status == 1
-    assert "stage 0 has no forward of micro-batches 1-5" in out
-    trace = tmp_path / "trace.json"
-    assert run(capsys, *line, "--trace", trace)[0] == 0
-    assert json.loads(trace.read_text())["traceEvents"]
-
-
 # Not a PDF: it holds the second in which it was made.
 @pytest.mark.parametrize("ending", ["svg", "png", "jpg"])
 def test_a_picture_is_written(
@@ -130,53 +105,6 @@ def test_a_schedule_with_faults_is_shown_with_them(
         status, out, err = run(capsys, *line, option, tmp_path / "file")
         assert (status, out) == (2, "")
         assert f"has faults, and is not written; leave {option} out" in err
-
-
-SEARCH = ("search", "-p", "3", "-m", "4", "--costs", "F=1,I=2,W=1,F@2=2", "--work", "60")
-
-
-def test_a_schedule_is_searched_and_stands_beside_the_library(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    csv, picture = tmp_path / "found.csv", tmp_path / "found.svg"
-    status, out, err = run(capsys, *SEARCH, "--memory", "3", "--csv", csv, "--draw", picture)
-    assert status == 0
-    assert err == f"wrote {picture}\nwrote {csv}\n"
-    grid, words, table, _ = out.split("\n\n")
-    assert grid.count("\n") == 3
-    assert re.match(r"a step takes [0-9.]+; none takes less than [0-9.]+ \(", words)
-    times = {line.split()[0]: float(line.split()[1]) for line in table.splitlines()[2:]}
-    assert min(times.values()) == times["search"]
-    assert {"1f1b", "zb-h1"} < set(times)
-    assert csv.read_text().count("\n") == 3
-    assert "<svg" in picture.read_text()
-
-
-def test_the_text_of_a_searched_schedule_is_one(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    status, text, _ = run(capsys, *SEARCH, "--placement", "v", "--memory", "9,9,9", "--text")
-    assert status == 0
-    schedule = fxpipe.Schedule.parse(text).verify()
-    assert schedule.placement == fxpipe.vee(3)
-    status, text, _ = run(capsys, *SEARCH, "--no-flush", "--latency", "0.5", "--text")
-    assert fxpipe.Schedule.parse(text).delay == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--memory", "0.5"], "one micro-batch takes 1"),
-        (["--memory", "much"], "--memory is 'much'"),
-        (["--placement", "w"], "write each, v, or loop=2"),
-    ],
-)
-def test_a_search_for_something_impossible_is_refused(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, out, err = run(capsys, *SEARCH, *arguments)
-    assert (status, out) == (2, "")
-    assert says in err
 
 
 def test_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Traces for Perfetto: every task and transfer once, arrows from maker to user, memory."""
+"""Traces for Perfetto: every task and transfer once, and memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tasks(simulation: Simulation) -> list[dict[str, Any]]:
     st.integers(1, 5),
     st.sampled_from([0, 0.25, 3]),
 )
-def test_every_task_is_a_slice_and_every_transfer_an_arrow_between_two(
+def test_every_task_is_a_slice_and_so_is_every_transfer_that_takes_time(
     recipe: Any, p: int, m: int, latency: float
 ) -> None:
     simulation = simulate_schedule(recipe(p, m), links=Link(latency=latency))
@@ -42,31 +42,12 @@ def test_every_task_is_a_slice_and_every_transfer_an_arrow_between_two(
         (s.device, pytest.approx(1000 * s.start), pytest.approx(1000 * s.time))
         for s in simulation.spans
     ]
-    between = [t for t in simulation.transfers if t.source != t.target]
-    begins = {e["id"]: e for e in events(simulation, "s")}
-    ends = {e["id"]: e for e in events(simulation, "f")}
-    assert len(begins) == len(ends) == len(between)
-    assert begins.keys() == ends.keys()
-    for number, begin in begins.items():
-        end = ends[number]
-        assert begin["ts"] <= end["ts"]
-        assert begin["name"] == end["name"]
-        # Each end lies in a slice of its thread, or a viewer would drop the arrow.
-        for event in (begin, end):
-            assert any(
-                s["tid"] == event["tid"] and s["ts"] <= event["ts"] < s["ts"] + s["dur"]
-                for s in slices
-            )
+    moves = [e for e in events(simulation, "X") if e["cat"] == "transfer"]
+    assert len(moves) == sum(t.end > t.start for t in simulation.transfers)
 
 
-def test_an_arrow_leads_from_the_maker_of_a_value_to_its_user() -> None:
+def test_a_transfer_is_a_slice_of_its_link() -> None:
     simulation = simulate_schedule(one_f_one_b(2, 1), links=Link(latency=2))
-    at = {(e["tid"], e["ts"]): e["name"] for e in tasks(simulation)}
-    starts = {e["name"]: e for e in events(simulation, "s")}
-    ends = {e["name"]: e for e in events(simulation, "f")}
-    assert at[1, ends["act:y0:0->1[0]"]["ts"]] == "F0@1"
-    assert at[0, ends["grad:y0:1->0[0]"]["ts"]] == "B0@0"
-    assert starts["act:y0:0->1[0]"]["ts"] == pytest.approx(1000, rel=0.01)
     moves = [e for e in events(simulation, "X") if e["cat"] == "transfer"]
     assert [(e["name"], e["ts"], e["dur"]) for e in moves] == [
         ("act:y0:0->1[0]", 1000, 2000),
