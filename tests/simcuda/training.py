@@ -232,7 +232,8 @@ def train(
     side = setting.has("side") and look is not None
     pipe = fxpipe.compile(model, places, loss=cross_entropy, **options)
     made: list[Trained] = []
-    place = _Place(setting.inputs if look else "cpu")
+    rank = devices.get_rank() if isinstance(devices, DeviceMesh) else 0
+    place = _Place(setting.inputs if look else "cpu", f"cuda:{rank}")
     with _side_streams() if side else nullcontext(), pipe, tempfile.TemporaryDirectory() as own:
         folder = folder or Path(own)
         for run in range(runs):
@@ -312,13 +313,13 @@ def _indices() -> range:
 class _Place:
     """Puts batches where a setting wants them."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, kind: str, device: str) -> None:
+        self._kind, self._device = kind, device
         self._memory: list[Tensor] = []
 
     def put(self, *batch: Tensor) -> Sequence[Tensor]:
         if self._kind == "device":
-            return [tensor.to("cuda") for tensor in batch]
+            return [tensor.to(self._device) for tensor in batch]
         if self._kind == "pinned":
             if not self._memory:
                 self._memory = [torch.empty_like(tensor).pin_memory() for tensor in batch]
