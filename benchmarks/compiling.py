@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
-import tempfile
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -22,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fxpipe
 from benchmarks.machine import describe
+from benchmarks.meeting import meeting_place
 from benchmarks.peers.case import CASES, DEVICES
 from benchmarks.report import Figure, Report
 
@@ -36,19 +35,18 @@ class Taken(NamedTuple):
 def compiled(case: str, processes: int) -> Taken:
     """What compiling a step takes in new processes."""
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = (Path(folder) / "meeting").as_uri()
-        ours, theirs = zip(*(context.Pipe() for _ in range(processes)), strict=True)
-        workers = [
-            context.Process(target=_compile, args=(case, processes, rank, meeting, end))
-            for rank, end in enumerate(theirs)
-        ]
-        for worker, end in zip(workers, theirs, strict=True):
-            worker.start()
-            end.close()  # so that its end is noticed when the process dies
-        taken = [end.recv() for end in ours]
-        for worker in workers:
-            worker.join()
+    meeting = meeting_place()
+    ours, theirs = zip(*(context.Pipe() for _ in range(processes)), strict=True)
+    workers = [
+        context.Process(target=_compile, args=(case, processes, rank, meeting, end))
+        for rank, end in enumerate(theirs)
+    ]
+    for worker, end in zip(workers, theirs, strict=True):
+        worker.start()
+        end.close()  # so that its end is noticed when the process dies
+    taken = [end.recv() for end in ours]
+    for worker in workers:
+        worker.join()
     return Taken(*map(max, zip(*taken, strict=True)))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from statistics import median
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fxpipe
 from benchmarks.machine import describe
+from benchmarks.meeting import meeting_place
 from benchmarks.report import Figure, Grid, Report
 from fxpipe.runtime.ranks.pairs import PairGroups
 
@@ -98,20 +98,19 @@ def _rank(rank: int, meeting: str, rounds: int, end: Connection) -> None:
 
 def measured(rounds: int) -> dict[str, dict[str, float]]:
     """Size → way → the median seconds of a message; the first round does not count."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        ends = [context.Pipe() for _ in range(2)]
-        ranks = [
-            context.Process(target=_rank, args=(rank, f"file://{folder}/meet", rounds, end))
-            for rank, (_, end) in enumerate(ends)
-        ]
-        for process in ranks:
-            process.start()
-        for _, end in ends:
-            end.close()  # so that a rank that has ended is noticed
-        found, _ = (here.recv() for here, _ in ends)
-        for process in ranks:
-            process.join()
+    context, meeting = multiprocessing.get_context("spawn"), meeting_place()
+    ends = [context.Pipe() for _ in range(2)]
+    ranks = [
+        context.Process(target=_rank, args=(rank, meeting, rounds, end))
+        for rank, (_, end) in enumerate(ends)
+    ]
+    for process in ranks:
+        process.start()
+    for _, end in ends:
+        end.close()  # so that a rank that has ended is noticed
+    found, _ = (here.recv() for here, _ in ends)
+    for process in ranks:
+        process.join()
     return {
         size: {way: median(seconds[1:]) for way, seconds in ways.items()}
         for size, ways in found.items()

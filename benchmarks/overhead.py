@@ -20,6 +20,7 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from benchmarks.machine import describe
+from benchmarks.meeting import meeting_place
 from benchmarks.peers.case import CASES
 from benchmarks.peers.contenders import PIPELINING, RANKS, THREADS
 from benchmarks.peers.group import Group
@@ -85,8 +86,11 @@ def messages(steps: int) -> tuple[float, float]:
     """Median seconds of a message between two ranks: what both spend on one that has arrived
     before it is waited for, and how long after it was sent a rank goes on that has waited."""
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=_profile, args=(rank, folder, steps)) for rank in range(2)]
+        context, meeting = multiprocessing.get_context("spawn"), meeting_place()
+        ranks = [
+            context.Process(target=_profile, args=(rank, meeting, folder, steps))
+            for rank in range(2)
+        ]
         for each in ranks:
             each.start()
         for each in ranks:
@@ -95,8 +99,8 @@ def messages(steps: int) -> tuple[float, float]:
         return found
 
 
-def _profile(rank: int, folder: str, steps: int) -> None:
-    with closing(RankPipe(CASES["tiny"], rank, Path(folder, "meeting").as_uri())) as ranks:
+def _profile(rank: int, meeting: str, folder: str, steps: int) -> None:
+    with closing(RankPipe(CASES["tiny"], rank, meeting)) as ranks:
         for _ in range(WARM_UP):
             ranks.step()
         spans = [*ranks.pipe.profile(ranks.x, target=ranks.y, steps=steps).instructions()]

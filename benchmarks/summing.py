@@ -13,7 +13,6 @@ import argparse
 import math
 import multiprocessing
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -29,6 +28,7 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from benchmarks.machine import describe
+from benchmarks.meeting import meeting_place
 from benchmarks.overlap import TASK, lengthen
 from benchmarks.report import Figure, Grid, Report
 from fxpipe.extensions.simulator import Link, Simulation
@@ -185,20 +185,19 @@ def _sum(case: Case, rank: int, meeting: str, rounds: int, end: Connection) -> N
 
 def on_slow_links(case: Case, rounds: int) -> list[list[Summed]]:
     """Replica → its figures, of each round."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe() for _ in range(case.replicas * case.devices)]
-        ranks = [
-            context.Process(target=_sum, args=(case, rank, f"file://{folder}/meet", rounds, end))
-            for rank, (_, end) in enumerate(pipes)
-        ]
-        for process in ranks:
-            process.start()
-        for _, end in pipes:
-            end.close()  # so that a rank that has ended is noticed
-        found = [here.recv() for here, _ in pipes]
-        for process in ranks:
-            process.join()
+    context, meeting = multiprocessing.get_context("spawn"), meeting_place()
+    pipes = [context.Pipe() for _ in range(case.replicas * case.devices)]
+    ranks = [
+        context.Process(target=_sum, args=(case, rank, meeting, rounds, end))
+        for rank, (_, end) in enumerate(pipes)
+    ]
+    for process in ranks:
+        process.start()
+    for _, end in pipes:
+        end.close()  # so that a rank that has ended is noticed
+    found = [here.recv() for here, _ in pipes]
+    for process in ranks:
+        process.join()
     return [each for each in found if each]
 
 

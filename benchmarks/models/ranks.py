@@ -16,6 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxpipe
+from benchmarks.meeting import meeting_place
 from benchmarks.models import own
 from benchmarks.models.cases import Case
 from benchmarks.models.exact import MICROBATCHES, ROWS
@@ -46,10 +47,10 @@ class Compared(NamedTuple):
 
 def compare(settings: Sequence[Setting], size: int) -> Iterator[Compared]:
     """What so many ranks come to, setting by setting."""
-    context = multiprocessing.get_context("spawn")
+    context, meeting = multiprocessing.get_context("spawn"), meeting_place()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank, args=(rank, size, folder, settings), daemon=True)
+            context.Process(target=_rank, args=(rank, size, meeting, folder, settings), daemon=True)
             for rank in range(size)
         ]
         for each in ranks:
@@ -147,11 +148,11 @@ def _same(name: str, alone: Found, parts: Sequence[Found]) -> bool:
     return name in alone and bool(kept) and all(torch.equal(alone[name], each) for each in kept)
 
 
-def _rank(rank: int, size: int, folder: str, settings: Sequence[Setting]) -> None:
+def _rank(rank: int, size: int, meeting: str, folder: str, settings: Sequence[Setting]) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",
-        init_method=Path(folder, "meeting").as_uri(),
+        init_method=meeting,
         rank=rank,
         world_size=size,
         timeout=PATIENCE,

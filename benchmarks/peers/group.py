@@ -7,7 +7,6 @@ import multiprocessing
 import pkgutil
 import resource
 import sys
-import tempfile
 import time
 import warnings
 from contextlib import suppress
@@ -16,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from benchmarks.meeting import meeting_place
 from benchmarks.peers.case import CASES, RESIDENT, Case
 from benchmarks.peers.contender import Contender
 from benchmarks.peers.contenders import CONTENDERS, REFERENCES, SAVING, Entry
@@ -73,8 +73,7 @@ class Group:
         entry = _entry(contender)
         processes = _case(case).devices if entry.apart else 1
         self.contender = contender
-        self._folder = tempfile.TemporaryDirectory()
-        meeting = (Path(self._folder.name) / "meeting").as_uri()
+        meeting = meeting_place()
         context = multiprocessing.get_context("spawn")
         self._ends: list[Connection] = []
         self._workers = []
@@ -126,7 +125,6 @@ class Group:
         for worker in self._workers:
             worker.join(5)
         self._kill()
-        self._folder.cleanup()
 
     def _order(self, order: str) -> list[Any]:
         try:

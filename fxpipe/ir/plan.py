@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -63,14 +64,19 @@ class ValueSpec:
     strides: tuple[int, ...] | None = None
     device: str = "cpu"
 
-    def room(self, device: torch.device) -> torch.Tensor:
-        """Allocate memory for the value as ``torch.empty_like`` does: dense, dimensions in its
+    @cached_property
+    def dense(self) -> tuple[int, ...]:
+        """The strides that ``torch.empty_like`` gives: no gaps, and dimensions in the value's
         order. Its strides must be known."""
         assert self.strides is not None
         like = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
-        return torch.empty_like(like, device=device)
+        return torch.empty_like(like).stride()
 
-    @property
+    def room(self, device: torch.device) -> torch.Tensor:
+        """Allocate memory for the value, with the strides ``dense``."""
+        return torch.empty_strided(self.shape, self.dense, dtype=self.dtype, device=device)
+
+    @cached_property
     def bytes(self) -> int:
         """The bytes of the value for one micro-batch."""
         return prod(self.shape) * self.dtype.itemsize

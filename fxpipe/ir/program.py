@@ -122,6 +122,13 @@ class Program:
         return max(1, smallest_channel(self))
 
     @cached_property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """The devices of which one sends tensors to the other, each direction apart, sorted; on a
+        rank, which has only its own list, those that include it."""
+        moves = (x for x in self._instructions if isinstance(x, ins.Send | ins.Receive))
+        return tuple(sorted({self.ends_of(x.buffer) for x in moves if x.buffer.kind in CROSSING}))
+
+    @cached_property
     def confirmed(self) -> Mapping[tuple[int, int], Buffer]:
         """Device and position of a receive → the last value that had gone the other way and was
         received before the sender sent this one. Batches count from the receiver's step."""

@@ -7,7 +7,6 @@ outputs, norms, values that are no tensors) goes by the log.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError, RankError
@@ -128,9 +126,9 @@ class RankChannels(Channels):
                 f"device that receives it expects {spec.shape} and {spec.dtype}, as in the trace; "
                 "if the size of a value changes, make and use it on the same stage"
             )
-        sent, strides = value.detach().resolve_conj().resolve_neg(), _strides(spec)
-        if sent.stride() != strides:
-            sent = sent.new_empty_strided(spec.shape, strides).copy_(sent)
+        sent = value.detach().resolve_conj().resolve_neg()
+        if sent.stride() != spec.dense:
+            sent = spec.room(sent.device).copy_(sent)
         with explained(self._stopped):
             work = self._pairs.send(device, sent)
             self.keep(device, buffer, sent, work)
@@ -301,9 +299,3 @@ def explained(stopped: threading.Event) -> Iterator[None]:
         if stopped.wait(PATIENCE):
             raise Stopped from None
         raise
-
-
-@functools.cache
-def _strides(spec: ValueSpec) -> tuple[int, ...]:
-    """The strides of what is sent for a spec, which has no gaps."""
-    return spec.room(torch.device("meta")).stride()

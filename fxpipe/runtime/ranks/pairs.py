@@ -1,10 +1,10 @@
-"""A process group for each two ranks that a program lets exchange tensors, and for replicas.
+"""A process group for each direction in which a program sends tensors, and one for replicas.
 
-NCCL ignores tags, and runs the operations of a communicator in the order of the calls. So on
-accelerators each direction has a communicator of its own, used on both sides in the order of the
-program's lists. gloo keeps the order of each direction by itself, so that CPU ranks need one group
-for both. Groups have two members, as gloo ends a pending receive only together with all that is
-pending in its group.
+NCCL ignores tags, and runs the operations of a communicator in the order of the calls. So each
+direction has a group of its own, used on both sides in the order of the program's lists. gloo keeps
+both directions apart by itself, but while a thread sends, its own thread cannot read what comes,
+and spins: many small tensors take half as long in two groups. Groups have two members, as gloo ends
+a pending receive only together with all that is pending in its group.
 
 A communicator takes a stream of torch's pool. If it got one that we compute on, computations behind
 a pending receive would wait for it, and its sender perhaps for them. So communicators use streams
@@ -25,9 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import RankError, told
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import CROSSING
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.log import poison
 from fxpipe.runtime.ranks.rendezvous import interruptibly, within
@@ -44,8 +42,7 @@ BLOCKS = 8
 holds them until its value has come; the communicator's other receives are queued behind it."""
 
 Members = tuple[int, ...]
-"""The ranks of a group: the twins, or a pair. On accelerators a pair is the sending rank and the
-receiving one, else the lower one and the higher one."""
+"""The ranks of a group: the twins, or the sending rank and the receiving one."""
 
 
 class PairGroups:
@@ -64,7 +61,7 @@ class PairGroups:
         self.device = device
         self.number = group.epoch
         self._ranks = group
-        self._directed = device.type != "cpu"
+        self._on_cpu = device.type == "cpu"
         self._groups: dict[Members, Any] = {}
         self._aborting = threading.Lock()  # taken once, by the first abort
         self._aborted = threading.Event()
@@ -89,14 +86,9 @@ class PairGroups:
 
     def members_of(self, program: Program) -> Sequence[Members]:
         """Return this rank's groups in a program, in an order that all ranks share."""
-        here, pairs = self._ranks.device, set[Members]()
-        for x in program.lists[here]:
-            if isinstance(x, ins.Send) and x.buffer.kind in CROSSING:
-                pairs.add(self._pair(here, program.destination(x)))
-            elif isinstance(x, ins.Receive) and x.buffer.kind in CROSSING:
-                pairs.add(self._pair(program.origin(x), here))
+        pairs = [self._pair(*link) for link in program.links if self._ranks.device in link]
         twins = [tuple(self._ranks.twins)] if self._ranks.replicas > 1 else []
-        return [*sorted(pairs), *twins]
+        return [*pairs, *twins]
 
     @property
     def twins(self) -> Any:
@@ -106,15 +98,11 @@ class PairGroups:
     def send(self, target: int, value: Tensor) -> Any:
         """Send a dense tensor, which must not change, and be kept with the returned work, until it
         is there."""
-        pair = self._pair(self._ranks.device, target)
-        member = pair.index(self._ranks.pipeline[target])
-        return self._groups[pair].send([_bytes(value)], member, 0)
+        return self._groups[self._pair(self._ranks.device, target)].send([_bytes(value)], 1, 0)
 
     def receive(self, source: int, room: Tensor) -> Any:
         """Receive into a dense tensor, in the order of the calls. Returns the work."""
-        pair = self._pair(source, self._ranks.device)
-        member = pair.index(self._ranks.pipeline[source])
-        return self._groups[pair].recv([_bytes(room)], member, 0)
+        return self._groups[self._pair(source, self._ranks.device)].recv([_bytes(room)], 0, 0)
 
     def abort(self) -> None:
         """End all pending transfers, here and at the other ends, for good; later calls of the pipe
@@ -122,10 +110,10 @@ class PairGroups:
         if not self._aborting.acquire(blocking=False):
             return
         self._ranks.epoch = max(self._ranks.epoch, self.number + 1)
-        if self._directed:
-            threading.Thread(target=self._abort, name="fxpipe-abort", daemon=True).start()
-        else:
+        if self._on_cpu:
             self._abort()
+        else:
+            threading.Thread(target=self._abort, name="fxpipe-abort", daemon=True).start()
 
     def drained(self) -> None:
         """Wait for the end of the abort, if one was started: then no stream waits for another rank.
@@ -140,7 +128,7 @@ class PairGroups:
     def make(self, store: Any, member: int, size: int = 2) -> Any:
         """Make a process group, in which this process has the number ``member``."""
         timeout = timedelta(seconds=self._ranks.members.timeout)
-        if not self._directed:
+        if self._on_cpu:
             return dist.ProcessGroupGloo(store, member, size, timeout)
         nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined,unused-ignore]
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -157,8 +145,7 @@ class PairGroups:
                 os.environ[name] = before
 
     def _pair(self, source: int, target: int) -> Members:
-        pair = self._ranks.pipeline[source], self._ranks.pipeline[target]
-        return pair if self._directed else (min(pair), max(pair))
+        return self._ranks.pipeline[source], self._ranks.pipeline[target]
 
     def _open(self, members: Members) -> Any:
         """Make a group. On accelerators, let it move a byte: the set-up, for which a rank waits for
@@ -171,7 +158,7 @@ class PairGroups:
                 store = within(self._ranks.members.store, name)
                 self._meet(store, own, len(members))
                 group = self.make(store, own, len(members))
-                if self._directed:
+                if not self._on_cpu:
                     byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
                     if members == tuple(self._ranks.twins):
                         work = group.allreduce([byte])
@@ -206,7 +193,7 @@ class PairGroups:
     def _abort(self) -> None:
         try:
             for group in self._groups.values():
-                group.abort() if self._directed else poison(group)
+                poison(group) if self._on_cpu else group.abort()
         finally:
             self._aborted.set()
 
