@@ -109,18 +109,6 @@ def test_groups_that_were_parted_are_named(tmp_path: Path) -> None:
             pipe.restore(tmp_path / "run")
 
 
-def test_state_that_a_module_keeps_apart_is_refused(tmp_path: Path) -> None:
-    class Noted(nn.Linear):
-        def get_extra_state(self) -> Any:
-            return {"seen": 3}
-
-    with (
-        fxpipe.compile(nn.Sequential(Noted(6, 6), nn.Tanh()), 1, loss=MSE) as pipe,
-        pytest.raises(fxpipe.CheckpointError, match="module '0' has a get_extra_state"),
-    ):
-        pipe.checkpoint(tmp_path / "run")
-
-
 def test_one_without_an_optimizer_is_not_for_a_pipe_with_one(tmp_path: Path) -> None:
     model, data = make("mlp", 1, 4)
     with fxpipe.compile(model, 2, loss=MSE, microbatches=2) as pipe:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import CheckpointError
+from fxpipe.errors import CheckpointError, told
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, ParameterState
 from fxpipe.runtime.weights.stage_weights import History
 
@@ -35,6 +35,7 @@ class Checkpoint:
         clipping: the state of clipping and of the gradient scaler; None without them.
         random: the state of torch's generator for the CPU.
         device_random: CUDA device of the pipe → the state of torch's generator for it.
+        modules: name of a module → its extra state, see ``nn.Module.get_extra_state``.
         extra: the user's own values.
     """
 
@@ -46,6 +47,7 @@ class Checkpoint:
     clipping: Mapping[str, Any] | None
     random: Tensor
     device_random: Mapping[str, Tensor] = field(default_factory=dict)
+    modules: Mapping[str, Any] = field(default_factory=dict)
     extra: Any = None
 
     def part(self, names: Collection[str]) -> Checkpoint:
@@ -163,12 +165,44 @@ def refuse_others(format_: int, known: int, shown: str) -> None:
         )
 
 
-def refuse_extra_state(model: nn.Module) -> None:
-    """Raises CheckpointError if a module has a ``get_extra_state``, which checkpoints leave out."""
-    default = nn.Module.get_extra_state
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not default:
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """Name → extra state, of the modules that have a ``get_extra_state``."""
+    return {name: module.get_extra_state() for name, module in _having(model).items()}
+
+
+def set_extra_states(model: nn.Module, saved: Mapping[str, Any]) -> Callable[[], None]:
+    """Set the extra state of the modules that a checkpoint names. Returns a function that restores
+    their earlier state.
+
+    Raises:
+        CheckpointError: a module is missing, or does not take its state. Nothing has changed then.
+    """
+    modules = _having(model)
+    before = {name: modules[name].get_extra_state() for name in saved if name in modules}
+
+    def take_back() -> None:
+        for name, state in before.items():
+            modules[name].set_extra_state(state)
+
+    for name in saved:
+        if name not in modules:
             raise CheckpointError(
-                f"module {name!r} has a get_extra_state, whose result a checkpoint would not have; "
-                "keep it in a buffer, or in a file of your own with pipe.state_dict()"
+                f"the checkpoint is of another model: its module {name!r} has extra state, and the "
+                "pipe's has no get_extra_state()"
             )
+    for name, state in saved.items():
+        try:
+            modules[name].set_extra_state(state)
+        except Exception as error:
+            take_back()
+            raise CheckpointError(
+                f"module {name!r} does not take the extra state of the checkpoint ({told(error)}); "
+                "restore one that was made with this set_extra_state()"
+            ) from error
+    return take_back
+
+
+def _having(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that override ``get_extra_state``, by name."""
+    default = nn.Module.get_extra_state
+    return {n: m for n, m in model.named_modules() if type(m).get_extra_state is not default}

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from fxpipe.errors import CheckpointError
+
 
 class Clipping:
     """Clips the gradients of a batch by one norm over all stages.
@@ -22,6 +24,7 @@ class Clipping:
     Attributes:
         limit: the greatest norm that gradients may have; None for any.
         scaler: scales the losses; its scale changes as in its own ``update``. None if disabled.
+        skipped: how many batches the scaler has skipped.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Clipping:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._norm: Tensor | float | None = None  # of the newest batch that is not in flight
         self._norms: dict[int, Tensor] = {}  # batch in flight → its norm
+        self.skipped = 0
         self._scales: dict[int, float] = {}
         self._finite: dict[int, bool] = {}
 
@@ -106,21 +110,39 @@ class Clipping:
         self._finite.clear()
         self._scales.clear()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, float | None]:
         """The state for a checkpoint, while no batch is in flight."""
-        scaler = None if self.scaler is None else self.scaler.state_dict()
-        return {"norm": self.norm(), "scaler": scaler}
+        scale = None if self.scaler is None else float(self.scaler.get_scale())
+        return {
+            "scale": scale,
+            "grown": 0 if self.scaler is None else self.scaler.state_dict()["_growth_tracker"],
+            "norm": self.norm(),
+            "skipped": self.skipped,
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if a checkpoint's state cannot be loaded."""
+        fits = state.keys() == self.state().keys() and (
+            all(type(state[key]) is int and state[key] >= 0 for key in ("grown", "skipped"))
+            and all(isinstance(state[key], float | None) for key in ("scale", "norm"))
+            and (state["scale"] is None or 0 < state["scale"] < math.inf)
+        )
+        if not fits:
+            raise CheckpointError(
+                f"the checkpoint's state of clipping is {dict(state)}; restore another one"
+            )
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a checkpoint's state; if that had no scaler, the scale stays as it is."""
         self.forget()
-        norm = state["norm"]
+        self.skipped, norm = state["skipped"], state["norm"]
         self._norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
-        if self.scaler is not None and state["scaler"] is not None:
-            self.scaler.load_state_dict(state["scaler"])
+        if state["scale"] is not None:
+            self._set_scale(state["scale"], state["grown"])
 
     def _update_scale(self, finite: bool) -> None:
         """Do what ``GradScaler.update`` does after a batch."""
+        self.skipped += not finite
         if self.scaler is None:
             return
         now = self.scaler.state_dict()
@@ -130,7 +152,12 @@ class Clipping:
         elif grown == now["growth_interval"]:
             larger, grown = scale * now["growth_factor"], 0
             scale = larger if larger <= torch.finfo(torch.float32).max else scale
-        self.scaler.load_state_dict({**now, "scale": scale, "_growth_tracker": grown})
+        self._set_scale(scale, grown)
+
+    def _set_scale(self, scale: float, grown: int) -> None:
+        if self.scaler is not None:
+            now = self.scaler.state_dict()
+            self.scaler.load_state_dict({**now, "scale": scale, "_growth_tracker": grown})
 
 
 def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -13,7 +13,7 @@ from fxpipe.errors import CheckpointError, InputError, near
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
-from fxpipe.runtime.weights.checkpoint import Checkpoint, refuse_extra_state
+from fxpipe.runtime.weights.checkpoint import Checkpoint, extra_states, set_extra_states
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.optimizer_state import OptimizerState
 from fxpipe.runtime.weights.optimizers import Optimizers
@@ -182,7 +182,6 @@ class Progress:
     def checkpoint(self, extra: Any = None, *, changed: bool) -> Checkpoint:
         """All that training needs to go on, and the user's ``extra`` values, while no batch is in
         flight. Tensors are not copied. ``changed`` is as for ``versions_of``."""
-        refuse_extra_state(self._model)
         names = self._names()
         gradients = {name: p.grad for p, name in names.items() if p.grad is not None}
         return Checkpoint(
@@ -194,6 +193,7 @@ class Progress:
             clipping=None if self._clipping is None else self._clipping.state(),
             random=torch.get_rng_state(),
             device_random={name: g.get_state() for name, g in self._generators().items()},
+            modules=extra_states(self._model),
             extra=extra,
         )
 
@@ -218,17 +218,27 @@ class Progress:
         _check("parameter", parameters, saved.parameters)
         _check("buffer", buffers, saved.buffers)
         _check("gradient", _part(parameters, saved.gradients), saved.gradients)
+        self._check_history(saved.history, parameters)
         values = {**saved.parameters, **saved.buffers}
         if any(value.is_meta for value in values.values()):
             values = {name: value for name, value in values.items() if not value.is_meta}
             saved = saved.part(values)
+        if self._clipping is not None and saved.clipping is not None:
+            self._clipping.check(saved.clipping)
         devices = saved.device_random
         generators = [
             (torch.default_generator, saved.random),
             *((g, devices[name]) for name, g in self._generators().items() if name in devices),
         ]
+        for generator, state in generators:
+            _check_random(generator, state)
         restore_optimizers = self._restoring(saved.optimizer, values)
-        agreed()
+        take_back = set_extra_states(self._model, saved.modules)
+        try:
+            agreed()
+        except BaseException:
+            take_back()
+            raise
         # a signal must not interrupt these changes halfway
         with HeldSignals(), torch.no_grad():
             self.ended = "a checkpoint was restored only in part"
@@ -247,6 +257,18 @@ class Progress:
             for generator, state in generators:
                 generator.set_state(state)
             self.ended = ""
+
+    def _check_history(self, history: History, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raises CheckpointError if the saved versions do not fit the parameters."""
+        newest, base = history.newest, history.base
+        older = all(0 <= version < newest for version in history.older)
+        if not (0 <= base <= newest and older):
+            raise CheckpointError(
+                f"the checkpoint's history has {newest} batches, and the versions "
+                f"{sorted({base, *history.older})}; restore another checkpoint"
+            )
+        for version, tensors in history.older.items():
+            _check(f"version {version} of parameter", _part(parameters, tensors), tensors)
 
     def _restoring(self, saved: OptimizerState | None, own: Container[str]) -> Callable[[], None]:
         """Check the saved state of the optimizers. Returns a function that loads it."""
@@ -285,6 +307,17 @@ class Progress:
 
 def _part(values: Mapping[str, nn.Parameter], names: Iterable[str]) -> dict[str, nn.Parameter]:
     return {name: values[name] for name in names if name in values}
+
+
+def _check_random(generator: torch.Generator, state: Tensor) -> None:
+    """Raises CheckpointError if a generator cannot take a state."""
+    try:
+        torch.Generator(generator.device).set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's state of the random generator of {generator.device} is invalid "
+            f"({error}); restore another checkpoint"
+        ) from error
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
