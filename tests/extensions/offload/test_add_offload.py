@@ -100,6 +100,7 @@ def test_what_is_stored_elsewhere_is_held_for_three_micro_batches() -> None:
     assert (stash_peaks(stored), arrival_peaks(stored)) == ((1, 3), (3, 3))
 
 
+@pytest.mark.smoke
 @given(pairings())
 def test_offloading_leaves_pairs_whole(schedule: Schedule) -> None:
     if runs(schedule):
