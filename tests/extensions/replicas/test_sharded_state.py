@@ -33,6 +33,10 @@ def whole(named_parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": [p]} for _, p in named_parameters], lr=0.01)
 
 
+def given(schedule: str) -> Any:
+    return OPTIMIZERS["adamw"] if schedule == "2bw" else whole
+
+
 def continued(
     mesh: DeviceMesh | int,
     load: Path | None,
@@ -44,8 +48,7 @@ def continued(
     """The state after some steps, from one checkpoint and to another."""
     assert isinstance(mesh, DeviceMesh)
     replica = mesh["dp"].get_local_rank()
-    given: Any = OPTIMIZERS["adamw"] if schedule == "2bw" else whole
-    with pipe_of(mesh, schedule=schedule, shards=shards, optimizer=given) as pipe:
+    with pipe_of(mesh, schedule=schedule, shards=shards, optimizer=given(schedule)) as pipe:
         if schedule == "2bw":  # else the state waits until there are stages
             x, y = batch(0, replica)
             pipe.prepare(x, target=y)
@@ -64,7 +67,7 @@ def test_checkpoints_go_from_sharded_optimizers_to_whole_ones_and_back(
     expected = looped(2, "adamw", 5, schedule=schedule)
     assert_equal(ranks[1], {key: expected[key] for key in ranks[1]}, schedule)
     with fxpipe.compile(
-        Model(), 1, loss=F.mse_loss, schedule=schedule, optimizer=OPTIMIZERS["adamw"]
+        Model(), 1, loss=F.mse_loss, schedule=schedule, optimizer=given(schedule)
     ) as pipe:
         x, y = batch(0, 0)
         pipe.prepare(x, target=y)
