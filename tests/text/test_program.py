@@ -80,7 +80,7 @@ def test_an_instruction_is_read_back_with_its_stream_and_events() -> None:
     program = Program(
         "mine", 4, (0,), (), ((ins.Receive(SKIP), ins.Pause()),), (), ((launch, Launch()),)
     )
-    assert "pop skip:relu_3:0->2[1] stream=in0 wait=e3,e7' record=e8" in " ".join(
+    assert "recv skip:relu_3:0->2[1] stream=in0 wait=e3,e7' record=e8" in " ".join(
         str(program).split()
     )
     assert Program.parse(str(program)) == program
