@@ -41,6 +41,8 @@ GONE = {
     "fxpipe.is_recomputing": "a module that counts its calls counts recomputations, too",
     "fxpipe.plan_training": 'compile with schedule="auto" for each number of devices, and compare '
     "pipe.simulate()",
+    "fxpipe.Cluster": "fxpipe.plan_training, which read it, went too; compile with CPU devices, as "
+    "many as the cluster has",
     "fxpipe.simulator": "write from fxpipe.extensions.simulator import Link, Sizes, Simulation",
     "pipe.optimizers": "pipe.optimizer has all groups, and the state of this process's stages",
     "pipe.sizes": "to know whether a size fits, pipe.prepare with it, and look at pipe.simulate()",

@@ -14,7 +14,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import unroll
-from fxpipe.ir.value import CROSSING, Buffer
+from fxpipe.ir.value import CROSSING, HOST, Buffer
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -218,6 +218,32 @@ def test_what_is_let_go_of_at_a_receive_had_arrived_before_that_value_was_sent(n
             }
             two_way = {(a, b) for a, b in both if (b, a) in both}
             assert confirms <= two_way and bool(confirms) == bool(two_way)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_links_join_the_devices_of_edges_and_a_rank_knows_its_own(name: str) -> None:
+    for p, m in [(2, 4), (4, 8)]:
+        schedule = RECIPES[name](p, m)
+        plan = (skipping if schedule.stages > 2 else chain)(schedule.stages)
+        program = free(communicate(Lower(plan)(schedule)))
+        at = {
+            (task.stage, task.microbatch): device
+            for device, row in enumerate(schedule.rows)
+            for task in row
+            if task.kind == "F"
+        }
+        expected = set[tuple[int, int]]()
+        for edge in plan.edges:
+            if HOST in (edge.source, edge.target):
+                continue
+            ends = {(at[edge.source, i], at[edge.target, i]) for i in range(schedule.microbatches)}
+            expected |= {(a, b) for a, b in ends if a != b}
+            if edge.gradient and schedule.trains:
+                expected |= {(b, a) for a, b in ends if a != b}
+        assert program.links == tuple(sorted(expected))
+        for device in range(schedule.devices):
+            own = tuple(link for link in program.links if device in link)
+            assert program.only(device).links == own
 
 
 def places(row: Sequence[ins.Instruction]) -> dict[Buffer, int]:
