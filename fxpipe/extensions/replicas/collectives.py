@@ -194,9 +194,9 @@ def _check(machine: Machine, stage: int, gradients: Sequence[Tensor | None]) -> 
     of = machine.stages[stage]
     if not of.under_autograd or not gradients:
         return
-    parameters = machine.weights.parameters(stage, 0)  # of the oldest version
-    for argument, parameter, gradient in zip(of.parameters, parameters, gradients, strict=True):
-        if parameter.requires_grad and gradient is None:
+    trained = machine.weights.trained(stage)
+    for argument, wanted, gradient in zip(of.parameters, trained, gradients, strict=True):
+        if wanted and gradient is None:
             raise InputError(
                 f"{argument.target!r} has no gradient in this batch, while other replicas "
                 "may have one; let each loss depend on it, or freeze it: "

@@ -128,6 +128,10 @@ class Weights:
         """A stage's parameters in a version."""
         raise NotImplementedError
 
+    def trained(self, stage: int) -> list[bool]:
+        """Whether each of a stage's parameters wants a gradient; versions do not differ in that."""
+        return [self._state[name].requires_grad for name in self._names[stage]]
+
     @property
     def defers(self) -> bool:
         """Whether BatchNorm statistics are updated only at the end of a batch's forwards."""

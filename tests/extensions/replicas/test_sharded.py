@@ -344,6 +344,18 @@ def test_a_parameter_that_a_replica_leaves_out_is_named() -> None:
         assert re.search(r"'0\.(first|second)\.weight' has no gradient in this batch", told)
 
 
+def late_leaf(mesh: DeviceMesh) -> Results:
+    """Some overlapping batches of a model of which a module is called as it is."""
+    return trained(mesh, steps=6, schedule="2bw", extensions=[fxpipe.LeafModules("second")])
+
+
+@pytest.mark.smoke
+def test_leaf_modules_train_over_replicas_in_batches_that_overlap() -> None:
+    expected = looped(2, steps=6, schedule="2bw")
+    for rank in on_ranks(2, late_leaf, replicas=2):
+        assert_equal(rank, {key: expected[key] for key in rank}, "2bw")
+
+
 def test_one_replica_shards_nothing() -> None:
     x, y = batch(0, 0)
     states = []
