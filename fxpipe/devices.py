@@ -35,7 +35,7 @@ def read_group(devices: Devices) -> tuple[RankGroup, list[Place]]:
     group = RankGroup(members)
     return group, [
         torch.device("cpu") if index is None else torch.device(devices.device_type, index)
-        for index in members.devices[: len(group.pipeline)]
+        for index in (members.devices[rank] for rank in group.pipeline)
     ]
 
 

@@ -168,9 +168,11 @@ class Options:
     @property
     def text(self) -> str:
         """The options as text that has to be the same on all ranks, one on each line."""
-        apart = ("model", "optimizer", "scaler", "dispatch", "threads", "group")
+        apart = {"model", "optimizer", "scaler", "dispatch", "threads", "group"}
+        apart |= {"devices", "torch_devices", "places"}  # each replica has devices of its own
         model = self.model
         lines = [f"model: {type(model).__qualname__}"]
+        lines.append(f"devices: {', '.join(device.type for device in self.torch_devices)}")
         for name, parameter in model.named_parameters():
             trained = "trained" if parameter.requires_grad else "not trained"
             lines.append(f"{name}: {tuple(parameter.shape)}, {parameter.dtype}, {trained}")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 from operator import add
 from typing import Any
 
@@ -84,6 +85,13 @@ class BatchHost:
         """The value that a Load asks for."""
         source = self.gradients if buffer.kind == "grad" else self.inputs
         return source[buffer.value][buffer.microbatch]
+
+    @property
+    def sources(self) -> set[torch.device]:
+        """The devices other than the host that Loads read from."""
+        given = chain(self.micro.batch.leaves, *self.gradients.values())
+        tensors = (value for value in given if isinstance(value, Tensor))
+        return {tensor.device for tensor in tensors if not tensor.is_cpu}
 
     def wants(self, buffer: Buffer) -> bool:
         """Whether ``take`` keeps the value that an Output hands over."""

@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "thread": {"extensions": [fxpipe.Dispatch("thread")]},
 }
 EXTRAS = ("scaler", "resume", "evaluation", "side", "late")
-INPUTS = ("cpu", "pinned", "device")
+INPUTS = ("cpu", "pinned", "device", "outside")
 SIZES = ((2, 4), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8))
 """Devices and micro-batches."""
 

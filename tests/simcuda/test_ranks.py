@@ -304,3 +304,17 @@ def test_ranks_on_devices_give_the_bits_of_one_process(size: int) -> None:
 def test_the_tests_of_nccl_pass_on_simulated_devices(size: int, schedule: str) -> None:
     wanted = on_devices(on_gpus.looped)
     on_gpus.compare(on_devices_of_ranks(size, on_gpus.trained, schedule), wanted)
+
+
+def used(mesh: DeviceMesh) -> list[int]:
+    """The devices on which a step of two replicas allocates memory."""
+    options: dict[str, Any] = {"microbatches": 2, "loss": mse_loss, "optimizer": sgd}
+    with fxpipe.compile(layers(), mesh, extensions=[fxpipe.Replicas()], **options) as pipe:
+        x, y = data(0)
+        pipe.step(x, target=y)
+        devices = range(torch.cuda.device_count())
+        return [device for device in devices if torch.cuda.memory_allocated(device)]
+
+
+def test_each_replica_computes_on_the_devices_of_its_own_ranks() -> None:
+    assert on_devices_of_ranks(4, used, replicas=2) == [[rank] for rank in range(4)]

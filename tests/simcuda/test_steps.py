@@ -69,7 +69,7 @@ def called(devices: Sequence[str], inputs: str, side: bool) -> list[Tensor]:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
     made: list[Tensor] = []
     if side:
-        for device in range(2):
+        for device in range(torch.cuda.device_count()):
             torch.cuda.set_stream(torch.cuda.Stream(device))
     with fxpipe.compile(model, devices, microbatches=4, partition=["2"]) as pipe:
         for step in range(4):
@@ -81,7 +81,7 @@ def called(devices: Sequence[str], inputs: str, side: bool) -> list[Tensor]:
             assert x.grad is not None and x.grad.device == x.device
             made += [loss.detach(), x.grad]
         if side:
-            for device in range(2):
+            for device in range(torch.cuda.device_count()):
                 torch.cuda.set_stream(torch.cuda.default_stream(device))
                 torch.cuda.synchronize(device)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -106,12 +106,21 @@ def calls(inputs: str, side: bool) -> list[str]:
     ("inputs", "side"),
     [
         ("cuda:1", True),
+        ("cuda:2", True),  # no device of the pipe
         *deep(*((inputs, False) for inputs in ("cpu", "cuda:0", "cuda:1"))),
         *deep(("cpu", True), ("cuda:0", True)),
     ],
 )
 def test_a_call_and_its_backward_follow_the_callers_streams(inputs: str, side: bool) -> None:
-    assert not on_devices(calls, inputs, side)
+    assert not on_devices(calls, inputs, side, devices=3)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", *deep("1f1b")])
+def test_a_batch_on_another_device_is_read_once_the_callers_stream_has_written_it(
+    schedule: str,
+) -> None:
+    setting = Setting("dropout", {"schedule": schedule}, extra="side", inputs="outside")
+    assert not on_devices(compare, setting, PLACES, MODES[1:], devices=3)
 
 
 def test_memory_of_losses_is_not_used_again_while_the_caller_reads_them() -> None:

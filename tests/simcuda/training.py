@@ -144,7 +144,7 @@ class Setting:
             caller's current streams are not the default ones), ``late`` (losses of the last run are
             read when the pipe is closed).
         inputs: where batches are: ``cpu``, ``pinned`` (the same memory for each, overwritten after
-            the step) or ``device``.
+            the step), ``device`` or ``outside`` (on the last device).
         stages: how many stages the model is cut into.
     """
 
@@ -232,8 +232,10 @@ def train(
     side = setting.has("side") and look is not None
     pipe = fxpipe.compile(model, places, loss=cross_entropy, **options)
     made: list[Trained] = []
-    rank = devices.get_rank() if isinstance(devices, DeviceMesh) else 0
-    place = _Place(setting.inputs if look else "cpu", f"cuda:{rank}")
+    index = devices.get_rank() if isinstance(devices, DeviceMesh) else 0
+    if setting.inputs == "outside":
+        index = torch.cuda.device_count() - 1
+    place = _Place(setting.inputs if look else "cpu", f"cuda:{index}")
     with _side_streams() if side else nullcontext(), pipe, tempfile.TemporaryDirectory() as own:
         folder = folder or Path(own)
         for run in range(runs):
@@ -318,7 +320,7 @@ class _Place:
         self._memory: list[Tensor] = []
 
     def put(self, *batch: Tensor) -> Sequence[Tensor]:
-        if self._kind == "device":
+        if self._kind in ("device", "outside"):
             return [tensor.to(self._device) for tensor in batch]
         if self._kind == "pinned":
             if not self._memory:

@@ -16,7 +16,7 @@ import torch
 from fxpipe.errors import InputError, RankError
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.host import Job
+from fxpipe.runtime.host import BatchHost, Job
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.torchtools.state import keep_memory
@@ -250,8 +250,8 @@ class Backend:
         run's first step."""
         return partial(Machine, device=device, step=first)
 
-    def begin(self) -> None:
-        """Begin a run: order the devices after what the caller has launched so far."""
+    def begin(self, host: BatchHost) -> None:
+        """Begin a run of a batch: order the devices after what the caller has launched so far."""
 
     def end(self) -> None:
         """End the launching of a run: order the caller after what the devices compute."""

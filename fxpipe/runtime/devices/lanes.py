@@ -26,7 +26,6 @@ from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.torchtools.accelerator import (
     current,
-    default_stream,
     kind_of,
     plain,
     reaches,
@@ -89,8 +88,6 @@ class Lanes:
         """Order a stream after what the caller had launched on its device before the run."""
         if stream.device in self._before:
             stream.wait_event(self._before[stream.device])
-        elif self._before:  # an input lies on a device that no earlier run has read from
-            stream.wait_event(default_stream(stream).record_event())
         return stream
 
     @contextmanager
@@ -133,7 +130,8 @@ class Lanes:
 
     def begin(self, before: Mapping[torch.device, torch.Event]) -> None:
         """Order all streams after an event on their device. The caller holds ``ALONE``."""
-        self._before = before
+        # a batch that is still to be loaded may be on a device that these do not name
+        self._before = {**self._before, **before}
         for stream in self.every():
             self._after_caller(stream)
 

@@ -24,7 +24,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.devices.lanes import ALONE, Lanes
-from fxpipe.runtime.host import Job
+from fxpipe.runtime.host import BatchHost, Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.text.program import print_instruction
@@ -212,12 +212,11 @@ class StreamBackend(Backend):
         # no event of the program follows, and the next value may arrive in memory freed here
         lanes.follow(COMPUTE)
 
-    def begin(self) -> None:
+    def begin(self, host: BatchHost) -> None:
         with ALONE:
-            # with those of other devices, from which inputs are loaded
             devices = {stream.device for lanes in self.lanes for stream in lanes.every()}
             before = {}
-            for device in devices:
+            for device in devices | host.sources:
                 last = torch.accelerator.current_stream(device)
                 for caller in self._callers:
                     if caller.device == device and caller != last:
