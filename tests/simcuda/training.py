@@ -264,7 +264,8 @@ def train(
                     pipe.load(folder)
                 place.overwrite()
             pipe.flush()
-            for name, value in pipe.state_dict().items():
+            # of all ranks, as costs may decide which of them has a stage
+            for name, value in pipe.state_dict(full=True).items():
                 trained.values[name] = value.cpu().clone()
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
