@@ -53,7 +53,7 @@ class Calls:
     ) -> Any:
         """Train on a batch; returns its loss, or loss and output."""
         ranks = self._options.ranks
-        called = self._group.calling("step") if ranks else nullcontext()
+        called = self._group.calling("step", exchanges=True) if ranks else nullcontext()
         with HeldSignals() as signals, called:
             meter = self._engine.meter
             if meter is not None:

@@ -332,7 +332,7 @@ class FlushedRun(BatchRun[LiveWeights]):
         self._advances += 1
         with self._held() as signals:
             try:
-                self._backend.begin(self._jobs[0].host)
+                self._backend.begin(self._jobs[0].host.sources)
                 self._start(0, self._run_lists)
                 self._wait(signals, lambda: self.running == 0)
                 self._backend.end()

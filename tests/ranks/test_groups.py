@@ -167,9 +167,9 @@ def test_ranks_decide_alike_whether_an_exchange_was_complete_before_a_failure(gr
             entered.wait()
             if group.rank == 0:
                 for rank in range(3):
-                    ranks[rank].tell(Entry("said", (2, 1, "end"), rank))
+                    ranks[rank].tell(Entry("said", (2, 1, "end"), (None, rank)))
                 group.tell(Entry("failed", (2,), failure_of(ValueError("after"))))
-                group.tell(Entry("said", (2, 2, "more")))
+                group.tell(Entry("said", (2, 2, "more"), (None, None)))
             own = group._log
             assert own is not None and soon(lambda: 2 in group._failures)
             del own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
@@ -16,7 +16,7 @@ import torch
 from fxpipe.errors import InputError, RankError
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.host import BatchHost, Job
+from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.torchtools.state import keep_memory
@@ -250,8 +250,9 @@ class Backend:
         run's first step."""
         return partial(Machine, device=device, step=first)
 
-    def begin(self, host: BatchHost) -> None:
-        """Begin a run of a batch: order the devices after what the caller has launched so far."""
+    def begin(self, sources: Collection[torch.device] = ()) -> None:
+        """Begin a run: order the devices after what the caller has launched so far, also on the
+        devices ``sources``, where the batch is."""
 
     def end(self) -> None:
         """End the launching of a run: order the caller after what the devices compute."""

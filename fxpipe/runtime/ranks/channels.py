@@ -47,12 +47,14 @@ class _Receives:
         begun: how many were posted or belong to no batch, list after list.
         posted: those whose instructions have not run yet: the value, its memory, and the work that
             fills it.
+        bytes: the memory of those.
     """
 
     first: int
     receives: list[tuple[int, Buffer]] = field(default_factory=list)
     begun: int = 0
     posted: deque[tuple[Buffer, Tensor, Any]] = field(default_factory=deque)
+    bytes: int = 0
 
 
 class RankChannels(Channels):
@@ -149,6 +151,7 @@ class RankChannels(Channels):
         awaited = self._awaited[source]
         self._post(machine, source, awaited, self._program.window + 1)
         first, room, work = awaited.posted.popleft()
+        awaited.bytes -= room.nbytes
         assert first == buffer, "values are received in the order of the list"
         with explained(self._stopped):
             work.wait()
@@ -176,8 +179,8 @@ class RankChannels(Channels):
         return spec if spec.bytes else None
 
     def _post(self, machine: Machine, source: int, awaited: _Receives, most: int) -> None:
-        """Post receives until ``most`` are posted or no more are known."""
-        while len(awaited.posted) < most:
+        """Post receives until ``most`` are posted, and small ones beyond, or no more are known."""
+        while len(awaited.posted) < most or awaited.bytes < self._pairs.ahead:
             buffer = self._upcoming(machine, awaited)
             if buffer is None:
                 return
@@ -187,6 +190,7 @@ class RankChannels(Channels):
                 with explained(self._stopped):
                     work = self._pairs.receive(source, memory)
                 awaited.posted.append((buffer, memory, work))
+                awaited.bytes += spec.bytes
 
     def _upcoming(self, machine: Machine, awaited: _Receives) -> Buffer | None:
         """Return the next buffer to receive; None if there is none, or the caller has not decided

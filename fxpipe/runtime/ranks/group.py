@@ -12,7 +12,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe.errors import InputError, RankError, told
@@ -103,8 +103,8 @@ class RankGroup:
         self.closed = False
         self.changed = threading.Condition(threading.RLock())
         self._gone: tuple[int, int, str] | None = None  # who has told of which lost rank, and why
-        # call and number of an exchange → rank → what it is about, and the value
-        self._said: dict[tuple[int, int], dict[int, tuple[str, Any]]] = {}
+        # call and number of an exchange → rank → what it is about, how the call began, the value
+        self._said: dict[tuple[int, int], dict[int, tuple[str, Any, Any]]] = {}
         self._failures: dict[int, RankError] = {}  # call → the first failure of it
         self._run: Key = 0, 0
         self._channels = weakref.WeakValueDictionary[Key, "RankChannels"]()
@@ -132,7 +132,7 @@ class RankGroup:
     # calls
 
     @contextmanager
-    def calling(self, what: str) -> Iterator[None]:
+    def calling(self, what: str, *, exchanges: bool = False) -> Iterator[None]:
         """Run the block as a call that every rank makes: an error inside is raised on all ranks.
 
         Calls inside the block count as part of it. Signals are held where they would end the call
@@ -140,6 +140,9 @@ class RankGroup:
 
         Args:
             what: the name of the call, such as ``step``.
+            exchanges: whether the block exchanges something before it waits otherwise for other
+                ranks. Then that is when the ranks find out whether all of them make this call, and
+                not before the block.
 
         Raises:
             InputError: the pipe is closed, or this process was forked.
@@ -162,7 +165,8 @@ class RankGroup:
                 self._run = self.call, 0
             try:
                 self.check()  # inside the try: the others may wait in this call for the failure
-                self._begin(what)
+                if not exchanges:
+                    self.exchange("the beginning of a call")
                 yield
             except BaseException as error:
                 self._fail(error)
@@ -219,12 +223,15 @@ class RankGroup:
             return [value]
         index = -1 if about == OUTCOME else self._exchanges  # ranks fail at different places
         self._settled = False
-        self.tell(Entry("said", (self.call, index, about), value))
+        own = (self._what, self.kept, self.epoch) if index == 0 else None
+        self.tell(Entry("said", (self.call, index, about), (own, value)))
         deadline, names = time.monotonic() + self.members.timeout, self.members.names
         with self.changed:
             while True:
                 said = self._said.get((self.call, index), {})
-                for rank, (theirs, _) in said.items():
+                began = {self.rank: own, **{rank: each for rank, (_, each, _) in said.items()}}
+                self._compare(began)
+                for rank, (theirs, _, _) in said.items():
                     if theirs != about:
                         raise RankError(
                             f"{names[rank]} is at another place of the call ({theirs}) than this "
@@ -249,8 +256,9 @@ class RankGroup:
                 if not held:
                     raise_held()
             del self._said[self.call, index]
+        self.epoch = max(each[2] if each else self.epoch for each in began.values())
         self._exchanges += 1
-        return [said[rank][1] for rank in range(self.size)]
+        return [said[rank][2] for rank in range(self.size)]
 
     def share(self, about: str, make: Callable[[], Any]) -> Any:
         """Call ``make`` on rank 0, and return its result on all ranks."""
@@ -382,22 +390,20 @@ class RankGroup:
         self._stop(RankError("the pipe was closed", rank=self.rank))
         self._log.close()
 
-    def _begin(self, what: str) -> None:
-        """Check that all ranks make the same call, and have kept the results of as many runs."""
-        calls = self.exchange("the beginning of a call", [what, self.kept, self.epoch])
-        names = self.members.names
-        self.epoch = max(epoch for _, _, epoch in calls)
-        for rank, (call, kept, _) in enumerate(calls):
-            if call != calls[0][0]:
+    def _compare(self, began: Mapping[int, tuple[str, int, int] | None]) -> None:
+        """Check that ranks have begun the same call, and kept the results of as many runs."""
+        names, known = self.members.names, sorted((r, each) for r, each in began.items() if each)
+        for (first, (call, kept, _)), (rank, (other, runs, _)) in pairwise(known):
+            if other != call:
                 raise RankError(
-                    f"{names[rank]} calls {call} while {names[0]} calls {calls[0][0]}; "
+                    f"{names[rank]} calls {other} while {names[first]} calls {call}; "
                     "let every rank make the same calls in the same order",
                     rank=rank,
                 )
-            if kept != calls[0][1]:
+            if runs != kept:
                 raise RankError(
-                    f"{names[rank]} has kept the results of {kept} runs and {names[0]} "
-                    f"those of {calls[0][1]}: a rank failed after others had kept the results of "
+                    f"{names[rank]} has kept the results of {runs} runs and {names[first]} "
+                    f"those of {kept}: a rank failed after others had kept the results of "
                     "the same run, so their stages do not match; load a checkpoint on every rank",
                     rank=rank,
                 )
@@ -409,7 +415,7 @@ class RankGroup:
             if note := self._failed():
                 error.add_note(note)
             if not self._outcome_told:  # others may wait for it
-                self.tell(Entry("said", (self.call, -1, OUTCOME)))
+                self.tell(Entry("said", (self.call, -1, OUTCOME), (None, None)))
         if self.call == 1:  # the first call is compile: there will be no pipe
             self.close()
 
@@ -431,7 +437,7 @@ class RankGroup:
             elif entry.kind == "said":
                 _, index, about = entry.key
                 if call >= self.call and (call not in self._failures or about == OUTCOME):
-                    self._said.setdefault((call, index), {})[rank] = about, entry.value
+                    self._said.setdefault((call, index), {})[rank] = about, *entry.value
             elif entry.kind == "failed":
                 if (call > self.call or self._what) and call not in self._failures:
                     self._failures[call] = error = self.error_of(rank, entry.value)

@@ -37,6 +37,11 @@ ABORTING = 30.0
 MEETING = 0.005
 """Seconds between two looks for the other members of a group."""
 
+AHEAD = 1 << 20
+"""Bytes of small receives that are posted ahead where gloo transfers. To post one, a thread writes
+to the connection that gloo's thread reads from; while a value comes, each waits for the other.
+Small values take half the time if their receives are posted before the first of them is sent."""
+
 BLOCKS = 8
 """Multiprocessors that a communicator may occupy, of an H100's 132. A receive that is posted early
 holds them until its value has come; the communicator's other receives are queued behind it."""
@@ -54,6 +59,7 @@ class PairGroups:
     Attributes:
         device: where this rank's tensors are.
         number: how often this pipe's groups were made anew.
+        ahead: bytes of the receives from a device that are posted beyond the program's window.
     """
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
@@ -62,6 +68,7 @@ class PairGroups:
         self.number = group.epoch
         self._ranks = group
         self._on_cpu = device.type == "cpu"
+        self.ahead = AHEAD if self._on_cpu else 0
         self._groups: dict[Members, Any] = {}
         self._aborting = threading.Lock()  # taken once, by the first abort
         self._aborted = threading.Event()
