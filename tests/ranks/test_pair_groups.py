@@ -10,7 +10,7 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,9 +18,13 @@ import torch.distributed as dist
 
 from fxpipe import RankError
 from fxpipe.passes.lowering.chain import chain_program
+from fxpipe.runtime.ranks.channels import RankChannels
+from fxpipe.runtime.ranks.devices import RankBackend
 from fxpipe.runtime.ranks.pairs import BLOCKS, PairGroups
 from fxpipe.schedules import gpipe
-from tests.helpers.tiny import soon
+from tests.helpers.failing import Beside, pipe_of
+from tests.helpers.ranks import DeviceMesh, on_ranks
+from tests.helpers.tiny import batch, soon
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,12 +53,70 @@ def test_communicators_share_no_stream_with_computations_and_few_multiprocessors
     """Our streams have the default priority, and torch's pool keeps those of high priority apart;
     a receive that is posted early must leave the device to computations."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    ranks: Any = SimpleNamespace(members=SimpleNamespace(timeout=7), epoch=0)
+    ranks: Any = SimpleNamespace(members=SimpleNamespace(timeout=7, backend=""), epoch=0)
     made = PairGroups(ranks, torch.device("cuda:0")).make(None, 1)
     assert (made.rank, made.size) == (1, 2)
     assert made.options.is_high_priority_stream
     assert made.options.config.max_ctas == BLOCKS < 132 / 8
     assert made.options._timeout == timedelta(seconds=7)
+
+
+def over_own_backend(mesh: DeviceMesh, extended: bool) -> list[int]:
+    """A step, beside the plain loop, over a backend that the user has registered: the sizes of its
+    groups that belong to the pipe."""
+    made: list[int] = []
+
+    def make(*given: Any) -> Any:
+        if extended:
+            given = given[0].store, given[0].group_rank, given[0].group_size, given[0].timeout
+        made.append(given[2])
+        return dist.ProcessGroupGloo(*given)
+
+    dist.Backend.register_backend("own", make, extended_api=extended, devices=["cpu"])
+    whole = dist.new_group(backend="cpu:own")
+    made.clear()
+    Beside(DeviceMesh.from_group(whole, "cpu", mesh_dim_names=("pp",))).step()
+    return made
+
+
+@pytest.mark.parametrize("extended", [False, True])
+def test_tensors_go_over_the_users_own_backend(extended: bool) -> None:
+    assert on_ranks(2, over_own_backend, extended) == [[2, 2]] * 2  # there and back
+
+
+def posted(mesh: DeviceMesh, ahead: int | None) -> tuple[int, int, int]:
+    """The most receives of a step that are posted and not awaited, how many there are in all, and
+    the window of the program."""
+    pipe, most = pipe_of(mesh, microbatches=3), 0
+    x, y = batch()
+    pipe.step(x, target=y)
+    pairs = cast(RankBackend, pipe._engine._backend).pairs
+    pairs.ahead = pairs.ahead if ahead is None else ahead
+    receive, arrived, count, over = pairs.receive, RankChannels.arrived, 0, 0
+
+    def counted(source: int, room: Any) -> Any:
+        nonlocal count, most
+        count += 1
+        most = max(most, count - over)
+        return receive(source, room)
+
+    def awaited(*args: Any) -> None:
+        nonlocal over
+        over += 1
+        arrived(*args)
+
+    vars(pairs)["receive"] = counted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankChannels, "arrived", awaited)
+        pipe.step(x, target=y)
+    return most, count, pipe.program.window
+
+
+def test_small_receives_are_posted_before_a_step_and_others_within_the_window() -> None:
+    for most, count, window in on_ranks(2, posted, None):
+        assert most == count > window + 1
+    for most, count, window in on_ranks(2, posted, 0):
+        assert 1 <= most <= window + 1 < count
 
 
 def test_no_thread_waits_for_a_rank_that_has_failed_before_it_connects() -> None:

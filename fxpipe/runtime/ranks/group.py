@@ -51,6 +51,7 @@ class Membership(NamedTuple):
         timeout: seconds that a rank may be late.
         store: a store of torch.distributed that belongs to this pipe.
         devices: rank → the index of its CUDA device on its host; None in a mesh of CPUs.
+        backend: the name of the user's own backend for tensors; empty for torch's.
         replicas: the number of replicas of the pipeline.
     """
 
@@ -63,6 +64,7 @@ class Membership(NamedTuple):
     timeout: float = 0.0
     store: Any = None
     devices: tuple[int | None, ...] = ()
+    backend: str = ""
     replicas: int = 1
 
 

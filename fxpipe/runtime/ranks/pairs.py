@@ -135,6 +135,15 @@ class PairGroups:
     def make(self, store: Any, member: int, size: int = 2) -> Any:
         """Make a process group, in which this process has the number ``member``."""
         timeout = timedelta(seconds=self._ranks.members.timeout)
+        if self._ranks.members.backend:
+            plugin = dist.Backend._plugins[self._ranks.members.backend]
+            if not plugin.extended_api:
+                return plugin.creator_fn(store, member, size, timeout)
+            c10d: Any = dist.distributed_c10d
+            options = c10d._DistributedBackendOptions()
+            options.store, options.timeout = store, timeout
+            options.group_rank, options.group_size = member, size
+            return plugin.creator_fn(options, None)
         if self._on_cpu:
             return dist.ProcessGroupGloo(store, member, size, timeout)
         nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined,unused-ignore]
@@ -200,7 +209,8 @@ class PairGroups:
     def _abort(self) -> None:
         try:
             for group in self._groups.values():
-                poison(group) if self._on_cpu else group.abort()
+                gloo = isinstance(group, dist.ProcessGroupGloo)
+                poison(group) if gloo else group.abort()
         finally:
             self._aborted.set()
 

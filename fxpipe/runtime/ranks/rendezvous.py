@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -48,10 +48,11 @@ def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
     Raises:
         InputError: the mesh has other dimensions, or its devices cannot exchange tensors.
     """
-    if mesh.device_type not in ("cpu", "cuda"):
+    if mesh.device_type not in ("cpu", "cuda") and not own_backend(mesh):
         raise InputError(
-            f"the mesh is of {mesh.device_type} devices, and stages run on CPU or CUDA devices; "
-            'give init_device_mesh("cpu", ...) or init_device_mesh("cuda", ...)'
+            f"the mesh is of {mesh.device_type} devices, and ranks have CPU or CUDA devices, or "
+            "those of a backend that you registered with torch.distributed; give "
+            'init_device_mesh("cpu", ...) or init_device_mesh("cuda", ...)'
         )
     names = mesh.mesh_dim_names or ()
     pipeline, replicas = (names.index(name) if name in names else None for name in ("pp", "dp"))
@@ -64,9 +65,18 @@ def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
                 '"pp", the devices of a pipeline, and "dp", the replicas of it; name them: '
                 'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))'
             )
-    if mesh.device_type == "cuda" and mesh.size() > 1:
+    if mesh.device_type == "cuda" and mesh.size() > 1 and not own_backend(mesh):
         check_cuda_ranks()
     return pipeline, replicas
+
+
+def own_backend(mesh: DeviceMesh) -> str:
+    """The name of the backend of the mesh's groups, if somebody has registered it with
+    ``torch.distributed.Backend.register_backend``; empty if it is one of torch's own."""
+    known: Mapping[str, Any] = dist.Backend._plugins
+    backends = dist.get_backend_config(mesh.get_group(0)).split(",")  # cpu:gloo,cuda:nccl
+    name = dict(each.split(":") for each in backends).get(mesh.device_type, "").upper()
+    return name if name in known else ""
 
 
 def check_cuda_ranks() -> None:
@@ -133,6 +143,7 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Member
         timeout=timeout,
         store=store,
         devices=tuple(each.device for each in infos),
+        backend=own_backend(mesh),
         replicas=len(ranks) // devices,
     )
 
