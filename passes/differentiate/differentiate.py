@@ -29,7 +29,6 @@ from fxpipe.ir.plan import Plan, Stage, ValueSpec
 from fxpipe.ir.value import HOST, Edge, gradient_groups, outputs_of
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.passes.differentiate.joint import JointTrace, StageSides
-from fxpipe.passes.differentiate.known_results import KnownResults
 from fxpipe.torchtools.pytrees import memory, size_in_bytes
 from fxpipe.torchtools.state import under
 
@@ -96,15 +95,9 @@ def _specs(values: Mapping[str, Any]) -> dict[str, ValueSpec]:
     }
 
 
-def _derived(operation: Any, value: Tensor) -> Tensor:
-    """What an operation makes of a tensor, derived once for all that are alike without data."""
-    result: Tensor = KnownResults.shared().result(operation, (value,), {})
-    return result
-
-
 def _cut(value: Tensor, requires_grad: bool) -> Tensor:
     """The same tensor, without what it was computed from."""
-    return _derived(aten.detach.default, value).requires_grad_(requires_grad)
+    return value.detach().requires_grad_(requires_grad)
 
 
 class Differentiator:
@@ -131,7 +124,7 @@ class Differentiator:
                 if edge.target == HOST and edge.value in self.wanted.outputs:
                     value = self.values[edge.value]
                     if isinstance(value, Tensor) and value.requires_grad:
-                        self.gradients[edge.value, HOST] = _derived(aten.ones_like.default, value)
+                        self.gradients[edge.value, HOST] = torch.ones_like(value)
             self.backward(stage)
         edges = tuple(
             replace(edge, gradient=(edge.value, edge.target) in self.gradients)
