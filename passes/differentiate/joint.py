@@ -8,9 +8,9 @@ after:   parameters, buffers, inputs, output gradients
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -18,11 +18,11 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.errors import TraceError
+from fxpipe.extend import find, there
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.traced import AUTOCAST
 from fxpipe.ir.value import Edge
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.record import NotRecorded, Recorder, inherited
 from fxpipe.passes.differentiate.split_joint import split_joint
 from fxpipe.torchtools.pytrees import bytes_of
 from fxpipe.torchtools.state import autocasts, uncached, under
@@ -32,6 +32,32 @@ ORIGIN = "fxpipe.origin"
 
 BYTES = "fxpipe.bytes"
 """Key of a node's metadata in a stage's graph: the bytes of its value when it was traced."""
+
+
+_INHERITED = ("custom", "stack_trace", "nn_module_stack", "source_fn_stack")
+"""Metadata that the nodes traced from a node inherit from it."""
+
+
+class NotRecorded(Exception):
+    """An operation writes memory that others may see, has no overload, or reads a tensor that is
+    neither an argument nor computed inside."""
+
+
+class Recorder(AbstractContextManager[Any], Protocol):
+    """What an extension brings to trace stages sooner than ``make_fx``. Inside, it records each
+    operation.
+
+    Attributes:
+        meta: the metadata that new nodes get.
+    """
+
+    meta: Mapping[str, Any]
+
+    def place(self, arguments: Sequence[Any]) -> list[Any]:
+        """Add arguments, and return them; a tensor that occurs again is replaced by an alias."""
+
+    def finish(self, returned: Sequence[Any]) -> fx.Graph:
+        """Let the graph return these values, and return the graph."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +178,13 @@ class JointTrace:
         self._arguments = [*parameters, *buffers, *inputs]
         sources = [*inputs, *parameters]
         self._asked = [isinstance(x, Tensor) and x.requires_grad for x in sources]
-        self._recorder: Recorder | None = Recorder()
-        self._given = self._recorder.place(self._arguments)
+        self._recorder: Recorder | None = None
+        self._given: Sequence[Any] = self._arguments
         try:
-            with self._recorder:
+            if there("option", "recorder"):
+                self._recorder = find("option", "recorder")()
+                self._given = self._recorder.place(self._arguments)
+            with self._recorder or nullcontext():
                 self._result = self._forward(self._given, self._recorder)
         except NotRecorded:
             self._recorder = None
@@ -263,6 +292,11 @@ class JointTrace:
         with torch.enable_grad(), _blamed(result.origins, recorder):
             values = iter(torch.autograd.grad(roots, wanted, gradients, allow_unused=True))
         return [next(values) if needs else None for needs in self._asked]
+
+
+def inherited(node: fx.Node) -> Mapping[str, Any]:
+    """The metadata that the nodes traced from a node inherit from it."""
+    return {key: node.meta[key] for key in _INHERITED if key in node.meta}
 
 
 def _all(result: Sides, gradients: Sequence[Tensor | None]) -> list[Any]:

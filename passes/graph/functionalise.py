@@ -23,12 +23,12 @@ from torch.export.graph_signature import (
 )
 
 from fxpipe.errors import TraceError
+from fxpipe.extend import find, there
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Literal, Traced, Value
 from fxpipe.passes.graph.aliasing import same_layout
 from fxpipe.passes.graph.exported import detach_without_grad, functional, refuse_in_place
 from fxpipe.passes.graph.lazy_module import lazy_module
-from fxpipe.passes.graph.rewrite import rewrite
 from fxpipe.passes.tracing.explain import at_node, untraceable
 from fxpipe.passes.tracing.trace import Dims, Shapes, is_free, user_inputs
 from fxpipe.torchtools.state import Autocasts, autocasts
@@ -80,8 +80,10 @@ def _functional(
     first_name = _first_names(program)
     samples = _samples(program, dims)
     casts = autocasts()
+    rewritten = None
     # run_decompositions makes an operation of each cast, which the stages can then share
-    rewritten = None if casts and _shares_parameters(program) else rewrite(program)
+    if there("option", "rewrite") and not (casts and _shares_parameters(program)):
+        rewritten = find("option", "rewrite")(program)
     if rewritten is None:
         program = functional(program)
     module, written = rewritten or (program.graph_module, [])

@@ -48,6 +48,7 @@ class Gone(importlib.abc.MetaPathFinder):
 
 DEFAULT = (
     "fxpipe.extensions.exact_cut",
+    "fxpipe.extensions.fast_trace",
     "fxpipe.extensions.leaf_modules",
     "fxpipe.extensions.loss_weight",
     "fxpipe.extensions.model_check",

@@ -23,25 +23,13 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
 from fxpipe.passes.differentiate.extract import created
+from fxpipe.passes.differentiate.joint import NotRecorded
 from fxpipe.passes.graph.aliasing import functional_variant, keeps_type, may_alias
 
 _DEVICE = torch.ops.prim.device.default
 
-_INHERITED = ("custom", "stack_trace", "nn_module_stack", "source_fn_stack")
-"""Metadata that the nodes traced from a node inherit from it."""
 
-
-class NotRecorded(Exception):
-    """An operation writes memory that others may see, has no overload, or reads a tensor that is
-    neither an argument nor computed inside."""
-
-
-def inherited(node: fx.Node) -> Mapping[str, Any]:
-    """The metadata that the nodes traced from a node inherit from it."""
-    return {key: node.meta[key] for key in _INHERITED if key in node.meta}
-
-
-class Recorder(TorchDispatchMode):
+class GraphRecorder(TorchDispatchMode):
     """Records every operation below autograd; use it inside the mode of the fake tensors.
 
     Attributes:

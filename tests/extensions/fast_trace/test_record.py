@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from fxpipe.passes.differentiate.record import NotRecorded, Recorder
+from fxpipe.extensions.fast_trace.record import GraphRecorder
+from fxpipe.passes.differentiate.joint import NotRecorded
 
 
 def _lines(graph: fx.Graph) -> list[Any]:
@@ -42,7 +43,7 @@ def _recorded(function: Callable[..., Tensor], arguments: list[Tensor]) -> fx.Gr
         y = function(*flat)
         return [y, *torch.autograd.grad(y.sum(), flat)]
 
-    recorder = Recorder()
+    recorder = GraphRecorder()
     given = recorder.place(arguments)
     with recorder:
         returned = both(given)

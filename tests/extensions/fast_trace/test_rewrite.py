@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 from torch.nn import functional as F
 
-from fxpipe.passes.graph.rewrite import rewrite
+from fxpipe.extensions.fast_trace.rewrite import rewrite
 from fxpipe.passes.tracing.trace import trace
 
 
