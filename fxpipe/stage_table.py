@@ -27,7 +27,7 @@ _MODULES = 12
 
 _LEGEND = (
     "times are of one micro-batch; share: of the time of all stages; receives: bytes from other "
-    "stages; stash: bytes kept for later stages than the next; memory: the most that the stage's "
+    "stages; skips: bytes sent to later stages than the next; memory: the most that the stage's "
     "device holds at once in a step, predicted"
 )
 
@@ -52,7 +52,7 @@ def stage_table(
         return f"{title}: not compiled yet; the first call traces it"
     plan, schedule = compiled.plan, compiled.schedule
     table = plain_table()
-    for heading in ("stage", "params", "forward", "backward", "share", "receives", "stash"):
+    for heading in ("stage", "params", "forward", "backward", "share", "receives", "skips"):
         table.add_column(heading, justify="right")
     table.add_column("memory", justify="right")
     counts = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
