@@ -19,7 +19,7 @@ from tests.oracles import replicated_loop
 from tests.oracles.replicated_loop import ReplicatedLoop
 
 Results = dict[str, Tensor]
-STEPS = 10
+STEPS = 10 if DEEP else 4
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -208,14 +208,24 @@ OBJECTIVES: Mapping[str, dict[str, Any]] = {
     "weighted": {"loss": masked, "extensions": [LossWeight(positive)], "weight": positive},
 }
 
+OVER = (
+    {2: [*OBJECTIVES], 4: [*OBJECTIVES]}
+    if DEEP
+    else {2: ["samples", "sum"], 4: ["ignored", "weighted"]}
+)
+"""Ranks of two replicas → what is trained on them."""
+
 
 def uneven(
-    mesh: DeviceMesh, look: Callable[[fxpipe.Pipeline, Results], object] = lambda *_: None
+    mesh: DeviceMesh,
+    names: Sequence[str] = tuple(OBJECTIVES),
+    look: Callable[[fxpipe.Pipeline, Results], object] = lambda *_: None,
 ) -> dict[str, Results]:
     """The losses and gradients of batches of other sizes in each replica, with what ``look`` adds
     to them for each pipe."""
     replica, every = mesh["dp"].get_local_rank(), {}
-    for name, wanted in OBJECTIVES.items():
+    for name in names:
+        wanted = OBJECTIVES[name]
         options = {key: value for key, value in wanted.items() if key not in ("data", "weight")}
         found: Results = {}
         with pipe_of(mesh, optimizer=None, **options) as pipe:
@@ -233,10 +243,11 @@ def uneven(
     return every
 
 
-def test_losses_count_in_the_batches_of_all_replicas() -> None:
-    ranks = on_ranks(4, uneven, replicas=2)
-    for name, wanted in OBJECTIVES.items():
-        model = made()
+@pytest.mark.parametrize("size", OVER)
+def test_losses_count_in_the_batches_of_all_replicas(size: int) -> None:
+    ranks = on_ranks(size, uneven, OVER[size], replicas=2)
+    for name in OVER[size]:
+        model, wanted = made(), OBJECTIVES[name]
         weight = wanted.get("weight")
         total = wanted.get("reduction") == "sum"
         expected: Results = {}

@@ -33,6 +33,7 @@ from fxpipe.extensions.simulator.costs import (
 )
 from fxpipe.formatting import time_text
 from fxpipe.ir.recipe import Placement, one_each, round_robin, vee
+from tests.helpers.profiles import deep
 from tests.oracles.loop import train
 
 THREADS = fxpipe.Dispatch("device")
@@ -68,7 +69,7 @@ def test_a_model_is_fitted_into_its_devices_or_what_is_missing_is_enough() -> No
     with pipe_of(layers(), optimizer=torch.optim.Adam, example=((x,), {"target": y})) as pipe:
         most = max(memory.peak for memory in pipe.simulate().memory)
     refused = 0
-    for share in (1.5, 0.8, 0.3):
+    for share in (*deep(1.5), 0.8, 0.3):
         limits: Any = int(most * share)
         for _ in range(2):
             options = {"schedule": "auto", "memory_limits": limits}

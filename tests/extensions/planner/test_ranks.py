@@ -34,15 +34,15 @@ def decided(mesh: DeviceMesh) -> tuple[str, set[str], bool]:
     cuts: Any = placement
     cuts._measured = measured_alike
     torch.manual_seed(0)
-    model, x = layers(width=16, count=8), torch.randn(256, 16)
+    model, x = layers(width=16, count=4), torch.randn(256, 16)
     alone = copy.deepcopy(model)
-    options: Any = {"microbatches": 8, "loss": F.mse_loss}
+    options: Any = {"microbatches": 4, "loss": F.mse_loss}
     with fxpipe.compile(model, mesh, schedule="zb-h1", **options) as pipe:
         pipe.prepare(x, target=x)
         most = int(0.9 * max(memory.peak for memory in pipe.simulate().memory))
     with fxpipe.compile(model, mesh, schedule="auto", memory_limits=most, **options) as pipe:
         pipe.step(x, target=x)
-        train(alone, 8, x, loss=F.mse_loss, target=x)
+        train(alone, 4, x, loss=F.mse_loss, target=x)
         pairs = zip(model.parameters(), alone.parameters(), strict=True)
         found = [(a.grad, b.grad) for a, b in pairs if a.grad is not None]
         equal = [b is not None and torch.equal(a, b) for a, b in found]

@@ -149,7 +149,7 @@ def note_bytes(pipe: fxpipe.Pipeline, found: Results) -> None:
 
 
 def uneven_bytes(mesh: DeviceMesh) -> dict[str, Results]:
-    return uneven(mesh, note_bytes)
+    return uneven(mesh, look=note_bytes)
 
 
 @pytest.mark.deep
