@@ -33,7 +33,7 @@ from fxpipe.extensions.simulator.costs import (
 )
 from fxpipe.formatting import time_text
 from fxpipe.ir.recipe import Placement, one_each, round_robin, vee
-from tests.helpers.profiles import deep
+from tests.helpers.profiles import DEEP, deep
 from tests.oracles.loop import train
 
 THREADS = fxpipe.Dispatch("device")
@@ -69,11 +69,13 @@ def test_a_model_is_fitted_into_its_devices_or_what_is_missing_is_enough() -> No
     with pipe_of(layers(), optimizer=torch.optim.Adam, example=((x,), {"target": y})) as pipe:
         most = max(memory.peak for memory in pipe.simulate().memory)
     refused = 0
+    given: dict[str, Any] = {"optimizer": torch.optim.Adam, "schedule": "auto"}
+    if not DEEP:
+        given["microbatches"] = 4
     for share in (*deep(1.5), 0.8, 0.3):
         limits: Any = int(most * share)
         for _ in range(2):
-            options = {"schedule": "auto", "memory_limits": limits}
-            with pipe_of(layers(), optimizer=torch.optim.Adam, **options) as pipe:
+            with pipe_of(layers(), memory_limits=limits, **given) as pipe:
                 try:
                     pipe.step(x, target=y)
                 except fxpipe.PartitionError as error:
