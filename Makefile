@@ -17,6 +17,8 @@ SHORT := -m "not deep and not pages"
 
 # The virtual environment alone decides what is imported.
 unexport PYTHONPATH
+# Tests start many processes: each would compile all modules for itself.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo demo-ranks test quick deep compat check compare docs format clean
 
