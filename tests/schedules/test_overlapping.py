@@ -22,6 +22,7 @@ from fxpipe.schedules import (
     pipedream_vertical,
     two_bw,
 )
+from tests.helpers.profiles import some
 from tests.oracles.small_simulator import (
     AS_LONG,
     busy,
@@ -33,7 +34,7 @@ from tests.oracles.small_simulator import (
 )
 
 STEPS = 4
-BOX = [(p, m) for p in range(1, 7) for m in range(1, 14)]
+BOX = some((p, m) for p in range(1, 7) for m in range(1, 14))
 
 overlapping = pytest.mark.parametrize(
     "recipe",

@@ -19,6 +19,7 @@ from fxpipe.ir.recipe import Recipe, find_recipe, round_robin, vee
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, Task, U
 from fxpipe.schedules import cdp_v1, gpipe, two_bw
+from tests.helpers.profiles import some
 from tests.oracles.small_simulator import (
     AS_LONG,
     HALVES,
@@ -29,7 +30,7 @@ from tests.oracles.small_simulator import (
     run_of,
 )
 
-BOX = [(p, m) for p in range(1, 7) for m in range(1, 14)]
+BOX = some((p, m) for p in range(1, 7) for m in range(1, 14))
 
 DRAWN: dict[str, tuple[int, int, dict[str, int], int]] = {
     "naive": (3, 2, AS_LONG, 1),

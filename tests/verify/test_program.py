@@ -236,7 +236,7 @@ def own_tasks() -> Iterator[None]:
 
 def tried(program: Program) -> Iterator[tuple[str, str, Program]]:
     """Single edits of a program: what was edited, the kind of instruction, and what came out."""
-    yield from sampled(program_mutants(program), None if DEEP else 2)
+    yield from sampled(program_mutants(program), None if DEEP else 1)
 
 
 RIGHT_FAULTS = {

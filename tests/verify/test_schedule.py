@@ -87,7 +87,7 @@ def edits_of(name: str) -> Iterator[tuple[str, str, Schedule]]:
 @pytest.mark.parametrize("name", some(EDITED))
 def test_single_edits_are_refused_exactly_when_they_change_the_steps(name: str) -> None:
     accepted = refused = 0
-    for edit, kind, mutant in edits_of(name):
+    for edit, kind, mutant in some(edits_of(name), 2):
         try:
             verify_schedule(mutant)
         except VerificationError as error:
