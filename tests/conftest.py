@@ -57,6 +57,7 @@ REMEMBERING = (
     "extensions/copies",
     "extensions/deferred_batchnorm",
     "extensions/dispatch",
+    "extensions/distinct",
     "extensions/inductor",
     "extensions/loss_weight",
     "extensions/offload",

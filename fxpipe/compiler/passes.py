@@ -8,7 +8,8 @@ Results are kept: a call like an earlier one runs no pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.preflight import (
@@ -23,8 +24,9 @@ from fxpipe.compiler.preflight import (
 from fxpipe.errors import PassError, near
 from fxpipe.extend import find
 from fxpipe.ir.plan import Plan
+from fxpipe.ir.traced import Traced
 from fxpipe.passes.differentiate.any_size import put_sizes
-from fxpipe.passes.differentiate.differentiate import differentiate
+from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.fit import localise_sizes, relay
 from fxpipe.passes.graph.functionalise import functionalise
@@ -38,8 +40,7 @@ from fxpipe.passes.partition.assignment import one_stage, place_like
 from fxpipe.passes.partition.atoms import footprint_of
 from fxpipe.passes.partition.balance import balance, cut_at, judge
 from fxpipe.passes.partition.cut import cut
-from fxpipe.passes.partition.distinct import distinct, spread
-from fxpipe.passes.partition.measure import measure
+from fxpipe.passes.partition.measure import measure, spread
 from fxpipe.passes.runner import Pass
 from fxpipe.passes.schedule import (
     add_clip,
@@ -58,6 +59,13 @@ def part_gradients(plan: Plan, bucket_bytes: float) -> Plan:
         plan, bucket_bytes
     )
     return parted
+
+
+def distinct(**facts: Any) -> tuple[Traced, Mapping[str, Any], Wanted, Mapping[str, Any]]:
+    """Traced → Traced: one of each of its different operations, to be measured in their place."""
+    reduced: tuple[Traced, Mapping[str, Any], Wanted, Mapping[str, Any]]
+    reduced = find("option", "distinct")(**facts)
+    return reduced
 
 
 SCHEDULE = (

@@ -13,6 +13,7 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import PartitionError, told
+from fxpipe.extend import find, there
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import StageCosts
 from fxpipe.ir.schedule import Schedule
@@ -20,7 +21,6 @@ from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes, first_readers
 from fxpipe.passes.partition.atoms import Footprint
-from fxpipe.passes.partition.distinct import reducible
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.work import StageDevices, StageLoad
 from fxpipe.passes.runner import run_all
@@ -144,10 +144,11 @@ class Placement:
         return {"traced": facts["traced"], "plan": facts["plan"], "costs": _node_costs(costs)}
 
     def node_costs(self, facts: Mapping[str, Any]) -> Mapping[str, NodeCost]:
-        """Measure each different operation of a graph once, as ``measure`` does; returns node → its
-        costs."""
+        """Measure a graph as ``measure`` does, or each of its different operations once if an
+        extension can; returns node → its costs."""
         traced = facts["traced"]
-        if traced.under_autograd or not reducible(traced):
+        reducible = there("option", "reducible") and find("option", "reducible")(traced)
+        if traced.under_autograd or not reducible:
             measured = self.measure(facts)
             costs: Mapping[str, NodeCost] = measured["costs"]
             return costs

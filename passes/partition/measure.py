@@ -3,10 +3,10 @@
 before:  conv2d = aten.conv2d.default(x, weight)
 after:   {"conv2d": NodeCost(forward=1.1e-3, backward=2.3e-3, bytes=262144)}
 
-The graph, usually of the different operations alone (see ``distinct``), is differentiated as a
-single stage. Every operation of its graphs (forward, backward, and the halves of the backward) is
-timed while the graph runs, and counts for the node that it was made from. Operations that differ
-only in the values of their operands share their times.
+The graph, or one of its different operations alone, is differentiated as a single stage. Every
+operation of its graphs (forward, backward, and the halves of the backward) is timed while the graph
+runs, and counts for the node that it was made from. Operations that differ only in the values of
+their operands share their times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -126,6 +126,16 @@ def measure(
         ahead, back, first, second = (part.get(node.name, 0.0) for part in parts)
         costs[node.name] = NodeCost(ahead, back, sizes.get(node.name, 0), first, second)
     return costs
+
+
+def spread(
+    costs: Mapping[str, NodeCost], equal: Mapping[str, tuple[str, int]]
+) -> dict[str, NodeCost]:
+    """Give every node of the whole graph the costs of the node that is equal."""
+    none = NodeCost(0.0, 0.0, 0)
+    return {
+        name: replace(costs.get(like, none), bytes=size) for name, (like, size) in equal.items()
+    }
 
 
 def scratch_on(

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from fxpipe.extend import find
 from fxpipe.extensions.leaf_modules.differentiate import differentiate_leaves
 from fxpipe.extensions.leaf_modules.measure import measure_leaves
 from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes
 from fxpipe.passes.partition.cut import cut
-from fxpipe.passes.partition.distinct import reducible
 from fxpipe.passes.partition.measure import Stopwatch
 from fxpipe.torchtools.state import untouched
 from tests.extensions.leaf_modules.leaf_tracer import LeavesOnly, leaf_graph
@@ -96,6 +96,7 @@ def test_a_stage_under_autograd_hands_over_its_gradients_in_two_steps(stages: in
 
 
 def test_a_graph_with_leaf_modules_is_measured_whole() -> None:
+    reducible = find("option", "reducible")
     assert reducible(front_end(nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)))
     assert not reducible(leaf_graph(nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)))
 

@@ -10,14 +10,15 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe import extend
+from fxpipe.extensions.distinct.distinct import one_of_each
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.differentiate import differentiate as differentiate_pass
 from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.partition.assignment import compute_nodes, one_stage
 from fxpipe.passes.partition.cut import cut
-from fxpipe.passes.partition.distinct import distinct, spread
-from fxpipe.passes.partition.measure import NodeCost, measure
+from fxpipe.passes.partition.measure import NodeCost, measure, spread
 from tests.helpers.fronted import differentiated, front_end, values_of, whole
 
 pytestmark = pytest.mark.traces
@@ -54,7 +55,7 @@ def reduced(model: nn.Module, *args: Any, traced: Traced | None = None) -> Any:
     traced = traced or front_end(model, *args)
     first, *_ = (out.name for out in traced.outputs if hasattr(out, "name"))
     values, state = values_of(traced, *args), traced.state_of(model)
-    return traced, *distinct(traced, values, state, Wanted(frozenset([first])))
+    return traced, *one_of_each(traced, values, state, Wanted(frozenset([first])))
 
 
 def costs_of(model: nn.Module, *args: Any) -> dict[str, NodeCost]:
@@ -208,6 +209,14 @@ def test_only_the_graphs_of_stages_are_differentiated_whole(
         assert few < all_
         measured.append(few)
     assert measured[0] == measured[1]
+
+
+def test_without_it_all_operations_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(extend._REGISTRY["option"], "reducible")
+    with fxpipe.compile(Net(2, 0.0), ["cpu"] * 2, microbatches=2, loss=first) as pipe:
+        pipe.step(X)
+        assert all(stage.costs.forward > 0 for stage in pipe.plan.stages if stage.costs)
+        assert all(stage.costs is not None for stage in pipe.plan.stages)
 
 
 def first(output: tuple[Tensor, Tensor]) -> Tensor:

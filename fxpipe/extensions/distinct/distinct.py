@@ -26,7 +26,7 @@ from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.differentiate.extract import ancestors
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import compute_nodes, is_part
-from fxpipe.passes.partition.measure import NodeCost, look, scratch_on
+from fxpipe.passes.partition.measure import look, scratch_on
 from fxpipe.torchtools.meta import Scratch
 from fxpipe.torchtools.pytrees import bytes_of
 from fxpipe.torchtools.state import under
@@ -45,7 +45,7 @@ def _is_nest(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), list | tuple | dict)
 
 
-def distinct(
+def one_of_each(
     traced: Traced,
     values: Mapping[str, Any],
     state: Mapping[str, Tensor],
@@ -74,22 +74,12 @@ def distinct(
     return reduced.traced(), reduced.values, reduced.wanted(), reduced.equal
 
 
-def spread(
-    costs: Mapping[str, NodeCost], equal: Mapping[str, tuple[str, int]]
-) -> dict[str, NodeCost]:
-    """Give every node of the whole graph the costs of the node that is equal."""
-    none = NodeCost(0.0, 0.0, 0)
-    return {
-        name: replace(costs.get(like, none), bytes=size) for name, (like, size) in equal.items()
-    }
-
-
 class _Reduced(fx.Interpreter):
     """Runs a graph, and copies each operation where it occurs first.
 
     Attributes:
         values: input of the reduced graph → its value.
-        equal: see ``distinct``.
+        equal: see ``one_of_each``.
     """
 
     def __init__(
