@@ -64,8 +64,8 @@ ADAM, MOMENTUM, PLAIN = partial(Adam, lr=1e-3), partial(SGD, lr=0.1, momentum=0.
     ("make", "schedule", "optimizer", "recompute"),
     [
         (layers, "2bw", MOMENTUM, "never"),
-        (unet, "1f1b", ADAM, "always"),
         *deep(
+            (unet, "1f1b", ADAM, "always"),
             (layers, "gpipe", PLAIN, "never"),
             (unet, "zb-h1", PLAIN, "never"),
             (transformer, "interleaved-1f1b", MOMENTUM, "never"),

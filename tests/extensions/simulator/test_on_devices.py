@@ -61,7 +61,7 @@ def looked_at(
     "options",
     [
         {"schedule": "2bw"},
-        {"schedule": "1f1b", "extensions": ["offload"]},
+        *deep({"schedule": "1f1b", "extensions": ["offload"]}),
         *deep({"schedule": "1f1b"}, {"schedule": "gpipe"}, {"schedule": "zb-h1"}),
         *deep({"schedule": "1f1b", "recompute": "always"}),
     ],
