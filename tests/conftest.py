@@ -179,7 +179,7 @@ def pytest_collection_finish() -> None:
     logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(100_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)
