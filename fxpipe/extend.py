@@ -100,6 +100,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "VerificationError.draw": f"{_HERE}.draw.faults:draw_faults",
     },
     "option": {
+        "any_size": f"{_HERE}.any_size.any_size:sized",
         "partitioner": f"{_HERE}.exact_cut.partitioner:ExactCut",
         "check_copies": f"{_HERE}.copies.lowering:check_copies",
         "check": f"{_HERE}.model_check.checking:Checking",

@@ -215,7 +215,15 @@ def _turn(made: Contender, steps: int) -> tuple[float, float, tuple[float, ...]]
     return seconds / steps, cpu / steps, tuple(float(loss) for loss in losses if loss is not None)
 
 
-OWN = ("distinct", "exact_cut", "fast_trace", "leaf_modules", "loss_weight", "python_state")
+OWN = (
+    "any_size",
+    "distinct",
+    "exact_cut",
+    "fast_trace",
+    "leaf_modules",
+    "loss_weight",
+    "python_state",
+)
 """The extensions that fxpipe imports by itself when it compiles."""
 
 

@@ -25,7 +25,6 @@ from fxpipe.errors import PassError, near
 from fxpipe.extend import find
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
-from fxpipe.passes.differentiate.any_size import put_sizes
 from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.fit import localise_sizes, relay
@@ -181,11 +180,8 @@ PLAN = (
 )
 """A graph → the plan with its kernels."""
 
-SIZE = (
-    Pass(put_sizes, "plan, symbols, leaves", "plan"),
-    Pass(part_gradients, "plan, bucket_bytes", "plan", when="replicated"),
-)
-"""A plan with symbols for sizes → the plan for a size."""
+SIZE = (Pass(part_gradients, "plan, bucket_bytes", "plan", when="replicated"),)
+"""The plan for a size that an extension has made of one for any size → the same, in buckets."""
 
 COMPILE = ()
 """A plan → the same plan with other kernels, by extensions: of the stages ``own`` of this process,

@@ -19,7 +19,6 @@ from fxpipe.extend import find, there
 from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.traced import Traced, with_dims
 from fxpipe.log import LOGGER
-from fxpipe.passes.differentiate.any_size import Symbols, free_dims, symbols_as_operands
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.trace import Shapes
@@ -70,8 +69,8 @@ class Plans:
         self._rigid: dict[Any, frozenset[tuple[int, int]]] = {}
         self._dims: dict[Any, Sequence[tuple[int, ...]] | None] = {}
         self._plans: dict[Any, Plan] = {}
-        # a kind of call → its plan for any size, with the symbols for sizes; None if there is none
-        self._sizeless: dict[Any, tuple[Symbols, Plan] | None] = {}
+        # a kind of call → what an extension keeps of its plan for any size
+        self._sizeless: dict[Any, Any] = {}
         self._placed_plans: dict[Any, tuple[Traced, Plan]] = {}
         self._checked: set[tuple[int, bool, bool]] = set()
         self._traced: dict[Any, Traced] = {}
@@ -220,40 +219,24 @@ class Plans:
         return graph.traced, self._plans[key]
 
     def _sized(self, graph: Graph, call: Call) -> Plan | None:
-        """The plan for the sizes of this call, from a plan for any; None if there is none.
-
-        That takes four times as long to make as one for numbers, so it is made only for graphs with
-        more than the size of the batch free, such as a length.
-        """
+        """The plan for the sizes of this call, from a plan for any, if an extension has one."""
         kind = self._graph_key(call)
-        free = free_dims(graph.traced) if kind[-1] is None else []
-        pairs = zip(free, call.batch.dims, strict=False)
-        if graph.traced.under_autograd or not any(set(dims) - {batch} for dims, batch in pairs):
+        if graph.traced.under_autograd or kind[-1] is not None or not there("option", "any_size"):
             return None
-        key = kind, graph.call.shapes, call.purpose, call.wants, call.parted
-        try:
-            if key not in self._sizeless:
-                self._sizeless[key] = None
-                symbols = Symbols(graph.traced, call.leaves)
-                named = replace(call, leaves=symbols.leaves)
-                with symbols_as_operands():
-                    made = self._differentiated(graph, named, sizeless=True)
-                self._sizeless[key] = symbols, made
-            known = self._sizeless[key]
-            if known is None:
-                return None
-            facts = {
-                "symbols": known[0],
-                "plan": known[1],
-                "leaves": call.leaves,
-                "replicated": self._replicated(call),
-                "bucket_bytes": self.options.bucket_bytes,
-            }
-            plan: Plan = run_all(passes.of(self.options, "size"), facts)["plan"]
-            return plan
-        except Exception as error:  # symbols cannot do all that numbers can
-            LOGGER.info("a plan is made for these sizes only: %s", told(error))
-            return None
+        plan = find("option", "any_size")(
+            self._sizeless,
+            (kind, graph.call.shapes, call.purpose, call.wants, call.parted),
+            graph.traced,
+            call,
+            lambda named: self._differentiated(graph, named, sizeless=True),
+        )
+        facts = {
+            "plan": plan,
+            "replicated": self._replicated(call),
+            "bucket_bytes": self.options.bucket_bytes,
+        }
+        sized: Plan | None = plan and run_all(passes.of(self.options, "size"), facts)["plan"]
+        return sized
 
     def _replicated(self, call: Call) -> bool:
         return self.options.replicas > 1 and call.purpose != "infer"

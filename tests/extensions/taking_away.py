@@ -47,6 +47,7 @@ class Gone(importlib.abc.MetaPathFinder):
 
 
 DEFAULT = (
+    "fxpipe.extensions.any_size",
     "fxpipe.extensions.distinct",
     "fxpipe.extensions.exact_cut",
     "fxpipe.extensions.fast_trace",

@@ -10,7 +10,7 @@ such as that s0 is not 1, it noted as guards: the plan holds for the sizes for w
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,9 +20,12 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
+from fxpipe.compiler.front_end import Call
+from fxpipe.errors import told
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.graph import GraphKernel
+from fxpipe.log import LOGGER
 from fxpipe.passes.differentiate.extract import created
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.tracing.trace import Dims, is_free, shapes_of
@@ -97,6 +100,41 @@ class Symbols:
             if symbol in numbers and _number(expression, numbers) != numbers[symbol]:
                 raise SizeError(f"{symbol} is not {expression}")
         return numbers
+
+
+def sized(
+    made: dict[Any, tuple[Symbols, Plan] | None],
+    key: Any,
+    traced: Traced,
+    call: Call,
+    differentiated: Callable[[Call], Plan],
+) -> Plan | None:
+    """The plan for the sizes of a call, from a plan for any; None if there is none.
+
+    That takes four times as long to make as one for numbers, so it is made only for graphs with
+    more than the size of the batch free, such as a length.
+
+    Args:
+        made: kind of call → its plan for any size, with the symbols for sizes, or None; gets more.
+        key: the kind of this call.
+        traced: its graph.
+        call: the call.
+        differentiated: makes the plan of a call.
+    """
+    pairs = zip(free_dims(traced), call.batch.dims, strict=False)
+    if not any(set(dims) - {batch} for dims, batch in pairs):
+        return None
+    try:
+        if key not in made:
+            made[key] = None
+            symbols = Symbols(traced, call.leaves)
+            with symbols_as_operands():
+                made[key] = symbols, differentiated(replace(call, leaves=symbols.leaves))
+        known = made[key]
+        return known and put_sizes(known[1], known[0], call.leaves).verify()
+    except Exception as error:  # symbols cannot do all that numbers can
+        LOGGER.info("a plan is made for these sizes only: %s", told(error))
+        return None
 
 
 @contextmanager

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir.plan import Plan
-from fxpipe.ir.traced import Traced, Value
-from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.any_size import (
+from fxpipe.extensions.any_size.any_size import (
     SizeError,
     Symbols,
     free_dims,
     put_sizes,
     symbols_as_operands,
 )
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.traced import Traced, Value
+from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.fit import localise_sizes

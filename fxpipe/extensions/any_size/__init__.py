@@ -1,0 +1,1 @@
+"""Plans that are differentiated once for all sizes of micro-batches."""
