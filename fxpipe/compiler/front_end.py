@@ -6,7 +6,6 @@ The tracing passes make the graphs. A fallback decides about lines that cannot b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.fallback import fallback_of
 from fxpipe.compiler.guard import guard_of
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.preflight import output_dims, own_loss
+from fxpipe.compiler.preflight import output_dims
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.extend import find
@@ -32,10 +31,8 @@ from fxpipe.passes.tracing.trace import Dims, is_free, shapes_of
 from fxpipe.passes.tracing.tracer import UntracedCalls
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
-from fxpipe.torchtools.following import Following
-from fxpipe.torchtools.functions import checkpoints_opened
 from fxpipe.torchtools.pytrees import taken_apart
-from fxpipe.torchtools.state import assigned_in_place, intra_op_threads, put_back, untouched
+from fxpipe.torchtools.state import intra_op_threads, put_back, untouched
 
 
 @dataclass(frozen=True)
@@ -283,19 +280,6 @@ class FrontEnd:
             # the model itself has run before, so that PyTorch's tracers have failed
             raise untraceable(model, error) from error
         return traced
-
-    def call(self, call: Call, with_loss: bool) -> tuple[Any, Tensor | None]:
-        """Call the model itself on one micro-batch; returns its output, and its loss or None."""
-        args, kwargs, targets = call.batch.unflatten(call.leaves)
-        model, called = self.options.model, self.fallback.called.values()
-        spread = Following(model, called) if self.options.apart else nullcontext()
-        with assigned_in_place(model), checkpoints_opened(), spread:
-            output = model(*args, **kwargs)
-            if not with_loss:
-                return output, None
-            if self.options.objective.loss is not None:
-                return output, self.options.objective(output, *targets)
-            return output, own_loss(output)
 
 
 def _output_dims(traced: Traced, size: int) -> Dims:

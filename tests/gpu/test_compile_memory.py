@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from fxpipe import TraceError
-from fxpipe.torchtools.following import Following
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no CUDA devices")
 
@@ -167,63 +165,3 @@ def test_a_check_that_fails_leaves_the_model_where_it_was() -> None:
     ):
         pipe.step(x, target=y)
     assert all(tensor.is_cpu and tensor.data_ptr() == place for tensor, place in before)
-
-
-def test_a_function_that_reads_weights_of_two_devices_is_taken_apart() -> None:
-    """``multi_head_attention_forward`` is written in Python and reads all weights of its module."""
-    alone = nn.MultiheadAttention(16, 2, batch_first=True)
-    model = copy.deepcopy(alone)
-    model.cuda(0)
-    model.out_proj.cuda(1)
-    x = torch.randn(4, 3, 16)
-    outputs = []
-    for module, given in ((alone, x), (model, x.cuda(0))):
-        with Following(module):
-            output = module(given, given, given)[0]
-        output.square().sum().backward()
-        outputs.append(output.detach().cpu())
-    assert torch.allclose(outputs[0], outputs[1], atol=1e-5)
-    for here, there in zip(model.parameters(), alone.parameters(), strict=True):
-        assert here.grad is not None
-        assert there.grad is not None
-        assert here.grad.device == here.device
-        assert torch.allclose(here.grad.cpu(), there.grad, atol=1e-4)
-
-
-def test_a_value_that_is_written_with_a_weight_of_another_device_stays_where_it_is() -> None:
-    class Shifts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = (nn.Parameter(torch.arange(1.0, 5.0)) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = x * self.first
-            h += self.second
-            h[0] = self.second * 2
-            return h
-
-    model = Shifts()
-    expected = model(torch.ones(2, 4))
-    model.first.data, model.second.data = model.first.data.cuda(0), model.second.data.cuda(1)
-    with Following(model):
-        output = model(torch.ones(2, 4, device="cuda:0"))
-    output.sum().backward()
-    assert output.device == torch.device("cuda:0")
-    assert torch.equal(output.cpu(), expected)
-    assert model.second.grad is not None
-    assert model.second.grad.tolist() == [3.0] * 4
-
-
-@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
-def test_statistics_are_written_where_they_are_if_weights_are_on_another_device(kind: Any) -> None:
-    alone = kind(4, affine=True, track_running_stats=True)
-    model = copy.deepcopy(alone)
-    model.cuda(1)
-    model.running_mean, model.running_var = model.running_mean.cuda(0), model.running_var.cuda(0)
-    x = torch.randn(3, 4, 5) + 1
-    with Following(model):
-        made = model(x.cuda(0))
-    assert torch.allclose(made.cpu(), alone(x), atol=1e-5)
-    for name, buffer in model.named_buffers():
-        assert torch.allclose(buffer.cpu(), alone.get_buffer(name)), name
-    assert model.running_mean.device == torch.device("cuda:0")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from tests.gpu import test_compile_memory as held
 from tests.simcuda.process import on_devices, simulated
@@ -19,19 +18,10 @@ pytestmark = simulated
     [
         held.test_no_parameter_is_ever_on_a_device_that_does_not_run_its_stage,
         held.test_a_check_that_fails_leaves_the_model_where_it_was,
-        held.test_a_function_that_reads_weights_of_two_devices_is_taken_apart,
-        held.test_a_value_that_is_written_with_a_weight_of_another_device_stays_where_it_is,
     ],
 )
 def test_weights_are_on_the_devices_of_their_stages(test: Callable[[], None]) -> None:
     on_devices(test)
-
-
-@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
-def test_statistics_are_written_where_they_are(kind: type[nn.Module]) -> None:
-    on_devices(
-        held.test_statistics_are_written_where_they_are_if_weights_are_on_another_device, kind
-    )
 
 
 @pytest.mark.deep

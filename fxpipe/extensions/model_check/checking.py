@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,17 +12,24 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.plans import Plans
-from fxpipe.compiler.preflight import trained_by
+from fxpipe.compiler.preflight import own_loss, trained_by
 from fxpipe.errors import TraceError, told
 from fxpipe.extensions.model_check.check import CloseError, check
+from fxpipe.extensions.model_check.following import Following, is_of_devices
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
 from fxpipe.passes.runner import Pass, run_all
-from fxpipe.torchtools.following import is_of_devices
+from fxpipe.torchtools.functions import checkpoints_opened
 from fxpipe.torchtools.pytrees import taken_apart
-from fxpipe.torchtools.state import autocasts, intra_op_threads, under, untouched
+from fxpipe.torchtools.state import (
+    assigned_in_place,
+    autocasts,
+    intra_op_threads,
+    under,
+    untouched,
+)
 
 _CHECK = Pass(
     check,
@@ -54,7 +62,7 @@ class Checking:
 
         def run() -> tuple[Any, Tensor | None]:
             with under(casts):
-                output, loss = self._front_end.call(call, call.with_loss)
+                output, loss = self._called(call, call.with_loss)
             outputs[:] = [output]
             return output, loss
 
@@ -99,13 +107,26 @@ class Checking:
                     self._find_hidden(call, outputs.pop() if outputs else run()[0])
         return True
 
+    def _called(self, call: Call, with_loss: bool) -> tuple[Any, Tensor | None]:
+        """Call the model itself on one micro-batch; returns its output, and its loss or None."""
+        args, kwargs, targets = call.batch.unflatten(call.leaves)
+        model, called = self._options.model, self._front_end.fallback.called.values()
+        spread = Following(model, called) if self._options.apart else nullcontext()
+        with assigned_in_place(model), checkpoints_opened(), spread:
+            output = model(*args, **kwargs)
+            if not with_loss:
+                return output, None
+            if self._options.objective.loss is not None:
+                return output, self._options.objective(output, *targets)
+            return output, own_loss(output)
+
     def _find_hidden(self, call: Call, output: Any) -> None:
         """Raise TraceError if a backward from the model's ``output`` would give a gradient to a
         tensor that is neither a parameter nor an input."""
         args, kwargs, _ = call.batch.unflatten(call.leaves)
 
         def again() -> Any:
-            return taken_apart(self._front_end.call(call, False)[0])
+            return taken_apart(self._called(call, False)[0])
 
         _refuse_hidden(self._options.model, (args, kwargs), taken_apart(output), again)
 
