@@ -14,14 +14,18 @@ from examples.unet import UNet
 from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.passes.schedule import add_recompute
 from tests.helpers.overlapping import ADAMW, compiled, make
-from tests.helpers.profiles import deep
+from tests.helpers.profiles import LEVELS, deep
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop
 
 
 def unet() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
-    return UNet(channels=1, base=4, depth=2), torch.randn(7, 1, 16, 16), torch.randn(7, 1, 16, 16)
+    return (
+        UNet(channels=1, base=4, depth=LEVELS),
+        torch.randn(7, 1, 16, 16),
+        torch.randn(7, 1, 16, 16),
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.runtime.weights.optimizer import OptimizerLike
 from fxpipe.runtime.weights.stage_weights import Buffers, StageWeights
 from tests.helpers.own_optimizers import Nesterov, Orthogonal, groups
+from tests.helpers.profiles import LEVELS
 from tests.models.test_split_training import Transformer, scores
 from tests.oracles.delayed_loop import MSE, Batch, Factory
 
@@ -53,7 +54,7 @@ def make(case: str, batches: int, samples: int) -> tuple[nn.Module, list[Batch]]
         model: nn.Module = nn.Sequential(*blocks)
         data = [(torch.randn(samples, 6), torch.randn(samples, 6)) for _ in range(batches)]
     elif case == "unet":
-        model = UNet(channels=1, base=2, depth=2)
+        model = UNet(channels=1, base=2, depth=LEVELS)
         image = samples, 1, 8, 8
         data = [(torch.randn(image), torch.randn(image)) for _ in range(batches)]
     else:

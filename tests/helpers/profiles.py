@@ -24,6 +24,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 DEEP = settings.get_current_profile_name() == "deep"
 """Whether the long run was asked for: tests of a grid then run all of it."""
 
+LEVELS = 2 if DEEP else 1
+"""The depth of U-Nets that stand for any model with skips."""
+
 Case = TypeVar("Case")
 
 

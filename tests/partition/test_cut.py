@@ -30,6 +30,7 @@ from fxpipe.passes.partition.assignment import (
 from fxpipe.passes.partition.cut import cut
 from tests.helpers.exported import Sliced
 from tests.helpers.fronted import Answer, differentiated, front_end, in_stages, run_plan, whole
+from tests.helpers.profiles import LEVELS
 from tests.helpers.tiny import Tiny
 from tests.models.test_exactness import Language
 
@@ -108,7 +109,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "tiny": (Tiny, lambda: torch.randn(3, 4)),
     "slices": (Sliced, lambda: torch.randint(10, (3, 6))),
     "transformer": (Language, lambda: torch.randint(11, (3, 5))),
-    "u-net": (lambda: UNet(channels=2, base=2, depth=2), lambda: torch.randn(3, 2, 8, 8)),
+    "u-net": (lambda: UNet(channels=2, base=2, depth=LEVELS), lambda: torch.randn(3, 2, 8, 8)),
 }
 
 

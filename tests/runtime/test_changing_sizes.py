@@ -17,7 +17,7 @@ import fxpipe
 from examples.unet import UNet
 from fxpipe.passes.tracing.trace import trace
 from tests.helpers.one_optimizer import made_by
-from tests.helpers.profiles import deep
+from tests.helpers.profiles import LEVELS, deep
 from tests.oracles import loop
 
 
@@ -40,7 +40,7 @@ def mlp() -> nn.Module:
 
 
 def unet() -> nn.Module:
-    return UNet(channels=2, base=2, depth=2)
+    return UNet(channels=2, base=2, depth=LEVELS)
 
 
 def transformer() -> nn.Module:

@@ -24,6 +24,7 @@ from fxpipe.runtime.weights.checkpoint import as_held, encode
 from fxpipe.runtime.weights.checkpoint_file import FORMAT
 from tests.helpers.checkpoints import PLAIN, Left, make, run, same, write_one
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
+from tests.helpers.profiles import LEVELS
 from tests.oracles.delayed_loop import MSE, Factory
 
 
@@ -65,7 +66,7 @@ def test_a_refused_checkpoint_leaves_a_run_as_it_was(tmp_path: Path) -> None:
         losses = run(pipe, data)
         torch.manual_seed(0)
         expected = Left.by(pipe, losses)
-    with fxpipe.compile(UNet(channels=1, base=4, depth=2), 2, loss=MSE, **options) as pipe:
+    with fxpipe.compile(UNet(channels=1, base=4, depth=LEVELS), 2, loss=MSE, **options) as pipe:
         pipe.checkpoint(tmp_path / "unet")
     with fxpipe.compile(model, 2, loss=MSE, **options) as pipe:
         losses = run(pipe, data[:4])

@@ -25,7 +25,7 @@ from fxpipe.runtime import interpreter
 from fxpipe.schedules import gpipe
 from tests.helpers.eager_lanes import launched
 from tests.helpers.overlapping import ADAMW, compiled, make
-from tests.helpers.profiles import deep
+from tests.helpers.profiles import LEVELS, deep
 from tests.helpers.tiny import Snapshot, Tiny, batch
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop
@@ -42,7 +42,7 @@ place 0 | 1
 
 def unet() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
-    model = UNet(channels=1, base=4, depth=2)
+    model = UNet(channels=1, base=4, depth=LEVELS)
     return model, torch.randn(9, 1, 16, 16), torch.randn(9, 1, 16, 16)
 
 
