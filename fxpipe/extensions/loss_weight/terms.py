@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxpipe.extensions.loss_weight.copies import current_copy
 from fxpipe.ir.traced import DRAWS, Traced
 from fxpipe.passes.differentiate.extract import ancestors, extract
 from fxpipe.passes.graph.lazy_module import lazy_module
@@ -24,7 +25,6 @@ from fxpipe.passes.graph.place_devices import move_constants
 from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH
 from fxpipe.random import arguments_of
 from fxpipe.torchtools import source
-from fxpipe.torchtools.copies import current_copy
 
 _SAME = {"alias", "clone", "contiguous", "neg", "reshape", "squeeze", "to", "_to_copy", "view"}
 _SHAPES = _SAME - {"neg"} | {"flatten", "permute", "t", "transpose", "unsqueeze"}

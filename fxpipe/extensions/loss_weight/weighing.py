@@ -16,10 +16,10 @@ from fxpipe.compiler.objective import Objective
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.weighing import Weighing, with_weights
 from fxpipe.errors import InputError
+from fxpipe.extensions.loss_weight.copies import current_copy
 from fxpipe.extensions.loss_weight.terms import Divisor, loss_terms
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.batch import Batch, MicroBatches
-from fxpipe.torchtools.copies import current_copy
 from fxpipe.torchtools.source import users_level
 
 
