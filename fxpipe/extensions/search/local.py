@@ -59,17 +59,30 @@ class Local:
             self.refused = None
         return True
 
-    def run(self, enough: float, go_on: Callable[[], bool]) -> None:
+    @property
+    def first(self) -> Order:
+        """The order to improve: the best one, or the fastest one if none fits."""
+        order = self.refused[1] if self.best is None and self.refused else self.best
+        assert order is not None
+        return order
+
+    def run(
+        self,
+        enough: float,
+        go_on: Callable[[], bool],
+        given_go_on: Callable[[], bool] | None = None,
+    ) -> None:
         """Search until a time is at most ``enough`` or ``go_on()`` is false, but try one policy at
         least if there is no order yet.
 
-        The given policies come first, and then random ones and changes of the best.
+        The given policies come first, and then random ones and changes of the best. The given ones
+        may go on for longer, until ``given_go_on()`` is false.
         """
         problem = self.problem
         seeds = given_policies(problem)
         for policy in seeds:
             known = self.best is not None or self.refused is not None
-            if known and (self.value <= enough or not go_on()):
+            if known and (self.value <= enough or not (given_go_on or go_on)()):
                 return
             self._try(policy)
         tries = 0

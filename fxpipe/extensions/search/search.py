@@ -11,6 +11,7 @@ from time import perf_counter
 
 import fxpipe.schedules
 from fxpipe.errors import FxpipeError, InputError
+from fxpipe.extensions.search import swaps
 from fxpipe.extensions.search.bounds import best_bound
 from fxpipe.extensions.search.local import Local
 from fxpipe.extensions.search.problem import Order, Problem
@@ -21,6 +22,17 @@ from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.recipe import Placement, Recipe
 from fxpipe.ir.schedule import Schedule
+
+_FIRST = 0.2
+"""Share of the time for list schedules, if swaps follow."""
+
+_GIVEN = 0.5
+"""The same for the list schedules by fixed rules, which are the first; in a short or large search
+they may need more than the share for all."""
+
+_SWAPPED = 1_000_000
+"""No swaps follow with more pairs of tasks to order: there is no time for enough of them. Ten times
+as many where devices hold several stages, for which list schedules are worse."""
 
 _TIGHTENED = 6
 """How often the memory is reduced, at most, until a simulation fits."""
@@ -104,8 +116,8 @@ def search_schedule(
             next step as soon as it is done with one, and reads weights that are one version old
             (delay 1). Batches do not mix on a device, as they do in 2bw.
         seconds: the time limit. The search ends earlier if the schedule is proven optimal.
-        work: instead of ``seconds``, how many list schedules to try, so that the result is the
-            same on every machine.
+        work: instead of ``seconds``, how many list schedules to try (and swaps in proportion), so
+            that the result is the same on every machine.
         seed: of the random choices.
 
     Raises:
@@ -265,7 +277,7 @@ def _solve(
     known: Sequence[tuple[float, Order]],
     fitting: Callable[[Order], bool],
 ) -> Local:
-    """Search with list schedules.
+    """Search with list schedules, and then with swaps.
 
     Args:
         problem: the problem.
@@ -274,16 +286,36 @@ def _solve(
         known: times and orders to start from.
         fitting: whether an order fits into memory, besides what the problem knows of it.
     """
+    started = perf_counter()
     local = Local(problem, Random(budget.seed), fitting)
     for value, candidate in known:
         if fits(problem, candidate):
             local.offer(value, candidate)
+    several = any(len(stages) > 1 for stages in problem.held)
+    swapped = _pairs(problem) <= _SWAPPED * (10 if several else 1)
+
+    def lasting(share: float) -> Callable[[], bool]:
+        if budget.work is not None:
+            most = share * budget.work
+            return lambda: local.passes < most
+        until = started + share * (budget.ends - started)
+        return lambda: perf_counter() < until
+
     enough = bound * (1 + 1e-12)
-    most = inf if budget.work is None else budget.work
-    local.run(enough, lambda: local.passes < most and budget.left > 0)
+    first = _FIRST if swapped else 1.0
+    local.run(enough, lasting(first), lasting(max(first, _GIVEN)))
     if local.best is not None:
         local.offer(value_of(problem, local.best), local.best)
+    if swapped:
+        swaps.improve(local, enough, lasting(1.0))
     return local
+
+
+def _pairs(problem: Problem) -> int:
+    """How many pairs of tasks there are to order."""
+    kinds = 2 if problem.whole else 3
+    pairs = [kinds * len(held) * (kinds * len(held) - 1) // 2 for held in problem.held]
+    return sum(pairs) * problem.microbatches**2
 
 
 def library_orders(problem: Problem) -> Library:
