@@ -1,9 +1,9 @@
-"""Local search: list schedules by many policies, and changes to the best of these policies."""
+"""List schedules by many policies, and the best order that is found."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import ceil, floor, inf
 from random import Random
@@ -13,9 +13,7 @@ from fxpipe.extensions.search.listing import NEVER, Habit, Policy, order_by_poli
 from fxpipe.extensions.search.problem import Order, Problem
 
 FIRST, LAST = -1e9, 1e9
-_ELITE = 8
 _GAPS = (0.0, 0.5, 1.0, NEVER)
-_SHARES = (0.5, 0.7, 0.85, 1.0, 1.1, 1.25)
 _REPEATS = 3
 
 
@@ -42,7 +40,6 @@ class Local:
     passes: int = 0
 
     def __post_init__(self) -> None:
-        self._elite: list[tuple[float, int, Policy]] = []
         self._seen: set[Policy] = set()
 
     def offer(self, value: float, order: Order) -> bool:
@@ -66,65 +63,31 @@ class Local:
         assert order is not None
         return order
 
-    def run(
-        self,
-        enough: float,
-        go_on: Callable[[], bool],
-        given_go_on: Callable[[], bool] | None = None,
-    ) -> None:
-        """Search until a time is at most ``enough`` or ``go_on()`` is false, but try one policy at
-        least if there is no order yet.
-
-        The given policies come first, and then random ones and changes of the best. The given ones
-        may go on for longer, until ``given_go_on()`` is false.
-        """
-        problem = self.problem
-        seeds = given_policies(problem)
-        for policy in seeds:
+    def run(self, enough: float, go_on: Callable[[], bool]) -> None:
+        """Try the given policies until a time is at most ``enough`` or ``go_on()`` is false, but
+        one at least if there is no order yet."""
+        for policy in given_policies(self.problem):
             known = self.best is not None or self.refused is not None
-            if known and (self.value <= enough or not (given_go_on or go_on)()):
+            if known and (self.value <= enough or not go_on()):
                 return
-            self._try(policy)
-        tries = 0
-        while self.value > enough and go_on():
-            tries += 1
-            if tries % 8 == 0 or not self._elite:
-                policy = random_policy(problem, self.random)
-            else:
-                # better policies more often
-                at = min(int(self.random.expovariate(0.6)), len(self._elite) - 1)
-                policy = changed(problem, self._elite[at][2], self.random)
-            self._try(policy)
+            if policy not in self._seen:
+                self._seen.add(policy)
+                self._offer_all(policy)
 
-    def _try(self, policy: Policy) -> None:
-        if policy in self._seen:
-            return
-        self._seen.add(policy)
-        cutoff = self._elite[-1][0] if len(self._elite) == _ELITE else inf
-        least = self._outcome(policy, cutoff)
-        if least < inf:
-            self._elite.append((least, -self.passes, policy))
-            self._elite.sort(key=lambda entry: entry[:2])
-            del self._elite[_ELITE:]
-
-    def _outcome(self, policy: Policy, cutoff: float) -> float:
-        """Offer a policy's list schedules, and return the least of their times; infinite if these
-        are above the cutoff."""
+    def _offer_all(self, policy: Policy) -> None:
+        """Offer a policy's list schedules. Those that are no faster than the best are cut off."""
         problem, least = self.problem, inf
         release = [0.0] * problem.devices
         for again in range(1 if problem.flush else _REPEATS):
             # the first step starts from empty devices: never cut it off
-            value, order, done = order_by_policy(
-                problem, policy, release, cutoff if problem.flush or again else inf
-            )
+            cutoff = self.value if problem.flush or again else inf
+            value, order, done = order_by_policy(problem, policy, release, cutoff)
             self.passes += 1
             self.offer(value, order)  # type: ignore[arg-type]
-            same = again and value == least
-            least = min(least, value)
-            if value == inf or same:
+            if value == inf or (again and value == least):
                 break
+            least = min(least, value)
             release = [time - min(done) for time in done]
-        return least
 
 
 def given_policies(problem: Problem) -> Iterator[Policy]:
@@ -197,75 +160,3 @@ def delays_of(problem: Problem, style: str, stage: int, limit: int) -> tuple[flo
     return way_down(problem, 0, stage) / pace, (
         (lag(problem, 0) - sum(problem.backward[:stage]) - sum(problem.up[:stage])) / pace
     )
-
-
-def random_policy(problem: Problem, random: Random) -> Policy:
-    """A policy of a random style, with the same gaps for all stages or different ones."""
-    single = all(len(stages) <= 1 for stages in problem.held)
-    share = random.choice((*_SHARES, inf))
-    if random.random() < 0.4:
-        more = random.choice((0, 1, 1, 2))
-        rise = random.uniform(0.5, 2.0)
-        limits = [
-            min(room(problem, s), max(1, ceil(rise * (problem.stages - s))) + more)
-            for s in range(problem.stages)
-        ]
-    else:
-        limits = limits_of(problem, share)
-    style = random.choice(
-        ("input", "turns", "forward") if single else ("ideal", "ideal", "deep", "input")
-    )
-    alike = random.random() < 0.5
-    shared = one_habit(random)
-    habits = []
-    for s, limit in enumerate(limits):
-        gap, room_gap, most, hold = shared if alike else one_habit(random)
-        habits.append(Habit(limit, *delays_of(problem, style, s, limit), gap, room_gap, most, hold))
-    return Policy(tuple(habits), random.random() < 0.15)
-
-
-def one_habit(random: Random) -> tuple[float, float, int, float]:
-    return (
-        random.choice(_GAPS),
-        random.choice(_GAPS[:3]),
-        random.choice((10**6, 10**6, 10**6, 8, 4, 2, 1)),
-        random.choice((0.0, 0.0, 0.5, 1.0)),
-    )
-
-
-def changed(problem: Problem, policy: Policy, random: Random) -> Policy:
-    """A policy with one thing changed for one to three stages, for all up to one or from one on."""
-    stages = problem.stages
-    habits = list(policy.habits)
-    at = random.randrange(stages)
-    kind = random.random()
-    if kind < 0.6:
-        chosen = {random.randrange(stages) for _ in range(random.randint(1, 3))}
-    else:
-        chosen = set(range(at + 1)) if kind < 0.8 else set(range(at, stages))
-    field = random.randrange(6)
-    step = random.choice((-2, -1, -1, 1, 1, 2))
-    gap, room_gap, most, hold = one_habit(random)
-    put_off = random.choice((FIRST, LAST, None, random.uniform(-2, 2), random.uniform(-2, 2)))
-    for s in chosen:
-        old = habits[s]
-        limit = max(1, min(room(problem, s), old.limit + step))
-        if field <= 1:
-            follows = old.back == old.limit
-            habits[s] = old._replace(limit=limit, back=float(limit) if follows else old.back)
-        elif field == 2:
-            habits[s] = old._replace(gap=gap, room=room_gap)
-        elif field == 3:
-            habits[s] = old._replace(most=most)
-        elif field == 4:
-            habits[s] = old._replace(hold=hold)
-        elif put_off is None:
-            habits[s] = old._replace(back=float(old.limit))
-        elif abs(put_off) == LAST:
-            habits[s] = old._replace(back=put_off)
-        elif abs(old.back) < LAST and random.random() < 0.5:
-            habits[s] = old._replace(back=old.back + put_off)
-        else:
-            habits[s] = old._replace(turn=old.turn + put_off)
-    even = not policy.even if random.random() < 0.05 else policy.even
-    return replace(policy, habits=tuple(habits), even=even)

@@ -23,12 +23,8 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.recipe import Placement, Recipe
 from fxpipe.ir.schedule import Schedule
 
-_FIRST = 0.2
-"""Share of the time for list schedules, if swaps follow."""
-
-_GIVEN = 0.5
-"""The same for the list schedules by fixed rules, which are the first; in a short or large search
-they may need more than the share for all."""
+_LISTED = 0.5
+"""The most of the time that list schedules take, if swaps follow."""
 
 _SWAPPED = 1_000_000
 """No swaps follow with more pairs of tasks to order: there is no time for enough of them. Ten times
@@ -302,8 +298,7 @@ def _solve(
         return lambda: perf_counter() < until
 
     enough = bound * (1 + 1e-12)
-    first = _FIRST if swapped else 1.0
-    local.run(enough, lasting(first), lasting(max(first, _GIVEN)))
+    local.run(enough, lasting(_LISTED if swapped else 1.0))
     if local.best is not None:
         local.offer(value_of(problem, local.best), local.best)
     if swapped:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from random import Random
 
 from hypothesis import strategies as st
 
-from fxpipe.extensions.search.bounds import best_bound, chain_bounds, work_bounds
-from fxpipe.extensions.search.listing import order_by_policy
-from fxpipe.extensions.search.local import Local, random_policy
+from fxpipe.extensions.search.bounds import best_bound, chain_bounds, room, work_bounds
+from fxpipe.extensions.search.listing import Habit, Policy, order_by_policy
+from fxpipe.extensions.search.local import Local, delays_of, limits_of
 from fxpipe.extensions.search.problem import Order, Problem
 from fxpipe.extensions.search.search import Found
 from fxpipe.extensions.simulator.costs import Key
@@ -24,6 +24,43 @@ UNEQUAL: dict[Key, float] = {
     "W": 1,
     "U": 0,
 }
+
+
+_GAPS = (0.0, 0.5, 1.0, 1e30)
+
+
+def random_policy(problem: Problem, random: Random) -> Policy:
+    """A policy of a random style, with the same gaps for all stages or different ones."""
+    single = all(len(stages) <= 1 for stages in problem.held)
+    share = random.choice((*(0.5, 0.7, 0.85, 1.0, 1.1, 1.25), inf))
+    if random.random() < 0.4:
+        more = random.choice((0, 1, 1, 2))
+        rise = random.uniform(0.5, 2.0)
+        limits = [
+            min(room(problem, s), max(1, ceil(rise * (problem.stages - s))) + more)
+            for s in range(problem.stages)
+        ]
+    else:
+        limits = limits_of(problem, share)
+    style = random.choice(
+        ("input", "turns", "forward") if single else ("ideal", "ideal", "deep", "input")
+    )
+    alike = random.random() < 0.5
+    shared = one_habit(random)
+    habits = []
+    for s, limit in enumerate(limits):
+        gap, room_gap, most, hold = shared if alike else one_habit(random)
+        habits.append(Habit(limit, *delays_of(problem, style, s, limit), gap, room_gap, most, hold))
+    return Policy(tuple(habits), random.random() < 0.15)
+
+
+def one_habit(random: Random) -> tuple[float, float, int, float]:
+    return (
+        random.choice(_GAPS),
+        random.choice(_GAPS[:3]),
+        random.choice((10**6, 10**6, 10**6, 8, 4, 2, 1)),
+        random.choice((0.0, 0.0, 0.5, 1.0)),
+    )
 
 
 def listed(problem: Problem, random: Random) -> Order:

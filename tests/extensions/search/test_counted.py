@@ -10,11 +10,11 @@ import pytest
 
 import fxpipe
 from fxpipe.extensions.search.listing import order_by_policy
-from fxpipe.extensions.search.local import random_policy
 from fxpipe.extensions.search.read import Given, problems_of
 from fxpipe.extensions.search.timing import peaks_of_order
 from fxpipe.extensions.simulator import Sizes
 from fxpipe.extensions.simulator.costs import Key
+from tests.extensions.search.problems import random_policy
 
 
 @pytest.mark.parametrize("flush", [True, False])

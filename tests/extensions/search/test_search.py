@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import fxpipe
 from fxpipe.errors import InputError
 from fxpipe.extensions.search.listing import Habit, Policy, order_by_policy
-from fxpipe.extensions.search.local import given_policies, random_policy
+from fxpipe.extensions.search.local import given_policies
 from fxpipe.extensions.search.problem import Problem
 from fxpipe.extensions.search.read import Given, problems_of
 from fxpipe.extensions.search.search import Found, library_orders, search_schedule
@@ -31,6 +31,7 @@ from tests.extensions.search.problems import (
     UNEQUAL,
     problem_of,
     problems,
+    random_policy,
 )
 
 
