@@ -28,8 +28,7 @@ from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.tracing.trace import accepts, trace
 from fxpipe.text.graph import print_graph
 from tests.helpers.fronted import in_stages, values_of
-from tests.passes.differentiate.test_differentiate import cases as shared_cases
-from tests.passes.differentiate.test_differentiate import made
+from tests.passes.differentiate.test_differentiate import made, some_cases
 
 WITH_NUMBERS = {"lstm", "gru", "spectra", "strided"}
 """Cases with operations that some version of PyTorch does not derive for symbols, or whose backward
@@ -89,7 +88,7 @@ def taller(args: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-@shared_cases
+@some_cases
 def test_a_plan_with_sizes_put_in_is_that_of_these_sizes(name: str) -> None:
     model, args, traced = made(name)
     if name in WITH_NUMBERS or not any(free_dims(traced)):
