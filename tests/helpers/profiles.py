@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "quick",
-    max_examples=15,
+    max_examples=10,
     deadline=None,  # the first example of a test may wait for a trace
     derandomize="CI" in os.environ,
     suppress_health_check=[HealthCheck.too_slow],

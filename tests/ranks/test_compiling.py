@@ -35,7 +35,7 @@ def compiled(mesh: DeviceMesh, model: nn.Module, width: int) -> fxpipe.Pipeline:
 
 def most_while_compiling(mesh: DeviceMesh) -> tuple[int, int]:
     """The bytes of the tensors that were alive at once, besides the model, and its weights."""
-    model = layers(width=128, count=64)
+    model = layers(width=128, count=32)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         compiled(mesh, model, width=128).close()
     results = profiler.profiler.kineto_results

@@ -11,10 +11,7 @@ from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 SETTINGS: dict[int, tuple[Setting, ...]] = {
-    2: (
-        Setting("LSTM", "zb-h1"),
-        Setting("U-Net (2, 4)", "1f1b"),
-    ),
+    2: (Setting("U-Net (2, 4)", "1f1b"),),
 }
 """Ranks → what they train."""
 
@@ -22,6 +19,7 @@ if DEEP:
     SETTINGS = {
         2: (
             *SETTINGS[2],
+            Setting("LSTM", "zb-h1"),
             Setting("branches", "interleaved-1f1b"),
             Setting("mixture of experts", "2bw"),
         ),

@@ -40,7 +40,7 @@ class Noisy(nn.Module):
 def noisy(devices: Devices, replicas: list[int], microbatches: int) -> dict[str, Any]:
     """The losses and statistics of a few steps on the batches of some replicas, and an output."""
     found: dict[str, Any] = {}
-    for schedule in ("1f1b", "2bw"):
+    for schedule in ("1f1b", *deep("2bw")):
         torch.manual_seed(0)
         with fxpipe.compile(
             Noisy(),
