@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from os import PathLike, fspath
@@ -19,8 +20,9 @@ from fxpipe.extend import Extension, LateSchedule, find, names, there
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import Recompute, RecomputeLike
-from fxpipe.python_file import is_python, of_python
 from fxpipe.runtime.batch import BatchDims
+
+_PYTHON = re.compile(r"\.py(:[^:/]+)?$")
 
 ScheduleLike = str | PathLike[str] | Schedule | Recipe | LateSchedule | Callable[..., Any]
 
@@ -58,8 +60,11 @@ def given_schedule(
 def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
     if isinstance(schedule, str) and "\n" in schedule:
         schedule = Schedule.parse(schedule)
-    elif isinstance(schedule, str | PathLike) and is_python(fspath(schedule)):
-        schedule = of_python(fspath(schedule))
+    elif isinstance(schedule, str | PathLike) and _PYTHON.search(fspath(schedule)):
+        raise InputError(
+            f"schedule {fspath(schedule)!r} is in a Python file, which compile does not run; "
+            "import the function or the schedule from there, and give that"
+        )
     elif isinstance(schedule, PathLike) or (
         isinstance(schedule, str) and schedule not in RECIPES and isfile(schedule)
     ):
@@ -79,7 +84,7 @@ def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
         return Recipe(getattr(schedule, "__name__", "custom"), schedule)
     raise InputError(
         f'schedule is {schedule!r}; give a name such as "1f1b", a Schedule, its text or a path to '
-        "it, path/to/file.py:name, or a function (device, devices, microbatches) that yields tasks"
+        "it, or a function (device, devices, microbatches) that yields tasks"
     )
 
 

@@ -47,7 +47,6 @@ LAYERS = {
         "fxpipe.entry",
         "fxpipe.metrics",
         "fxpipe.pipeline",
-        "fxpipe.python_file",
         "fxpipe.removed",
         "fxpipe.signature",
         "fxpipe.stage_table",

@@ -25,7 +25,7 @@ from fxpipe import (
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.task import Task
 from fxpipe.torchtools import source
-from tests.helpers.refusals import SGD, X, Y, compiled, refused, stepped
+from tests.helpers.refusals import SGD, X, compiled, refused, stepped
 from tests.helpers.tiny import Tiny
 
 # losses
@@ -175,21 +175,10 @@ def schedule_text(stages: int, place: str, rows: list[str]) -> Schedule:
 ROW = "F0 F1 B0 B1 U"
 
 
-def test_a_schedule_is_read_from_a_python_file(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from fxpipe import B, F, U\n\n\ndef all_first(device, devices, microbatches):\n"
-        "    for task in (F, B):\n        yield from map(task, range(microbatches))\n"
-        "    yield U()\n"
-    )
-    for named in (f"{path}:all_first", Path(f"{path}:all_first")):
-        with compiled(schedule=named, microbatches=2, loss=functional.cross_entropy) as pipe:
-            pipe.prepare(X, target=Y)
-            assert str(pipe.schedule).splitlines()[2] == "0: F0 F1 B0 B1 U"
-    with pytest.raises(InputError, match=r"no schedule 'all_frist': did you mean 'all_first'"):
-        compiled(schedule=f"{path}:all_frist")
-    with pytest.raises(InputError, match=r"there is no file no\.py"):
-        compiled(schedule="no.py:x")
+@pytest.mark.parametrize("named", ["mine.py:all_first", "mine.py", Path("a/mine.py:all_first")])
+def test_a_schedule_in_a_python_file_is_imported_by_its_user(named: str | Path) -> None:
+    part = "which compile does not run; import the function or the schedule from there"
+    refused(InputError, lambda: compiled(schedule=named), part)
 
 
 def test_a_schedule_for_another_number_of_devices_is_refused() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fxpipe.errors import FxpipeError, InputError
+from fxpipe.extensions.cli.python_file import is_python, of_python
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import PARTIAL, RECIPES, Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.python_file import is_python, of_python
 
 DEVICES, MICROBATCHES = 4, 8
 """The default numbers of devices and micro-batches of a schedule that works with any."""

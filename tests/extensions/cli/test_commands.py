@@ -16,11 +16,11 @@ import pytest
 import fxpipe
 from fxpipe import InputError
 from fxpipe.extensions.cli import main
+from fxpipe.extensions.cli.python_file import of_python
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.python_file import of_python
 from fxpipe.schedules import gpipe
 from tests.extensions.cli.command_line import run
 from tests.helpers.plans import chain
