@@ -121,6 +121,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "save": f"{_HERE}.checkpoint_folder.folder:write",
         "saved": f"{_HERE}.checkpoint_folder.folder:exists",
         "step_peaks": f"{_HERE}.simulator.predict:step_peaks",
+        "table": f"{_HERE}.stage_table.table:stage_table",
         "weighing": f"{_HERE}.loss_weight.weighing:ByDivisors",
     },
     "command": {

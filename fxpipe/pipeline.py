@@ -19,7 +19,7 @@ from fxpipe.compiler.owned import Owned, joined, load_part, owned, used_tensors
 from fxpipe.compiler.residence import homes
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.extend import View, find
+from fxpipe.extend import View, find, there
 from fxpipe.formatting import preformatted
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
@@ -32,7 +32,6 @@ from fxpipe.runtime.ranks.group import refuse_on_ranks
 from fxpipe.runtime.weights import checkpoint_file
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.signature import SignedLikeTheModel
-from fxpipe.stage_table import stage_table
 from fxpipe.torchtools.meta import allocated
 from fxpipe.torchtools.state import HOOKS
 
@@ -327,14 +326,19 @@ class Pipeline(nn.Module):
 
     def __repr__(self) -> str:
         """The table of stages, which measures nothing: after a cut by names it has times from the
-        first ``simulate`` on."""
+        first ``simulate`` on. Without its extension, one line."""
+        if not there("option", "table"):
+            model = type(self._model).__name__
+            return f"fxpipe.Pipeline of {model} over {len(self.devices)} devices"
         shown = self._calls.shown
         ended = bool(self._engine.progress.ended)  # then nothing is known of its memory
         loads = self._compiler.loads
         places = self._group.members.places or [*map(str, self.devices)]
         peaks = None if shown is None or ended else self._engine.peaks(shown)
         replicas = self._options.replicas
-        return stage_table(self._model, shown, places, loads, peaks, replicas)
+        table = find("option", "table")
+        text: str = table(self._model, shown, places, loads, peaks, replicas)
+        return text
 
     def _repr_html_(self) -> str:
         return preformatted(repr(self))

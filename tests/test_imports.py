@@ -49,7 +49,6 @@ LAYERS = {
         "fxpipe.pipeline",
         "fxpipe.removed",
         "fxpipe.signature",
-        "fxpipe.stage_table",
         "fxpipe.locks",
     ),
     "extensions": ("fxpipe.extensions",),

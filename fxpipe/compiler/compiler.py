@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from fxpipe.compiler import passes
-from fxpipe.compiler.balance import unbalanced
 from fxpipe.compiler.compiled import Compiled, Kind, agree_on_plans, exchanged, restoring
 from fxpipe.compiler.fingerprint import ModelState, state_text
 from fxpipe.compiler.front_end import Call
@@ -26,7 +25,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.log import LOGGER, reported
+from fxpipe.log import reported
 from fxpipe.passes.graph.lazy_module import sources_forgotten
 from fxpipe.passes.partition.work import StageLoad
 from fxpipe.passes.runner import run_all
@@ -67,7 +66,6 @@ class Compiler:
         self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]], int]] = {}
         self._since: int | None = None  # that number for the call that ``known`` saw last
         self._programs: dict[Any, Program] = {}
-        self._balance_told = False
         self._weighing = weighing_of(options)
         self._state: tuple[Any, ...] = (None,)
         self._told: tuple[tuple[Any, ...], Sequence[str]] | None = None
@@ -102,23 +100,7 @@ class Compiler:
                     break
                 self._forget()
                 compiled = self._compile(micro, kind)
-        if kind.purpose == "step":
-            self._tell_balance(compiled.plan)
         return compiled
-
-    def _tell_balance(self, plan: Plan) -> None:
-        """Warn once if a stage is much slower than the others; one rank tells it."""
-        costs = [stage.costs for stage in plan.stages if stage.costs is not None]
-        if self._balance_told or len(costs) < len(plan.stages) or self.options.group.rank:
-            return
-        self._balance_told = True
-        seconds = [load.seconds for load in self.loads]
-        seconds = seconds or [cost.forward + cost.backward for cost in costs]
-        row = len(seconds) // self.options.recipe.slices  # a stage's slices share its device
-        seconds = [sum(seconds[stage::row]) for stage in range(row)]
-        text = unbalanced(seconds, self.options.partition)
-        if text is not None:
-            LOGGER.warning("%s", text)
 
     def decides(self, micro: MicroBatches) -> bool:
         """Whether a schedule has to be chosen for this batch."""
@@ -268,8 +250,6 @@ class Compiler:
             costs = self._placement.costs
             stages = tuple(replace(s, costs=costs.get(s.index)) for s in plan.stages)
             plan = replace(plan, stages=stages)
-            if compiled.purpose == "step":
-                self._tell_balance(plan)
         measured = replace(compiled, plan=plan, threads=self.choice.threads(plan))
         for key, (known, plans, call) in self._known.items():
             if known is compiled:

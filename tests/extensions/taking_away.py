@@ -60,6 +60,7 @@ DEFAULT = (
 
 
 SIMULATOR = "fxpipe.extensions.simulator"
+STAGE_TABLE = "fxpipe.extensions.stage_table"
 LEAF_MODULES = "fxpipe.extensions.leaf_modules"
 
 
@@ -124,9 +125,11 @@ def predict(gone: Sequence[str]) -> None:
 
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.ones(4, 3)
     given: dict[str, Any] = {"microbatches": 2, "loss": mse_loss}
+    table = STAGE_TABLE not in gone
     with fxpipe.compile(model, ["cpu"] * 2, partition=["1"], **given) as pipe:
         pipe.step(x, target=torch.ones(4, 2))
-        assert "not measured yet" in str(pipe)
+        assert "Pipeline of Sequential over 2 devices" in str(pipe)
+        assert ("not measured yet" in str(pipe)) == table
         if SIMULATOR not in gone:
             assert pipe.simulate().step_time > 0 and "not measured yet" not in str(pipe)
             assert "peak_memory/0" in pipe.metrics

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from fxpipe.compiler import balance
 from fxpipe.compiler.placement import Placement
 from fxpipe.errors import InputError
 from fxpipe.extensions.simulator.costs import measured_costs
@@ -168,17 +167,3 @@ def test_halves_that_were_not_measured_make_up_the_whole() -> None:
             assert stage.costs is not None and stage.costs.input_grad is None
             halves = known["I", stage.index] + known["W", stage.index]
             assert halves == pytest.approx(known["B", stage.index])
-
-
-def test_a_slow_stage_is_warned_of_where_it_is_measured(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(balance, "_WORTH", 0.0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))  # of equal times in a test
-    x = torch.randn(8, 4)
-    with fxpipe.compile(model, 2, microbatches=2, loss=mse_loss, partition=["1"]) as pipe:
-        pipe.step(x, target=x)
-        assert "the others wait" not in caplog.text
-        for _ in range(2):
-            pipe.simulate()
-    assert caplog.text.count("leave out partition= (at=), and the stages are balanced") == 1

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam
 import fxpipe
 from fxpipe import formatting
 from fxpipe.formatting import bytes_text, count_text
-from tests.compiler.test_table import columns
+from tests.extensions.stage_table.test_table import columns
 
 pytestmark = pytest.mark.models
 

@@ -7,7 +7,6 @@ from itertools import takewhile
 
 from torch import nn
 
-from fxpipe.compiler.balance import HEAVY, ratio
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.formatting import (
     bytes_text,
@@ -24,6 +23,10 @@ from fxpipe.passes.partition.work import StageLoad
 
 _MODULES = 12
 """The most modules of a stage that are named, where runs of numbers count once."""
+
+_HEAVY = 1.2
+"""A stage that takes this many times the mean is marked: without it, a step with many micro-batches
+would be a sixth shorter."""
 
 _LEGEND = (
     "times are of one micro-batch; share: of the time of all stages; receives: bytes from other "
@@ -58,7 +61,7 @@ def stage_table(
     counts = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
     seconds = [0.0 if s.costs is None else s.costs.forward + s.costs.backward for s in plan.stages]
     busy = [load.seconds for load in loads] or seconds
-    heavy = HEAVY * sum(busy) / len(busy)
+    heavy = _HEAVY * sum(busy) / len(busy)
     prefix = _common([name for stage in plan.stages for name in stage.modules])
     modules = []
     for stage, work, load in zip(plan.stages, seconds, busy, strict=True):
@@ -139,6 +142,7 @@ def _balance(busy: Sequence[float], loads: Sequence[StageLoad]) -> str:
     """How the slowest stage compares with the mean."""
     if not sum(busy):
         return "–: not measured yet; pipe.simulate() measures it"
-    mark = "> " if ratio(busy) > HEAVY else ""
+    ratio = max(busy) * len(busy) / sum(busy)
+    mark = "> " if ratio > _HEAVY else ""
     transfers = " (compute and transfers)" if any(load.transfer for load in loads) else ""
-    return f"{mark}the slowest stage takes {ratio(busy):.2f} times the mean{transfers}"
+    return f"{mark}the slowest stage takes {ratio:.2f} times the mean{transfers}"
