@@ -210,10 +210,10 @@ PASSES = {
         "tests/extensions/replicas",
     ),
     "memory is free again while a view of it is still read": Fault(
-        "fxpipe/passes/graph/liveness.py",
+        "fxpipe/extensions/simulator/liveness.py",
         "spans[storage] = span._replace(last=max(span.last, last))",
         "spans[storage] = span",
-        "tests/passes/graph/test_liveness.py",
+        "tests/extensions/simulator/test_liveness.py",
     ),
     "deferred statistics forget the module's momentum": Fault(
         "fxpipe/extensions/deferred_batchnorm/defer_batchnorm.py",

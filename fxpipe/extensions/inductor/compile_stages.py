@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from fxpipe.errors import told
 from fxpipe.extensions.inductor.libraries import (
@@ -31,8 +32,9 @@ from fxpipe.extensions.inductor.lower_graph import CannotCompile, graph_text, lo
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import PEAK, GraphKernel
 from fxpipe.log import LOGGER
+from fxpipe.passes.differentiate.extract import shares_memory
 from fxpipe.passes.graph.lazy_module import lazy_module
-from fxpipe.passes.graph.liveness import liveness
+from fxpipe.passes.partition.assignment import is_part
 from fxpipe.torchtools.kept import key_of
 
 _OPTIONS = {"layout_optimization": False}
@@ -153,15 +155,14 @@ def _jobs(stage: Stage, threads: int) -> Iterator[GraphToCompile]:
 
 
 def _allocates(graph: fx.Graph) -> set[str]:
-    """The names of the nodes that allocate memory, one for each storage."""
-    live = liveness(graph)
-    taken = set(live.lies_in(graph.find_nodes(op="placeholder")))
-    names = set()
-    for node in graph.nodes:
-        if node.op == "call_function" and live.of[node] and taken.isdisjoint(live.of[node]):
-            names.add(node.name)
-            taken.update(live.of[node])
-    return names
+    """The names of the nodes that allocate memory."""
+    return {
+        node.name
+        for node in graph.nodes
+        if node.op == "call_function"
+        and not (is_part(node) or shares_memory(node))
+        and any(isinstance(x, Tensor) for x in pytree.tree_leaves(node.meta.get("val")))
+    }
 
 
 def _make(jobs: Sequence[GraphToCompile], libraries: Libraries, options: dict[str, Any]) -> None:

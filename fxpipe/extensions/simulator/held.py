@@ -10,13 +10,13 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from fxpipe.extensions.simulator.liveness import Liveness, liveness
 from fxpipe.extensions.simulator.optimizers import optimizer_memory
 from fxpipe.extensions.simulator.sizes import Crossing, GraphInput, Left, Sizes, Storage, Workspace
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.value import outputs_of
 from fxpipe.kernels.graph import BucketGraph, GraphKernel, peak_of
 from fxpipe.kernels.kernel import CountedBytes
-from fxpipe.passes.graph.liveness import Liveness, liveness
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 

@@ -15,6 +15,7 @@ from fxpipe.extensions.any_size.any_size import (
     put_sizes,
     symbols_as_operands,
 )
+from fxpipe.extensions.simulator.liveness import liveness
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.kernels.graph import GraphKernel
@@ -22,7 +23,6 @@ from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.fit import localise_sizes
 from fxpipe.passes.graph.functionalise import functionalise
-from fxpipe.passes.graph.liveness import liveness
 from fxpipe.passes.partition.assignment import first_readers
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.tracing.trace import accepts, trace

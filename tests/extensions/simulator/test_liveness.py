@@ -17,10 +17,12 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from benchmarks.models.gpt2 import GPT2, next_words
+from fxpipe.extensions.simulator.liveness import liveness
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.extract import runnable
-from fxpipe.passes.graph.liveness import liveness
 from tests.helpers.exported import UNet
+
+pytestmark = pytest.mark.models
 
 aten = torch.ops.aten
 
