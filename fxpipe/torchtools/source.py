@@ -27,9 +27,6 @@ _OURS = tuple(
 _CONTEXTS = contextlib.__file__
 # file names that Python, IPython, doctest and the code module give to code without a file
 _TYPED = ("<stdin", "<python-input", "<ipython", "<doctest", "<console")
-# where PyTorch calls a dispatch mode, and where a mode calls an operation
-_ENTRIES = tuple(str(Path(_TORCH, part)) for part in ("_compile.py", "_dynamo"))
-_EXITS = str(Path(_TORCH, "_ops.py"))
 # what torch.export calls the module of nodes that it adds itself
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
@@ -132,30 +129,10 @@ def called_by_ours(tb: TracebackType | None) -> TracebackType | None:
         file = below.tb_frame.f_code.co_filename
         if not file.startswith((*_OURS, _CONTEXTS)):
             if is_users(file):
-                return _without_ours(below)
+                return below
             first = first or below
         below = below.tb_next
     return first or tb
-
-
-def _without_ours(tb: TracebackType) -> TracebackType:
-    """Remove this library's dispatch modes from a traceback, and the frames of PyTorch by which it
-    calls a mode and a mode calls an operation."""
-    kept: list[TracebackType] = []
-    below: TracebackType | None = tb
-    inside = False
-    while below is not None:
-        file = below.tb_frame.f_code.co_filename
-        inside = file.startswith(_OURS) or (inside and file.startswith(_EXITS))
-        if not inside:
-            kept.append(below)
-        while inside and kept and kept[-1].tb_frame.f_code.co_filename.startswith(_ENTRIES):
-            kept.pop()
-        below = below.tb_next
-    joined = None
-    for entry in reversed(kept):
-        joined = TracebackType(joined, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return joined or tb
 
 
 def of_frame(frame: FrameType, line: int) -> str:
