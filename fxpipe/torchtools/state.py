@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -133,24 +133,6 @@ def assigned_in_place(model: nn.Module) -> Iterator[None]:
             if new is not None and new is not buffer and new.shape == buffer.shape:
                 with torch.no_grad():
                     buffer.copy_(new)
-
-
-@contextmanager
-def called_instead(
-    modules: Mapping[str, nn.Module], function: Callable[[str, nn.Module, Any, Any], Any]
-) -> Iterator[None]:
-    """Inside, ``function(name, module, args, kwargs)`` is called instead of each of these modules
-    and its hooks."""
-    with ExitStack() as undo:
-        for name, module in modules.items():
-            # the attribute that nn.Module.compile sets: it replaces hooks and forward
-            undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
-
-            def call(*args: Any, name: str = name, module: Any = module, **kwargs: Any) -> Any:
-                return function(name, module, args, kwargs)
-
-            module._compiled_call_impl = call
-        yield
 
 
 @contextmanager

@@ -12,8 +12,8 @@ modules are called as they are, with their own hooks, control flow and autograd 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Traced, Value
 from fxpipe.passes.tracing.tracer import tensors_read
 from fxpipe.torchtools.pytrees import versions
-from fxpipe.torchtools.state import Autocasts, autocasts, called_instead, tried
+from fxpipe.torchtools.state import Autocasts, autocasts, tried
 
 _LIBRARY = torch.library.Library("fxpipe", "FRAGMENT")
 _LIBRARY.define("leaf(Tensor[] inputs, int call) -> Tensor[]")
@@ -101,7 +101,7 @@ class LeafCalls:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Inside, record the calls of leaf modules while the model runs once for real."""
-        with called_instead(self.leaves, self._record):
+        with _called_instead(self.leaves, self._record):
             yield
 
     @contextmanager
@@ -113,7 +113,7 @@ class LeafCalls:
 
         hook = model.register_forward_pre_hook(begin)
         try:
-            with called_instead(self.leaves, self._stand_in):
+            with _called_instead(self.leaves, self._stand_in):
                 yield
         finally:
             hook.remove()
@@ -336,3 +336,21 @@ class _Rewriter:
                 item.args = (value, path[-1]) if path else (value,)
                 item.target = operator.getitem if path else torch.ops.aten.alias.default
         self.graph.erase_node(node)
+
+
+@contextmanager
+def _called_instead(
+    modules: Mapping[str, nn.Module], function: Callable[[str, nn.Module, Any, Any], Any]
+) -> Iterator[None]:
+    """Inside, ``function(name, module, args, kwargs)`` is called instead of each of these modules
+    and its hooks."""
+    with ExitStack() as undo:
+        for name, module in modules.items():
+            # the attribute that nn.Module.compile sets: it replaces hooks and forward
+            undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
+
+            def call(*args: Any, name: str = name, module: Any = module, **kwargs: Any) -> Any:
+                return function(name, module, args, kwargs)
+
+            module._compiled_call_impl = call
+        yield
