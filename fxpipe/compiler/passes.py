@@ -60,10 +60,12 @@ def part_gradients(plan: Plan, bucket_bytes: float) -> Plan:
     return parted
 
 
-def distinct(**facts: Any) -> tuple[Traced, Mapping[str, Any], Wanted, Mapping[str, Any]]:
+def distinct(
+    traced: Traced, values: Mapping[str, Any], state: Any, wanted: Wanted, scratches: Any
+) -> tuple[Traced, Mapping[str, Any], Wanted, Mapping[str, Any]]:
     """Traced → Traced: one of each of its different operations, to be measured in their place."""
     reduced: tuple[Traced, Mapping[str, Any], Wanted, Mapping[str, Any]]
-    reduced = find("option", "distinct")(**facts)
+    reduced = find("option", "distinct")(traced, values, state, wanted, scratches)
     return reduced
 
 

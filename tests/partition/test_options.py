@@ -72,13 +72,6 @@ def test_wrong_options_are_refused_with_a_cure(options: dict[str, Any], message:
         compiled(Blocks(), **options)
 
 
-def test_the_table_says_what_was_balanced() -> None:
-    with compiled(Blocks()) as pipe:
-        assert "times the mean" in str(pipe) and "transfers" not in str(pipe)
-    with compiled(Blocks(), link_bandwidth=1e6) as pipe:
-        assert "times the mean (compute and transfers)" in " ".join(str(pipe).split())
-
-
 def test_a_schedule_that_holds_more_needs_more_memory() -> None:
     """GPipe keeps all four micro-batches on both stages, 1F1B two and one."""
     machine = Partition().machine(find_recipe("gpipe")(2, 4), ["a", "b"])

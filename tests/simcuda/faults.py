@@ -233,7 +233,7 @@ FAULTS = {
         ("computed inputs",),
     ),
     "a device that is new to the pipe does not follow the caller": Fault(
-        LANES, "elif self._before:", "elif False:", ("inputs elsewhere",)
+        LAUNCHING, "devices.union(sources)", "devices", ("inputs elsewhere",)
     ),
     "only the first device follows the caller": Fault(
         LAUNCHING,

@@ -76,3 +76,14 @@ def test_a_slow_stage_is_marked() -> None:
         marked = [share.startswith("> ") for share in columns(pipe, "share")]
         assert marked == [False, True]
         assert "\n> the slowest stage takes 1." in str(pipe)
+
+
+def test_it_says_what_was_balanced() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), torch.randn(8, 6)
+    for linked in (False, True):
+        partition = fxpipe.Partition(link_bandwidth=1e6 if linked else None)
+        with fxpipe.compile(model, 2, microbatches=4, loss=mse_loss, partition=partition) as pipe:
+            pipe.step(x, target=x)
+            text = " ".join(str(pipe).split())
+        assert "times the mean" in text
+        assert ("(compute and transfers)" in text) == linked
