@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 
 import fxpipe
 from fxpipe import EndedError, ExecutionError, InputError, RankError, VerificationError
@@ -27,6 +28,8 @@ from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import Snapshot, batch, within
 from tests.simcuda.process import simulated
 from tests.simcuda.ranks import on_devices_of_ranks
+
+dist: Any = torch.distributed
 
 KINDS = (ins.Receive, ins.Clip, ins.Update, *deep(ins.Send, ins.Forward, ins.Backward))
 
@@ -112,6 +115,20 @@ def failing(mesh: DeviceMesh) -> list[str]:
 @simulated
 def test_after_a_failure_all_ranks_raise_have_their_weights_and_go_on() -> None:
     for found in on_devices_of_ranks(2, failing):
+        assert {*found} == {kind.__name__ for kind in KINDS}
+
+
+def failing_over_own_backend(mesh: DeviceMesh) -> list[str]:
+    """The same over a backend that was registered, as a user registers one."""
+    from tests.simcuda.nccl import NAME
+
+    whole: Any = dist.new_group(range(mesh.size()), backend=f"cpu:gloo,cuda:{NAME}")
+    return failing(DeviceMesh.from_group(whole, "cuda", mesh_dim_names=("pp",)))
+
+
+@simulated
+def test_after_a_failure_ranks_go_on_over_the_users_own_backend() -> None:
+    for found in on_devices_of_ranks(2, failing_over_own_backend):
         assert {*found} == {kind.__name__ for kind in KINDS}
 
 
