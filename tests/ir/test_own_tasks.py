@@ -231,6 +231,16 @@ def test_a_task_of_each_micro_batch_before_what_comes_once_a_step_is_refused() -
         fxpipe.Program.parse(text).verify()
 
 
+def test_a_task_that_needs_gradients_behind_the_update_is_refused() -> None:
+    make = define_task("N", "norm", run=lambda context: None, cost=0.1, reads=("gradients",))
+    Schedule("mine", 1, (0,), ((F(0, 0), B(0, 0), make(0), U(0)),)).verify()
+    with pytest.raises(
+        fxpipe.VerificationError,
+        match="N@0: it needs gradients that U@0, position 2, has used up; move it before that",
+    ):
+        Schedule("mine", 1, (0,), ((F(0, 0), B(0, 0), U(0), make(0)),)).verify()
+
+
 def test_a_program_with_an_undefined_task_is_refused() -> None:
     make = define_task("N", "norm", run=lambda context: None, cost=0.1)
     rows = ((F(0, 0), B(0, 0), make(0), U(0)),)
