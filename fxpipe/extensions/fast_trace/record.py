@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
+from fxpipe.extensions.fast_trace.known_results import KnownResults
 from fxpipe.passes.differentiate.extract import created
 from fxpipe.passes.differentiate.joint import NotRecorded
 from fxpipe.passes.graph.aliasing import functional_variant, keeps_type, may_alias
@@ -41,6 +42,7 @@ class GraphRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.meta: Mapping[str, Any] = {}
+        self._known = KnownResults.shared()
         self._last: fx.Node | None = None
         self._same: dict[int, list[Tensor]] = {}  # tensor → itself and all that detach made of it
         self._shared: set[int] = set()  # tensors that may share their memory with others
@@ -95,7 +97,7 @@ class GraphRecorder(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        result = func(*args, **kwargs)
+        result = self._known.result(func, args, kwargs)
         several = isinstance(result, list | tuple)
         if not any(isinstance(leaf, Tensor) for leaf in (result if several else (result,))):
             return result
