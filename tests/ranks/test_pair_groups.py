@@ -20,7 +20,7 @@ from fxpipe import RankError
 from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.runtime.ranks.channels import RankChannels
 from fxpipe.runtime.ranks.devices import RankBackend
-from fxpipe.runtime.ranks.pairs import BLOCKS, PairGroups
+from fxpipe.runtime.ranks.pairs import BLOCKS, PairGroups, in_the_background
 from fxpipe.schedules import gpipe
 from tests.helpers.failing import Beside, pipe_of
 from tests.helpers.ranks import DeviceMesh, on_ranks
@@ -189,3 +189,15 @@ def test_processes_end_in_peace_where_one_has_failed_while_they_connect(
     finally:
         for process in ranks:
             process.kill()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no such policy")
+def test_threads_that_transfer_interrupt_none_that_computes() -> None:
+    """And whoever starts them is scheduled as before."""
+    seen: list[int] = []
+    with in_the_background():
+        thread = threading.Thread(target=lambda: seen.append(os.sched_getscheduler(0)))
+        thread.start()
+    thread.join()
+    assert seen == [os.SCHED_BATCH]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
