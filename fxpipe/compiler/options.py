@@ -27,7 +27,7 @@ from fxpipe.torchtools.pytrees import size_in_bytes
 
 WHOLE = 1 << 26
 """A model with at most this many bytes on the meta device gets data while it is compiled; and one
-with at most this many is as a whole on each rank's device meanwhile."""
+with at most this many is compared with its plan, as a whole on each rank's device."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,7 +120,7 @@ class Options:
     @property
     def whole(self) -> bool:
         """Whether this process may hold the whole model while it is compiled."""
-        return (self.size if self.places and self.ranks else self.hollow) <= WHOLE
+        return (self.size if self.ranks else self.hollow) <= WHOLE
 
     @property
     def size(self) -> int:

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxpipe
 from examples import larger
+from fxpipe.compiler import options
 from fxpipe.torchtools import allocator
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
@@ -33,8 +34,10 @@ def compiled(mesh: DeviceMesh, model: nn.Module, width: int) -> fxpipe.Pipeline:
     return fxpipe.compile(model, mesh, microbatches=4, loss=F.mse_loss, example=example)
 
 
-def most_while_compiling(mesh: DeviceMesh) -> tuple[int, int]:
-    """The bytes of the tensors that were alive at once, besides the model, and its weights."""
+def most_while_compiling(mesh: DeviceMesh, whole: int) -> tuple[int, int]:
+    """The bytes of the tensors that were alive at once, besides the model, and its weights. Up to
+    the size ``whole`` a model is compared with its plan."""
+    options.WHOLE = whole
     model = layers(width=128, count=32)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         compiled(mesh, model, width=128).close()
@@ -50,8 +53,14 @@ def most_while_compiling(mesh: DeviceMesh) -> tuple[int, int]:
 def test_compiling_a_model_with_data_takes_memory_for_the_own_stages() -> None:
     """Twice the gradients of its own stages, the model's and the compiled ones, and in passing
     those of another stage, and copies of a tensor or two: no more than training them."""
-    for most, weights in on_ranks(RANKS, most_while_compiling):
+    for most, weights in on_ranks(RANKS, most_while_compiling, options.WHOLE):
         assert most <= 3.5 * weights / RANKS
+
+
+def test_compiling_a_large_model_takes_memory_for_a_few_layers() -> None:
+    """The gradients of its own stages have no room before those that only others run are away."""
+    for most, weights in on_ranks(RANKS, most_while_compiling, 0):
+        assert most <= 0.5 * weights / RANKS
 
 
 def compile_within(mesh: DeviceMesh, share: float) -> float:
