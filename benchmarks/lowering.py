@@ -27,6 +27,7 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Report
+from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
@@ -242,7 +243,7 @@ def kept(name: str) -> tuple[int, int]:
     program = lower(schedule, plan)
     gc.collect()
     whole, _ = tracemalloc.get_traced_memory()
-    program = program.only(STAGES // 2)
+    program = OwnProgram.of(program, STAGES // 2)
     gc.collect()
     own, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -23,7 +23,7 @@ import fxpipe
 from benchmarks.machine import describe
 from benchmarks.meeting import meeting_place
 from benchmarks.report import Figure, Grid, Report
-from fxpipe.runtime.ranks.pairs import PairGroups
+from fxpipe.extensions.ranks.pairs import PairGroups
 
 SIZES: Mapping[str, tuple[int, int]] = {
     "1 KiB": (1 << 10, 400),

@@ -164,7 +164,7 @@ def _sum(case: Case, rank: int, meeting: str, rounds: int, end: Connection) -> N
         lengthen(stage.kernel, stage.buckets)
     pipe.step(x, target=x)
     pipe.flush()
-    group = pipe._group
+    group: Any = pipe._group
     rate = max(pipe.simulate(steps=1).summed(case.replicas - 1)) / LINK
     hold_back(group, pipe._engine._backend.pairs, rate)  # type: ignore[attr-defined]
     own = range(case.devices)

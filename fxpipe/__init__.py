@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.leaf_modules.extension import LeafModules
     from fxpipe.extensions.loss_weight.extension import LossWeight
     from fxpipe.extensions.offload.extension import Offload
-    from fxpipe.extensions.rejoin import rejoin
+    from fxpipe.extensions.ranks.rejoin import rejoin
     from fxpipe.extensions.replicas.extension import Replicas
     from fxpipe.extensions.search.search import search_schedule
     from fxpipe.extensions.slices.extension import Slices

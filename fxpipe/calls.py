@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -11,16 +11,14 @@ import torch
 
 from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
-from fxpipe.compiler.fingerprint import fingerprint
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.residence import release
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
 from fxpipe.runtime.devices.backend import is_worker
 from fxpipe.signals import HeldSignals
 from fxpipe.torchtools import allocator
-from fxpipe.torchtools.pytrees import digest, together
+from fxpipe.torchtools.pytrees import together
 
 
 class Calls:
@@ -52,9 +50,7 @@ class Calls:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, return_output: bool
     ) -> Any:
         """Train on a batch; returns its loss, or loss and output."""
-        ranks = self._options.ranks
-        called = self._group.calling("step", exchanges=True) if ranks else nullcontext()
-        with HeldSignals() as signals, called:
+        with HeldSignals() as signals, self._group.calling("step", exchanges=True):
             meter = self._engine.meter
             if meter is not None:
                 meter.begin()
@@ -63,10 +59,8 @@ class Calls:
             micro = self.taken(args, kwargs, target, step=True)
             check_gradients()
             kind = Kind("step", self._engine.updates, return_output)
-            compiled = None if ranks else self._compiler.known(micro, kind)
             self._compile_seconds = 0.0
-            if compiled is None:
-                compiled, micro = self._ready(micro, kind)
+            compiled, micro = self._ready(micro, kind)
             self._check_data(compiled)
             micro = self._compiler.weighed(compiled, micro)
             if not isinstance(micro.weights, torch.Tensor) and not all(micro.weights):
@@ -144,7 +138,7 @@ class Calls:
         ranks' parameters is given back before."""
         self.shown = self.shown or compiled
         if compiled is not self._filled:
-            release(self._options, compiled)
+            self._group.release(self._options, compiled)
             stages = filter(self._options.owns, range(len(compiled.plan.stages)))
             names = frozenset[str]().union(*map(compiled.names, stages))
             state = compiled.traced.state_of(self._options.model)
@@ -158,9 +152,8 @@ class Calls:
                         "pipe.reset_parameters(); tensors that are in no state dict, or that no "
                         'step reads, can be made with data (device="cpu") where the model is built'
                     )
-            if self._filled is None and self._group.replicas > 1:
-                lines = [f"{name}: {digest(state[name])}" for name in sorted(names)]
-                self._group.agree("what replicas train", "", twins="\n".join(lines))
+            if self._filled is None:
+                self._group.same_weights({name: state[name] for name in names})
             self._filled = compiled
 
     def taken(
@@ -192,31 +185,15 @@ class Calls:
     def _ready(self, micro: MicroBatches, kind: Kind) -> tuple[Compiled, MicroBatches]:
         """Return the compiled program for a call on which all ranks agree, and its batch, split
         anew if the compiler decides so. While a call is compiled, nothing else runs."""
-        if kind.purpose == "step" and self._compiler.decides(micro):
+        known = self._compiler.known(micro, kind)
+        if known is None and kind.purpose == "step" and self._compiler.decides(micro):
             with self._compiling():
                 count = self._compiler.decide(micro, updates=self._engine.updates)
             self._microbatches = count
             micro = micro.batch.in_parts(count, micro.replica)
-        known = self._compiler.known(micro, kind)
-        compiles = known is None
-        if self._group.size > 1:
-            flushes = known is not None and not self._engine.joins(known)
-            batches = self._engine.batches  # before the first one, a rank may have no optimizer yet
-            common, replica_text = fingerprint(
-                *(micro, kind, self._compiler.told(), batches),
-                compiles=compiles,
-                first=self.shown is None,
-            )
-            settings = self._engine.progress.settings() if batches else ()
-            ranks = self._group.agree(
-                "the call",
-                "\n".join([common, *settings]),
-                own=replica_text,
-                value=(compiles, flushes),
-            )
-            compiles = any(compiles for compiles, _ in ranks)  # another replica may have to
-            if self._group.replicas > 1 and any(flushes for _, flushes in ranks):
-                self._engine.flush()
+            known = self._compiler.known(micro, kind)
+        called = self._engine, self._compiler, micro, kind, known
+        compiles = self._group.same_call(*called, first=self.shown is None)
         if known is not None and not compiles:
             return known, micro
         with self._compiling():

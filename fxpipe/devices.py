@@ -8,9 +8,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.errors import InputError
+from fxpipe.extend import find
 from fxpipe.runtime.devices.lanes import Place, home
-from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.rendezvous import meet, read_mesh
+from fxpipe.runtime.group import Group
 from fxpipe.torchtools.accelerator import available
 
 _MOST = 1 << 16
@@ -18,25 +18,17 @@ _MOST = 1 << 16
 Devices = int | Sequence[str | torch.device | torch.Stream] | DeviceMesh
 
 
-def read_group(devices: Devices) -> tuple[RankGroup, list[Place]]:
-    """Return the group of ranks that run the devices' lists, and the devices of one pipeline.
+def read_group(devices: Devices) -> tuple[Group, list[Place]]:
+    """Return the processes that run the devices' lists, and the devices of one pipeline.
 
     Raises:
-        InputError: a device does not exist, or the mesh has other dimensions than those of a pipe,
-            or its devices cannot exchange tensors.
+        InputError: a device does not exist, or the mesh is not one of a pipe.
         RankError: a rank does not come to the rendezvous, or cannot be reached.
     """
     if not isinstance(devices, DeviceMesh):
-        return RankGroup(), read_devices(devices)
-    pipeline, replicas = read_mesh(devices)
-    if devices.size() == 1:
-        return RankGroup(), read_devices([devices.device_type])
-    members = meet(devices, pipeline, replicas)
-    group = RankGroup(members)
-    return group, [
-        torch.device("cpu") if index is None else torch.device(devices.device_type, index)
-        for index in (members.devices[rank] for rank in group.pipeline)
-    ]
+        return Group(), read_devices(devices)
+    group, places = find("option", "mesh", "devices given as a mesh")(devices)
+    return group, places or read_devices([devices.device_type])
 
 
 def read_devices(devices: int | Sequence[str | Place]) -> list[Place]:

@@ -21,8 +21,8 @@ from fxpipe.ir.value import HOST
 from fxpipe.locks import PipeLock, locked
 from fxpipe.passes.partition.assignment import readers
 from fxpipe.runtime.devices.backend import Backend
+from fxpipe.runtime.group import Group
 from fxpipe.runtime.host import BatchHost, draw_seed
-from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.run import FlushedRun
 
 _DETACH = (torch.ops.aten.detach.default, torch.detach, "detach")
@@ -88,7 +88,7 @@ class _Call:
     """
 
     _lock: PipeLock
-    _group: RankGroup
+    _group: Group
     compiled: Compiled
     host: BatchHost
     run: FlushedRun | None

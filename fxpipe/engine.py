@@ -18,13 +18,14 @@ from fxpipe.errors import RESTORE, EndedError, InputError
 from fxpipe.extend import find, there
 from fxpipe.ir.traced import Traced
 from fxpipe.locks import PipeLock, locked
-from fxpipe.metrics import Meter, clocks, measured
+from fxpipe.metrics import Meter, measured
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import ThreadChoice
-from fxpipe.runtime.devices.backend import Worker
+from fxpipe.runtime.devices.backend import Backend, Worker
+from fxpipe.runtime.devices.lanes import Lanes
+from fxpipe.runtime.devices.launching import StreamBackend
 from fxpipe.runtime.host import BatchHost, Job, PendingLoss, draw_seed, next_seed
 from fxpipe.runtime.overlapping import OverlappingRun
-from fxpipe.runtime.ranks.devices import backend_of
 from fxpipe.runtime.run import BatchRun, FlushedRun
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights
@@ -49,9 +50,7 @@ class Engine:
 
     def __init__(self, options: Options, choice: ThreadChoice) -> None:
         """Start as many worker threads as ``choice`` may need to run the devices' lists."""
-        backend = backend_of(
-            options.group, options.here, options.devices, in_order=options.in_order
-        )
+        backend = options.group.backend(options) or _own(options)
         clipping = None
         if options.clips:
             clipping = Clipping(options.clip_norm, options.scaler, options.model)
@@ -157,14 +156,7 @@ class Engine:
         finally:
             self._times = []
         local = [self._backend.nanoseconds(device, of) for device, of in enumerate(marks)]
-        times += self._gathered(local)
-
-    def _gathered(self, local: Sequence[Sequence[int]]) -> list[list[int]]:
-        """What all ranks of this replica have timed, by the first rank's clock."""
-        group = self._options.group
-        ranks = [*zip(clocks(group), group.exchange("times", local), strict=True)]
-        ranks = [ranks[rank] for rank in group.pipeline]
-        return [[t - ahead for ahead, ls in ranks for t in ls[d]] for d in range(len(local))]
+        times += self._options.group.timed(local)
 
     @locked
     def peaks(self, compiled: Compiled) -> Sequence[int] | None:
@@ -379,3 +371,10 @@ class Engine:
         taken = [(device, marks) for device, marks in enumerate(meter.times) if marks]
         times = {device: self._backend.nanoseconds(device, marks) for device, marks in taken}
         return measured(meter.program, times) if times and meter.program else {}
+
+
+def _own(options: Options) -> Backend:
+    """What runs all devices in this process."""
+    if options.places:
+        return StreamBackend([*map(Lanes, options.devices)], options.group)
+    return Backend(options.group)

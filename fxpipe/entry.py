@@ -192,7 +192,7 @@ def compile(
             batch_dims=arguments.read_batch_dims(batch_dims, model),
             partition=cuts,
             dispatch=None if torch_devices[0].type == "cpu" else "device",
-            threads=group.members.threads or max(1, torch.get_num_threads() // len(places)),
+            threads=group.threads or max(1, torch.get_num_threads() // len(places)),
             places=() if torch_devices[0].type == "cpu" else torch_devices,
             extensions=given,
             group=group,
@@ -210,8 +210,7 @@ def compile(
         compiler = make(options, choice)
         pipe = Pipeline(options, compiler, Engine(options, choice))
         failed.callback(pipe.close)
-        text = f"torch {torch.__version__}\n{options.text}" if group.size > 1 else ""
-        group.agree("what fxpipe.compile was given", text)
+        group.same_options(options)
         with _compiling:
             _check_free(model)  # another thread may have compiled it meanwhile
             _compiled[model] = weakref.ref(pipe)

@@ -78,7 +78,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Replicas": f"{_HERE}.replicas.extension:Replicas",
         "Slices": f"{_HERE}.slices.extension:Slices",
         "compare": f"{_HERE}.comparison.comparison:compare",
-        "rejoin": f"{_HERE}.rejoin:rejoin",
+        "rejoin": f"{_HERE}.ranks.rejoin:rejoin",
         "search_schedule": f"{_HERE}.search.search:search_schedule",
     },
     "schedule": {
@@ -109,6 +109,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "guard": f"{_HERE}.python_state.variants:Variants",
         "offload": f"{_HERE}.offload.lowering:LowerOffload",
         "load": f"{_HERE}.checkpoint_folder.folder:read",
+        "mesh": f"{_HERE}.ranks.mesh:ranks_of",
         "peaks": f"{_HERE}.simulator.predict:peaks",
         "recorder": f"{_HERE}.fast_trace.record:GraphRecorder",
         "reducible": f"{_HERE}.distinct.distinct:reducible",

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
-from time import perf_counter, perf_counter_ns
+from time import perf_counter
 from typing import Any
 
 from fxpipe.ir.program import Program
-from fxpipe.runtime.ranks.group import RankGroup
-
-_ROUNDS = 8
-"""How many rounds of messages are exchanged to compare clocks."""
 
 
 @dataclass
@@ -83,21 +78,3 @@ def idle_share(devices: int, times: Iterable[tuple[float, float]], through: floa
         return 0.0
     busy = sum(max(min(end, through) - start, 0) for start, end in times)
     return 1 - busy / (devices * through)
-
-
-def clocks(group: RankGroup) -> list[int]:
-    """Rank → by how many nanoseconds its clock is ahead of rank 0's.
-
-    Ranks compare clocks by messages that cross, as the Network Time Protocol does. The result is 0
-    unless the messages prove that the clocks differ; on one host they cannot, as all processes have
-    the same clock. Otherwise it is off by at most half the time of a message.
-    """
-    least = [inf] * group.size
-    for _ in range(_ROUNDS):
-        sent = group.exchange("clock", perf_counter_ns())
-        now = perf_counter_ns()
-        least = [min(known, now - stamp) for known, stamp in zip(least, sent, strict=True)]
-    # receiver → sender → the least time of a message, plus how far the receiver's clock is ahead
-    seen = group.exchange("delays", least)
-    ways = [(delays[0], seen[0][rank]) for rank, delays in enumerate(seen)]
-    return [0 if -back <= 0 <= there else (there - back) // 2 for there, back in ways]

@@ -28,7 +28,6 @@ from fxpipe.ir.traced import Traced
 from fxpipe.locks import locked
 from fxpipe.metrics import Meter
 from fxpipe.removed import gone
-from fxpipe.runtime.ranks.group import refuse_on_ranks
 from fxpipe.runtime.weights import checkpoint_file
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.signature import SignedLikeTheModel
@@ -333,7 +332,7 @@ class Pipeline(nn.Module):
         shown = self._calls.shown
         ended = bool(self._engine.progress.ended)  # then nothing is known of its memory
         loads = self._compiler.loads
-        places = self._group.members.places or [*map(str, self.devices)]
+        places = self._group.places or [*map(str, self.devices)]
         peaks = None if shown is None or ended else self._engine.peaks(shown)
         replicas = self._options.replicas
         table = find("option", "table")
@@ -415,7 +414,7 @@ class Pipeline(nn.Module):
             CheckpointError: the file cannot be written, or cannot hold ``extra``; an older file
                 stays as it is.
         """
-        refuse_on_ranks(self._group, "checkpoint()", "write a folder with save()")
+        self._group.refuse("checkpoint()", "write a folder with save()")
         self._engine.flush()
         progress = self._engine.progress
         checkpoint_file.write_checkpoint(progress.checkpoint(extra, changed=progress.changed), path)

@@ -215,7 +215,6 @@ STILL_USE = {
     "helpers/captured_pipes.py": {"cuda_graphs"},
     "partition/test_partition.py": {"exact_cut"},
     "passes/graph/test_random_calls.py": {"loss_weight"},
-    "ranks/test_checkpoints.py": {"checkpoint_folder"},
     "simcuda/drawn.py": {"offload"},
     "test_docs.py": {"cli"},
     "test_readme.py": {"cli"},

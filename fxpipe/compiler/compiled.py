@@ -7,15 +7,11 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from torch import fx
-
-from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Purpose
-from fxpipe.ir.plan import Plan, Stage, ValueSpec
+from fxpipe.ir.plan import Plan, ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
-from fxpipe.kernels.graph import PEAK, GraphKernel, peak_of
 from fxpipe.kernels.kernel import Discarding, Kernel
 
 
@@ -45,6 +41,7 @@ class Compiled:
         terms: micro-batch → what the weighing of losses knows of its loss; empty if the caller says
             how losses are weighted.
         specs: micro-batch → the specs of its values.
+        call: the number of the ranks' call in which it was compiled.
     """
 
     traced: Traced
@@ -58,6 +55,7 @@ class Compiled:
     threads: int
     terms: Sequence[Sequence[Any]] = ()
     specs: Sequence[Mapping[str, ValueSpec]] = ()
+    call: int = 0
 
     @property
     def results(self) -> frozenset[str]:
@@ -84,46 +82,6 @@ def exchanged(traced: Traced, plan: Plan) -> tuple[object, ...]:
     graphs if these are equal."""
     outputs = [out.name if isinstance(out, Value) else None for out in traced.outputs]
     return plan.edges, plan.buckets, traced.loss, outputs
-
-
-def agree_on_plans(
-    options: Options, schedule: Schedule, traced: Traced, plans: Sequence[Plan]
-) -> None:
-    """Check that all ranks have made the same plans of a graph, one for each micro-batch size, and
-    take over the memory peaks of stages that other ranks have compiled. Raises RankError if plans
-    differ, or only some draw random numbers, whose seed each step of all ranks shares."""
-    first, group = plans[0], options.group
-    trained = [[each.target for each in stage.parameters] for stage in first.stages]
-    own = [s.index for s in first.stages if options.owns(s.index)]
-    answers = group.agree(
-        "the compiled plan",
-        f"{schedule}\n{trained}\nthe model draws random numbers: {traced.seeded}",
-        own=str(first),
-        value=[_peaks(plan, own) for plan in plans],
-    )
-    for rank in group.pipeline:
-        for plan, peaks in zip(plans, answers[rank], strict=True):
-            for index, of_stage in peaks.items():
-                for graph, peak in zip(_graphs(plan.stages[index]), of_stage, strict=True):
-                    graph.meta[PEAK] = peak
-
-
-def _peaks(plan: Plan, own: Sequence[int]) -> dict[int, list[int | None]]:
-    """Stage of this rank → for each of its graphs its ``peak_of``; empty if all run as they are."""
-    peaks = {index: [*map(peak_of, _graphs(plan.stages[index]))] for index in own}
-    return peaks if any(peak is not None for each in peaks.values() for peak in each) else {}
-
-
-def _graphs(stage: Stage) -> list[fx.GraphModule]:
-    graphs: list[fx.GraphModule] = []
-
-    def see(graph: fx.GraphModule) -> fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    if isinstance(stage.kernel, GraphKernel):
-        stage.kernel.mapped(see)
-    return graphs
 
 
 def restoring(parts: Sequence[object]) -> Callable[[], None]:

@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from fxpipe.compiler import passes
-from fxpipe.compiler.compiled import Compiled, Kind, agree_on_plans, exchanged, restoring
-from fxpipe.compiler.fingerprint import ModelState, state_text
+from fxpipe.compiler.compiled import Compiled, Kind, exchanged
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
@@ -48,6 +47,7 @@ class Compiler:
         choice: decides how many threads run the devices' instruction lists.
         timetable: makes the schedules.
         plans: makes the plans.
+        state: the state of the model when ``known`` was last called, see ``Guard.state``.
     """
 
     _fixed: tuple[bool | None, ...] = (None, True)
@@ -62,30 +62,20 @@ class Compiler:
         self._placement = Placement(options, self.timetable)
         self.plans = Plans(options, self._placement)
         self._guard = self.plans.front_end.guard
-        # each with its plans, and the number of the ranks' call in which it was compiled
-        self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]], int]] = {}
-        self._since: int | None = None  # that number for the call that ``known`` saw last
+        self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]]]] = {}
         self._programs: dict[Any, Program] = {}
         self._weighing = weighing_of(options)
-        self._state: tuple[Any, ...] = (None,)
-        self._told: tuple[tuple[Any, ...], Sequence[str]] | None = None
+        self.state: tuple[Any, ...] = (None,)
 
     def known(self, micro: MicroBatches, kind: Kind) -> Compiled | None:
         """Return what an earlier call like this one was compiled to; None if there was none."""
         entry = self._known.get(self._key(micro, kind))
-        self._since = None if entry is None else entry[2]
         if entry is None:
             return None
-        compiled, plans, _ = entry
+        compiled, plans = entry
         for traced, plan in plans:
             settle(self.options, traced, plan, compiled.schedule)
         return compiled
-
-    def told(self) -> ModelState:
-        """The state of the model when ``known`` was last called, as text that ranks compare."""
-        if self._told is None or self._told[0] != self._state:
-            self._told = self._state, state_text(self.options.model, self._state)
-        return ModelState(self._told[1], self._since)
 
     def compile(self, micro: MicroBatches, kind: Kind) -> Compiled:
         """Compile a call, using the results of earlier calls.
@@ -124,24 +114,9 @@ class Compiler:
             without_collection(),
             sources_forgotten(),
             without_saved_tensor_hooks(),
-            self._on_all_ranks(),
+            self.options.group.compiling(self._parts),
         ):
             yield
-
-    @contextmanager
-    def _on_all_ranks(self) -> Iterator[None]:
-        """Keep what the block makes only if it succeeds on all ranks: so all ranks know the same
-        plans, and compile together or not at all."""
-        if self.options.group.size == 1:
-            yield
-            return
-        restore = restoring(self._parts)
-        try:
-            yield
-            self.options.group.exchange("the compilation", held=True)
-        except BaseException:
-            restore()
-            raise
 
     @property
     def _parts(self) -> Sequence[object]:
@@ -186,8 +161,8 @@ class Compiler:
             refuse(schedule, plan, traced.deferred)
         if kind.outputs:
             traced = self.plans.output_dims(calls[sizes[0]], traced)
-        if self.options.group.size > 1:  # the text takes time, and not every value has one
-            agree_on_plans(self.options, schedule, traced, [plan for _, plan in plans.values()])
+        made = [plan for _, plan in plans.values()]
+        self.options.group.same_plans(self.options, schedule, traced, made)
         program, whole = self._program(plan, schedule, purpose, kind.updates)
         kernels = {
             size: self._kernels(plan, schedule, program) for size, (_, plan) in plans.items()
@@ -214,9 +189,9 @@ class Compiler:
             self.choice.threads(plan),
             terms,
             [plans[size][1].specs for size in sizes],
+            self.options.group.call,
         )
-        call = self.options.group.call
-        self._known[self._key(micro, kind)] = compiled, [*plans.values()], call
+        self._known[self._key(micro, kind)] = compiled, [*plans.values()]
         return compiled
 
     def _kernels(self, plan: Plan, schedule: Schedule, program: Program) -> Sequence[Kernel]:
@@ -229,10 +204,10 @@ class Compiler:
         """Everything that the result of compiling a call depends on; the number of the variant
         comes first."""
         state = self._guard.state()
-        if state[0] != self._state[0]:
+        if state[0] != self.state[0]:
             kept = self._guard.kept
             self._known = {key: entry for key, entry in self._known.items() if key[0][0] in kept}
-        self._state = state
+        self.state = state
         batch, wants = micro.batch, micro.batch.wants(kind.purpose)
         return state, batch.key, batch.size, wants, len(micro), kind
 
@@ -251,9 +226,9 @@ class Compiler:
             stages = tuple(replace(s, costs=costs.get(s.index)) for s in plan.stages)
             plan = replace(plan, stages=stages)
         measured = replace(compiled, plan=plan, threads=self.choice.threads(plan))
-        for key, (known, plans, call) in self._known.items():
+        for key, (known, plans) in self._known.items():
             if known is compiled:
-                self._known[key] = measured, plans, call
+                self._known[key] = measured, plans
         return measured
 
     @property
@@ -279,19 +254,13 @@ class Compiler:
     ) -> tuple[Program, Callable[[], Program]]:
         """Return the program to run, which on a rank has the list of its own device only, and a
         function that makes the program of all devices."""
-        group, buckets = self.options.group, plan.buckets
-        key = (plan.edges, buckets, schedule.microbatches, purpose, updates)
-        text = ""  # if this rank knows the program already, which another replica may not
-        if key not in self._programs:
-            program = self.lowered(plan, schedule, purpose, updates)
-            if group.size > 1:
-                text, program = f"{program}buckets {buckets}\n", program.only(group.device)
-            self._programs[key] = program
-        group.agree("the compiled program", "", own=text)
-        program = self._programs[key]
-        if group.size > 1:
-            return program, partial(self.lowered, plan, schedule, purpose, updates)
-        return program, lambda: program
+        group = self.options.group
+        key = (plan.edges, plan.buckets, schedule.microbatches, purpose, updates)
+        whole = partial(self.lowered, plan, schedule, purpose, updates)
+        known = self._programs.get(key)
+        made = whole() if known is None else None
+        program = self._programs[key] = group.same_program(made, known, plan)
+        return program, whole if group.size > 1 else lambda: program
 
     def lowered(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
         """Lower a plan and a schedule to the program of all devices."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import nn
 
 from fxpipe.compiler.objective import Objective
 from fxpipe.extend import Extension
-from fxpipe.formatting import without_addresses
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
 from fxpipe.passes.partition.options import Partition
@@ -21,7 +20,7 @@ from fxpipe.passes.tracing.tracer import Tracer
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.devices.lanes import Place
-from fxpipe.runtime.ranks.group import RankGroup
+from fxpipe.runtime.group import Group
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
 from fxpipe.torchtools.pytrees import size_in_bytes
 
@@ -74,7 +73,7 @@ class Options:
     threads: int = 1
     places: tuple[torch.device, ...] = ()
     extensions: tuple[Extension, ...] = ()
-    group: RankGroup = field(default_factory=RankGroup)
+    group: Group = field(default_factory=Group)
     hollow: int = 0
     replicas: int = 1
     sharded: bool = False
@@ -164,23 +163,3 @@ class Options:
     def names(self) -> tuple[str, ...]:
         """Device → its name in messages."""
         return tuple(f"device {i} ({device})" for i, device in enumerate(self.torch_devices))
-
-    @property
-    def text(self) -> str:
-        """The options as text that has to be the same on all ranks, one on each line."""
-        apart = {"model", "optimizer", "scaler", "dispatch", "threads", "group"}
-        apart |= {"devices", "torch_devices", "places"}  # each replica has devices of its own
-        model = self.model
-        lines = [f"model: {type(model).__qualname__}"]
-        lines.append(f"devices: {', '.join(device.type for device in self.torch_devices)}")
-        for name, parameter in model.named_parameters():
-            trained = "trained" if parameter.requires_grad else "not trained"
-            lines.append(f"{name}: {tuple(parameter.shape)}, {parameter.dtype}, {trained}")
-        lines += [f"{n}: {tuple(b.shape)}, {b.dtype}" for n, b in model.named_buffers()]
-        lines.append(f"optimizer: {'none' if self.optimizer is None else 'given'}")
-        lines.append(
-            f"scaler: {self.scaler and (self.scaler.is_enabled(), self.scaler.get_scale())}"
-        )
-        names = [option.name for option in fields(self) if option.name not in apart]
-        lines += [f"{name}: {getattr(self, name)!r}" for name in names]
-        return without_addresses("\n".join(lines))

@@ -4,8 +4,6 @@ On devices with memory of their own, no device ever holds parameters of a stage 
 run. Until the stages are known, operations are traced and timed on the first device with numbers
 that stand for parameters: all of these share the memory of the largest. Then each stage moves to
 its device, where the finished plan is compared with the model.
-
-Over ranks on CPUs, a rank has the parameters of its own stages only, from the first run on.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.batch import ordinary
-from fxpipe.torchtools import allocator
-from fxpipe.torchtools.meta import become, lent, standing_in
+from fxpipe.torchtools.meta import lent, standing_in
 from fxpipe.torchtools.state import move, returned_if_failed, to_device, whole_on_device
 
 
@@ -83,28 +80,6 @@ def homes(options: Options, compiled: Compiled | None) -> dict[Tensor, torch.dev
     if compiled is None:
         return {}
     return dict(_homes(options, compiled.traced, compiled.plan, compiled.schedule))
-
-
-def release(options: Options, compiled: Compiled) -> None:
-    """Give back the memory of parameters that only other ranks' stages have, on ranks of CPUs.
-
-    They stay the same objects, on the meta device. Buffers, which models read to decide what to do,
-    keep their data, and so do parameters that no stage reads.
-    """
-    if not options.ranks or options.places:
-        return
-    state = compiled.traced.state_of(options.model)
-    own: set[Tensor] = set()
-    others: set[Tensor] = set()
-    for stage in range(len(compiled.plan.stages)):
-        tensors = own if options.owns(stage) else others
-        tensors.update(state[name] for name in compiled.names(stage))
-    for tensor in others - own:
-        if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
-            become(tensor, torch.empty_like(tensor, device="meta"))
-    # the same on all ranks, so that they compile alike
-    options.__dict__["hollow"] = options.size
-    allocator.give_back()
 
 
 def _homes(

@@ -5,7 +5,7 @@ All backends, the verifier, the printer and the drawings read this one represent
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from fxpipe.formatting import plural, shown
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Launch
 from fxpipe.ir.schedule import ordered_copies
-from fxpipe.ir.value import COPIED, CROSSING, HOST, Buffer, BufferKind, Edge, Operands, own_buffer
+from fxpipe.ir.value import COPIED, HOST, Buffer, BufferKind, Edge, Operands, own_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -122,32 +122,6 @@ class Program:
         return max(1, smallest_channel(self))
 
     @cached_property
-    def links(self) -> tuple[tuple[int, int], ...]:
-        """The devices of which one sends tensors to the other, each direction apart, sorted; on a
-        rank, which has only its own list, those that include it."""
-        moves = (x for x in self._instructions if isinstance(x, ins.Send | ins.Receive))
-        return tuple(sorted({self.ends_of(x.buffer) for x in moves if x.buffer.kind in CROSSING}))
-
-    @cached_property
-    def confirmed(self) -> Mapping[tuple[int, int], Buffer]:
-        """Device and position of a receive → the last value that had gone the other way and was
-        received before the sender sent this one. Batches count from the receiver's step."""
-        before: dict[tuple[object, ...], Buffer] = {}
-        for row in self.lists:
-            latest: dict[int, Buffer] = {}  # other device → the last value that came from it
-            for x in row:
-                if isinstance(x, ins.Receive) and x.buffer.kind in CROSSING:
-                    latest[self.origin(x)] = x.buffer
-                elif isinstance(x, ins.Send) and (last := latest.get(self.destination(x))):
-                    before[x.buffer[:5]] = last._replace(batch=last.batch - x.buffer.batch)
-        return {
-            (device, at): last._replace(batch=last.batch + x.buffer.batch)
-            for device, row in enumerate(self.lists)
-            for at, x in enumerate(row)
-            if isinstance(x, ins.Receive) and (last := before.get(x.buffer[:5]))
-        }
-
-    @cached_property
     def opcodes(self) -> frozenset[str]:
         """The opcodes of its instructions."""
         return frozenset(x.opcode for x in self._instructions)
@@ -181,25 +155,6 @@ class Program:
         """The buffer that a stage's backward uses up: saved for it, or brought back."""
         kind, forward = self.away.get((stage, i), ("saved", None))
         return own_buffer("saved" if forward and forward.again else kind, stage, i, batch)
-
-    def only(self, device: int) -> Program:
-        """The part of the program that the process of one device needs.
-
-        It holds the instructions of that device alone, with the depth and window of the whole.
-        """
-        alone = replace(
-            self,
-            lists=tuple(row if d == device else () for d, row in enumerate(self.lists)),
-            launches=tuple(row if d == device else () for d, row in enumerate(self.launches)),
-        )
-        vars(alone)["depth"] = self.depth
-        vars(alone)["_elsewhere"] = self._elsewhere
-        if self.launches:
-            vars(alone)["window"] = self.window
-        else:
-            own = {at: last for at, last in self.confirmed.items() if at[0] == device}
-            vars(alone)["confirmed"] = own
-        return alone
 
     def _grouped(self, ends: list[int]) -> tuple[tuple[Edge, ...], ...]:
         groups: list[list[Edge]] = [[] for _ in range(self.stages)]

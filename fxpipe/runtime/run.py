@@ -130,9 +130,8 @@ class BatchRun(Generic[W]):
         """Wait until every process has finished its lists. Signals do not interrupt the wait, as
         other processes may commit from here on. Raises RankError where one of them has failed."""
         self._channels.flush()
-        if self._group.size > 1:
-            others = self._group.settle(dict(self.peak_kept))
-            self._elsewhere = sum(map(Counter, others), Counter[int]())
+        others = self._group.settle(dict(self.peak_kept))
+        self._elsewhere = sum(map(Counter, others), Counter[int]())
 
     def check(self) -> None:
         """Check the workers. Raises InputError if one has ended, or is in another process."""

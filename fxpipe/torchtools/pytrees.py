@@ -8,7 +8,6 @@ objects are taken apart, and dataclasses are registered.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,15 +159,6 @@ def bytes_of(value: Any) -> int:
     """The bytes of all tensors in a pytree."""
     tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
     return sum(map(size_in_bytes, tensors))
-
-
-def digest(tensor: Tensor) -> str:
-    """Return a short hash of a tensor's values; empty on the meta device."""
-    if tensor.is_meta:
-        return ""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    values = hashlib.sha256(plain.view(-1).view(torch.uint8).numpy().data)
-    return values.hexdigest()[:16]
 
 
 def memory(tensor: Tensor) -> int:

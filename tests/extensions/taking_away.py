@@ -9,8 +9,8 @@ lowers, verifies and prints every schedule of the library; none of that may load
 an extension but those that are there by default. Then it asks for all names
 that the registry knows: each is found, or the error names a module that is gone. A pipe prints, and
 predicts if the simulator is there. A line that cannot be traced is called as it is if leaf modules
-are there, and else refused by its name. Prints a JSON object: name → "" or the last lines of the
-error.
+are there, and else refused by its name; so is a mesh without ranks. Prints a JSON object: name → ""
+or the last lines of the error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ import safetensors.torch  # noqa: F401
 import torch
 import torch._dynamo
 import torch._functorch.aot_autograd
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 
@@ -62,6 +64,7 @@ DEFAULT = (
 SIMULATOR = "fxpipe.extensions.simulator"
 STAGE_TABLE = "fxpipe.extensions.stage_table"
 LEAF_MODULES = "fxpipe.extensions.leaf_modules"
+RANKS = "fxpipe.extensions.ranks"
 
 
 def extensions() -> list[str]:
@@ -163,16 +166,28 @@ def meet_a_branch(gone: Sequence[str]) -> None:
             assert LEAF_MODULES not in gone and model[0].weight.grad is not None
 
 
-def refused(call: Callable[[], object]) -> None:
-    """Call what needs the simulator, and expect to be told so."""
+def give_a_mesh(gone: Sequence[str]) -> None:
+    """Compile for a mesh, here of one process."""
+    import fxpipe
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    mesh = init_device_mesh("cpu", (1,))
+    if RANKS in gone:
+        refused(lambda: fxpipe.compile(nn.Linear(2, 2), mesh), RANKS)
+    else:
+        fxpipe.compile(nn.Linear(2, 2), mesh).close()
+
+
+def refused(call: Callable[[], object], missing: str = SIMULATOR) -> None:
+    """Call what needs an extension, and expect to be told so."""
     from fxpipe.errors import InputError
 
     try:
         call()
     except InputError as error:
-        assert f"needs the extension {SIMULATOR}" in str(error), error
+        assert f"needs the extension {missing}" in str(error), error
     else:
-        raise AssertionError("it does without the simulator")
+        raise AssertionError(f"it does without {missing}")
 
 
 def taken_away(modules: Sequence[str]) -> str:
@@ -188,6 +203,7 @@ def taken_away(modules: Sequence[str]) -> str:
             ask_for_all(modules)
             predict(modules)
             meet_a_branch(modules)
+            give_a_mesh(modules)
         except BaseException:
             told = "".join(traceback.format_exc().splitlines(keepends=True)[-8:])
         with os.fdopen(writing, "w") as out:

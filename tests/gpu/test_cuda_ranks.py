@@ -1,5 +1,6 @@
 """Ranks with a CUDA device each, over NCCL: they need two devices or four, and are skipped
-without. ``tests/simcuda/test_ranks.py`` calls the same functions on simulated ones."""
+without. ``tests/extensions/ranks/test_simulated_devices.py`` calls the same functions on
+simulated ones."""
 
 from __future__ import annotations
 

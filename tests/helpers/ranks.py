@@ -21,7 +21,7 @@ from tests.helpers.remembered import remembering
 from tests.helpers.times import equal_times
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.helpers.forked"])
+CONTEXT.set_forkserver_preload(["tests.extensions.ranks.forked"])
 
 DEADLINE = 240.0
 """Seconds after which ranks that hang are ended, and their stacks are shown."""

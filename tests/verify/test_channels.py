@@ -13,8 +13,6 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.unroll import unroll
-from fxpipe.ir.value import CROSSING, HOST, Buffer
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -142,7 +140,7 @@ def test_every_schedule_is_proven_where_sends_wait_for_receives_that_are_posted_
         for plan in (chain, skipping) if schedule.stages > 2 else (chain,):
             program = Streams()(free(communicate(Lower(plan(schedule.stages))(schedule))))
             window = program.window
-            assert accepts(program, window) and program.only(1).window == window
+            assert accepts(program, window)
             assert window == 1 or not accepts(program, window - 1)
             if plan is chain and name != "looped-bfs":
                 assert window == 1
@@ -188,65 +186,3 @@ def test_a_send_that_waits_for_the_next_step_is_named() -> None:
 def test_a_channel_that_is_no_count_is_refused(channel: Any) -> None:
     with pytest.raises(InputError, match=f"channel is {channel!r}; give at least 0"):
         free(communicate(Lower(chain(2))(gpipe(2, 1)))).verify(channel=channel)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_what_is_let_go_of_at_a_receive_had_arrived_before_that_value_was_sent(name: str) -> None:
-    for p, m in [(2, 4), (4, 8)]:
-        schedule = RECIPES[name](p, m)
-        for plan in (chain, skipping) if schedule.stages > 2 else (chain,):
-            program = free(communicate(Lower(plan(schedule.stages))(schedule)))
-            steps = 2 + program.depth
-            runs = [*map(places, unroll(program, steps).lists)]
-            confirms = set[tuple[int, int]]()
-            for (device, at), last in program.confirmed.items():
-                x = program.lists[device][at]
-                assert isinstance(x, ins.Receive)
-                source = program.origin(x)
-                confirms.add((device, source))
-                for shift in range(-program.depth, steps + program.depth):
-                    value = x.buffer._replace(batch=x.buffer.batch + shift)
-                    before = last._replace(batch=last.batch + shift)
-                    if value in runs[device] and before in runs[device]:
-                        assert runs[device][before] < runs[device][value]
-                        assert runs[source][before] < runs[source][value]
-            both = {
-                (device, program.origin(x))
-                for device, row in enumerate(program.lists)
-                for x in row
-                if isinstance(x, ins.Receive) and x.buffer.kind in CROSSING
-            }
-            two_way = {(a, b) for a, b in both if (b, a) in both}
-            assert confirms <= two_way and bool(confirms) == bool(two_way)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_links_join_the_devices_of_edges_and_a_rank_knows_its_own(name: str) -> None:
-    for p, m in [(2, 4), (4, 8)]:
-        schedule = RECIPES[name](p, m)
-        plan = (skipping if schedule.stages > 2 else chain)(schedule.stages)
-        program = free(communicate(Lower(plan)(schedule)))
-        at = {
-            (task.stage, task.microbatch): device
-            for device, row in enumerate(schedule.rows)
-            for task in row
-            if task.kind == "F"
-        }
-        expected = set[tuple[int, int]]()
-        for edge in plan.edges:
-            if HOST in (edge.source, edge.target):
-                continue
-            ends = {(at[edge.source, i], at[edge.target, i]) for i in range(schedule.microbatches)}
-            expected |= {(a, b) for a, b in ends if a != b}
-            if edge.gradient and schedule.trains:
-                expected |= {(b, a) for a, b in ends if a != b}
-        assert program.links == tuple(sorted(expected))
-        for device in range(schedule.devices):
-            own = tuple(link for link in program.links if device in link)
-            assert program.only(device).links == own
-
-
-def places(row: Sequence[ins.Instruction]) -> dict[Buffer, int]:
-    """Where a device's list sends or receives each value that crosses to another device."""
-    kinds = ins.Send | ins.Receive
-    return {x.buffer: at for at, x in enumerate(row) if isinstance(x, kinds)}

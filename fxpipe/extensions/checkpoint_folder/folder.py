@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fxpipe.errors import CheckpointError, told
-from fxpipe.runtime.ranks.group import RankGroup
+from fxpipe.runtime.group import Group
 from fxpipe.runtime.weights.checkpoint import (
     EVERYTHING,
     Checkpoint,
@@ -82,7 +82,7 @@ _PLAIN = {
 Folder = str | os.PathLike[str]
 
 
-def write(checkpoint: Checkpoint, state: Mapping[str, Any], path: Folder, group: RankGroup) -> None:
+def write(checkpoint: Checkpoint, state: Mapping[str, Any], path: Folder, group: Group) -> None:
     """Write a folder; an older one is replaced only once the new one is complete.
 
     Args:

@@ -9,7 +9,6 @@ from fxpipe.errors import InputError
 from fxpipe.extend import Extension, Kernels
 from fxpipe.extensions.cuda_graphs.capturing import Capturing
 from fxpipe.extensions.cuda_graphs.slot_graphs import SlotGraphs
-from fxpipe.runtime.ranks.group import refuse_on_ranks
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,7 @@ class CudaGraphs(Extension):
 
     def check(self, options: Options) -> None:
         """Raise InputError over several ranks, or if the devices are not CUDA devices."""
-        refuse_on_ranks(
-            options.group,
+        options.group.refuse(
             "CudaGraphs",
             "a capture waits for the device, which may wait for another rank; leave it out",
         )

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.ranks.channels import explained
+from fxpipe.extensions.ranks.group import RankGroup
+from fxpipe.extensions.ranks.pairs import PairGroups
 from fxpipe.ir.value import owners, part_of
 from fxpipe.runtime.interpreter import Machine
-from fxpipe.runtime.ranks.channels import explained
-from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.pairs import PairGroups
 
 T = TypeVar("T")
 

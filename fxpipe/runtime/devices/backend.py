@@ -16,9 +16,9 @@ import torch
 from fxpipe.errors import InputError, RankError
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.value import Buffer
+from fxpipe.runtime.group import Group
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
-from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.torchtools.state import keep_memory
 
 T = TypeVar("T")
@@ -233,9 +233,9 @@ class Backend:
     devices override what they do differently.
     """
 
-    def __init__(self, group: RankGroup | None = None) -> None:
+    def __init__(self, group: Group | None = None) -> None:
         """``group`` has the ranks that run a program together; by default this process alone."""
-        self.group = RankGroup() if group is None else group
+        self.group = Group() if group is None else group
 
     def devices(self, program: Program) -> Sequence[int]:
         """The indices of the devices whose lists this process runs."""

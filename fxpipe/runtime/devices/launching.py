@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.devices.lanes import ALONE, Lanes
+from fxpipe.runtime.group import Group
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
-from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.text.program import print_instruction
 from fxpipe.torchtools.accelerator import kind_of
 
@@ -34,13 +35,10 @@ from fxpipe.torchtools.accelerator import kind_of
 class RunEvents:
     """The events of one run: a wait is launched only after the event's record was launched."""
 
-    def __init__(self, program: Program, devices: Sequence[int] | None = None) -> None:
-        """Count the waits for each event. ``devices`` are the devices that this process runs, by
-        default all."""
-        indices = range(program.devices) if devices is None else devices
-        launches = [launch for device in indices for launch in program.launches[device]]
-        # the events that this process records; None if it records all
-        self._here = None if devices is None else {x.record.number for x in launches if x.record}
+    def __init__(self, program: Program) -> None:
+        """Count the waits for each event."""
+        launches = [*chain.from_iterable(program.launches)]
+        self._here = {x.record.number for x in launches if x.record}  # not on another rank
         self._waits = Counter(event.number for launch in launches for event in launch.waits)
         self._marks: dict[Event, tuple[Any, int]] = {}
         self._changed = threading.Condition()
@@ -59,7 +57,7 @@ class RunEvents:
         Raises:
             Stopped: the run is stopped.
         """
-        if self._here is not None and event.number not in self._here:
+        if event.number not in self._here:
             return None
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or event in self._marks)
@@ -177,7 +175,7 @@ class LaunchingMachine(Machine):
 class StreamBackend(Backend):
     """Devices with streams, such as CUDA devices. See Backend."""
 
-    def __init__(self, lanes: Sequence[Lanes], group: RankGroup | None = None) -> None:
+    def __init__(self, lanes: Sequence[Lanes], group: Group | None = None) -> None:
         """``lanes`` are the streams of each device that this process runs, which are kept from run
         to run. Several devices of a program may be on one of torch's."""
         super().__init__(group)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import fxpipe
 from fxpipe.extensions.checkpoint_folder import folder as checkpoint_folder
-from fxpipe.runtime.ranks.group import RankGroup
+from fxpipe.runtime.group import Group
 from tests.helpers.checkpoints import PLAIN, Left, everything, make, run, same
 from tests.helpers.overlapping import ADAMW, SGD
 from tests.helpers.ranks import CONTEXT, DEADLINE
@@ -313,7 +313,7 @@ def killed(trained: Path, where: str) -> None:
     saved = checkpoint_folder.read(trained)
     owner, name = (checkpoint_folder.Writer, "finish") if where == "written" else (Path, "replace")
     setattr(owner, name, kill)
-    checkpoint_folder.write(saved, saved.parameters, trained, RankGroup())
+    checkpoint_folder.write(saved, saved.parameters, trained, Group())
 
 
 @pytest.mark.parametrize("where", ["written", "moved away"])
@@ -327,7 +327,7 @@ def test_a_killed_writer_leaves_the_old_one(where: str, trained: Path) -> None:
     after = checkpoint_folder.read(trained)
     assert same(after.parameters, before.parameters)
     assert same(after.extra, before.extra)
-    checkpoint_folder.write(after, after.parameters, trained, RankGroup())
+    checkpoint_folder.write(after, after.parameters, trained, Group())
     assert "run" in [each.name for each in trained.parent.iterdir()]
     assert same(checkpoint_folder.read(trained).parameters, before.parameters)
 

@@ -162,7 +162,8 @@ class Drawn:
     def survive(self, event: str, position: int, *, mine: bool) -> None:
         """An event, and what all ranks do then: they load the checkpoint if the pipe has ended, and
         compare what they own with the loop."""
-        group, settings = self.pipe._group, self.pipe.optimizer.param_groups
+        group: Any = self.pipe._group
+        settings = self.pipe.optimizer.param_groups
         fails: tuple[type[BaseException], ...] = (ExecutionError, EndedError)
         if event in ("nothing", "pause", "slow", "full disk"):
             fails = ()

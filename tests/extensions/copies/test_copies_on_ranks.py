@@ -16,6 +16,7 @@ from fxpipe import ExecutionError
 from fxpipe.extensions.copies.opcodes import Add, Give, Share
 from fxpipe.ir.recipe import find_recipe
 from tests.extensions.copies.test_copies import copied
+from tests.extensions.ranks.test_lost_ranks import survivors, told_of
 from tests.helpers.failing import at, die, fail, fails, first_of_each_kind, unchanged
 from tests.helpers.overlapping import ADAMW, make
 from tests.helpers.profiles import DEEP
@@ -24,7 +25,6 @@ from tests.helpers.tiny import Snapshot, within
 from tests.oracles import loop
 from tests.oracles.copied_loop import CopiedLoop
 from tests.oracles.delayed_loop import MSE
-from tests.ranks.test_lost_ranks import survivors, told_of
 
 
 def compiled(mesh: DeviceMesh, model: nn.Sequential, **options: Any) -> fxpipe.Pipeline:

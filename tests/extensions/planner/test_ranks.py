@@ -13,10 +13,10 @@ from fxpipe.compiler import placement
 from fxpipe.extensions.planner import stages
 from fxpipe.extensions.simulator.costs import Times
 from fxpipe.ir.plan import Plan
+from tests.extensions.ranks.test_compiling import layers
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.works import measured_alike
 from tests.oracles.loop import train
-from tests.ranks.test_compiling import layers
 
 
 def decided(mesh: DeviceMesh) -> tuple[str, set[str], bool]:

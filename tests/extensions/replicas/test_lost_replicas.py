@@ -11,11 +11,11 @@ import torch
 import fxpipe
 from fxpipe.extensions.replicas import opcodes
 from fxpipe.ir import instruction as ins
+from tests.extensions.ranks.test_lost_ranks import survivors, told_of
+from tests.extensions.ranks.test_replicas import batch, pipe_of
 from tests.helpers.failing import at, die
 from tests.helpers.ranks import DeviceMesh
 from tests.helpers.tiny import within
-from tests.ranks.test_lost_ranks import survivors, told_of
-from tests.ranks.test_replicas import batch, pipe_of
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are killed as POSIX does")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.extensions.ranks.test_replicas import CASES, Results, assert_equal, looped, trained
 from tests.helpers.profiles import DEEP
-from tests.ranks.test_replicas import CASES, Results, assert_equal, looped, trained
 from tests.simcuda.process import on_devices, simulated
 from tests.simcuda.ranks import on_devices_of_ranks
 

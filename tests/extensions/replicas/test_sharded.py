@@ -20,12 +20,7 @@ from fxpipe.errors import InputError
 from fxpipe.extensions.replicas.collectives import Collectives
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import owners
-from tests.helpers.one_optimizer import made_by
-from tests.helpers.profiles import DEEP
-from tests.helpers.ranks import DeviceMesh, on_ranks
-from tests.helpers.tiny import Tiny
-from tests.oracles.replicated_loop import ReplicatedLoop
-from tests.ranks.test_replicas import (
+from tests.extensions.ranks.test_replicas import (
     CASES,
     OPTIMIZERS,
     STEPS,
@@ -37,6 +32,11 @@ from tests.ranks.test_replicas import (
     pipe_of,
     trained,
 )
+from tests.helpers.one_optimizer import made_by
+from tests.helpers.profiles import DEEP
+from tests.helpers.ranks import DeviceMesh, on_ranks
+from tests.helpers.tiny import Tiny
+from tests.oracles.replicated_loop import ReplicatedLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -173,8 +173,9 @@ def figures(mesh: DeviceMesh) -> dict[str, Any]:
                         pipe.optimizer.state_dict()
                 program, simulated = pipe.program, pipe.simulate(steps=3)
                 assert Program.parse(str(program)) == program.verify()
-                device, sent = pipe._group.device, simulated.summed(replica)
-                assert pipe._group.summed == sent[device] > 0
+                group: Any = pipe._group
+                device, sent = group.device, simulated.summed(replica)
+                assert group.summed == sent[device] > 0
                 found[f"{schedule} {shards}"] = pipe.state_dict(full=True)
                 found[f"{schedule} {shards} state"] = state_bytes(pipe), sent
                 memory = [each.parts["optimizer"] for each in simulated.memory]

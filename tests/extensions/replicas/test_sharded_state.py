@@ -10,10 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import fxpipe
-from tests.extensions.replicas.test_sharded import state_bytes
-from tests.helpers.one_optimizer import made_by
-from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
-from tests.ranks.test_replicas import (
+from tests.extensions.ranks.test_replicas import (
     OPTIMIZERS,
     Model,
     Results,
@@ -23,7 +20,10 @@ from tests.ranks.test_replicas import (
     made,
     pipe_of,
 )
-from tests.ranks.test_replicas_together import breaking, go_on
+from tests.extensions.ranks.test_replicas_together import breaking, go_on
+from tests.extensions.replicas.test_sharded import state_bytes
+from tests.helpers.one_optimizer import made_by
+from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

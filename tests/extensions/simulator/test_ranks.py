@@ -13,18 +13,18 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.errors import InputError, RankError
+from fxpipe.extensions.ranks.channels import RankChannels
 from fxpipe.extensions.simulator.pipe import held as held_of
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.ranks.channels import RankChannels
 from tests.extensions.copies.test_copies_on_ranks import both, compiled, equal
+from tests.extensions.ranks.test_equal import Devices, images, pipe_of, skips, state
+from tests.extensions.ranks.test_equal import Results as Found
+from tests.extensions.ranks.test_equal import equal as same_bits
+from tests.extensions.ranks.test_replicas import SIZES, Results, uneven
 from tests.helpers.failing import Beside, unchanged
 from tests.helpers.overlapping import make
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import Snapshot, within
-from tests.ranks.test_equal import Devices, images, pipe_of, skips, state
-from tests.ranks.test_equal import Results as Found
-from tests.ranks.test_equal import equal as same_bits
-from tests.ranks.test_replicas import SIZES, Results, uneven
 
 pytestmark = pytest.mark.models
 
@@ -143,7 +143,8 @@ def test_ranks_of_which_one_profiles_are_told_the_difference_and_go_on() -> None
 
 def note_bytes(pipe: fxpipe.Pipeline, found: Results) -> None:
     """Note the bytes of sums that a rank has sent, and those that are predicted."""
-    held, group = held_of(pipe, pipe._calls.compiled()), pipe._group
+    group: Any = pipe._group
+    held = held_of(pipe, pipe._calls.compiled())
     found["sent"] = torch.tensor(group.summed)
     found["predicted"] = torch.tensor(held.summing(group.device, group.replica, 2) * len(SIZES))
 

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import RankError, told
-from fxpipe.ir.program import Program
-from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.log import poison
-from fxpipe.runtime.ranks.rendezvous import interruptibly, within
+from fxpipe.extensions.ranks.connecting import interruptibly, within
+from fxpipe.extensions.ranks.group import RankGroup
+from fxpipe.extensions.ranks.log import poison
+from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.signals import raise_held
 
 ABORTING = 30.0
@@ -75,7 +75,7 @@ class PairGroups:
         self._aborting = threading.Lock()  # taken once, by the first abort
         self._aborted = threading.Event()
 
-    def connect(self, program: Program) -> None:
+    def connect(self, program: OwnProgram) -> None:
         """Make the groups that a program needs and that do not exist yet.
 
         All ranks call this for the same program, and make their groups in one common order, so that
@@ -93,9 +93,9 @@ class PairGroups:
             self.abort()
             raise
 
-    def members_of(self, program: Program) -> Sequence[Members]:
+    def members_of(self, program: OwnProgram) -> Sequence[Members]:
         """Return this rank's groups in a program, in an order that all ranks share."""
-        pairs = [self._pair(*link) for link in program.links if self._ranks.device in link]
+        pairs = [self._pair(*link) for link in program.links]
         twins = [tuple(self._ranks.twins)] if self._ranks.replicas > 1 else []
         return [*pairs, *twins]
 

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from fxpipe import RankError
+from fxpipe.extensions.ranks.channels import RankChannels
+from fxpipe.extensions.ranks.devices import RankBackend
+from fxpipe.extensions.ranks.pairs import BLOCKS, PairGroups, in_the_background
+from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.passes.lowering.chain import chain_program
-from fxpipe.runtime.ranks.channels import RankChannels
-from fxpipe.runtime.ranks.devices import RankBackend
-from fxpipe.runtime.ranks.pairs import BLOCKS, PairGroups, in_the_background
 from fxpipe.schedules import gpipe
 from tests.helpers.failing import Beside, pipe_of
 from tests.helpers.ranks import DeviceMesh, on_ranks
@@ -126,9 +127,10 @@ def test_no_thread_waits_for_a_rank_that_has_failed_before_it_connects() -> None
         members=members, epoch=0, replicas=1, rank=0, device=0, pipeline=range(2)
     )
     ranks.failure = RankError("rank 1 has failed", rank=1)
+    own = OwnProgram.of(chain_program(gpipe(2, 2)), 0)
     before = {*threading.enumerate()}
     with pytest.raises(RankError, match="rank 1 has failed"):
-        PairGroups(ranks, torch.device("cpu")).connect(chain_program(gpipe(2, 2)))
+        PairGroups(ranks, torch.device("cpu")).connect(own)
     assert ranks.epoch == 1
     assert soon(lambda: before >= {*threading.enumerate()})
 
@@ -140,7 +142,7 @@ import torch.distributed as dist
 from torch import nn, ones
 from torch.distributed.device_mesh import init_device_mesh
 import fxpipe
-from fxpipe.runtime.ranks.pairs import PairGroups
+from fxpipe.extensions.ranks.pairs import PairGroups
 
 def fail(*args):
     raise MemoryError("while it connects")

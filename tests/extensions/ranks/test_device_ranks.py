@@ -16,11 +16,11 @@ import torch.distributed
 
 import fxpipe
 from fxpipe import EndedError, ExecutionError, InputError, RankError, VerificationError
+from fxpipe.extensions.ranks.devices import CudaRanks, DeviceChannels
+from fxpipe.extensions.ranks.mesh import check_cuda_ranks
+from fxpipe.extensions.ranks.pairs import PairGroups
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.task import B, F, Task, U
-from fxpipe.runtime.ranks.devices import CudaRanks, DeviceChannels
-from fxpipe.runtime.ranks.pairs import PairGroups
-from fxpipe.runtime.ranks.rendezvous import check_cuda_ranks
 from fxpipe.text.program import print_instruction
 from tests.helpers.failing import Beside, die, first_of_each_kind, unchanged
 from tests.helpers.profiles import deep
@@ -220,7 +220,7 @@ def blocking(mesh: DeviceMesh, schedule: Any, window: int | None) -> bool:
     are needed if ``window`` says so."""
     beside = Beside(mesh, schedule=schedule, microbatches=4)
     backend = devices_of(beside.pipe)
-    backend.pairs = pairs = Blocking(beside.pipe._group, backend.pairs.device)
+    backend.pairs = pairs = Blocking(backend.group, backend.pairs.device)
     x, y = batch(8)
     beside.pipe.prepare(x, target=y)
     compiled = beside.pipe._calls.compiled()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.compiler import options
-from fxpipe.runtime.ranks.channels import RankChannels
+from fxpipe.extensions.ranks.channels import RankChannels
 from tests.helpers.failing import Beside, at, fail, pipe_of
 from tests.helpers.hollow import (
     assert_same,
@@ -71,7 +71,8 @@ def left(mesh: DeviceMesh) -> list[bool]:
     pipe = compiled(mesh, model)
     x, y = batch()
     pipe.step(x, target=y)
-    group, alive = pipe._group, weakref.ref(model)
+    group: Any = pipe._group
+    alive = weakref.ref(model)
     found = [alive() is not None]
     pipe.close()
     del model, pipe

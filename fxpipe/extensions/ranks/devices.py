@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.extensions.ranks.channels import RankChannels, explained
+from fxpipe.extensions.ranks.group import RankGroup
+from fxpipe.extensions.ranks.pairs import PairGroups
+from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend
-from fxpipe.runtime.devices.lanes import Lanes, Place
+from fxpipe.runtime.devices.lanes import Lanes
 from fxpipe.runtime.devices.launching import (
     LaunchingChannels,
     LaunchingMachine,
-    RunEvents,
     StreamBackend,
 )
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
-from fxpipe.runtime.ranks.channels import RankChannels, explained
-from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.pairs import PairGroups
 
 LOOK = 5e-5
 """Seconds between two checks of whether the device is done."""
@@ -41,11 +41,10 @@ LOOK = 5e-5
 class DeviceChannels(RankChannels, LaunchingChannels):
     """Channels from this rank's device to the devices of the other ranks, in one run."""
 
-    def __init__(self, program: Program, group: RankGroup, *args: Any) -> None:
+    def __init__(self, program: OwnProgram, group: RankGroup, *args: Any) -> None:
         """Make channels as RankChannels does."""
         self._leaving: dict[Buffer, tuple[Tensor, Any]] = {}
         super().__init__(program, group, *args)
-        self.events = RunEvents(program, (group.device,))
 
     def keep(self, device: int, buffer: Buffer, sent: Tensor, work: Any) -> None:
         self._leaving[buffer] = sent, work
@@ -74,6 +73,7 @@ class DeviceChannels(RankChannels, LaunchingChannels):
 class RankBackend(Backend):
     """Runs the list of this rank's device, on a CPU."""
 
+    group: RankGroup
     between: type[RankChannels] = RankChannels
 
     def __init__(self, group: RankGroup, device: torch.device, in_order: bool) -> None:
@@ -85,9 +85,10 @@ class RankBackend(Backend):
         return (self.group.device,)
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Any:
+        assert isinstance(program, OwnProgram)
         return self.between(program, self.group, jobs, self.connected(program), self._in_order)
 
-    def connected(self, program: Program) -> PairGroups:
+    def connected(self, program: OwnProgram) -> PairGroups:
         """The process groups that a program needs, made now where they do not exist yet; all anew
         after a failure. Raises like PairGroups.connect."""
         if self.pairs.number != self.group.epoch:
@@ -118,14 +119,3 @@ class CudaRanks(RankBackend, StreamBackend):
 
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
         return self.lanes[0].nanoseconds(times) if times else []  # none of another rank's device
-
-
-def backend_of(
-    group: RankGroup, here: torch.device, devices: Sequence[Place], *, in_order: bool = False
-) -> Backend:
-    """Return a pipe's backend: of the device ``here`` of several ranks, or of all ``devices``.
-    ``in_order`` asks for sums over replicas in their order."""
-    cpu = here.type == "cpu"
-    if group.size > 1:
-        return (RankBackend if cpu else CudaRanks)(group, here, in_order)
-    return Backend() if cpu else StreamBackend([*map(Lanes, devices)])

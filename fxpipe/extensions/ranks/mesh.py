@@ -1,32 +1,30 @@
-"""The rendezvous of a pipe's ranks: they find each other once, when the pipe is compiled."""
+"""The mesh of a pipe, and the rendezvous of its ranks, which find each other once, when the pipe is
+compiled."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import socket
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.errors import InputError, RankError, told
+from fxpipe.extensions.ranks.agreement import Ranks
+from fxpipe.extensions.ranks.connecting import interruptibly, within
+from fxpipe.extensions.ranks.group import Membership
 from fxpipe.formatting import numbers_text
-from fxpipe.runtime.ranks.group import Membership
+from fxpipe.runtime.group import Group
 from fxpipe.signals import raise_held
-
-T = TypeVar("T")
 
 JOINS = timedelta(seconds=30)
 """How long ranks may take to reach each other, once all have met."""
-
-_POLL = 0.05
 
 
 class RankInfo(NamedTuple):
@@ -38,6 +36,25 @@ class RankInfo(NamedTuple):
     token: str
     mesh: tuple[tuple[int, ...], ...]
     device: int | None
+
+
+def ranks_of(mesh: DeviceMesh) -> tuple[Group, list[torch.device]]:
+    """Return the ranks of a mesh, and the devices of one pipeline; none if this is the only rank.
+
+    Raises:
+        InputError: the mesh has other dimensions than those of a pipe, or its devices cannot
+            exchange tensors, or this rank is not in it.
+        RankError: a rank does not come, or cannot be reached.
+    """
+    pipeline, replicas = read_mesh(mesh)
+    if mesh.size() == 1:
+        return Group(), []
+    members = meet(mesh, pipeline, replicas)
+    group = Ranks(members)
+    return group, [
+        torch.device("cpu") if index is None else torch.device(mesh.device_type, index)
+        for index in (members.devices[rank] for rank in group.pipeline)
+    ]
 
 
 def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
@@ -199,28 +216,3 @@ def _timeout(group: dist.ProcessGroup, device: str) -> float:
     with suppress(Exception):
         return float(group._get_backend(torch.device(device)).options._timeout.total_seconds())
     return 1800.0
-
-
-def within(store: Any, name: str) -> Any:
-    """Return the part of a torch.distributed store whose keys begin with a name."""
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined,unused-ignore]
-
-
-def interruptibly(work: Callable[[], T], look: Callable[[], None]) -> T:
-    """Call ``work`` in another thread and return its result: it may block without letting Python
-    handle signals. ``look`` is called repeatedly meanwhile; an error that it raises ends the wait.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=run, name="fxpipe-meeting", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_POLL)
-        look()
-    return future.result()

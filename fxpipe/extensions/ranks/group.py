@@ -1,7 +1,4 @@
-"""The ranks of a pipe as a group: they make the same calls in the same order, and agree on each.
-
-A pipe in one process is a group of one rank, which never waits.
-"""
+"""The ranks of a pipe as a group: they make the same calls in the same order, and agree on each."""
 
 from __future__ import annotations
 
@@ -16,11 +13,12 @@ from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe.errors import InputError, RankError, told
-from fxpipe.runtime.ranks.log import STORE, Entry, Log
+from fxpipe.extensions.ranks.log import STORE, Entry, Log
+from fxpipe.runtime.group import Group
 from fxpipe.signals import held_once, raise_held
 
 if TYPE_CHECKING:
-    from fxpipe.runtime.ranks.channels import RankChannels
+    from fxpipe.extensions.ranks.channels import RankChannels
 
 POLL = 0.1
 """Seconds between two checks for signals while a thread waits for another rank."""
@@ -36,7 +34,7 @@ _PLACE = ("device", "instruction", "stage", "microbatch", "source")
 
 
 class Membership(NamedTuple):
-    """What a rank knows about the ranks of its pipe; by default there is only this process.
+    """What a rank knows about the ranks of its pipe.
 
     Attributes:
         rank: this rank's number in the pipe. The first replica's ranks come first, and within a
@@ -47,7 +45,7 @@ class Membership(NamedTuple):
         hosts: rank → the name of its host.
         group: a gloo process group of all ranks, which belongs to the log.
         threads: intra-op threads of this rank's device: its share of the host's threads, or
-            OMP_NUM_THREADS. 0 for the only rank of a pipe.
+            OMP_NUM_THREADS.
         timeout: seconds that a rank may be late.
         store: a store of torch.distributed that belongs to this pipe.
         devices: rank → the index of its CUDA device on its host; None in a mesh of CPUs.
@@ -55,38 +53,25 @@ class Membership(NamedTuple):
         replicas: the number of replicas of the pipeline.
     """
 
-    rank: int = 0
-    names: tuple[str, ...] = ("this process",)
-    places: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
-    group: Any = None
-    threads: int = 0
-    timeout: float = 0.0
-    store: Any = None
+    rank: int
+    names: tuple[str, ...]
+    places: tuple[str, ...]
+    hosts: tuple[str, ...]
+    group: Any
+    threads: int
+    timeout: float
+    store: Any
     devices: tuple[int | None, ...] = ()
     backend: str = ""
     replicas: int = 1
 
 
-ALONE = Membership()
-"""The membership of a process that is the only rank."""
-
-
-class RankGroup:
-    """The ranks of a pipe, as one of them sees them.
+class RankGroup(Group):
+    """The ranks of a pipe, as one of them sees them. ``kept`` is the same on all ranks, unless one
+    failed while the others committed a run.
 
     Attributes:
         members: names and places of the ranks, and what connects them.
-        rank: the number of this rank.
-        size: the number of ranks.
-        replicas: the number of replicas of the pipeline. All ranks of a replica come before those
-            of the next.
-        replica: the replica that this rank belongs to.
-        device: the device of the replica that this rank runs.
-        call: how many calls have begun. The count is the same on all ranks, so it identifies a
-            call.
-        kept: how many runs have changed the model since the last checkpoint was loaded. The count
-            is the same on all ranks, unless one failed while the others committed a run.
         epoch: how often the process groups of devices were given up after a failure: those of this
             number are used, once a call has begun on all ranks.
         summed: the bytes that this rank has sent to sum gradients over the replicas.
@@ -95,13 +80,17 @@ class RankGroup:
             hear of each.
     """
 
-    def __init__(self, members: Membership = ALONE) -> None:
-        """Open the log of the ranks; by default there is only one."""
+    def __init__(self, members: Membership) -> None:
+        """Open the log of the ranks."""
         self.members = members
         self.rank, self.size, self.replicas = members.rank, len(members.names), members.replicas
         self._devices = self.size // self.replicas
         self.replica, self.device = divmod(self.rank, self._devices)
-        self.call = self.kept = self.summed = self.epoch = 0
+        first = self.replica * self._devices
+        self.pipeline = range(first, first + self._devices)
+        self.twins = range(self.device, self.size, self._devices)
+        self.places, self.threads = members.places, members.threads
+        self.summed = self.epoch = 0
         self.closed = False
         self.changed = threading.Condition(threading.RLock())
         self._gone: tuple[int, int, str] | None = None  # who has told of which lost rank, and why
@@ -117,19 +106,8 @@ class RankGroup:
         self._told = False  # whether this rank has announced that the call failed
         self._outcome_told = False  # whether it has sent, in this call, how far it has come
         self._failed: Callable[[], str] = lambda: ""
-        self._log = _log(self) if self.size > 1 else None
+        self._log = _log(self)
         self.members = members._replace(group=None)  # the log ends it
-
-    @property
-    def pipeline(self) -> range:
-        """Device → its rank in this rank's replica."""
-        first = self.replica * self._devices
-        return range(first, first + self._devices)
-
-    @property
-    def twins(self) -> range:
-        """Replica → its rank with the same device as this one."""
-        return range(self.device, self.size, self._devices)
 
     # calls
 
@@ -150,9 +128,6 @@ class RankGroup:
             InputError: the pipe is closed, or this process was forked.
             RankError: another rank failed in this call, or makes a different call.
         """
-        if self.size == 1:
-            yield
-            return
         if self._what:
             try:
                 yield
@@ -178,13 +153,11 @@ class RankGroup:
                 self._forget()
 
     def when_failed(self, failed: Callable[[], str]) -> None:
-        """Call a function on every rank after a failed call, and add its text to the error."""
         self._failed = failed
 
     @property
     def called(self) -> bool:
-        """Whether all ranks are in the same call, so that all of them hear of a failure."""
-        return self.size == 1 or bool(self._what)
+        return bool(self._what)
 
     def check(self) -> None:
         """Check that calls can be made.
@@ -198,7 +171,7 @@ class RankGroup:
             raise gone
 
     def _check_open(self) -> None:
-        if self._log is not None and self._log.forked:
+        if self._log.forked:
             raise InputError(
                 "this process was forked from the one that compiled the pipe, and the other ranks "
                 "are connected only to that one; use the pipe there"
@@ -221,8 +194,6 @@ class RankGroup:
         Raises:
             RankError: a rank failed, is gone or late, or exchanges something else.
         """
-        if self.size == 1:
-            return [value]
         index = -1 if about == OUTCOME else self._exchanges  # ranks fail at different places
         self._settled = False
         own = (self._what, self.kept, self.epoch) if index == 0 else None
@@ -263,7 +234,6 @@ class RankGroup:
         return [said[rank][2] for rank in range(self.size)]
 
     def share(self, about: str, make: Callable[[], Any]) -> Any:
-        """Call ``make`` on rank 0, and return its result on all ranks."""
         return self.exchange(about, make() if self.rank == 0 else None)[0]
 
     def settle(self, value: Any) -> list[Any]:
@@ -312,8 +282,6 @@ class RankGroup:
         Raises:
             RankError: a text differs; the message shows the first line that differs.
         """
-        if self.size == 1:
-            return [value]
         texts = [text, own, twins]
         digests = [hashlib.sha256(each.encode()).hexdigest() for each in texts]
         answers = self.exchange(about, [*digests, value])
@@ -344,7 +312,6 @@ class RankGroup:
         Raises:
             InputError: it has something that cannot be pickled.
         """
-        assert self._log is not None
         self._log.tell(entry, ranks)
 
     def error_of(self, rank: int, value: Mapping[str, Any]) -> RankError:
@@ -386,11 +353,14 @@ class RankGroup:
 
     def close(self) -> None:
         """Stop what still runs here, and say goodbye to the other ranks."""
-        if self._log is None or self._log.forked:
+        if self._log.forked:
             return
         self.closed = True
         self._stop(RankError("the pipe was closed", rank=self.rank))
         self._log.close()
+
+    def refuse(self, what: str, cure: str) -> None:
+        raise InputError(f"{what} is not possible over several ranks; {cure}")
 
     def _compare(self, began: Mapping[int, tuple[str, int, int] | None]) -> None:
         """Check that ranks have begun the same call, and kept the results of as many runs."""
@@ -472,12 +442,6 @@ def _log(group: RankGroup) -> Log:
     log = Log(group.rank, group.size, members.store, members.group, deliver)
     weakref.finalize(group, log.end).atexit = False
     return log
-
-
-def refuse_on_ranks(group: RankGroup, what: str, cure: str) -> None:
-    """Raise InputError if a pipe runs over several ranks, for a feature that needs one process."""
-    if group.size > 1:
-        raise InputError(f"{what} is not possible over several ranks; {cure}")
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:

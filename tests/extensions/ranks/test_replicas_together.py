@@ -14,11 +14,11 @@ from torch.nn import functional as F
 import fxpipe
 from fxpipe.ir import instruction as ins
 from fxpipe.runtime import interpreter
+from tests.extensions.ranks.test_replicas import OPTIMIZERS, Model, batch, looped, pipe_of
 from tests.helpers.one_optimizer import made_by
 from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
 from tests.helpers.tiny import soon
-from tests.ranks.test_replicas import OPTIMIZERS, Model, batch, looped, pipe_of
 
 Devices = DeviceMesh | int
 
@@ -181,8 +181,9 @@ def broken(mesh: DeviceMesh, where: str, shards: bool) -> list[float]:
     x = beside.batch(0, 0)
     example = (x,), {"target": x}
     with fxpipe.compile(beside.model, mesh, optimizer=sgd, example=example, **options) as pipe:
-        real = pipe._group.agree
-        pipe._group.agree = agree  # type: ignore[method-assign]
+        group: Any = pipe._group
+        real = group.agree
+        group.agree = agree
         with pytest.raises((Exiting, fxpipe.RankError)):
             pipe.step(x, target=x)
         replica = mesh.get_local_rank("dp")
@@ -297,7 +298,8 @@ def failing_early(mesh: DeviceMesh) -> str:
     replica, device = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
 
     def late(machine: Any, instruction: Any) -> None:
-        assert soon(lambda: pipe._group.failure is not None)
+        group: Any = pipe._group
+        assert soon(lambda: group.failure is not None)
         meets(machine, instruction)
 
     meets = interpreter.HANDLERS[ins.Barrier]

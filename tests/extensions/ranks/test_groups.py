@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe import InputError, RankError
-from fxpipe.runtime.ranks import log
-from fxpipe.runtime.ranks.group import Membership, RankGroup, failure_of
-from fxpipe.runtime.ranks.log import CLOSED, Entry, Log
+from fxpipe.extensions.ranks import log
+from fxpipe.extensions.ranks.group import Membership, RankGroup, failure_of
+from fxpipe.extensions.ranks.log import CLOSED, Entry, Log
 from tests.helpers.tiny import soon, within
 
 pytestmark = pytest.mark.timeout(120, method="thread")

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 import fxpipe
+from tests.extensions.ranks import test_checkpoints, test_equal, test_replicas
 from tests.helpers.failing import Skipping
 from tests.helpers.remembered import remembering
 from tests.helpers.times import equal_times
 from tests.helpers.tiny import CUTS, batch, pipe_of
-from tests.ranks import test_checkpoints, test_equal, test_replicas
 
 for name in (
     "_pytest.config",

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from fxpipe.errors import InputError, RankError
 from fxpipe.extend import find
+from fxpipe.extensions.ranks.group import RankGroup, failure_of
+from fxpipe.extensions.ranks.log import Entry
+from fxpipe.extensions.ranks.pairs import PairGroups
+from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import ValueSpec
-from fxpipe.ir.program import Program
 from fxpipe.ir.value import CROSSING, Buffer
 from fxpipe.runtime.devices.backend import Channels
 from fxpipe.runtime.host import Job, in_own_storage
 from fxpipe.runtime.interpreter import Machine, Stopped
-from fxpipe.runtime.ranks.group import RankGroup, failure_of
-from fxpipe.runtime.ranks.log import Entry
-from fxpipe.runtime.ranks.pairs import PairGroups
 
 SMALL = 4096
 """Published tensors of fewer bytes are collected and sent together."""
@@ -69,7 +69,7 @@ class RankChannels(Channels):
 
     def __init__(
         self,
-        program: Program,
+        program: OwnProgram,
         group: RankGroup,
         jobs: Mapping[int, Job],
         pairs: PairGroups,
@@ -160,7 +160,7 @@ class RankChannels(Channels):
 
     def arrived(self, machine: Machine, source: int) -> None:
         """Let go of what the sender of a value had received before it sent that."""
-        confirmed = self._program.confirmed.get((machine.device, machine.position))
+        confirmed = self._program.confirmed.get(machine.position)
         kept = self._sent.get(source)
         if confirmed is None or kept is None:
             return

@@ -55,7 +55,7 @@ def train(rank: int, ranks: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     import fxpipe
-    from fxpipe.runtime.ranks import log
+    from fxpipe.extensions.ranks import log
 
     log.SILENCE = 10.0  # busy processes are not lost
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
@@ -109,7 +109,7 @@ def ranks_on(names: list[str]) -> Iterator[list[Any]]:
         subprocess.Popen(
             [
                 *("ip", "netns", "exec", name, sys.executable, "-c"),
-                f"from tests.ranks.test_lost_link import train; train({rank}, {len(names)})",
+                f"from {train.__module__} import train; train({rank}, {len(names)})",
             ],
             env=environment,
             cwd=ROOT,

@@ -60,7 +60,7 @@ def part(rank: int, port: int, *, folder: Path, kills: int) -> None:
     )
 
 
-@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.smoke), 10])
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.deep)])
 def test_training_whose_ranks_are_killed_and_replaced_ends_with_the_same_weights(
     kills: int, tmp_path: Path
 ) -> None:
@@ -75,6 +75,7 @@ def test_training_whose_ranks_are_killed_and_replaced_ends_with_the_same_weights
         assert same(killed.optimizer.parameters[name].state, own.state), name
 
 
+@pytest.mark.deep
 def test_a_rank_that_nobody_replaces_is_named_after_the_timeout() -> None:
     store = tcp("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(fxpipe.RankError, match="rank 1 has not come") as raised:
@@ -82,6 +83,7 @@ def test_a_rank_that_nobody_replaces_is_named_after_the_timeout() -> None:
     assert raised.value.rank == 1
 
 
+@pytest.mark.deep
 def test_a_process_whose_place_another_has_taken_is_refused() -> None:
     store = tcp("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mesh = fxpipe.rejoin(store, 0, 1)

@@ -17,9 +17,9 @@ from torch.nn import functional
 
 import fxpipe
 from fxpipe import RankError
+from fxpipe.extensions.ranks import log
 from fxpipe.ir import instruction as ins
 from fxpipe.passes.partition import measure
-from fxpipe.runtime.ranks import log
 from fxpipe.runtime.weights.live import LiveWeights
 from tests.helpers.failing import (
     Beside,
@@ -217,7 +217,7 @@ def killed_elsewhere(mesh: DeviceMesh, folder: str) -> None:
             except fxpipe.RankError as error:  # the last message of the killed rank was lost
                 assert error.rank == 1
         if change is in_flight:
-            assert soon(lambda: pipe._group.gone is not None)  # noqa: B023
+            assert soon(lambda: pipe._group.gone is not None)  # type: ignore[attr-defined]  # noqa: B023
             with told_of(1, 1):
                 float(loss)
         with told_of(1) as raised:
@@ -285,7 +285,7 @@ def never_comes(mesh: DeviceMesh, folder: str) -> str:
     beside = Beside(mesh)
     beside.step()
     x, y = beside.batch()
-    group = beside.pipe._group
+    group: Any = beside.pipe._group
     group.members = group.members._replace(timeout=1.0)
     done = Path(folder, "done")
     if mesh.get_local_rank() == 1:

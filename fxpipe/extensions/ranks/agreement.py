@@ -1,0 +1,258 @@
+"""What ranks agree on: what is compiled, and each call.
+
+Each rank compiles for itself, and describes what it has made as text. All ranks compare the texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from math import inf
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.compiler.compiled import Compiled, Kind, restoring
+from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.options import Options
+from fxpipe.engine import Engine
+from fxpipe.extensions.ranks.devices import CudaRanks, RankBackend
+from fxpipe.extensions.ranks.group import RankGroup
+from fxpipe.extensions.ranks.program import OwnProgram
+from fxpipe.formatting import without_addresses
+from fxpipe.ir.plan import Plan, Stage
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.traced import Traced
+from fxpipe.kernels.graph import PEAK, GraphKernel, peak_of
+from fxpipe.runtime.batch import MicroBatches
+from fxpipe.torchtools import allocator
+from fxpipe.torchtools.meta import become
+
+_ROUNDS = 8
+"""How many rounds of messages are exchanged to compare clocks."""
+
+
+class Ranks(RankGroup):
+    """The ranks of a pipe, which compile alike and run a device each."""
+
+    _state: tuple[tuple[Any, ...], Sequence[str]] | None = None
+
+    def backend(self, options: Options) -> RankBackend:
+        kind = CudaRanks if options.places else RankBackend
+        return kind(self, options.here, options.in_order)
+
+    def same_options(self, options: Options) -> None:
+        self.agree(
+            "what fxpipe.compile was given", f"torch {torch.__version__}\n{options_text(options)}"
+        )
+
+    @contextmanager
+    def compiling(self, parts: Sequence[object]) -> Iterator[None]:
+        restore = restoring(parts)
+        try:
+            yield
+            self.exchange("the compilation", held=True)
+        except BaseException:
+            restore()
+            raise
+
+    def same_plans(
+        self, options: Options, schedule: Schedule, traced: Traced, plans: Sequence[Plan]
+    ) -> None:
+        """Also takes over the memory peaks of stages that other ranks have compiled. Whether
+        random numbers are drawn must be alike as each step of all ranks shares their seed."""
+        first = plans[0]
+        trained = [[each.target for each in stage.parameters] for stage in first.stages]
+        own = [s.index for s in first.stages if options.owns(s.index)]
+        answers = self.agree(
+            "the compiled plan",
+            f"{schedule}\n{trained}\nthe model draws random numbers: {traced.seeded}",
+            own=str(first),
+            value=[_peaks(plan, own) for plan in plans],
+        )
+        for rank in self.pipeline:
+            for plan, peaks in zip(plans, answers[rank], strict=True):
+                for index, of_stage in peaks.items():
+                    for graph, peak in zip(_graphs(plan.stages[index]), of_stage, strict=True):
+                        graph.meta[PEAK] = peak
+
+    def same_program(self, made: Program | None, known: Program | None, plan: Plan) -> Program:
+        # another replica may have to make what this rank knows
+        text = "" if made is None else f"{made}buckets {plan.buckets}\n"
+        own = known if made is None else OwnProgram.of(made, self.device)
+        self.agree("the compiled program", "", own=text)
+        return super().same_program(own, None, plan)
+
+    def same_call(
+        self,
+        engine: Engine,
+        compiler: Compiler,
+        micro: MicroBatches,
+        kind: Kind,
+        known: Compiled | None,
+        *,
+        first: bool,
+    ) -> bool:
+        """Also flushes, on all ranks, if the batch of a replica cannot join those in flight."""
+        batch, compiles = micro.batch, known is None
+        leaves = [*zip(batch.names, batch.leaves, strict=True)]
+        if self._state is None or self._state[0] != compiler.state:
+            self._state = compiler.state, state_text(compiler.options.model, compiler.state)
+        common = [
+            f"{kind.purpose} in {len(micro)} micro-batches",
+            f"batch number {engine.batches}",
+            f"updates: {kind.updates}",
+            f"outputs: {kind.outputs}",
+            *self._state[1],
+        ]
+        own = [
+            f"a batch of {batch.size} samples",
+            *(f"{name}: {_leaf_text(leaf)}" for name, leaf in leaves),
+        ]
+        if first:  # later, replicas may have batches of other shapes
+            common += own
+        # before the first batch, a rank may have no optimizer yet
+        common += engine.progress.settings() if engine.batches else ()
+        since = "new" if known is None else f"those of call {known.call}"
+        own += [
+            "it is compiled anew" if compiles else "it is compiled already",
+            *(
+                f"{name}: {tuple(leaf.shape)} {leaf.dtype}, {digest(leaf)}"
+                for name, leaf in leaves
+                if compiles and isinstance(leaf, Tensor)
+            ),
+            f"attributes, globals and hooks that its code reads: {since}",
+        ]
+        flushes = known is not None and not engine.joins(known)
+        ranks = self.agree(
+            "the call", "\n".join(common), own="\n".join(own), value=(compiles, flushes)
+        )
+        if self.replicas > 1 and any(flushes for _, flushes in ranks):
+            engine.flush()
+        return any(compiles for compiles, _ in ranks)  # another replica may have to
+
+    def same_weights(self, state: Mapping[str, Tensor]) -> None:
+        if self.replicas > 1:
+            lines = [f"{name}: {digest(state[name])}" for name in sorted(state)]
+            self.agree("what replicas train", "", twins="\n".join(lines))
+
+    def release(self, options: Options, compiled: Compiled) -> None:
+        """On ranks of CPUs. The parameters stay the same objects, on the meta device. Buffers,
+        which models read to decide what to do, keep their data, and so do parameters that no stage
+        reads."""
+        if options.places:
+            return
+        state = compiled.traced.state_of(options.model)
+        own: set[Tensor] = set()
+        others: set[Tensor] = set()
+        for stage in range(len(compiled.plan.stages)):
+            tensors = own if options.owns(stage) else others
+            tensors.update(state[name] for name in compiled.names(stage))
+        for tensor in others - own:
+            if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+                become(tensor, torch.empty_like(tensor, device="meta"))
+        # the same on all ranks, so that they compile alike
+        options.__dict__["hollow"] = options.size
+        allocator.give_back()
+
+    def timed(self, times: Sequence[Sequence[int]]) -> list[list[int]]:
+        ahead, every = self.clocks(), self.exchange("times", times)
+        found: list[list[int]] = [[] for _ in times]
+        for rank in self.pipeline:
+            for device, stamps in enumerate(every[rank]):
+                found[device] += [stamp - ahead[rank] for stamp in stamps]
+        return found
+
+    def clocks(self) -> list[int]:
+        """Rank → by how many nanoseconds its clock is ahead of rank 0's.
+
+        Ranks compare clocks by messages that cross, as the Network Time Protocol does. The result
+        is 0 unless the messages prove that the clocks differ; on one host they cannot, as all
+        processes have the same clock. Otherwise it is off by at most half the time of a message.
+        """
+        least = [inf] * self.size
+        for _ in range(_ROUNDS):
+            sent = self.exchange("clock", perf_counter_ns())
+            now = perf_counter_ns()
+            least = [min(known, now - stamp) for known, stamp in zip(least, sent, strict=True)]
+        # receiver → sender → the least time of a message, and how far the receiver's clock is ahead
+        seen = self.exchange("delays", least)
+        ways = [(delays[0], seen[0][rank]) for rank, delays in enumerate(seen)]
+        return [0 if -back <= 0 <= there else (there - back) // 2 for there, back in ways]
+
+
+def options_text(options: Options) -> str:
+    """The options as text that has to be the same on all ranks, one on each line."""
+    apart = {"model", "optimizer", "scaler", "dispatch", "threads", "group"}
+    apart |= {"devices", "torch_devices", "places"}  # each replica has devices of its own
+    model, scaler = options.model, options.scaler
+    lines = [
+        f"model: {type(model).__qualname__}",
+        f"devices: {', '.join(device.type for device in options.torch_devices)}",
+    ]
+    for name, parameter in model.named_parameters():
+        trained = "trained" if parameter.requires_grad else "not trained"
+        lines.append(f"{name}: {tuple(parameter.shape)}, {parameter.dtype}, {trained}")
+    lines += [f"{n}: {tuple(b.shape)}, {b.dtype}" for n, b in model.named_buffers()]
+    lines.append(f"optimizer: {'none' if options.optimizer is None else 'given'}")
+    lines.append(f"scaler: {scaler and (scaler.is_enabled(), scaler.get_scale())}")
+    names = [option.name for option in fields(options) if option.name not in apart]
+    lines += [f"{name}: {getattr(options, name)!r}" for name in names]
+    return without_addresses("\n".join(lines))
+
+
+def state_text(model: nn.Module, state: tuple[Any, ...]) -> list[str]:
+    """The state that ``Guard.state`` returned as lines of text, without the values that the
+    model's code reads."""
+    _, flags, trained, _, cast, dtype = state
+    mode = f"{'training' if model.training else 'evaluation'} mode"
+    if any(flag != model.training for flag in flags):
+        others = [name for name, each in model.named_modules() if each.training != model.training]
+        mode += f", but for {', '.join(others)}"
+    frozen: list[str] = []
+    if not all(trained):
+        frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
+    return [
+        f"the pipe is in {mode}",
+        f"parameters without gradients: {', '.join(frozen) or 'none'}",
+        f"autocast: {cast or 'none'}",
+        f"the default type of numbers: {dtype}",
+    ]
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a short hash of a tensor's values; empty on the meta device."""
+    if tensor.is_meta:
+        return ""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    values = hashlib.sha256(plain.view(-1).view(torch.uint8).numpy().data)
+    return values.hexdigest()[:16]
+
+
+def _leaf_text(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{tuple(leaf.shape)} {leaf.dtype}" + ", requires grad" * leaf.requires_grad
+    return without_addresses(repr(leaf))
+
+
+def _peaks(plan: Plan, own: Sequence[int]) -> dict[int, list[int | None]]:
+    """Stage of this rank → for each of its graphs its ``peak_of``; empty if all run as they are."""
+    peaks = {index: [*map(peak_of, _graphs(plan.stages[index]))] for index in own}
+    return peaks if any(peak is not None for each in peaks.values() for peak in each) else {}
+
+
+def _graphs(stage: Stage) -> list[fx.GraphModule]:
+    graphs: list[fx.GraphModule] = []
+
+    def see(graph: fx.GraphModule) -> fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    if isinstance(stage.kernel, GraphKernel):
+        stage.kernel.mapped(see)
+    return graphs

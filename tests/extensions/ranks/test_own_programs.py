@@ -1,0 +1,94 @@
+"""What a rank keeps of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from fxpipe.extensions.ranks.program import OwnProgram
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.ir.unroll import unroll
+from fxpipe.ir.value import CROSSING, HOST, Buffer
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.lowering.streams import Streams
+from tests.helpers.plans import chain, skipping
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_has_the_window_and_depth_of_the_whole(name: str) -> None:
+    for p, m in [(2, 4), (3, 3)]:
+        schedule = RECIPES[name](p, m)
+        lowered = free(communicate(Lower(chain(schedule.stages))(schedule)))
+        for program in (lowered, Streams()(lowered)):
+            for device in range(p):
+                own = OwnProgram.of(program, device)
+                assert (own.window, own.depth) == (program.window, program.depth)
+                assert own.lists[device] == program.lists[device]
+                assert sum(map(len, own.lists)) == len(program.lists[device])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_let_go_of_at_a_receive_had_arrived_before_that_value_was_sent(name: str) -> None:
+    for p, m in [(2, 4), (4, 8)]:
+        schedule = RECIPES[name](p, m)
+        for plan in (chain, skipping) if schedule.stages > 2 else (chain,):
+            program = free(communicate(Lower(plan(schedule.stages))(schedule)))
+            steps = 2 + program.depth
+            runs = [*map(places, unroll(program, steps).lists)]
+            confirms = set[tuple[int, int]]()
+            every = [OwnProgram.of(program, device).confirmed for device in range(program.devices)]
+            own = [(d, *each) for d, confirmed in enumerate(every) for each in confirmed.items()]
+            for device, at, last in own:
+                x = program.lists[device][at]
+                assert isinstance(x, ins.Receive)
+                source = program.origin(x)
+                confirms.add((device, source))
+                for shift in range(-program.depth, steps + program.depth):
+                    value = x.buffer._replace(batch=x.buffer.batch + shift)
+                    before = last._replace(batch=last.batch + shift)
+                    if value in runs[device] and before in runs[device]:
+                        assert runs[device][before] < runs[device][value]
+                        assert runs[source][before] < runs[source][value]
+            both = {
+                (device, program.origin(x))
+                for device, row in enumerate(program.lists)
+                for x in row
+                if isinstance(x, ins.Receive) and x.buffer.kind in CROSSING
+            }
+            two_way = {(a, b) for a, b in both if (b, a) in both}
+            assert confirms <= two_way and bool(confirms) == bool(two_way)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_links_join_the_devices_of_edges_and_a_rank_knows_its_own(name: str) -> None:
+    for p, m in [(2, 4), (4, 8)]:
+        schedule = RECIPES[name](p, m)
+        plan = (skipping if schedule.stages > 2 else chain)(schedule.stages)
+        program = free(communicate(Lower(plan)(schedule)))
+        at = {
+            (task.stage, task.microbatch): device
+            for device, row in enumerate(schedule.rows)
+            for task in row
+            if task.kind == "F"
+        }
+        expected = set[tuple[int, int]]()
+        for edge in plan.edges:
+            if HOST in (edge.source, edge.target):
+                continue
+            ends = {(at[edge.source, i], at[edge.target, i]) for i in range(schedule.microbatches)}
+            expected |= {(a, b) for a, b in ends if a != b}
+            if edge.gradient and schedule.trains:
+                expected |= {(b, a) for a, b in ends if a != b}
+        for device in range(schedule.devices):
+            own = tuple(link for link in sorted(expected) if device in link)
+            assert OwnProgram.of(program, device).links == own
+
+
+def places(row: Sequence[ins.Instruction]) -> dict[Buffer, int]:
+    """Where a device's list sends or receives each value that crosses to another device."""
+    kinds = ins.Send | ins.Receive
+    return {x.buffer: at for at, x in enumerate(row) if isinstance(x, kinds)}
