@@ -191,8 +191,7 @@ class Engine:
     def _check_workers(self) -> None:
         if self.closed:
             raise InputError("the pipe is closed; compile the model again")
-        if self._options.ranks:
-            self._options.group.check()
+        self._options.group.check()
         if self._overlapping is not None:
             self._overlapping.check()
         for worker in self._workers:
