@@ -57,7 +57,7 @@ class Facts:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.window = _window(program)
+        self.window = window_of(program)
         wrong = {**self.window.wrong, **dict(_wrong(program))}
         self.wrong = {place: wrong[place] for place in sorted(wrong)}
         self.lives = [self._life(device) for device in range(program.devices)]
@@ -140,7 +140,7 @@ class Facts:
         return [(p, x.later(-x.batch) if x.batch else x) for p, x in life]
 
 
-def _window(program: Program) -> Window:
+def window_of(program: Program) -> Window:
     """Write the compute instructions of a program as tasks of a schedule."""
     kinds: dict[type[ins.Instruction], None] = {type(x): None for x in chain(*program.lists)}
     # what is missing is of these, too: with replicas or copies of extensions

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 
@@ -15,8 +14,8 @@ from fxpipe.ir.program import Program
 
 _READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
 
-_FIRST, _LAST = 16, 256
-"""How many steps ``steady_state`` simulates first, and from how many on it gives up."""
+_FIRST, _LAST = 17, 512
+"""How many steps ``steady_state`` simulates first, and how many it does not simulate any more."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +108,12 @@ class Steady:
     Attributes:
         period: the time of a step.
         bubble: the share of the devices' time that is idle.
-        steps: the number of steps after which everything repeats, later by a fixed time. None if it
-            did not within the steps that were tried; the period is then the mean of their later
-            half.
-        cycle: how many steps later it repeats; 0 if it did not.
+        cycle: after how many steps everything repeats, later by a fixed time; 0 if nothing did
+            within the steps that were tried. The period is then the mean of their later half.
     """
 
     period: float
     bubble: float
-    steps: int | None
     cycle: int
 
 
@@ -133,102 +129,45 @@ def steady_state(simulation: Simulation) -> Steady:
     """
     if simulation.again is None:
         raise InputError("a measured run cannot go on; simulate the program with its costs")
-    reach = simulation.window.depth + 1
-    steps = _FIRST + reach
-    while True:
+    depth = simulation.window.depth
+    steps, cycle = _FIRST + depth, 0
+    while not cycle and steps < _LAST:
         longer = simulation.again(steps)
-        windows = [_ends(longer, step) for step in range(longer.window.depth, steps)]
-        cycle = _cycle(windows, reach)
-        if cycle is not None or steps >= _LAST:
-            break
+        windows = [_ends(longer, step) for step in range(depth, steps)]
+        cycle = _cycle(windows, depth + 1)
         steps *= 2
-    if cycle is None:
-        half = len(windows) // 2
-        period = (max(windows[-1]) - max(windows[half])) / (len(windows) - 1 - half)
-        return Steady(period, _bubble(longer, period), None, 0)
-    period = (windows[-1][0] - windows[-1 - cycle][0]) / cycle
-    first = len(windows) - 1
-    while first >= cycle and _repeats(windows[first - cycle], windows[first]):
-        first -= 1
-    before = max(first + 1 - cycle, 0) + longer.window.depth
-    return Steady(period, _bubble(longer, period), before, cycle)
+    apart = cycle or len(windows) // 2
+    period = (max(windows[-1]) - max(windows[-1 - apart])) / apart
+    work = sum(longer.busy) / longer.steps
+    return Steady(period, 1 - work / (longer.devices * period) if period else 0.0, cycle)
 
 
 def _ends(simulation: Simulation, step: int) -> list[float]:
-    """The ends of the instructions of one whole step, on all devices."""
+    """The ends of the instructions of one whole step, on all devices. The first ``depth`` steps
+    lack the tasks of earlier batches."""
     ends: list[float] = []
-    for device in range(simulation.devices):
-        first, stop = _window(simulation, device, step)
-        ends += simulation.events.ends[device][first:stop]
+    depth = simulation.window.depth
+    for list_, all_ends in zip(simulation.window.lists, simulation.events.ends, strict=True):
+        lead = sum(depth + instruction.batch for instruction in list_)
+        first = lead + (step - depth) * len(list_)
+        ends += all_ends[first : first + len(list_)]
     return ends
 
 
-def _window(simulation: Simulation, device: int, step: int) -> tuple[int, int]:
-    """The first position of a step, and the position after its last. The first ``depth`` steps lack
-    the tasks of earlier batches."""
-    list_, depth = simulation.window.lists[device], simulation.window.depth
-    lead = sum(depth + instruction.batch for instruction in list_)
-    first = lead + (step - depth) * len(list_)
-    return first, first + len(list_)
-
-
-def _cycle(windows: Sequence[Sequence[float]], reach: int) -> int | None:
-    """How many steps apart the last ``reach`` steps repeat; None if they do not."""
+def _cycle(windows: Sequence[Sequence[float]], reach: int) -> int:
+    """How many steps apart the last ``reach`` steps repeat; 0 if they do not."""
     for cycle in range(1, (len(windows) - reach) // 2 + 1):
-        last = range(len(windows) - reach, len(windows))
-        if all(_repeats(windows[k - cycle], windows[k]) for k in last):
+        if all(_repeats(windows[-k - cycle], windows[-k]) for k in range(1, reach + 1)):
             return cycle
-    return None
+    return 0
 
 
 def _repeats(earlier: Sequence[float], later: Sequence[float]) -> bool:
     """Whether everything happens again, later by one fixed time."""
-    if not earlier:
-        return True
-    shift = later[0] - earlier[0]
     return all(
-        isclose(b - a, shift, rel_tol=1e-9, abs_tol=1e-12 * abs(b))
+        isclose(b - a, later[0] - earlier[0], rel_tol=1e-9, abs_tol=1e-12 * abs(b))
         for a, b in zip(earlier, later, strict=True)
     )
-
-
-def _bubble(simulation: Simulation, period: float) -> float:
-    busy: float = 0
-    for device, list_ in enumerate(simulation.program.lists):
-        starts, ends = simulation.events.starts[device], simulation.events.ends[device]
-        for position in range(*_window(simulation, device, simulation.window.depth)):
-            if list_[position].letter:
-                busy += ends[position] - starts[position]
-    return 1 - busy / (simulation.devices * period) if period else 0.0
-
-
-def peak_stash(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The most micro-batches kept for backward at once: by each stage, and by each device."""
-    stages, devices = [0] * program.stages, [0] * program.devices
-    for device, list_ in enumerate(program.lists):
-        for stage, kept, together in stash_levels(list_):
-            stages[stage] = max(stages[stage], kept)
-            devices[device] = max(devices[device], together)
-    return tuple(stages), tuple(devices)
-
-
-def stash_levels(list_: Sequence[ins.Instruction]) -> Iterator[tuple[int, int, int]]:
-    """Yield, for each instruction of a device, a stage and how many micro-batches that stage, and
-    all stages of the device together, keep for backward while it runs: from the forward, or the
-    recompute, to the end of the backward, or of its second half."""
-    kept: Counter[int] = Counter()
-    together = 0
-    for instruction in list_:
-        stage = change = 0
-        match instruction:
-            case ins.Forward(stage, keeps=True) | ins.Recompute(stage):
-                kept[stage] += 1
-                together += 1
-            case ins.Backward(stage) | ins.WeightGrad(stage):
-                change = 1
-        yield stage, kept[stage], together
-        kept[stage] -= change
-        together -= change
 
 
 def peak_versions(program: Program) -> tuple[int, ...]:

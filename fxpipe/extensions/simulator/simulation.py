@@ -20,6 +20,8 @@ from fxpipe.ir.task import Task
 from fxpipe.ir.value import Buffer
 from fxpipe.metrics import idle_share
 from fxpipe.passes.lowering.pairs import Pairs, joins
+from fxpipe.verify.facts import window_of
+from fxpipe.verify.schedule import StashCounts, stash_of
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -234,19 +236,19 @@ class Simulation:
                 sent[transfer.source] += self.sizes.summing(stage, replica, replicas, what, bucket)
         return tuple(sent)
 
-    @cached_property
+    @property
     def stash(self) -> tuple[int, ...]:
         """Stage → the most micro-batches that it keeps for backward at once."""
-        from fxpipe.extensions.simulator.analysis import peak_stash
+        return self._counts.stages
 
-        return peak_stash(self.program)[0]
-
-    @cached_property
+    @property
     def device_stash(self) -> tuple[int, ...]:
         """Device → the most micro-batches that its stages together keep for backward at once."""
-        from fxpipe.extensions.simulator.analysis import peak_stash
+        return self._counts.devices
 
-        return peak_stash(self.program)[1]
+    @cached_property
+    def _counts(self) -> StashCounts:
+        return stash_of(window_of(self.window))
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
