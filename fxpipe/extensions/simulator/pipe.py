@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
-
-from torch import nn
 
 from fxpipe.arguments import check_whole
 from fxpipe.compiler.compiled import Compiled
@@ -82,7 +78,7 @@ def profile_pipe(
     garbage is collected only after the steps, as a collection may take longer than one.
 
     Args:
-        *args: the model's positional inputs; the target may be the last of them.
+        *args: the model's positional inputs.
         target: what the loss compares the output with.
         steps: how many steps to run and measure.
         **kwargs: the model's keyword inputs.
@@ -99,8 +95,6 @@ def profile_pipe(
     options, calls, engine = pipe._options, pipe._calls, pipe._engine
     with options.group.calling("profile"):
         check_whole("steps", steps, 1)
-        if target is None and options.loss is not None:
-            args, target = split_target(options.model, args, kwargs)
         with without_collection(), engine.timed() as times:
             for _ in range(steps):
                 calls.step(args, kwargs, target, return_output=False)
@@ -119,17 +113,3 @@ def held(pipe: Pipeline, compiled: Compiled) -> Sizes:
     progress = pipe._engine.progress
     state, optimizers = progress.state_of(compiled.traced), progress.optimizers_of(compiled.plan)
     return held_sizes(compiled, pipe._options, state, optimizers, stepping=True)
-
-
-def split_target(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], Any]:
-    """Split the arguments of a call such as ``profile(x, y)`` into inputs and target.
-
-    The last argument is the target if the model's forward does not take all arguments.
-    """
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError:
-        return args[:-1], args[-1] if args else None
-    return args, None

@@ -15,7 +15,7 @@ from typing import Any
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.simulator.holding import PARTS
-from fxpipe.extensions.simulator.simulation import Simulation, Span, task_of
+from fxpipe.extensions.simulator.simulation import Simulation, task_of
 from fxpipe.formatting import (
     byte_unit,
     bytes_text,
@@ -44,7 +44,6 @@ Event = dict[str, Any]
 def simulation_table(simulation: Simulation) -> str:
     """The table as text: each device's busy time, its idle time by cause, and what it keeps."""
     program = simulation.program
-    several = program.replicas > 1
     headings = ["device", "stages", "busy", "warm-up", "waits for", "copies", "together", "sums"]
     headings += ["other", "drain", "stash", "versions"]
     rows: list[list[str]] = []
@@ -52,21 +51,24 @@ def simulation_table(simulation: Simulation) -> str:
     single = max(simulation.weight_versions, default=1) <= 1
     for device, idle in enumerate(simulation.idle):
         held = program.held_by(device)
-        row = [
-            str(device),
-            ", ".join(map(str, held)),
-            f"{1 - idle.total / end:.1%}",
-            _share(idle.warm_up, end),
-            _by_device(idle.waiting, end),
-            _by_device(idle.copying, end),
-            _share(idle.meeting, end),
-            _share(idle.summing, end),
-            _share(idle.other, end),
-            _share(idle.drain, end),
-            ", ".join(str(simulation.stash[stage]) for stage in held),
-            "" if single else ", ".join(str(simulation.weight_versions[stage]) for stage in held),
-        ]
-        rows.append(row)
+        rows.append(
+            [
+                str(device),
+                ", ".join(map(str, held)),
+                f"{1 - idle.total / end:.1%}",
+                _share(idle.warm_up, end),
+                _by_device(idle.waiting, end),
+                _by_device(idle.copying, end),
+                _share(idle.meeting, end),
+                _share(idle.summing, end),
+                _share(idle.other, end),
+                _share(idle.drain, end),
+                ", ".join(str(simulation.stash[stage]) for stage in held),
+                ""
+                if single
+                else ", ".join(str(simulation.weight_versions[stage]) for stage in held),
+            ]
+        )
     table = plain_table()
     shown = [at for at in range(len(headings)) if any(row[at] for row in rows)]
     for at in shown:
@@ -85,7 +87,7 @@ def simulation_table(simulation: Simulation) -> str:
         lines.append(f"shares are of the {when} until the last micro-batch is through")
     if first_time(LEGEND):
         lines.append(wrapped(LEGEND))
-    if several:
+    if program.replicas > 1:
         lines.append(_sums(simulation))
     return "\n".join(lines)
 
@@ -166,10 +168,12 @@ def chrome_trace(*simulations: Simulation) -> dict[str, Any]:
 
     Their times count as seconds if one of them is in seconds, otherwise as milliseconds.
     """
-    seconds = any(simulation.seconds for simulation in simulations)
-    events: list[Event] = []
-    for process, simulation in enumerate(simulations, start=1):
-        events += _Process(process, simulation, 1e6 if seconds else 1e3).events()
+    scale = 1e6 if any(simulation.seconds for simulation in simulations) else 1e3
+    events = [
+        {"pid": process, **event}
+        for process, simulation in enumerate(simulations, start=1)
+        for event in _events(simulation, scale)
+    ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -182,87 +186,50 @@ def write_trace(path: str | PathLike[str], *simulations: Simulation) -> None:
         raise InputError(f"the trace cannot be written to {path}: {error.strerror}") from error
 
 
-class _Process:
-    """The events of one simulation."""
-
-    def __init__(self, process: int, simulation: Simulation, scale: float) -> None:
-        self._process = process
-        self._simulation = simulation
-        self._scale = scale
-        ways = {(t.source, t.target) for t in simulation.transfers if t.end > t.start}
-        self._ways = {way: simulation.devices + at for at, way in enumerate(sorted(ways))}
-
-    def events(self) -> Iterator[Event]:
-        yield from self._names()
-        for span in self._simulation.spans:
-            yield self._task(span)
-        for transfer in self._simulation.transfers:
-            if transfer.end > transfer.start:
-                thread = self._ways[transfer.source, transfer.target]
-                name = str(transfer.buffer)
-                yield self._slice(thread, name, "transfer", transfer.start, transfer.end, {})
-        yield from self._memory()
-
-    def _names(self) -> Iterator[Event]:
-        simulation, program = self._simulation, self._simulation.program
-        what = "measured" if simulation.measured else "predicted"
-        yield self._name("process_name", 0, f"{what}: {program.name}")
-        for device in range(simulation.devices):
-            yield self._name("thread_name", device, f"device {device}")
-        for (source, target), thread in self._ways.items():
-            to = "other replicas" if source == target else str(target)
-            yield self._name("thread_name", thread, f"device {source} to {to}")
-        for thread in range(simulation.devices + len(self._ways)):
-            yield self._event("M", thread, name="thread_sort_index", args={"sort_index": thread})
-
-    def _name(self, what: str, thread: int, name: str) -> Event:
-        return self._event("M", thread, name=what, args={"name": name})
-
-    def _task(self, span: Span) -> Event:
+def _events(simulation: Simulation, scale: float) -> Iterator[Event]:
+    """The events of one simulation, whose times are multiplied by ``scale``."""
+    ways = sorted({(t.source, t.target) for t in simulation.transfers if t.end > t.start})
+    threads = [f"device {device}" for device in range(simulation.devices)]
+    for source, target in ways:
+        to = "other replicas" if source == target else str(target)
+        threads.append(f"device {source} to {to}")
+    what = "measured" if simulation.measured else "predicted"
+    title = f"{what}: {simulation.program.name}"
+    yield {"ph": "M", "tid": 0, "name": "process_name", "args": {"name": title}}
+    for thread, name in enumerate(threads):
+        of: Event = {"ph": "M", "tid": thread}
+        yield {**of, "name": "thread_name", "args": {"name": name}}
+        yield {**of, "name": "thread_sort_index", "args": {"sort_index": thread}}
+    for span in simulation.spans:
         task = task_of(span.instruction)
-        args: dict[str, Any] = {"stage": task.stage, "batch": task.batch}
-        if task.microbatch is not None:
-            args["microbatch"] = task.microbatch
-        for name in ("version", "reads", "writes"):
-            if hasattr(span.instruction, name):
-                args[name] = getattr(span.instruction, name)
+        known = {name: getattr(span.instruction, name, None) for name in _TOLD}
+        args = {name: value for name, value in known.items() if value is not None}
         kind = KINDS[task.kind].name if task.kind in KINDS else task.kind
         name = str(replace(task, batch=0))
-        if self._simulation.steps > 1:
+        if simulation.steps > 1:
             name += f" of batch {task.batch}"
-        return self._slice(span.device, name, kind, span.start, span.end, args)
+        yield _slice(span.device, name, kind, span.start * scale, span.end * scale, args)
+    for transfer in simulation.transfers:
+        start, end = transfer.start * scale, transfer.end * scale
+        if end > start:
+            thread = simulation.devices + ways.index((transfer.source, transfer.target))
+            yield _slice(thread, str(transfer.buffer), "transfer", start, end, {})
+    for device, memory in enumerate(simulation.memory if simulation.sizes is not None else ()):
+        before: int | None = None
+        for start, level in zip(simulation.events.starts[device], memory.levels, strict=True):
+            if level != before:
+                name = f"memory of device {device}"
+                of = {"ph": "C", "tid": device, "name": name, "ts": start * scale}
+                yield {**of, "args": {"bytes": level}}
+            before = level
 
-    def _memory(self) -> Iterator[Event]:
-        """What each device holds, if sizes are known: an event wherever it changes."""
-        simulation = self._simulation
-        if simulation.sizes is None:
-            return
-        for device, memory in enumerate(simulation.memory):
-            starts = simulation.events.starts[device]
-            before: int | None = None
-            for start, level in zip(starts, memory.levels, strict=True):
-                if level != before:
-                    yield self._event(
-                        "C",
-                        device,
-                        name=f"memory of device {device}",
-                        ts=start * self._scale,
-                        args={"bytes": level},
-                    )
-                before = level
 
-    def _slice(
-        self, thread: int, name: str, kind: str, start: float, end: float, args: dict[str, Any]
-    ) -> Event:
-        return self._event(
-            "X",
-            thread,
-            name=name,
-            cat=kind,
-            ts=start * self._scale,
-            dur=(end - start) * self._scale,
-            args=args,
-        )
+_TOLD = ("stage", "batch", "microbatch", "version", "reads", "writes")
+"""What a slice tells of its instruction."""
 
-    def _event(self, phase: str, thread: int, **more: Any) -> Event:
-        return {"ph": phase, "pid": self._process, "tid": thread, **more}
+
+def _slice(
+    thread: int, name: str, kind: str, start: float, end: float, args: dict[str, Any]
+) -> Event:
+    times = {"ts": start, "dur": end - start}
+    return {"ph": "X", "tid": thread, "name": name, "cat": kind, **times, "args": args}

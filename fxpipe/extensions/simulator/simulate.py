@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 from math import inf
-from numbers import Integral, Real
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,6 @@ from fxpipe.extensions.simulator.costs import (
     link_between,
     task_times,
 )
-from fxpipe.extensions.simulator.pairs import Saved, saved
 from fxpipe.extensions.simulator.simulation import Events, Simulation, TransferSpan
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.extensions.simulator.sums import GATHERING, Sum, awaited_by, begins, begun_by
@@ -33,8 +32,12 @@ from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.ir.value import COPIED, FURTHEST, Buffer
 from fxpipe.ir.walk import waits_of, walk
 from fxpipe.passes.lowering.chain import chain_program
-from fxpipe.passes.lowering.pairs import Pairs, backward, pairs_in
+from fxpipe.passes.lowering.pairs import Backward, Pairs, backward, pairs_in
 from fxpipe.text.program import print_instruction
+
+Saved = Mapping[Backward, tuple[int, int, float]]
+"""The second task of each pair → stage and micro-batch of its forward, and the time by which the
+pair is shorter than both tasks in turn."""
 
 
 def simulate(
@@ -43,7 +46,6 @@ def simulate(
     *,
     links: Links | None = None,
     overlap: bool = True,
-    overhead: float = 0,
     serial: bool = False,
     sizes: Sizes | None = None,
     steps: int | None = None,
@@ -65,7 +67,6 @@ def simulate(
             Gradients go to the other replicas by the link from a device to itself.
         overlap: whether a device computes while it sends. If not, it waits until the value has
             arrived.
-        overhead: the time of an instruction that computes nothing, after it has waited.
         serial: whether one thread runs the lists of all devices in turns.
         sizes: bytes, for memory and for links of limited bandwidth.
         steps: how many steps in a row, with a flush after the last; by default one, or, if batches
@@ -84,21 +85,14 @@ def simulate(
     given, program = program, blocking(program)
     times, each = task_times(program, costs), each_of(costs)
     check_microbatches(each, program.microbatches)
-    if not isinstance(overhead, Real) or not 0 <= overhead < inf:
-        raise InputError(f"overhead is {overhead!r}; give a time of at least 0")
     usual = default_steps(program)
     count = usual if steps is None else steps
     if not isinstance(count, Integral):
         raise InputError(f"steps is {count!r}; give a whole number of at least 1")
     flat = program if count == usual == 1 else unroll(program, count)
     walked = walk([len(list_) for list_ in flat.lists], waits_of(flat))
-    settings: dict[str, Any] = {
-        "links": links,
-        "overlap": overlap,
-        "overhead": overhead,
-        "serial": serial,
-        "sizes": sizes,
-    }
+    settings: dict[str, Any] = {"links": links, "overlap": overlap}
+    settings |= {"serial": serial, "sizes": sizes}
     unpaired = [key for key in costs or {} if "&" in str(key)] if not pairs else []
     if unpaired:
         raise InputError(
@@ -110,8 +104,8 @@ def simulate(
             f"program {program.name!r} gets stuck: device {device} waits for ever at position "
             f"{at}, {print_instruction(flat.lists[device][at])}; Program.verify() tells why"
         )
-    less = saved(pairs, times, each, costs)
-    events = run(flat, walked.turns, times, each=each, less=less, **settings)
+    less = _saved(pairs, times, each, costs)
+    events = _run(flat, walked.turns, times, each, less, **settings)
     same = partial(simulate, given, costs, pairs=pairs, **settings)
     return Simulation(
         flat,
@@ -131,7 +125,6 @@ def simulate_schedule(
     *,
     links: Links | None = None,
     overlap: bool = True,
-    overhead: float = 0,
     sizes: Sizes | None = None,
     steps: int | None = None,
     replicas: int | None = None,
@@ -154,21 +147,15 @@ def simulate_schedule(
     # the sums of a paired backward begin at its end
     buckets = {} if sizes is None or pairs else sizes.buckets
     program = chain_program(schedule, replicas=replicas, buckets=buckets)
-    settings: dict[str, Any] = {"links": links, "overlap": overlap, "overhead": overhead}
-    return simulate(program, costs, sizes=sizes, steps=steps, pairs=pairs, **settings)
+    return simulate(
+        program, costs, links=links, overlap=overlap, sizes=sizes, steps=steps, pairs=pairs
+    )
 
 
 def default_steps(program: Program) -> int:
     """One step if it ends with a flush, else enough to show what goes on between batches."""
-    delay = max(
-        (
-            x.batch - x.version
-            for list_ in program.lists
-            for x in list_
-            if isinstance(x, ins.Compute)
-        ),
-        default=0,
-    )
+    computes = (x for list_ in program.lists for x in list_ if isinstance(x, ins.Compute))
+    delay = max((x.batch - x.version for x in computes), default=0)
     reach = max(program.depth, delay)
     if reach > FURTHEST:
         raise InputError(
@@ -178,18 +165,42 @@ def default_steps(program: Program) -> int:
     return 4 * (reach + 1) if reach else 1
 
 
-def run(
+def _saved(pairs: Pairs, times: Times, each: Each, costs: Costs | None) -> Saved:
+    """How much time pairs save; without a cost, as ``costs["F&B"]``, nothing.
+
+    A cost may be of a stage or a micro-batch, those of the pair's forward.
+
+    Raises:
+        InputError: a pair is longer than its tasks in turn, or shorter than one of them.
+    """
+    known: Mapping[Any, float] = dict((costs or {}).items())
+    found: dict[Backward, tuple[int, int, float]] = {}
+    for (letter, stage, i), (there, j) in pairs.items():
+        first = each.get(("F", there, j), times["F", there])
+        then = each.get((letter, stage, i), times[letter, stage])
+        key = f"F&{letter}"
+        cost = known.get((key, there, j), known.get((key, there), known.get(key, first + then)))
+        if not max(first, then) <= cost <= (first + then) * (1 + 1e-9):
+            raise InputError(
+                f"costs[{key!r}] is {cost!r} for F{j}@{there}&{letter}{i}@{stage}, whose tasks "
+                f"take {first:g} and {then:g}; give a time from {max(first, then):g} to "
+                f"{first + then:g}"
+            )
+        found[letter, stage, i] = there, j, first + then - cost
+    return found
+
+
+def _run(
     program: Program,
     turns: Iterable[Turn],
     times: Times,
+    each: Each,
+    less: Saved,
     *,
-    each: Each = MappingProxyType({}),
-    less: Saved = MappingProxyType({}),
-    links: Links | None = None,
-    overlap: bool = True,
-    overhead: float = 0,
-    serial: bool = False,
-    sizes: Sizes | None = None,
+    links: Links | None,
+    overlap: bool,
+    serial: bool,
+    sizes: Sizes | None,
 ) -> Events:
     """Compute the start and end of every instruction, in an order in which they can run.
 
@@ -210,76 +221,62 @@ def run(
         if awaited not in transfers:
             raise InputError(
                 f"program {program.name!r}: device {device}, position {position}, "
-                f"{print_instruction(instruction)}: nothing begins what it waits for; "
+                f"{print_instruction(x)}: nothing begins what it waits for; "
                 "Program.verify() tells what is missing"
             )
         return transfers[awaited].end
 
     def move(what: Buffer | Sum, target: int, ready: float, start: float, end: float) -> float:
-        """Note a transfer, and return when it is over."""
+        """Note a transfer, and return when its device goes on."""
         transfers[what] = TransferSpan(what, device, target, position, ready, start, end)
-        return end
+        return now if overlap else end
 
     for device, stop in turns:
         starts, ends = events.starts[device], events.ends[device]
         now = now if serial else events.free(device)
         for position in range(len(ends), stop):
-            instruction = lists[device][position]
+            x = lists[device][position]
             starts.append(now)
-            letter = instruction.letter
-            if letter is not None:
-                stage: int = instruction.stage
-                time = times[letter, stage]
-                if each and (i := getattr(instruction, "microbatch", None)) is not None:
-                    time = each.get((letter, stage, i), time)
+            if (letter := x.letter) is not None:
+                stage: int = x.stage
+                time = each.get((letter, stage, getattr(x, "microbatch", -1)), times[letter, stage])
                 if less:
-                    *forward, time_saved = less.get(backward(instruction), (-1, -1, 0))
+                    *forward, time_saved = less.get(backward(x), (-1, -1, 0))
                     if last.pop(device, None) == tuple(forward):
                         time -= time_saved
-                    if isinstance(instruction, ins.Forward):
-                        last[device] = stage, instruction.microbatch
+                    if isinstance(x, ins.Forward):
+                        last[device] = stage, x.microbatch
                 parts = stage in program.buckets and letter in "BW"
-                now += time * share_of(instruction, program, sizes) if parts else time
-                sums = begun_by(instruction, program) if parts or letter in "AU" else None
+                now += time * share_of(x, program, sizes) if parts else time
+                sums = begun_by(x, program) if parts or letter in "AU" else None
                 if sums is not None:
-                    end = move(sums, device, now, *ways.carry(sums, device, device, now))
-                    now = now if overlap else end
-            else:
-                match instruction:
-                    case ins.Send(buffer):
-                        now += overhead
-                        target = program.destination(instruction)
-                        end = move(buffer, target, now, *ways.carry(buffer, device, target, now))
-                        now = now if overlap else end
-                    case ins.Receive(buffer):
-                        now = max(now, transfers[buffer].end) + overhead
-                    case _ if instruction.opcode in GATHERING:
-                        now = max(now, end_of(awaited_by(instruction))) + overhead
-                    case _ if (copy := begins(instruction)) is not None:
-                        now += overhead
-                        lane = device, type(instruction)
-                        letter, ready = "O", now
-                        if copy.kind == "fetching":
-                            letter = "P"
-                            ready = max(now, end_of(copy._replace(kind="offloaded")))
-                        start = max(ready, lanes.get(lane, ready))
-                        time = times[letter, copy.source]
-                        time = each.get((letter, copy.source, copy.microbatch), time)
-                        end = lanes[lane] = start + time
-                        move(copy, device, ready, start, end)
-                        now = now if overlap else end
-                    case _ if (moved := awaits(instruction)) is not None:
-                        now = max(now, end_of(moved)) + overhead
-                    case ins.Barrier() | ins.Pause():
-                        kind = type(instruction)
-                        meeting = kind, met[device][kind]
-                        met[device][kind] += 1
-                        if meeting not in meetings:
-                            # no device is past it yet
-                            meetings[meeting] = max(map(events.free, range(len(lists))))
-                        now = max(now, meetings[meeting]) + overhead
-                    case _:
-                        now += overhead
+                    now = move(sums, device, now, *ways.carry(sums, device, device, now))
+            elif isinstance(x, ins.Send):
+                target = program.destination(x)
+                now = move(x.buffer, target, now, *ways.carry(x.buffer, device, target, now))
+            elif isinstance(x, ins.Receive):
+                now = max(now, transfers[x.buffer].end)
+            elif x.opcode in GATHERING:
+                now = max(now, end_of(awaited_by(x)))
+            elif (copy := begins(x)) is not None:
+                lane = device, type(x)
+                letter, ready = "O", now
+                if copy.kind == "fetching":
+                    letter = "P"
+                    ready = max(now, end_of(copy._replace(kind="offloaded")))
+                start = max(ready, lanes.get(lane, ready))
+                time = times[letter, copy.source]
+                time = each.get((letter, copy.source, copy.microbatch), time)
+                lanes[lane] = start + time
+                now = move(copy, device, ready, start, start + time)
+            elif (moved := awaits(x)) is not None:
+                now = max(now, end_of(moved))
+            elif isinstance(x, ins.Meeting):
+                meeting = type(x), met[device][type(x)]
+                met[device][type(x)] += 1
+                if meeting not in meetings:  # no device is past it yet
+                    meetings[meeting] = max(map(events.free, range(len(lists))))
+                now = max(now, meetings[meeting])
             ends.append(now)
     return events
 

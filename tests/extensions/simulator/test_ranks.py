@@ -89,7 +89,7 @@ def profiled_copies(mesh: DeviceMesh) -> bool:
     with pipe:
         for number, (x, y) in enumerate(data):
             if number == 1:
-                assert pipe.profile(x, y).makespan > 0
+                assert pipe.profile(x, target=y).makespan > 0
                 alone.step(x, y)
             else:
                 assert torch.equal(pipe.step(x, target=y), alone.step(x, y))

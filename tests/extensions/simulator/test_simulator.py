@@ -190,21 +190,19 @@ def test_links_carry_one_value_after_another(
                 assert span.time == takes.get(other.letter or "", 0)
 
 
-@given(programs(), costs, st.integers(0, 3), st.booleans(), st.booleans(), st.integers(0, 2))
+@given(programs(), costs, st.integers(0, 3), st.booleans(), st.booleans())
 def test_what_is_idle_and_what_is_busy_is_all_of_the_time(
     program: Program,
     takes: dict[str, int],
     latency: int,
     overlap: bool,
     serial: bool,
-    overhead: int,
 ) -> None:
     found = simulate(
         program,
         takes,
         links=Link(latency),
         overlap=overlap,
-        overhead=overhead,
         serial=serial,
         steps=2,
     )
