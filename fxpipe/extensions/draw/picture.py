@@ -176,22 +176,17 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
         filename: str | os.PathLike[str] | None = None,
         directory: str | os.PathLike[str] | None = None,
         view: bool = False,
-        cleanup: bool = False,
         format: str | None = None,
-        *,
-        quiet: bool = False,
-        quiet_view: bool = False,
+        **_: object,
     ) -> str:
-        """Write the picture, and nothing else, to a file.
+        """Write the picture, and nothing else, to a file. Further arguments of graphviz's method
+        have no effect.
 
         Args:
             filename: the path; the format is appended if the path does not end in it.
             directory: the folder that ``filename`` is relative to.
             view: whether to open the file in the system's viewer.
-            cleanup: ignored, part of graphviz's signature.
             format: the format; by default the path's ending.
-            quiet: ignored, part of graphviz's signature.
-            quiet_view: whether to silence the viewer.
 
         Returns:
             The path of the file.
@@ -207,8 +202,8 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
         data = self._drawn(wanted)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-        if view or quiet_view:
-            self._view(str(path), format=wanted, quiet=quiet_view)
+        if view:
+            self._view(str(path), format=wanted, quiet=False)
         return str(path)
 
     def _repr_svg_(self) -> str:

@@ -161,7 +161,8 @@ def _refused(schedule: Schedule, costs: Costs | None) -> Timeline[Task]:
 
     An update waits for its own stage alone.
     """
-    times, each = times_of(schedule.stages, schedule.kinds, costs), each_of(costs)
+    times = times_of(schedule.stages, schedule.kinds, costs)
+    each = each_of(costs, schedule.microbatches)
 
     def cost(task: Task) -> float:
         usual = KINDS[task.kind].cost if task.kind in KINDS else _UNKNOWN_TIME

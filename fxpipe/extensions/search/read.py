@@ -17,7 +17,6 @@ from fxpipe.extensions.simulator.costs import (
     Times,
     check_keys,
     check_links,
-    check_microbatches,
     each_of,
     link_between,
     times_of,
@@ -108,8 +107,7 @@ def problems_of(given: Given) -> list[Problem]:
     Raises:
         InputError: an argument is not valid.
     """
-    each = each_of(given.costs)
-    check_microbatches(each, given.microbatches)
+    each = each_of(given.costs, given.microbatches)
     letters = {key if isinstance(key, str) else key[0] for key in given.costs}
     whole = given.whole
     kinds = [whole] if whole is not None else [False] if "B" not in letters else [True]

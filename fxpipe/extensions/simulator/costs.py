@@ -9,7 +9,6 @@ from numbers import Integral, Real
 
 from fxpipe.errors import InputError, near
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Program
 from fxpipe.ir.task import BESIDE_FORWARD, KINDS
 
 OfStage = str | tuple[str, int]
@@ -111,30 +110,21 @@ def link_between(links: Links, source: int, target: int) -> Link:
     return links[source, target]
 
 
-def task_times(program: Program, costs: Costs | None = None) -> dict[tuple[str, int], float]:
-    """The time of every kind of task on every stage of a program.
+def each_of(costs: Costs | None, microbatches: int) -> Each:
+    """The times of single micro-batches in costs whose keys are right.
 
     Raises:
-        InputError: as ``times_of``.
+        InputError: a time is of a micro-batch that there is not.
     """
-    instructions = (instruction for list_ in program.lists for instruction in list_)
-    return times_of(program.stages, filter(None, (x.letter for x in instructions)), costs)
-
-
-def each_of(costs: Costs | None) -> Each:
-    """The times of single micro-batches in costs that ``times_of`` has checked."""
     given: Mapping[Key, float] = dict((costs or {}).items())
-    return {k: _number(time) for k, time in given.items() if isinstance(k, tuple) and len(k) == 3}
-
-
-def check_microbatches(each: Each, microbatches: int) -> None:
-    """Raise InputError if a time is of a micro-batch that there is not."""
-    for letter, stage, i in each:
-        if i not in range(microbatches):
+    each = {k: _number(time) for k, time in given.items() if isinstance(k, tuple) and len(k) == 3}
+    for key in each:
+        if key[2] not in range(microbatches):
             raise InputError(
-                f"costs[{(letter, stage, i)!r}] is for micro-batch {i}; the micro-batches are 0 to "
+                f"costs[{key!r}] is for micro-batch {key[2]}; the micro-batches are 0 to "
                 f"{microbatches - 1}"
             )
+    return each
 
 
 def times_of(

@@ -54,29 +54,25 @@ def measured_run(
     )
     left: dict[Sum, int] = {}
     begun_at: dict[Buffer, int] = {}
+
+    def note(what: Buffer | Sum, device: int, target: int, at: int, until: int) -> None:
+        """Note a transfer from the end of one instruction to that of another."""
+        sent, end = events.ends[device][at], events.ends[device][until]
+        events.transfers[what] = TransferSpan(what, device, target, at, sent, sent, end)
+
     for device, list_ in enumerate(flat.lists):
-        for position, instruction in enumerate(list_):
-            if isinstance(instruction, ins.Send):
-                sent, target = events.ends[device][position], flat.destination(instruction)
-                events.transfers[instruction.buffer] = TransferSpan(
-                    instruction.buffer, device, target, position, sent, sent, sent
-                )
-            elif (begun_copy := begins(instruction)) is not None:
-                begun_at[begun_copy] = position
-            elif (moved := beside(instruction)) is not None:
-                at, here = begun_at.pop(moved), events.ends[device][position]
-                sent = events.ends[device][at]
-                events.transfers[moved] = TransferSpan(moved, device, device, at, sent, sent, here)
-            elif (begun := begun_by(instruction, program)) is not None:
-                left[begun] = position
-            elif instruction.opcode in GATHERING:
-                awaited, here = awaited_by(instruction), events.ends[device][position]
-                for sums in [s for s in left if s[:3] == awaited[:3]]:  # all buckets
-                    at = left.pop(sums)
-                    sent = events.ends[device][at]
-                    events.transfers[sums] = TransferSpan(
-                        sums, device, device, at, sent, sent, here
-                    )
+        for at, x in enumerate(list_):
+            if isinstance(x, ins.Send):
+                note(x.buffer, device, flat.destination(x), at, at)
+            elif (begun_copy := begins(x)) is not None:
+                begun_at[begun_copy] = at
+            elif (moved := beside(x)) is not None:
+                note(moved, device, device, begun_at.pop(moved), at)
+            elif (begun := begun_by(x, program)) is not None:
+                left[begun] = at
+            elif x.opcode in GATHERING:
+                for sums in [s for s in left if s[:3] == awaited_by(x)[:3]]:  # all buckets
+                    note(sums, device, device, left.pop(sums), at)
     return Simulation(
         flat,
         program,

@@ -92,15 +92,10 @@ def _zeros(group: Mapping[str, Any], device: str) -> dict[str, Any]:
     for parameter in zeros:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     result = {**group, "params": zeros}
-    if result.get("foreach", 0) is None and real and _many_at_once(real):
-        result["foreach"] = True  # which torch chooses on the real device
-    return result
-
-
-def _many_at_once(parameters: Sequence[Tensor]) -> bool:
-    """Whether torch's optimizers step these parameters all at once if nobody chooses."""
     kinds = _get_foreach_kernels_supported_devices()
-    return all(parameter.device.type in kinds for parameter in parameters)
+    if result.get("foreach", 0) is None and real and all(p.device.type in kinds for p in real):
+        result["foreach"] = True  # as torch chooses where the parameters really are
+    return result
 
 
 def _in_proportion(optimizer: Optimizer, parameters: Sequence[Tensor]) -> tuple[int, int]:

@@ -64,13 +64,6 @@ def given_links(options: Options) -> Links | None:
     return {pair: Link(*link) for pair, link in links.items()} or None
 
 
-def predicted_peaks(plan: Plan, program: Program, sizes: Sizes) -> list[int]:
-    """Device → the most bytes that it is predicted to hold, as ``pipe.simulate()`` shows it. If
-    nothing was measured, tasks take units of time."""
-    costs = None if measured_costs(plan) else {"F": 1.0}
-    return [memory.peak for memory in predict_step(plan, program, sizes, costs).memory]
-
-
 def peaks(
     compiled: Compiled,
     options: Options,
@@ -78,14 +71,19 @@ def peaks(
     own: Sequence[Optimizer | None],
 ) -> list[int]:
     """Device → the most bytes that it is predicted to hold in a step; see ``held_sizes``."""
-    sizes = held_sizes(compiled, options, state, own, stepping=True)
-    return predicted_peaks(compiled.plan, compiled.whole(), sizes)
+    return _peaks(compiled, held_sizes(compiled, options, state, own, stepping=True))
 
 
 def step_peaks(compiled: Compiled, options: Options, updates: bool) -> list[int]:
     """Device → the most bytes that it is predicted to hold in a step; see ``step_sizes``."""
-    sizes = step_sizes(compiled, options, updates)
-    return predicted_peaks(compiled.plan, compiled.whole(), sizes)
+    return _peaks(compiled, step_sizes(compiled, options, updates))
+
+
+def _peaks(compiled: Compiled, sizes: Sizes) -> list[int]:
+    """If nothing was measured, tasks take units of time."""
+    costs = None if measured_costs(compiled.plan) else {"F": 1.0}
+    predicted = predict_step(compiled.plan, compiled.whole(), sizes, costs)
+    return [memory.peak for memory in predicted.memory]
 
 
 def held_sizes(

@@ -16,10 +16,9 @@ from fxpipe.extensions.simulator.costs import (
     Links,
     Times,
     check_links,
-    check_microbatches,
     each_of,
     link_between,
-    task_times,
+    times_of,
 )
 from fxpipe.extensions.simulator.simulation import Events, Simulation, TransferSpan
 from fxpipe.extensions.simulator.sizes import Sizes
@@ -83,8 +82,9 @@ def simulate(
             "anything; run it through communicate first"
         )
     given, program = program, blocking(program)
-    times, each = task_times(program, costs), each_of(costs)
-    check_microbatches(each, program.microbatches)
+    letters = {x.letter for list_ in program.lists for x in list_ if x.letter}
+    times = times_of(program.stages, sorted(letters), costs)
+    each = each_of(costs, program.microbatches)
     usual = default_steps(program)
     count = usual if steps is None else steps
     if not isinstance(count, Integral):
