@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from os import PathLike, fspath
-from os.path import isfile
 from typing import Any, cast, get_args
 
 import torch
@@ -22,9 +21,9 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import Recompute, RecomputeLike
 from fxpipe.runtime.batch import BatchDims
 
-_PYTHON = re.compile(r"\.py(:[^:/]+)?$")
+_FILE = re.compile(r"\.(py(:[^:/]+)?|txt)$")
 
-ScheduleLike = str | PathLike[str] | Schedule | Recipe | LateSchedule | Callable[..., Any]
+ScheduleLike = str | Schedule | Recipe | LateSchedule | Callable[..., Any]
 
 
 def read_late(schedule: ScheduleLike) -> LateSchedule | None:
@@ -60,15 +59,14 @@ def given_schedule(
 def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
     if isinstance(schedule, str) and "\n" in schedule:
         schedule = Schedule.parse(schedule)
-    elif isinstance(schedule, str | PathLike) and _PYTHON.search(fspath(schedule)):
-        raise InputError(
-            f"schedule {fspath(schedule)!r} is in a Python file, which compile does not run; "
-            "import the function or the schedule from there, and give that"
-        )
-    elif isinstance(schedule, PathLike) or (
-        isinstance(schedule, str) and schedule not in RECIPES and isfile(schedule)
+    if isinstance(schedule, PathLike) or (
+        isinstance(schedule, str) and schedule not in RECIPES and _FILE.search(schedule)
     ):
-        schedule = Schedule.from_file(schedule)
+        raise InputError(
+            f"schedule {fspath(schedule)!r} is in a file, which compile does not run; import the "
+            "function or the schedule from there, or give the text of the file: "
+            "Path(...).read_text()"
+        )
     if isinstance(schedule, str):
         return find_recipe(schedule)
     if isinstance(schedule, Recipe):
@@ -83,8 +81,8 @@ def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
     if callable(schedule):
         return Recipe(getattr(schedule, "__name__", "custom"), schedule)
     raise InputError(
-        f'schedule is {schedule!r}; give a name such as "1f1b", a Schedule, its text or a path to '
-        "it, or a function (device, devices, microbatches) that yields tasks"
+        f'schedule is {schedule!r}; give a name such as "1f1b", a Schedule, its text, or a '
+        "function (device, devices, microbatches) that yields tasks"
     )
 
 

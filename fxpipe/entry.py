@@ -95,8 +95,8 @@ def compile(
             - a DeviceMesh. Each process of the mesh runs one device, and all of them call
               ``compile``. The mesh dimension "pp" has the devices of a pipeline, and "dp" the
               replicas of the pipeline.
-        schedule: a name ("1f1b", "gpipe"), a Schedule, its text, a path to its text, or a function
-            that writes a schedule. ``fxpipe.schedules.two_bw.delayed(2)`` is the schedule "2bw"
+        schedule: a name ("1f1b", "gpipe"), a Schedule, its text, or a function that writes a
+            schedule. ``fxpipe.schedules.two_bw.delayed(2)`` is the schedule "2bw"
             whose batches read weights that are two versions behind the newest. With "auto" the
             first step takes the schedule that is predicted to be fastest within ``memory_limits``:
             one of the library's schedules with a flush, with one or two stages on each device. It

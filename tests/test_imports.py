@@ -77,7 +77,6 @@ REACH_UP = {
     "fxpipe.ir.program": {"__str__", "parse", "verify", "window"},
     "fxpipe.ir.schedule": {
         "__str__",
-        "from_file",
         "parse",
         "stash",
         "verify",

@@ -120,7 +120,7 @@ def test_the_code_of_the_readme_runs_and_gives_what_stands_there(
     assert len(outputs) >= 5
     for block, real in outputs:
         assert block.text == real
-    assert {"model.pt", "run.pt", "schedule.svg", "my-1f1b.txt", *PICTURES} == {
+    assert {"model.pt", "run.pt", "schedule.svg", *PICTURES} == {
         path.name for path in tmp_path.iterdir()
     }
 

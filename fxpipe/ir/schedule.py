@@ -16,7 +16,6 @@ from fxpipe.ir.task import Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from os import PathLike
 
     from fxpipe.verify.schedule import StashCounts
     from fxpipe.verify.versions import Versions
@@ -197,18 +196,6 @@ class Schedule:
         from fxpipe.text.schedule import parse_schedule
 
         return parse_schedule(text)
-
-    @staticmethod
-    def from_file(path: str | PathLike[str]) -> Schedule:
-        """Read a schedule's text from a file.
-
-        Raises:
-            ParseError: with line and column.
-            InputError: the file cannot be read.
-        """
-        from fxpipe.text.schedule import read_schedule
-
-        return read_schedule(path)
 
     csv = View()
 

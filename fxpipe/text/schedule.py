@@ -6,11 +6,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from os import PathLike
-from pathlib import Path
 from typing import NamedTuple
 
-from fxpipe.errors import InputError, near
+from fxpipe.errors import near
 from fxpipe.ir.schedule import Delay, Rule, Schedule, delay_text
 from fxpipe.ir.task import KINDS, Task, TaskKind
 from fxpipe.text.form import Form, options
@@ -102,17 +100,6 @@ def parse_schedule(text: str) -> Schedule:
         frozenset(paired),
         slices,
     )
-
-
-def read_schedule(path: str | PathLike[str]) -> Schedule:
-    """Read a schedule from a file. Raises InputError if the file cannot be read, or ParseError."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(
-            f"the schedule file {str(path)!r} cannot be read: {error}; name a text file"
-        ) from error
-    return parse_schedule(text)
 
 
 def _delay(line: Line, first: int, stages: int, microbatches: int) -> Delay:

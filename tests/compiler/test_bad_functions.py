@@ -175,8 +175,10 @@ def schedule_text(stages: int, place: str, rows: list[str]) -> Schedule:
 ROW = "F0 F1 B0 B1 U"
 
 
-@pytest.mark.parametrize("named", ["mine.py:all_first", "mine.py", Path("a/mine.py:all_first")])
-def test_a_schedule_in_a_python_file_is_imported_by_its_user(named: str | Path) -> None:
+@pytest.mark.parametrize(
+    "named", ["mine.py:all_first", "mine.py", Path("a/mine.py:all_first"), "a/mine.txt"]
+)
+def test_a_schedule_in_a_file_is_read_by_its_user(named: str | Path) -> None:
     part = "which compile does not run; import the function or the schedule from there"
     refused(InputError, lambda: compiled(schedule=named), part)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -129,21 +128,14 @@ def test_a_recomputed_forward_draws_the_same_mask_and_reads_the_same_buffers(dev
     assert torch.equal(again.seen, model.seen)
 
 
-def test_a_schedule_may_be_text_or_a_path(tmp_path: Path) -> None:
+def test_a_schedule_may_be_text() -> None:
     text = str(gpipe(2, 2))
-    path = tmp_path / "mine.txt"
-    path.write_text(text)
     x, y = torch.randn(4, 3), torch.randn(4, 3)
-    for given in (text, path, str(path), Schedule.from_file(path)):
+    for given in (text, Schedule.parse(text)):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         with fxpipe.compile(model, 2, schedule=given, loss=nn.functional.mse_loss) as pipe:
             pipe.step(x, target=y)
             assert pipe.schedule == gpipe(2, 2)
-
-
-def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(fxpipe.InputError, match=r"'nowhere\.txt' cannot be read"):
-        Schedule.from_file("nowhere.txt")
 
 
 def test_a_placement_for_fewer_devices_is_named_and_their_number_works() -> None:

@@ -165,7 +165,6 @@ def test_a_file_may_begin_with_a_byte_order_mark(
     monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + str(schedule)))
     for path in (tmp_path / "own.txt", "-"):
         assert run(capsys, "schedule", path, "--text") == (0, str(schedule), "")
-    assert fxpipe.Schedule.from_file(tmp_path / "own.txt") == schedule
 
 
 def test_a_csv_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
