@@ -51,24 +51,17 @@ def simulation_table(simulation: Simulation) -> str:
     single = max(simulation.weight_versions, default=1) <= 1
     for device, idle in enumerate(simulation.idle):
         held = program.held_by(device)
-        rows.append(
-            [
-                str(device),
-                ", ".join(map(str, held)),
-                f"{1 - idle.total / end:.1%}",
-                _share(idle.warm_up, end),
-                _by_device(idle.waiting, end),
-                _by_device(idle.copying, end),
-                _share(idle.meeting, end),
-                _share(idle.summing, end),
-                _share(idle.other, end),
-                _share(idle.drain, end),
-                ", ".join(str(simulation.stash[stage]) for stage in held),
-                ""
-                if single
-                else ", ".join(str(simulation.weight_versions[stage]) for stage in held),
-            ]
-        )
+        shares = [
+            _share(idle.warm_up, end),
+            _by_device(idle.waiting, end),
+            _by_device(idle.copying, end),
+            *(_share(time, end) for time in (idle.meeting, idle.summing, idle.other, idle.drain)),
+        ]
+        stages = ", ".join(map(str, held))
+        stash = ", ".join(str(simulation.stash[stage]) for stage in held)
+        versions = ", ".join(str(simulation.weight_versions[stage]) for stage in held)
+        row = [str(device), stages, f"{1 - idle.total / end:.1%}", *shares, stash]
+        rows.append([*row, "" if single else versions])
     table = plain_table()
     shown = [at for at in range(len(headings)) if any(row[at] for row in rows)]
     for at in shown:
