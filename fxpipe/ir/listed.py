@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import heappop, heappush
 from numbers import Real
 from typing import Any
@@ -73,7 +72,8 @@ def list_schedule(
             )
 
     def register(urgency: Urgency) -> Recipe:
-        listing = _Listing(name, kinds, urgency, limit, tuple((costs or {}).items()), latency)
+        # a recipe asks for one device after the other
+        rows = lru_cache(maxsize=1)(partial(_rows, name, kinds, urgency, limit, costs, latency))
 
         def tasks(
             device: int,
@@ -85,7 +85,7 @@ def list_schedule(
         ) -> Iterator[Task]:
             if any(placement[stage] != device for stage in stages):
                 raise InputError(f"schedule {name!r}: list scheduling takes no copies of stages")
-            yield from _rows(listing, devices, microbatches, placement)[device]
+            yield from rows(devices, microbatches, placement)[device]
             if kinds != "F":
                 yield from map(U, stages)
 
@@ -96,30 +96,24 @@ def list_schedule(
     return register
 
 
-@dataclass(frozen=True)
-class _Listing:
-    """The arguments of ``list_schedule`` that decide about the order."""
-
-    name: str
-    kinds: str
-    urgency: Urgency
-    limit: Limit
-    costs: tuple[tuple[Any, float], ...]
-    latency: float
-
-
-@lru_cache(maxsize=1)  # a recipe asks for one device after the other
 def _rows(
-    listing: _Listing, devices: int, microbatches: int, placement: tuple[int, ...]
+    name: str,
+    kinds: str,
+    urgency: Urgency,
+    limit: Limit,
+    costs: Mapping[Any, float] | None,
+    latency: float,
+    devices: int,
+    microbatches: int,
+    placement: tuple[int, ...],
 ) -> list[list[Task]]:
     """Device → its tasks in the order in which they start, without updates."""
-    kinds, limit = listing.kinds, listing.limit
-    costs = {**{kind: KINDS[kind].cost for kind in kinds}, **dict(listing.costs)}
+    costs = {**{kind: KINDS[kind].cost for kind in kinds}, **(costs or {})}
     frees = "W" if "W" in kinds else "B"
     waits, then = _dependencies(kinds, microbatches, len(placement))
     home = {task: placement[task.stage or 0] for task in waits}
     entries = {
-        task: (listing.urgency(task, devices), task.stage, task.microbatch, task.kind, task)
+        task: (urgency(task, devices), task.stage, task.microbatch, task.kind, task)
         for task in waits
     }
     room: list[float] = [
@@ -151,7 +145,7 @@ def _rows(
                 room[device] += task.kind == frees
                 for follower in then[task]:
                     far = home[follower] != device
-                    arrival = now + listing.latency if far else now
+                    arrival = now + latency if far else now
                     heappush(events, (arrival, number := number + 1, False, follower))
                 continue
             waits[task] -= 1
@@ -179,7 +173,7 @@ def _rows(
         now = events[0][0]
     if sum(map(len, rows)) < len(waits):
         raise InputError(
-            f"schedule {listing.name!r}: the devices wait for one another with the forwards that "
+            f"schedule {name!r}: the devices wait for one another with the forwards that "
             "their limits allow; raise limit=, or let those that are needed first sort first"
         )
     return rows
