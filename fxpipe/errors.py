@@ -5,10 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fxpipe.extensions.draw.picture import Picture
+from typing import Any
 
 
 class FxpipeError(Exception):
@@ -117,7 +114,7 @@ class VerificationError(FxpipeError):
 
     Attributes:
         faults: all faults, in the order of the message.
-        value: the plan, schedule or program.
+        value: the plan, schedule or program. Plans and schedules ``draw`` their faults in red.
     """
 
     def __init__(self, subject: str, faults: Sequence[Fault], value: object = None) -> None:
@@ -126,13 +123,6 @@ class VerificationError(FxpipeError):
         super().__init__(f"{subject} has {count}:{lines}")
         self.faults = tuple(faults)
         self.value = value
-
-    def draw(self) -> Picture:
-        """Draw the plan or schedule with its faults in red."""
-        from fxpipe.extend import find
-
-        picture: Picture = find("view", "VerificationError.draw", "VerificationError.draw()")(self)
-        return picture
 
 
 class PassError(FxpipeError):

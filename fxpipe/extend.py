@@ -97,7 +97,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Schedule.grid": f"{_HERE}.draw.grid:schedule_grid",
         "Schedule.simulate": f"{_HERE}.simulator:simulate_schedule",
         "Simulation.draw": f"{_HERE}.draw.schedule:draw_simulations",
-        "VerificationError.draw": f"{_HERE}.draw.faults:draw_faults",
     },
     "option": {
         "any_size": f"{_HERE}.any_size.any_size:sized",

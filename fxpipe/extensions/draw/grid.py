@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from fxpipe.errors import Fault, InputError
+from fxpipe.errors import InputError
 from fxpipe.extensions.draw.chart import TICKS, FaultMarks, nice_step
 from fxpipe.extensions.draw.timeline import Bar, Timeline, timeline_of
 from fxpipe.extensions.simulator.costs import Costs
@@ -28,7 +28,6 @@ def schedule_grid(
     costs: Costs | None = None,
     steps: int | None = None,
     width: int | None = None,
-    faults: Sequence[Fault] | None = None,
 ) -> str:
     """Show when each task runs, to scale, with communication that takes no time.
 
@@ -49,7 +48,6 @@ def schedule_grid(
         costs: letter of a kind of task, or letter and stage → its time; by default its kind's.
         steps: how many steps to show, as for ``draw_schedule``.
         width: the most characters in a line; a longer grid continues below. By default no limit.
-        faults: the faults to mark; by default what the verifier finds.
 
     Raises:
         InputError: a letter or stage of ``costs`` is unknown, or a time negative or not finite;
@@ -57,7 +55,7 @@ def schedule_grid(
     """
     if width is not None and not (isinstance(width, int) and width >= _NARROWEST):
         raise InputError(f"width is {width!r}; a grid needs at least {_NARROWEST} characters")
-    timeline, marks = timeline_of(schedule, costs, steps, faults)
+    timeline, marks = timeline_of(schedule, costs, steps)
     grid = _Grid(schedule, timeline, marks)
     lines = list(grid.bands(width))
     lines += [f"! {fault}" for fault in marks.faults]

@@ -32,17 +32,13 @@ _TINT = "50"
 """The alpha channel of colours behind text."""
 
 
-def draw_plan(plan: Plan, *, faults: Sequence[Fault] | None = None) -> Picture:
+def draw_plan(plan: Plan) -> Picture:
     """Draw the stages in order, and the values that they exchange with each other and the caller.
 
     Values between the same two stages share an arrow, with a ring at its tail if gradients come
     back. In an invalid plan, stages and edges at fault are red, and the faults are listed below.
-
-    Args:
-        plan: the plan.
-        faults: the faults to mark; by default what the verifier finds.
     """
-    faults = faults_of(plan) if faults is None else faults
+    faults = faults_of(plan)
     wrong = {fault.subject.partition(",")[0] for fault in faults}
     picture = blank("plan", rankdir="TB", nodesep="0.4", ranksep="0.35", labelloc="b")
     seconds = _seconds(plan)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from fxpipe.errors import Fault, InputError
+from fxpipe.errors import InputError
 from fxpipe.extensions.draw.canvas import BoxStyle, Canvas
 from fxpipe.extensions.draw.chart import (
     FAULTY,
@@ -63,7 +63,6 @@ def draw_schedule(
     *,
     costs: Costs | None = None,
     steps: int | None = None,
-    faults: Sequence[Fault] | None = None,
 ) -> Picture:
     """Draw when each task runs, with communication that takes no time.
 
@@ -75,13 +74,12 @@ def draw_schedule(
         costs: letter of a kind of task, or letter and stage → its time; by default its kind's.
         steps: how many steps to draw, with the flush after the last. By default one step, or, if
             batches overlap, enough steps to show one in steady state.
-        faults: the faults to mark; by default what the verifier finds.
 
     Raises:
         InputError: a letter or stage of ``costs`` is unknown, or a time negative or not finite;
             ``steps`` is below 1.
     """
-    timeline, marks = timeline_of(schedule, costs, steps, faults)
+    timeline, marks = timeline_of(schedule, costs, steps)
     simulation = timeline.simulation
     boxes = boxes_of(schedule) if simulation is None else simulation_boxes(simulation)
     fitted = _fit([(timeline, boxes)])

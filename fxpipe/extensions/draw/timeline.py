@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
-from fxpipe.errors import Fault, InputError
+from fxpipe.errors import InputError
 from fxpipe.extensions.draw.chart import FaultMarks, faults_of, number_faults
 from fxpipe.extensions.simulator.costs import Costs, each_of, times_of
 from fxpipe.extensions.simulator.simulate import simulate
@@ -98,16 +98,12 @@ def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline[Task]:
 
 
 def timeline_of(
-    schedule: Schedule,
-    costs: Costs | None = None,
-    steps: int | None = None,
-    faults: Sequence[Fault] | None = None,
+    schedule: Schedule, costs: Costs | None = None, steps: int | None = None
 ) -> tuple[Timeline[Task], FaultMarks]:
-    """Return the timeline of a schedule, valid or not, and the faults to mark.
+    """Return the timeline of a schedule, valid or not, and its faults.
 
     Communication takes no time. A valid schedule is simulated; an invalid one is one window in
-    steady state, as far as it runs, since faults are at positions in a window. By default the
-    faults are those that the verifier finds.
+    steady state, as far as it runs, since faults are at positions in a window.
 
     Raises:
         InputError: a letter or stage of ``costs`` is unknown, or a time negative or not finite;
@@ -115,9 +111,8 @@ def timeline_of(
     """
     if steps is not None and steps < 1:
         raise InputError(f"steps is {steps}; show at least 1")
-    wrong = faults_of(schedule)
-    marks = number_faults(wrong if faults is None else faults)
-    if wrong or marks.faults:
+    marks = number_faults(faults_of(schedule))
+    if marks.faults:
         return _refused(schedule, costs), marks
     steps = steps_to_show(schedule) if steps is None else steps
     program, pairs = chain_program(schedule), pairs_in(schedule)

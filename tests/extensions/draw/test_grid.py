@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.errors import Fault, InputError
+from fxpipe.errors import InputError
 from fxpipe.extensions.draw.grid import schedule_grid
 from fxpipe.extensions.draw.timeline import timeline_of
 from fxpipe.extensions.simulator.costs import Costs
@@ -50,7 +50,7 @@ def test_with_equal_times_it_is_the_figure_of_the_paper() -> None:
 def test_stages_are_named_where_a_device_holds_several() -> None:
     rows = ((F(0, 0), F(0, 2), B(0, 2), B(0, 0)), (F(0, 1), B(0, 1)))
     schedule = Schedule("looped", 1, (0, 1, 0), rows)
-    assert schedule_grid(schedule, costs={"B": 1}, faults=()) == drawn(
+    assert schedule_grid(schedule, costs={"B": 1}) == drawn(
         """
            0         2         4
         0: F0@0 .    F0@2 B0@2 .    B0@0
@@ -73,7 +73,7 @@ def test_a_clip_starts_when_all_stages_have_their_gradients() -> None:
 def test_steps_in_a_row_name_the_batch() -> None:
     row = (F(0, 0), B(1, 0, batch=-1), U(0, batch=-1), F(1, 0), B(0, 0))
     schedule = Schedule("window", 2, (0,), (row,), delay=1)
-    grid = schedule_grid(schedule, steps=2, costs={"B": 1}, faults=())
+    grid = schedule_grid(schedule, steps=2, costs={"B": 1})
     assert grid.splitlines()[1] == "0: F0b0 F1b0 B0b0 F0b1 B1b0 U- F1b1 B0b1 B1b1 U"
 
 
@@ -88,11 +88,6 @@ def test_faults_are_marked_and_listed() -> None:
         "! device 1, position 1, B0@1: it comes before F0@1, position 2, which it needs; "
         "move it behind that",
     ]
-
-
-def test_faults_can_be_given() -> None:
-    grid = schedule_grid(one_f_one_b(1, 1), faults=[Fault("slow", "hurry", 0, 1)])
-    assert grid.splitlines()[1:] == ["0: F0 B0!-- U", "! device 0, position 1: slow; hurry"]
 
 
 def test_a_narrow_grid_goes_on_below_without_cutting_a_name() -> None:
@@ -162,7 +157,8 @@ def test_the_usual_time_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_empty_schedule_has_a_grid() -> None:
-    assert schedule_grid(Schedule("empty", 1, (0,), ((),)), faults=()) == ""
+    faulty = schedule_grid(Schedule("empty", 1, (0,), ((),))).splitlines()
+    assert all(line.startswith("! ") for line in faulty)
 
 
 def test_what_is_stored_and_fetched_runs_beside_the_others() -> None:

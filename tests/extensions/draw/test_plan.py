@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxpipe.errors import Fault, VerificationError
+from fxpipe.errors import VerificationError
 from fxpipe.extensions.draw.picture import FAULT, SKIP, Picture
 from fxpipe.extensions.draw.plan import draw_plan
 from fxpipe.formatting import bytes_text, count_text, lines, runs, time_text
@@ -160,7 +160,7 @@ def test_any_plan_can_be_drawn(plan: Plan) -> None:
 
 def test_a_long_list_of_modules_is_elided() -> None:
     names = tuple(f"part{n}.{'inner' * 12}.layer" for n in range(30))
-    shown = texts(draw_plan(Plan((stage_of({}, modules=names),), ()), faults=()))
+    shown = texts(draw_plan(Plan((stage_of({}, modules=names),), ())))
     assert "… and 26 more" in shown
     assert max(map(len, shown)) <= 60
 
@@ -202,8 +202,9 @@ def test_stages_and_edges_at_fault_are_red_and_the_faults_listed() -> None:
     plan = plan_of(3, Edge(0, 1, "a"), Edge(2, 1, "back"))
     with pytest.raises(VerificationError) as caught:
         plan.verify()
-    drawn = svg(caught.value.draw())
+    drawn = svg(plan.draw())
     shown = texts(plan.draw())
+    assert all(str(fault) in " ".join(shown) for fault in caught.value.faults)
     for number, fault in enumerate(caught.value.faults, start=1):
         assert f"{number}. {fault}" in shown
     assert any(fault.subject == "edge skip back 2->1" for fault in caught.value.faults)
@@ -212,7 +213,8 @@ def test_stages_and_edges_at_fault_are_red_and_the_faults_listed() -> None:
 
 
 def test_a_fault_of_a_node_marks_its_stage() -> None:
-    fault = Fault("odd", "mend it", subject="stage 1, node x")
-    first, second = draw_plan(chain(2), faults=[fault]).body[:2]
+    plan = chain(2)
+    plan.stages[1].graph.graph.call_module("odd")
+    first, second = draw_plan(plan).body[:2]
     assert FAULT not in first
     assert FAULT in second

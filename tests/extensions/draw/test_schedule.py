@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.errors import Fault, InputError, VerificationError
+from fxpipe.errors import InputError, VerificationError
 from fxpipe.extensions.draw.chart import nice_step
 from fxpipe.extensions.draw.picture import BACKWARD, FAULT, FORWARD, TASKS, UPDATE, Picture
 from fxpipe.extensions.draw.schedule import draw_schedule
@@ -160,7 +160,7 @@ def test_a_large_schedule_has_no_labels_in_its_boxes() -> None:
 
 def test_a_device_with_several_stages_names_them() -> None:
     rows = ((F(0, 0), F(0, 2), B(0, 2), B(0, 0)), (F(0, 1), B(0, 1)))
-    picture = draw_schedule(Schedule("looped", 1, (0, 1, 0), rows), faults=())
+    picture = draw_schedule(Schedule("looped", 1, (0, 1, 0), rows))
     first, second = boxes(picture).values()
     assert [box.label for box in first] == [r"F0\n@0", r"F0\n@2", r"B0\n@2", r"B0\n@0"]
     assert [box.label for box in second] == [r"F0\n@1", r"B0\n@1"]
@@ -222,29 +222,21 @@ def test_faults_beyond_a_page_are_counted() -> None:
     assert r"… and 8 more\l" in texts(picture)
 
 
-def test_faults_can_be_given() -> None:
-    fault = Fault("too slow", "hurry", 1, 0)
-    picture = draw_schedule(one_f_one_b(2, 2), faults=[fault])
-    first, second = boxes(picture).values()
-    assert [box.border == FAULT for box in (*first, *second)] == [i == 5 for i in range(10)]
-    assert second[0].fill == FORWARD
-
-
 def window() -> Schedule:
     row = (F(0, 0), B(1, 0, batch=-1), U(0, batch=-1), F(1, 0), B(0, 0))
     return Schedule("window", 2, (0,), (row,), delay=1)
 
 
 def test_one_window_marks_tasks_of_the_batch_before() -> None:
-    picture = draw_schedule(window(), faults=[Fault("here", "there")])
-    (row,) = boxes(picture).values()
-    assert [b.label for b in row] == ["F0", "B1'", "U'", "F1", "B0"]
-    assert ["dashed" in b.style for b in row] == [False, True, True, False, False]
+    late = replace(window(), rows=((*window().rows[0], F(2, 0)),))
+    (row,) = boxes(picture := draw_schedule(late)).values()
+    assert [b.label for b in row] == ["F0", "B1'", "U'", "F1", "B0", "F2"]
+    assert ["dashed" in b.style for b in row] == [False, True, True, False, False, False]
     assert r"the batch before\l" in texts(picture)
 
 
 def test_steps_in_a_row_tell_batches_and_weight_versions() -> None:
-    picture = draw_schedule(window(), steps=3, costs={"U": 2}, faults=())
+    picture = draw_schedule(window(), steps=3, costs={"U": 2})
     (row,) = boxes(picture).values()
     assert [box.label.split(r"\n") for box in row] == [
         [name, *tags.split()]
@@ -271,7 +263,7 @@ def test_steps_in_a_row_tell_batches_and_weight_versions() -> None:
 
 def test_each_micro_batch_tells_the_version_that_it_reads() -> None:
     late = replace(window(), delay=((1, 0),))
-    picture = draw_schedule(late, steps=3, costs={"U": 2}, faults=())
+    picture = draw_schedule(late, steps=3, costs={"U": 2})
     (row,) = boxes(picture).values()
     assert [box.label.replace(r"\n", ":") for box in row] == [
         item.replace(" ", ":")
