@@ -27,7 +27,6 @@ def simulate_pipe(
     costs: Costs | None = None,
     *,
     links: Links | None = None,
-    overlap: bool = True,
     steps: int | None = None,
 ) -> Simulation:
     """Predict the time and the memory of a training step.
@@ -46,7 +45,6 @@ def simulate_pipe(
     Args:
         costs: the costs to predict with, instead of the measured ones.
         links: the links between devices; by default those of a ``Partition``.
-        overlap: whether a device computes while it sends; see ``simulate``.
         steps: how many steps are simulated in a row; see there.
 
     Raises:
@@ -62,7 +60,6 @@ def simulate_pipe(
         held(pipe, compiled),
         costs or (times if profiled else None),
         links=links or (None if costs else given_links(options)),
-        overlap=overlap,
         serial=not costs and alone and compiled.threads == 1,
         steps=steps,
     )

@@ -29,7 +29,6 @@ def predict_step(
     costs: Costs | None = None,
     *,
     links: Links | None = None,
-    overlap: bool = True,
     serial: bool = False,
     steps: int | None = None,
     away: tuple[float, float] | None = None,
@@ -52,9 +51,7 @@ def predict_step(
         raise InputError(
             "nothing was measured on this plan; give costs=, such as those of pipe.profile(...)"
         )
-    found = simulate(
-        program, known, links=links, overlap=overlap, serial=serial, sizes=sizes, steps=steps
-    )
+    found = simulate(program, known, links=links, serial=serial, sizes=sizes, steps=steps)
     return replace(found, seconds=True)
 
 

@@ -44,7 +44,6 @@ def simulate(
     costs: Costs | None = None,
     *,
     links: Links | None = None,
-    overlap: bool = True,
     serial: bool = False,
     sizes: Sizes | None = None,
     steps: int | None = None,
@@ -64,8 +63,6 @@ def simulate(
         links: the latency and bandwidth of the link from one device to another, one for all or
             (from, to) → Link, in the unit of the costs; None for transfers that take no time.
             Gradients go to the other replicas by the link from a device to itself.
-        overlap: whether a device computes while it sends. If not, it waits until the value has
-            arrived.
         serial: whether one thread runs the lists of all devices in turns.
         sizes: bytes, for memory and for links of limited bandwidth.
         steps: how many steps in a row, with a flush after the last; by default one, or, if batches
@@ -91,8 +88,7 @@ def simulate(
         raise InputError(f"steps is {count!r}; give a whole number of at least 1")
     flat = program if count == usual == 1 else unroll(program, count)
     walked = walk([len(list_) for list_ in flat.lists], waits_of(flat))
-    settings: dict[str, Any] = {"links": links, "overlap": overlap}
-    settings |= {"serial": serial, "sizes": sizes}
+    settings: dict[str, Any] = {"links": links, "serial": serial, "sizes": sizes}
     unpaired = [key for key in costs or {} if "&" in str(key)] if not pairs else []
     if unpaired:
         raise InputError(
@@ -124,7 +120,6 @@ def simulate_schedule(
     costs: Costs | None = None,
     *,
     links: Links | None = None,
-    overlap: bool = True,
     sizes: Sizes | None = None,
     steps: int | None = None,
     replicas: int | None = None,
@@ -147,9 +142,7 @@ def simulate_schedule(
     # the sums of a paired backward begin at its end
     buckets = {} if sizes is None or pairs else sizes.buckets
     program = chain_program(schedule, replicas=replicas, buckets=buckets)
-    return simulate(
-        program, costs, links=links, overlap=overlap, sizes=sizes, steps=steps, pairs=pairs
-    )
+    return simulate(program, costs, links=links, sizes=sizes, steps=steps, pairs=pairs)
 
 
 def default_steps(program: Program) -> int:
@@ -198,7 +191,6 @@ def _run(
     less: Saved,
     *,
     links: Links | None,
-    overlap: bool,
     serial: bool,
     sizes: Sizes | None,
 ) -> Events:
@@ -226,10 +218,8 @@ def _run(
             )
         return transfers[awaited].end
 
-    def move(what: Buffer | Sum, target: int, ready: float, start: float, end: float) -> float:
-        """Note a transfer, and return when its device goes on."""
+    def move(what: Buffer | Sum, target: int, ready: float, start: float, end: float) -> None:
         transfers[what] = TransferSpan(what, device, target, position, ready, start, end)
-        return now if overlap else end
 
     for device, stop in turns:
         starts, ends = events.starts[device], events.ends[device]
@@ -250,10 +240,10 @@ def _run(
                 now += time * share_of(x, program, sizes) if parts else time
                 sums = begun_by(x, program) if parts or letter in "AU" else None
                 if sums is not None:
-                    now = move(sums, device, now, *ways.carry(sums, device, device, now))
+                    move(sums, device, now, *ways.carry(sums, device, device, now))
             elif isinstance(x, ins.Send):
                 target = program.destination(x)
-                now = move(x.buffer, target, now, *ways.carry(x.buffer, device, target, now))
+                move(x.buffer, target, now, *ways.carry(x.buffer, device, target, now))
             elif isinstance(x, ins.Receive):
                 now = max(now, transfers[x.buffer].end)
             elif x.opcode in GATHERING:
@@ -268,7 +258,7 @@ def _run(
                 time = times[letter, copy.source]
                 time = each.get((letter, copy.source, copy.microbatch), time)
                 lanes[lane] = start + time
-                now = move(copy, device, ready, start, start + time)
+                move(copy, device, ready, start, start + time)
             elif (moved := awaits(x)) is not None:
                 now = max(now, end_of(moved))
             elif isinstance(x, ins.Meeting):

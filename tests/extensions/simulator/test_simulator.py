@@ -156,13 +156,13 @@ def test_times_of_micro_batches_that_do_not_exist_are_refused() -> None:
         schedule.simulate({("F", 0, 0, 0): 1})
 
 
-@given(programs(), costs, st.integers(0, 3), st.sampled_from([1, 2, 4]), st.booleans())
+@given(programs(), costs, st.integers(0, 3), st.sampled_from([1, 2, 4]))
 def test_links_carry_one_value_after_another(
-    program: Program, takes: dict[str, int], latency: int, bandwidth: int, overlap: bool
+    program: Program, takes: dict[str, int], latency: int, bandwidth: int
 ) -> None:
     sizes = Sizes({edge.value: 4 * k for k, edge in enumerate(program.edges)})
     link = Link(latency, bandwidth)
-    found = simulate(program, takes, links=link, overlap=overlap, sizes=sizes, steps=2)
+    found = simulate(program, takes, links=link, sizes=sizes, steps=2)
     by_link = defaultdict(list)
     for transfer in found.transfers:
         by_link[transfer.source, transfer.target].append(transfer)
@@ -183,26 +183,24 @@ def test_links_carry_one_value_after_another(
             case ins.Send(buffer):
                 transfer = found.events.transfers[buffer]
                 assert transfer.ready == span.start
-                assert span.end == (span.start if overlap else transfer.end)
+                assert span.end == span.start
             case ins.Barrier() | ins.Pause():
                 pass
             case other:
                 assert span.time == takes.get(other.letter or "", 0)
 
 
-@given(programs(), costs, st.integers(0, 3), st.booleans(), st.booleans())
+@given(programs(), costs, st.integers(0, 3), st.booleans())
 def test_what_is_idle_and_what_is_busy_is_all_of_the_time(
     program: Program,
     takes: dict[str, int],
     latency: int,
-    overlap: bool,
     serial: bool,
 ) -> None:
     found = simulate(
         program,
         takes,
         links=Link(latency),
-        overlap=overlap,
         serial=serial,
         steps=2,
     )
@@ -235,13 +233,9 @@ def test_waiting_for_a_copy_is_told_from_waiting_for_a_device() -> None:
     assert found.makespan == 2 + 5 + 2 + 3 + 5 + 3
 
 
-def test_without_overlap_the_sender_waits() -> None:
+def test_a_device_computes_while_it_sends() -> None:
     schedule = find_recipe("inference")(2, 3)
-    together = schedule.simulate({"F": 1}, links=Link(2))
-    apart = schedule.simulate({"F": 1}, links=Link(2), overlap=False)
-    assert together.makespan == 1 + 2 + 3
-    assert apart.makespan == 3 * (1 + 2) + 1
-    assert apart.idle[0].copying == {1: 4}  # the last one comes after its last task
+    assert schedule.simulate({"F": 1}, links=Link(2)).makespan == 1 + 2 + 3
 
 
 def test_pairs_of_devices_have_links_of_their_own() -> None:

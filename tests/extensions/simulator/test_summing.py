@@ -59,8 +59,6 @@ def test_a_sum_goes_on_beside_the_tasks_behind_it_and_is_waited_for_at_the_end()
     assert waits(found) == [(1, 10, 10), (0, 10, 14)]
     assert found.hidden == 1 / 2
     assert found.makespan == 14
-    apart = TWO.simulate(FREE, replicas=2, links=link, sizes=sizes(2, 10), overlap=False)
-    assert (apart.makespan, apart.hidden) == (18, 1)  # nobody waits at the end, but before
 
 
 def test_what_was_measured_hides_as_much() -> None:
