@@ -29,8 +29,8 @@ class Idle:
         warm_up: before its first task.
         drain: after its last task of a micro-batch; its updates are not idle.
         waiting: another device → waiting in between until that device has made what comes next.
-        copying: another device → waiting in between for transfers from it, or, in a measured run, to
-            it; the device itself → for what it offloads or fetches.
+        copying: another device → waiting in between for transfers from it or, in a measured run,
+            to it; the device itself → for what it offloads or fetches.
         meeting: waiting in between until all devices have come to a barrier or a pause.
         summing: waiting in between until gradients are summed over the replicas, or weights
             gathered.
