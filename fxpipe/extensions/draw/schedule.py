@@ -24,7 +24,6 @@ from fxpipe.extensions.draw.chart import (
 )
 from fxpipe.extensions.draw.picture import INK, PAPER, Picture
 from fxpipe.extensions.draw.styles import (
-    VERSIONS,
     TaskStyles,
     arrow,
     arrow_entries,
@@ -50,7 +49,6 @@ _LEFT_OUT = LegendEntry("(labels that do not fit are left out)")
 _BETWEEN = 10.0
 _MILLISECONDS = 1e3
 _STAGES_SHOWN = 6
-_STRIP = 3.0
 _PART = 0.9
 """How much smaller than its part of a task a label is, so that it has some air there, too."""
 
@@ -93,7 +91,7 @@ def draw_schedule(
             fitted.scale,
             start=start,
             top=charts[-1].axis() if charts else 0.0,
-            gap=GAP if marks.faults else 0.35 if boxes.versions else 0.2,
+            gap=GAP if marks.faults else 0.2,
             height=fitted.height,
             wrong=marks.rows,
         )
@@ -177,11 +175,6 @@ def _draw_tasks(
                 tooltip=tooltip,
                 name=f"task{number}" + (f"at{chart.top:g}" if chart.top else ""),
             )
-            version = boxes.version(span.task)
-            if version is not None and end > start:
-                strip = BoxStyle(VERSIONS[version % len(VERSIONS)], INK, 0.3)
-                below = (corner[0], corner[1] + chart.row_height + 0.5)
-                chart.canvas.box(below, width, _STRIP, strip)
         marks.number(crossed[0][0], place, crossed[0][0].x(crossed[0][1]))
     _draw_pairs(charts, timeline)
     return whole
@@ -309,7 +302,7 @@ def draw_simulations(*simulations: Simulation) -> Picture:
     top = 0.0
     # Bands must be drawn before the first box, so all frames come first.
     for start, stop in _lines(end, fitted):
-        for at, (simulation, (timeline, boxes)) in enumerate(zip(simulations, drawn, strict=True)):
+        for simulation, (timeline, _), own in zip(simulations, drawn, charts, strict=True):
             chart = Chart(
                 canvas,
                 simulation_title(simulation, measured) + (", continued" if start else ""),
@@ -318,10 +311,10 @@ def draw_simulations(*simulations: Simulation) -> Picture:
                 fitted.scale,
                 start=start,
                 top=top,
-                gap=0.6 if _visible(simulation) else 0.35 if boxes.versions else 0.2,
+                gap=0.6 if _visible(simulation) else 0.2,
                 height=fitted.height,
             )
-            charts[at].append(chart)
+            own.append(chart)
             top = chart.bottom + _BETWEEN
         if stop < end * (1 - 1e-9):
             top = chart.axis()

@@ -33,9 +33,6 @@ from fxpipe.ir.value import BufferKind
 BORDERS = ((PAPER, 0.6, ""), (INK, 0.8, "dashed"), (INK, 1.0, ""))
 """Colour, width and style of the outline; batches use them in rotation."""
 
-VERSIONS = (INK, "#FFFFFF", SKIP)
-"""Colours of the strips under the tasks; weight versions use them in rotation."""
-
 
 @dataclass(frozen=True)
 class TaskStyles:
@@ -115,11 +112,7 @@ class TaskStyles:
             if batch or self.steps > 1:
                 entries.append(self._batch(batch))
         if self.versions is not None:
-            shown = sorted({v for task in tasks if (v := self.version(task)) is not None})
-            for turn, colour in enumerate(VERSIONS):
-                same = [f"v{version}" for version in shown if version % len(VERSIONS) == turn]
-                if same:
-                    entries.append(LegendEntry(f"weights {', '.join(same)}", BoxStyle(colour, INK)))
+            entries.append(LegendEntry("v: the version of the weights"))
         return entries
 
     def _batch(self, batch: int) -> LegendEntry:

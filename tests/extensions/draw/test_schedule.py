@@ -255,7 +255,7 @@ def test_steps_in_a_row_tell_batches_and_weight_versions() -> None:
         if box.label[0] != "U"
     }
     assert len(looks) == len(set(looks.values())) == 3
-    assert {r"batch 2\l", r"weights v0, v3\l", r"weights v1\l"} <= set(texts(picture))
+    assert {r"batch 2\l", r"v: the version of the weights\l"} <= set(texts(picture))
     assert r"window · p = 1 · m = 2 · delay = 1 · 3 steps and flush · bubble 0.0%\l" in texts(
         picture
     )
