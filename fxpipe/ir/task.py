@@ -98,6 +98,14 @@ KINDS: dict[str, TaskKind] = {
 
 BUILT_IN = frozenset(KINDS)
 
+
+def usual_cost(letter: str | None) -> float:
+    """The time of a kind of task where nothing is measured; 0 for None, which computes nothing."""
+    if letter is None:
+        return 0.0
+    return KINDS[letter].cost if letter in KINDS else 1.0
+
+
 BESIDE = "OP"
 """The letters of tasks that the device only begins, and that then run beside its other tasks."""
 

@@ -17,7 +17,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE, Launch
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS, Task
+from fxpipe.ir.task import KINDS, Task, usual_cost
 from fxpipe.ir.value import Buffer
 
 Wait = tuple[int, int, int]
@@ -281,7 +281,7 @@ def turns_of(program: Program) -> tuple[Turn, ...]:
         awaited = [ends[event.number] for event in launch.waits if not event.batch]
         if isinstance(x, ins.Receive):
             awaited.append(ends.pop(x.buffer, 0.0))
-        end = free[stream] = max(free[stream], *awaited, 0.0) + usual_cost(x)
+        end = free[stream] = max(free[stream], *awaited, 0.0) + usual_cost(x.letter)
         if isinstance(x, ins.Send):
             ends[x.buffer] = end
         if launch.record is not None:
@@ -309,11 +309,3 @@ def _in_one_thread(program: Program) -> list[list[Wait]]:
         for device, here in enumerate(places):
             waits[device] += [(here + 1, d, at) for d, at in enumerate(places) if d != device]
     return waits
-
-
-def usual_cost(instruction: ins.Instruction) -> float:
-    """The usual time of the task that an instruction runs; 0 for one that computes nothing."""
-    letter = instruction.letter
-    if letter is None:
-        return 0.0
-    return KINDS[letter].cost if letter in KINDS else 1.0

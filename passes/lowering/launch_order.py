@@ -14,8 +14,8 @@ from typing import NamedTuple
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
+from fxpipe.ir.task import usual_cost
 from fxpipe.ir.value import HOST, Buffer
-from fxpipe.ir.walk import usual_cost
 
 
 class Ordered(NamedTuple):
@@ -187,4 +187,4 @@ class _Walk:
         self._launched[d].append(Ordered(self._rank, start, instruction))
         self._rank += 1
         device.queue.popleft()
-        device.now = start + usual_cost(instruction)
+        device.now = start + usual_cost(instruction.letter)

@@ -14,15 +14,13 @@ from fxpipe.extensions.simulator.costs import Costs, each_of, times_of
 from fxpipe.extensions.simulator.simulate import simulate
 from fxpipe.extensions.simulator.simulation import Simulation, task_of
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS, Task
+from fxpipe.ir.task import KINDS, Task, usual_cost
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place, Wait, Waits, key_index, needs_of, walk
 from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.passes.lowering.pairs import pairs_in
 
 T = TypeVar("T")
-
-_UNKNOWN_TIME = 1.0
 
 
 class Bar(NamedTuple, Generic[T]):
@@ -160,9 +158,8 @@ def _refused(schedule: Schedule, costs: Costs | None) -> Timeline[Task]:
     each = each_of(costs, schedule.microbatches)
 
     def cost(task: Task) -> float:
-        usual = KINDS[task.kind].cost if task.kind in KINDS else _UNKNOWN_TIME
         stage, i = (-1 if n is None else n for n in (task.stage, task.microbatch))
-        return each.get((task.kind, stage, i), times.get((task.kind, stage), usual))
+        return each.get((task.kind, stage, i), times.get((task.kind, stage), usual_cost(task.kind)))
 
     return sketch(schedule.rows, cost, _waits(schedule))
 

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 
 from fxpipe.errors import InputError, near
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.task import BESIDE_FORWARD, KINDS
+from fxpipe.ir.task import BESIDE_FORWARD, KINDS, usual_cost
 
 OfStage = str | tuple[str, int]
 Key = OfStage | tuple[str, int, int]
@@ -29,8 +29,6 @@ Times = Mapping[tuple[str, int], float]
 
 Each = Mapping[tuple[str, int, int], float]
 """Letter, stage and micro-batch → time, for those whose time is not that of the others."""
-
-_UNKNOWN_TIME = 1.0
 
 PAIRS = tuple(f"F&{letter}" for letter in BESIDE_FORWARD)
 """What times of pairs are called in costs."""
@@ -154,11 +152,9 @@ def times_of(
                 f"{_LONGEST:g}"
             )
         known[key] = _number(time)
-    usual = dict.fromkeys(letters, _UNKNOWN_TIME)
-    usual |= {letter: kind.cost for letter, kind in KINDS.items()}
     return {
-        (letter, stage): known.get((letter, stage), known.get(letter, time))
-        for letter, time in usual.items()
+        (letter, stage): known.get((letter, stage), known.get(letter, usual_cost(letter)))
+        for letter in dict.fromkeys((*letters, *KINDS))
         for stage in range(stages)
     }
 
