@@ -48,9 +48,9 @@ def test_with_equal_times_it_is_the_figure_of_the_paper() -> None:
 
 
 def test_stages_are_named_where_a_device_holds_several() -> None:
-    rows = ((F(0, 0), F(0, 2), B(0, 2), B(0, 0)), (F(0, 1), B(0, 1)))
+    rows = ((F(0, 0), F(0, 2), B(0, 2), B(0, 0), U(0), U(2)), (F(0, 1), B(0, 1), U(1)))
     schedule = Schedule("looped", 1, (0, 1, 0), rows)
-    assert schedule_grid(schedule, costs={"B": 1}) == drawn(
+    assert schedule_grid(schedule, costs={"B": 1, "U": 0}) == drawn(
         """
            0         2         4
         0: F0@0 .    F0@2 B0@2 .    B0@0

@@ -159,8 +159,8 @@ def test_a_large_schedule_has_no_labels_in_its_boxes() -> None:
 
 
 def test_a_device_with_several_stages_names_them() -> None:
-    rows = ((F(0, 0), F(0, 2), B(0, 2), B(0, 0)), (F(0, 1), B(0, 1)))
-    picture = draw_schedule(Schedule("looped", 1, (0, 1, 0), rows))
+    rows = ((F(0, 0), F(0, 2), B(0, 2), B(0, 0), U(0), U(2)), (F(0, 1), B(0, 1), U(1)))
+    picture = draw_schedule(Schedule("looped", 1, (0, 1, 0), rows), costs={"U": 0})
     first, second = boxes(picture).values()
     assert [box.label for box in first] == [r"F0\n@0", r"F0\n@2", r"B0\n@2", r"B0\n@0"]
     assert [box.label for box in second] == [r"F0\n@1", r"B0\n@1"]
