@@ -34,10 +34,6 @@ _TIGHTENED = 6
 """How often the memory is reduced, at most, until a simulation fits."""
 
 
-Library = dict[str, tuple[float, Order] | str]
-"""Name of a library schedule → its time and order, or why it has none."""
-
-
 @dataclass(frozen=True)
 class Found:
     """What a search found.
@@ -47,15 +43,14 @@ class Found:
         value: the time of one step or, without flush, of each of many steps.
         bound: the time below which no schedule of any searched placement can be.
         problem: the times, placement and memory for which the schedule was found.
-        library: name of each library schedule → its time under the same costs, or why it cannot be
-            compared.
+        library: name of each library schedule that solves the problem and fits → its time.
     """
 
     schedule: Schedule
     value: float
     bound: float
     problem: Problem
-    library: Mapping[str, float | str]
+    library: Mapping[str, float]
 
     @property
     def gap(self) -> float:
@@ -218,12 +213,9 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> Found:
     """Search one problem. What is faster than the best schedule, and does not fit in a simulation,
     is ruled out by less memory, and the search goes on."""
     bound, limits = best_bound(problem), _Limits(problem, given)
-    library, known, tight = library_orders(problem), [], problem
-    for name, entry in library.items():
-        if not isinstance(entry, str):
-            known.append(entry)
-            if not limits.fitting(entry[1]):
-                library[name] = "keeps more than fits"
+    library, tight = library_orders(problem), problem
+    times = {name: time for name, (time, order) in library.items() if limits.fitting(order)}
+    known = [*library.values()]
     best: tuple[float, Order] | None = None
     for left in range(_TIGHTENED - 1, -1, -1):
         # half of the time that is left, as the first schedule mostly fits
@@ -241,7 +233,6 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> Found:
         known = [*known, best] if best is not None else known
     if best is not None:
         value, order = best
-        times = {name: it if isinstance(it, str) else it[0] for name, it in library.items()}
         return Found(problem.schedule_of(order), value, bound, problem, times)
     assert local.refused is not None
     over = limits.over(local.refused[1])
@@ -313,38 +304,30 @@ def _pairs(problem: Problem) -> int:
     return sum(pairs) * problem.microbatches**2
 
 
-def library_orders(problem: Problem) -> Library:
-    """Name of a library schedule → its time in this problem and its order, or why it has none.
+def library_orders(problem: Problem) -> dict[str, tuple[float, Order]]:
+    """Name of a library schedule → its time and order, for those that fit.
 
     Backwards are split into halves, or halves put together, as the problem asks.
     """
     recipes: list[Recipe] = [getattr(fxpipe.schedules, name) for name in fxpipe.schedules.__all__]
-    library: Library = {}
+    found: dict[str, tuple[float, Order]] = {}
     for name, recipe in sorted({recipe.name: recipe for recipe in recipes}.items()):
         order = _order(problem, recipe)
-        if isinstance(order, str):
-            library[name] = order
-        elif not fits(problem, order):
-            library[name] = "keeps more than fits"
-        elif (value := value_of(problem, order)) < inf:
-            library[name] = value, order
-        else:
-            library[name] = "gets stuck"
-    return library
+        if order is not None and (value := value_of(problem, order)) < inf:
+            found[name] = value, order
+    return found
 
 
-def _order(problem: Problem, recipe: Recipe) -> Order | str:
+def _order(problem: Problem, recipe: Recipe) -> Order | None:
+    """The order of a recipe's schedule; None if it solves another problem: with stages elsewhere,
+    older weights, batches that mix on a device, or other tasks."""
     try:
         if recipe.place(problem.devices) != problem.placement or recipe.copies(problem.devices):
-            return "has its stages elsewhere"
+            return None
         schedule = recipe(problem.devices, problem.microbatches)
-        if max(schedule.delays) > (not problem.flush):
-            return "reads older weights"
-        if schedule.depth:
-            return "mixes batches on a device"
-        if not schedule.trains or "R" in schedule.kinds:
-            return "does not train, or recomputes"
-        order = problem.order_of(schedule)
+        older = max(schedule.delays) > (not problem.flush)
+        if older or schedule.depth or not schedule.trains or "R" in schedule.kinds:
+            return None
+        return problem.order_of(schedule)
     except FxpipeError:
-        return "is not for so many devices and micro-batches"
-    return order or "leaves tasks out, or has others"
+        return None  # it is for other numbers of devices or micro-batches

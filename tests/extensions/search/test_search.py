@@ -110,7 +110,7 @@ def test_steps_that_follow_one_another_take_what_it_says() -> None:
     found = search_schedule(costs, 6, flush=False, work=300)
     few, many = (found.schedule.simulate(costs, steps=n).makespan for n in (6, 12))
     assert many - few <= 6 * found.value * (1 + 1e-9)
-    assert found.library["2bw"] == "mixes batches on a device"
+    assert "2bw" not in found.library  # it mixes batches on a device
     assert found.value < search_schedule(costs, 6, work=300).value
 
 
@@ -133,7 +133,7 @@ def test_versions_of_the_weights_count_in_a_devices_memory() -> None:
 def test_it_is_never_slower_than_a_library_schedule_that_fits() -> None:
     for memory in (2, 3, 4, None):
         found = search_schedule(UNEQUAL, 8, memory=memory, work=1)
-        times = {name: time for name, time in found.library.items() if not isinstance(time, str)}
+        times = found.library
         assert "1f1b" in times or memory == 2
         assert found.value <= min(times.values())
         for name, time in times.items():
@@ -218,12 +218,11 @@ def test_library_schedules_that_a_simulation_has_no_room_for_are_not_compared_wi
     for memory in (50, 52):
         own = {"memory": memory, "sizes": sizes, "work": 30}
         found = search_schedule(costs, 6, devices=2, placement=fxpipe.vee, **own)  # type: ignore[arg-type]
-        times = {name: time for name, time in found.library.items() if not isinstance(time, str)}
+        times = found.library
         assert min(times.values()) >= found.value
         for name in ("zb-v", "v-half", "v-min"):  # no other has halves alone
             ran = find_recipe(name)(2, 6).simulate(costs, sizes=sizes)
             assert (name in times) == (max(has.peak for has in ran.memory) <= memory)
-            assert name in times or found.library[name] == "keeps more than fits"
 
 
 def test_the_same_seed_and_work_give_the_same() -> None:
@@ -296,12 +295,11 @@ def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, object], 
         search_schedule(**{"costs": UNEQUAL, "microbatches": 4, "work": 5} | arguments)  # type: ignore[arg-type]
 
 
-def test_a_library_schedule_that_has_no_time_is_told_why() -> None:
-    problem = problem_of(3, 4, [2, 3, 4], 1, False, True)
-    told = library_orders(problem)
-    assert told["gpipe"] == "keeps more than fits"
-    assert told["2bw"] == "reads older weights"
-    assert told["zb-v"] == told["chimera"] == "has its stages elsewhere"
+def test_library_schedules_of_other_problems_are_left_out() -> None:
+    """gpipe keeps more than fits, 2bw reads older weights, the others have stages elsewhere."""
+    found = library_orders(problem_of(3, 4, [2, 3, 4], 1, False, True))
+    assert "naive" in found
+    assert not {"gpipe", "2bw", "zb-v", "chimera"} & found.keys()
 
 
 def test_where_transfers_alone_take_time_the_bound_is_theirs() -> None:
