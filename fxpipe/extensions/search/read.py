@@ -119,7 +119,7 @@ def problems_of(given: Given) -> list[Problem]:
         times = times_of(len(placement), _LETTERS, given.costs)
         for whole in kinds:
             try:
-                problems.append(_problem(given, placement, _Durations(given, times, each), whole))
+                problems.append(_problem(given, placement, times, each, whole))
             except NoRoom as error:
                 refused.append(error)
     if not problems:
@@ -169,41 +169,28 @@ def _placed(placement: Sequence[int] | Placement, given: Given) -> Places:
     return recipe.place(devices)
 
 
-@dataclass(frozen=True)
-class _Durations:
-    """How long tasks take: a whole backward as long as its halves, if costs have none."""
-
-    given: Given
-    times: Times
-    each: Each
-
-    def of(self, letter: str, stage: int) -> tuple[float, ...]:
-        """Micro-batch → the time of its task."""
-        halves = letter == "B" and not {"B", ("B", stage)} & self.given.costs.keys()
-        if halves:
-            usual = [
-                sum(both) for both in zip(self.of("I", stage), self.of("W", stage), strict=True)
-            ]
-        else:
-            usual = [self.times[letter, stage]] * self.given.microbatches
-        return tuple(self.each.get((letter, stage, i), time) for i, time in enumerate(usual))
-
-
-def _problem(given: Given, placement: Places, durations: _Durations, whole: bool) -> Problem:
+def _problem(given: Given, placement: Places, times: Times, each: Each, whole: bool) -> Problem:
     stages, devices = range(len(placement)), max(placement) + 1
+    saved = deferred = (1.0,) * len(placement)
+    sums: tuple[float, ...] = ()
+    fixed = [0.0] * devices
     sizes = given.sizes
-    if given.memory is None or sizes is None:
-        saved = deferred = tuple(1.0 for _ in stages)
-        fixed = [0.0] * devices
-    else:
+    if given.memory is not None and sizes is not None:
         saved = tuple(float(sizes.saved.get(s, 0)) for s in stages)
         deferred = tuple(float(sizes.deferred.get(s, 0)) for s in stages)
-        fixed = [0.0] * devices
         for s in stages:
             fixed[placement[s]] += sizes.parameters.get(s, 0) + sizes.optimizer.get(s, 0)
-    sums: tuple[float, ...] = ()
-    if given.memory is not None and sizes is not None and given.flush:
-        sums = tuple(float(sizes.gradients.get(s, 0)) for s in stages)
+        if given.flush:
+            sums = tuple(float(sizes.gradients.get(s, 0)) for s in stages)
+
+    def lasting(letter: str, stage: int) -> tuple[float, ...]:
+        """Micro-batch → the time of its task: a whole backward takes as long as its halves, if
+        costs have none."""
+        usual = [times[letter, stage]] * given.microbatches
+        if letter == "B" and not {"B", ("B", stage)} & given.costs.keys():
+            usual = [*map(sum, zip(lasting("I", stage), lasting("W", stage), strict=True))]
+        return tuple(each.get((letter, stage, i), time) for i, time in enumerate(usual))
+
     limits = given.limits(devices)
     for device, (most, always) in enumerate(zip(limits, fixed, strict=True)):
         if not most > always:
@@ -212,7 +199,7 @@ def _problem(given: Given, placement: Places, durations: _Durations, whole: bool
                 f"{always:g}; allow more"
             )
     forward, backward, weight = (
-        [durations.of(letter, s) for s in stages] for letter in ("F", "B" if whole else "I", "W")
+        [lasting(letter, s) for s in stages] for letter in ("F", "B" if whole else "I", "W")
     )
     if whole:
         weight = [(0.0,) * given.microbatches for _ in stages]
@@ -223,7 +210,7 @@ def _problem(given: Given, placement: Places, durations: _Durations, whole: bool
         tuple(map(min, forward)),
         tuple(map(min, backward)),
         tuple(map(min, weight)),
-        tuple(durations.times["U", s] for s in stages),
+        tuple(times["U", s] for s in stages),
         tuple(_ways(given, [(placement[s], placement[s + 1], s) for s in stages[:-1]])),
         tuple(_ways(given, [(placement[s + 1], placement[s], s) for s in stages[:-1]])),
         saved,
@@ -232,7 +219,7 @@ def _problem(given: Given, placement: Places, durations: _Durations, whole: bool
         whole,
         given.flush,
         sums,
-        tuple(times for stage in kinds for times in stage) if durations.each else (),
+        tuple(times for stage in kinds for times in stage) if each else (),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
@@ -67,8 +68,8 @@ def idle_time(simulation: Simulation, device: int) -> Idle:
     after = sum(ends[at] - starts[at] for at in tasks if at > last)
     warm_up = starts[first]
     drain = through - ends[last] - after
-    waiting: dict[int, float] = {}
-    copying: dict[int, float] = {}
+    waiting: dict[int, float] = defaultdict(float)
+    copying: dict[int, float] = defaultdict(float)
     meeting: float = 0
     summing: float = 0
     for position in range(first + 1, last):
@@ -81,24 +82,20 @@ def idle_time(simulation: Simulation, device: int) -> Idle:
                 source = transfer.source
                 made = max(start, min(transfer.ready, end))
                 arrived = max(made, min(transfer.end, end))
-                _add(waiting, source, made - start)
-                _add(copying, source, arrived - made)
+                waiting[source] += made - start
+                copying[source] += arrived - made
             case ins.Send(buffer):
                 transfer = events.transfers[buffer]
-                _add(copying, transfer.target, max(min(transfer.end, end) - start, 0))
+                copying[transfer.target] += max(min(transfer.end, end) - start, 0)
             case ins.Barrier() | ins.Pause():
                 meeting += end - start
             case x if x.opcode in GATHERING:
                 summing += end - start
             case x if beside(x) is not None:
-                _add(copying, device, end - start)
+                copying[device] += end - start
     known = warm_up + drain + sum(waiting.values()) + sum(copying.values()) + meeting + summing
+    waiting, copying = ({d: t for d, t in times.items() if t} for times in (waiting, copying))
     return Idle(warm_up, drain, waiting, copying, meeting, summing, max(total - known, 0))
-
-
-def _add(times: dict[int, float], device: int, time: float) -> None:
-    if time:
-        times[device] = times.get(device, 0) + time
 
 
 @dataclass(frozen=True)
