@@ -218,7 +218,7 @@ def peaks(mesh: DeviceMesh) -> list[tuple[int, int]]:
     """The predicted and the counted peak of memory of steps: of a few samples, of which the update
     is the largest part, and of many."""
     found = []
-    for name in ("all_gather", "gather_weights"):
+    for name in ("_waited", "all_gather", "gather_weights"):
         setattr(Collectives, name, let_go(getattr(Collectives, name)))
     for schedule, shards, cap, rows, kind in (
         ("1f1b", True, math.inf, 512, "adam"),
