@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.errors import InputError
 from fxpipe.extend import find
-from fxpipe.runtime.devices.lanes import Place, home
 from fxpipe.runtime.group import Group
-from fxpipe.torchtools.accelerator import available
+from fxpipe.torchtools.accelerator import Place, available, home
 
 _MOST = 1 << 16
 

@@ -22,8 +22,6 @@ from fxpipe.metrics import Meter, measured
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import ThreadChoice
 from fxpipe.runtime.devices.backend import Backend, Worker
-from fxpipe.runtime.devices.lanes import Lanes
-from fxpipe.runtime.devices.launching import StreamBackend
 from fxpipe.runtime.host import BatchHost, Job, PendingLoss, draw_seed, next_seed
 from fxpipe.runtime.overlapping import OverlappingRun
 from fxpipe.runtime.run import BatchRun, FlushedRun
@@ -375,5 +373,6 @@ class Engine:
 def _own(options: Options) -> Backend:
     """What runs all devices in this process."""
     if options.places:
-        return StreamBackend([*map(Lanes, options.devices)], options.group)
+        made: Backend = find("option", "streams", f"{options.here} has streams, and")(options)
+        return made
     return Backend(options.group)

@@ -26,8 +26,8 @@ from fxpipe.pipeline import Pipeline
 from fxpipe.removed import refuse_removed
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import ThreadChoice
-from fxpipe.runtime.devices.lanes import home
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, OptimizerLike
+from fxpipe.torchtools.accelerator import home
 from fxpipe.torchtools.meta import bytes_if_hollow
 
 _compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()

@@ -110,6 +110,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "load": f"{_HERE}.checkpoint_folder.folder:read",
         "mesh": f"{_HERE}.ranks.mesh:ranks_of",
         "peaks": f"{_HERE}.simulator.predict:peaks",
+        "rank_streams": f"{_HERE}.ranks.streams:StreamRanks",
         "recorder": f"{_HERE}.fast_trace.record:GraphRecorder",
         "reducible": f"{_HERE}.distinct.distinct:reducible",
         "refuse_copied": f"{_HERE}.copies.lowering:refuse_copied",
@@ -122,6 +123,8 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "saved": f"{_HERE}.checkpoint_folder.folder:exists",
         "step_peaks": f"{_HERE}.simulator.predict:step_peaks",
         "table": f"{_HERE}.stage_table.table:stage_table",
+        "events": f"{_HERE}.streams.events:Streams",
+        "streams": f"{_HERE}.streams.launching:backend",
         "weighing": f"{_HERE}.loss_weight.weighing:ByDivisors",
     },
     "command": {

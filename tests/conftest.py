@@ -67,6 +67,7 @@ REMEMBERING = (
     "extensions/replicas",
     "extensions/simulator",
     "extensions/slices",
+    "extensions/streams",
     "ir",
     "models/test_autocast.py",
     "models/test_determinism.py",

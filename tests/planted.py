@@ -37,7 +37,7 @@ class Fault(NamedTuple):
 LOWER = "fxpipe/passes/lowering/lower.py"
 COMMUNICATE = "fxpipe/passes/lowering/communicate.py"
 FREE = "fxpipe/passes/lowering/free.py"
-STREAMS = "fxpipe/passes/lowering/streams.py"
+STREAMS = "fxpipe/extensions/streams/events.py"
 INTERPRETER = "fxpipe/runtime/interpreter.py"
 FORWARD = "fxpipe/ir/opcodes/forward.py"
 BACKWARD = "fxpipe/ir/opcodes/backward.py"
@@ -93,13 +93,13 @@ LOWERING = {
         STREAMS,
         "            needs.add(memory)\n",
         "            pass\n",
-        "tests/verify/test_races.py",
+        "tests/extensions/streams/test_races.py",
     ),
     "memory is freed while another device copies it": Fault(
         STREAMS,
         "for spot in (self._made.get(place), *self._used[place]):",
         "for spot in (self._made.get(place),):",
-        "tests/verify/test_races.py",
+        "tests/extensions/streams/test_races.py",
     ),
 }
 

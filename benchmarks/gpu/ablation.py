@@ -26,7 +26,7 @@ from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, read
 from benchmarks.gpu.workloads import Workload, balance, begins, layers, workload
 from benchmarks.models.unet import UNet
 from benchmarks.report import Figure, Grid
-from fxpipe.passes.lowering.streams import Streams
+from fxpipe.extensions.streams.events import Streams
 
 SECONDS = 15.0
 

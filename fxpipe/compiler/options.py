@@ -19,9 +19,9 @@ from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.passes.tracing.tracer import Tracer
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatches
-from fxpipe.runtime.devices.lanes import Place
 from fxpipe.runtime.group import Group
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
+from fxpipe.torchtools.accelerator import Place
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 WHOLE = 1 << 26

@@ -24,6 +24,7 @@ from fxpipe.compiler.preflight import (
 from fxpipe.errors import PassError, near
 from fxpipe.extend import find
 from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
@@ -34,7 +35,6 @@ from fxpipe.passes.graph.randomness import seed_randomness
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.partition.assignment import one_stage, place_like
 from fxpipe.passes.partition.atoms import footprint_of
 from fxpipe.passes.partition.balance import balance, cut_at, judge
@@ -67,6 +67,13 @@ def distinct(
     reduced: tuple[Traced, Mapping[str, Any], Wanted, Mapping[str, Any]]
     reduced = find("option", "distinct")(traced, values, state, wanted, scratches)
     return reduced
+
+
+def streams(program: Program) -> Program:
+    """Program → Program: on which stream of its device each instruction runs, and what it waits
+    for."""
+    placed: Program = find("option", "events", "a device with streams")()(program)
+    return placed
 
 
 SCHEDULE = (
@@ -196,7 +203,7 @@ PROGRAM = (
     Pass(Lower, "schedule, plan, updates, pause, replicas", "program"),
     Pass(communicate, "program", "program"),
     Pass(free, "program", "program"),
-    Pass(Streams, "program", "program", when="streams"),
+    Pass(streams, "program", "program", when="streams"),
 )
 """A schedule and a plan → what each device runs."""
 

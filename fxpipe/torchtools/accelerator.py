@@ -17,6 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Place = torch.device | torch.Stream
+"""Where a device of a program runs: on a device of torch with its index, or on a stream."""
+
+
+def home(place: Place) -> torch.device:
+    """The device of a place."""
+    return place if isinstance(place, torch.device) else place.device
+
 
 def _default_generator(device: torch.device) -> torch.Generator:
     generators: Any = torch.get_device_module(device).default_generators

@@ -17,8 +17,8 @@ from torch.cuda import green_contexts
 
 import fxpipe
 from fxpipe import DeviceMemoryError, InputError
+from fxpipe.extensions.streams.lanes import Lanes
 from fxpipe.runtime.choice import Dispatches
-from fxpipe.runtime.devices.lanes import Lanes
 from tests.gpu.real import SIMULATED, needs_gpu
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-STREAMS = "fxpipe.passes.lowering.streams"
-ORDER = "fxpipe.passes.lowering.launch_order"
+STREAMS = "fxpipe.extensions.streams.events"
+ORDER = "fxpipe.extensions.streams.launch_order"
 FREE = "fxpipe.passes.lowering.free"
-LANES = "fxpipe.runtime.devices.lanes"
-LAUNCHING = "fxpipe.runtime.devices.launching"
+LANES = "fxpipe.extensions.streams.lanes"
+LAUNCHING = "fxpipe.extensions.streams.launching"
 ACCELERATOR = "fxpipe.torchtools.accelerator"
 CAPTURED = "fxpipe.extensions.cuda_graphs.captured"
 SLOTS = "fxpipe.extensions.cuda_graphs.slot_graphs"

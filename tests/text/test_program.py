@@ -17,7 +17,6 @@ from fxpipe.ir.value import BETWEEN, COPIED, HOST, OWN, Buffer, Edge, own_buffer
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.lowering.streams import Streams
 from fxpipe.schedules import gpipe, one_f_one_b
 from fxpipe.text.program import print_instruction
 from tests.conftest import Golden
@@ -68,11 +67,6 @@ def test_a_lowered_program_reads_as_in_its_golden_text(golden: Golden) -> None:
 def test_skips_and_a_pause_read_as_in_their_golden_text(golden: Golden) -> None:
     program = free(communicate(Lower(skipping(3), updates=False, pause=True)(gpipe(3, 1))))
     golden("program_gpipe_skips_pause_3x1.txt", str(program))
-
-
-def test_streams_and_events_read_as_in_their_golden_text(golden: Golden) -> None:
-    program = free(communicate(Lower(chain(2))(one_f_one_b(2, 2))))
-    golden("program_1f1b_streams_2x2.txt", str(Streams()(program)))
 
 
 def test_an_instruction_is_read_back_with_its_stream_and_events() -> None:

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 from fxpipe.errors import CaptureError
+from fxpipe.extensions.streams.lanes import ALONE, Lanes
 from fxpipe.ir.launch import COMPUTE
-from fxpipe.runtime.devices.lanes import ALONE, Lanes
 
 T = TypeVar("T")
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
+    from fxpipe.extensions.streams.lanes import Lanes
     from fxpipe.ir import instruction as ins
     from fxpipe.ir.value import Buffer
-    from fxpipe.runtime.devices.lanes import Lanes
     from fxpipe.runtime.interpreter import Machine
 
 

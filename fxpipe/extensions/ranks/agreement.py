@@ -20,7 +20,8 @@ from fxpipe.compiler.compiled import Compiled, Kind, restoring
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.engine import Engine
-from fxpipe.extensions.ranks.devices import CudaRanks, RankBackend
+from fxpipe.extend import find
+from fxpipe.extensions.ranks.devices import RankBackend
 from fxpipe.extensions.ranks.group import RankGroup
 from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.formatting import without_addresses
@@ -43,7 +44,9 @@ class Ranks(RankGroup):
     _state: tuple[tuple[Any, ...], Sequence[str]] | None = None
 
     def backend(self, options: Options) -> RankBackend:
-        kind = CudaRanks if options.places else RankBackend
+        kind: type[RankBackend] = RankBackend
+        if options.places:
+            kind = find("option", "rank_streams", f"{options.here} has streams, and")
         return kind(self, options.here, options.in_order)
 
     def same_options(self, options: Options) -> None:

@@ -10,11 +10,11 @@ from hypothesis import given
 from fxpipe.errors import VerificationError
 from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.extensions.simulator import Sizes
+from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
 from fxpipe.passes.lowering.chain import chain_program
-from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.partition.options import arrival_peaks, stash_peaks
 from fxpipe.passes.schedule import add_recompute
 from tests.helpers.profiles import some

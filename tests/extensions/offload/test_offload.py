@@ -23,7 +23,7 @@ from fxpipe.extensions.offload.storing import FileMemory
 from fxpipe.ir.schedule import Schedule
 from fxpipe.runtime import interpreter
 from fxpipe.schedules import gpipe
-from tests.helpers.eager_lanes import launched
+from tests.extensions.streams.eager_lanes import launched
 from tests.helpers.overlapping import ADAMW, compiled, make
 from tests.helpers.profiles import LEVELS, deep
 from tests.helpers.tiny import Snapshot, Tiny, batch

@@ -16,9 +16,9 @@ import torch.distributed
 
 import fxpipe
 from fxpipe import EndedError, ExecutionError, InputError, RankError, VerificationError
-from fxpipe.extensions.ranks.devices import CudaRanks, DeviceChannels
 from fxpipe.extensions.ranks.mesh import check_cuda_ranks
 from fxpipe.extensions.ranks.pairs import PairGroups
+from fxpipe.extensions.ranks.streams import DeviceChannels, StreamRanks
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.task import B, F, Task, U
 from fxpipe.text.program import print_instruction
@@ -34,15 +34,15 @@ dist: Any = torch.distributed
 KINDS = (ins.Receive, ins.Clip, ins.Update, *deep(ins.Send, ins.Forward, ins.Backward))
 
 
-def streaming(mesh: DeviceMesh, **options: Any) -> tuple[Beside, CudaRanks]:
+def streaming(mesh: DeviceMesh, **options: Any) -> tuple[Beside, StreamRanks]:
     """A pipe on such ranks beside the plain loop, and what runs its device."""
     beside = Beside(mesh, **options)
     return beside, devices_of(beside.pipe)
 
 
-def devices_of(pipe: fxpipe.Pipeline) -> CudaRanks:
+def devices_of(pipe: fxpipe.Pipeline) -> StreamRanks:
     backend = pipe._engine._backend
-    assert isinstance(backend, CudaRanks)
+    assert isinstance(backend, StreamRanks)
     return backend
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from fxpipe.extensions.ranks.program import OwnProgram
+from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.unroll import unroll
@@ -14,7 +15,6 @@ from fxpipe.ir.value import CROSSING, HOST, Buffer
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.lowering.streams import Streams
 from tests.helpers.plans import chain, skipping
 
 

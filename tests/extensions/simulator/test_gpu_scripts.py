@@ -22,7 +22,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.workloads import workload
 from fxpipe.ir.instruction import Arrival
 from fxpipe.ir.unroll import unroll
-from tests.helpers.eager_lanes import launched
+from tests.extensions.streams.eager_lanes import launched
 from tests.helpers.profiles import some
 
 pytestmark = pytest.mark.models

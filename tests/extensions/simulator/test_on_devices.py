@@ -12,10 +12,10 @@ from torch.nn.functional import cross_entropy
 
 import fxpipe
 from fxpipe.runtime.choice import Dispatches
+from tests.extensions.streams.test_backend import PLACES, both, pipe_of
 from tests.helpers.profiles import deep
 from tests.helpers.tiny import Tiny, batch
 from tests.simcuda.process import on_devices, simulated
-from tests.simcuda.test_backend import PLACES, both, pipe_of
 from tests.simcuda.test_memory import SGD, Adam, Optimizer, assert_within, counted, peaks, use
 
 pytestmark = [simulated, pytest.mark.models]

@@ -12,19 +12,19 @@ from fxpipe.extensions.copies.opcodes import Give
 from fxpipe.extensions.replicas.opcodes import ReduceScatter
 from fxpipe.extensions.simulator import Link, Sizes, simulate
 from fxpipe.extensions.simulator.simulation import task_of
+from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir.instruction import Update
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.lowering.chain import chain_program
-from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.schedule import add_clip, add_recompute, add_reduce
 from fxpipe.schedules import cdp_v1, cdp_v2, gpipe
+from tests.extensions.streams.test_streams import FLUSHING, LIBRARY, chained, plain
 from tests.helpers.plans import chain
 from tests.oracles import small_simulator
 from tests.oracles.small_simulator import AS_LONG, HALVES, run_of, times
 from tests.oracles.stream_times import timed
-from tests.passes.lowering.test_streams import FLUSHING, LIBRARY, chained, plain
 from tests.schedules.test_overlapping import whole_replica
 from tests.schedules.test_schedules import by_name, made
 from tests.verify.test_copies import copy_edits, edited_copies

@@ -14,11 +14,11 @@ from torch import nn
 import fxpipe
 from fxpipe import InputError
 from fxpipe.devices import read_devices
+from fxpipe.extensions.streams.lanes import ALONE, TRIES, Lanes
+from fxpipe.extensions.streams.launching import StreamBackend
 from fxpipe.ir.launch import COMPUTE
 from fxpipe.passes.partition.measure import Stopwatch
 from fxpipe.runtime.choice import Dispatches
-from fxpipe.runtime.devices.lanes import ALONE, TRIES, Lanes
-from fxpipe.runtime.devices.launching import StreamBackend
 from fxpipe.text.program import print_instruction
 from tests.helpers.profiles import deep
 from tests.helpers.tiny import Tiny, batch

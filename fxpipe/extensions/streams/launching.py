@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.compiler.options import Options
+from fxpipe.extensions.streams.lanes import ALONE, Lanes
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE, Event, Launch, arrivals
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
-from fxpipe.runtime.devices.lanes import ALONE, Lanes
 from fxpipe.runtime.group import Group
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
@@ -250,3 +251,8 @@ class StreamBackend(Backend):
 
     def is_late(self, error: BaseException) -> bool:
         return self.lanes[0].kind.is_late(error)
+
+
+def backend(options: Options) -> StreamBackend:
+    """What runs all devices of a pipe, which have streams, in this process."""
+    return StreamBackend([*map(Lanes, options.devices)], options.group)

@@ -17,7 +17,7 @@ from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.host import BatchHost
 from fxpipe.text.program import print_instruction
-from tests.helpers.eager_lanes import Backend, LateError, launched
+from tests.extensions.streams.eager_lanes import Backend, LateError, launched
 from tests.helpers.profiles import deep
 from tests.helpers.tiny import Tiny, batch, within
 from tests.oracles import loop
@@ -231,11 +231,12 @@ def test_a_failure_that_nobody_asked_about_is_told_when_the_next_step_begins() -
 
 
 def test_who_waits_for_an_event_is_woken_when_the_run_stops() -> None:
+    from fxpipe.extensions.streams.launching import RunEvents
     from fxpipe.ir.launch import Event, Launch
-    from fxpipe.runtime.devices.launching import RunEvents
     from fxpipe.runtime.interpreter import Stopped
 
-    program = Program("x", 1, (0,), (), ((),), (), ((Launch(waits=(Event(0),)),),))
+    launches = (Launch(record=Event(0)), Launch(waits=(Event(0),)))
+    program = Program("x", 1, (0,), (), ((),), (), (launches,))
     events = RunEvents(program)
     caught: list[BaseException] = []
 

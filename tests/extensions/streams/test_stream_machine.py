@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.compiler.compiled import Compiled, Kind
+from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir.instruction import Receive, Recompute
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
-from fxpipe.passes.lowering.streams import Streams
 from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.runtime.host import BatchHost, Job
 from fxpipe.runtime.weights.live import LiveWeights

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.extensions.streams.launching import LaunchingChannels, StreamBackend
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatches
-from fxpipe.runtime.devices.launching import LaunchingChannels, StreamBackend
 from fxpipe.runtime.host import Job
 
 

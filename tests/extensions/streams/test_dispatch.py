@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import fxpipe
 from fxpipe.errors import InputError, PartitionError, VerificationError
+from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Launch
 from fxpipe.ir.program import Program
@@ -24,17 +25,16 @@ from fxpipe.ir.recipe import RECIPES
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.schedule import add_clip
 from fxpipe.runtime import choice
 from fxpipe.runtime.choice import Dispatches
+from tests.extensions.streams.test_streams import LIBRARY, plain
 from tests.helpers.overlapping import OPTIMIZERS, compiled
 from tests.helpers.plans import chain, run
 from tests.helpers.profiles import DEEP
 from tests.helpers.tiny import Snapshot, batch
 from tests.oracles.stream_machine import dispatch_order
 from tests.passes.lowering.test_lower import plans, schedules
-from tests.passes.lowering.test_streams import LIBRARY, plain
 
 
 def assert_never_waits(program: Program, order: tuple[int, ...]) -> None:

@@ -25,21 +25,14 @@ from torch.utils import _pytree as pytree
 from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.torchtools.accelerator import (
+    Place,
     current,
+    home,
     kind_of,
     plain,
     reaches,
     timed_event,
 )
-
-Place = torch.device | torch.Stream
-"""Where a device of a program runs: on a device of torch with its index, or on a stream."""
-
-
-def home(place: Place) -> torch.device:
-    """The device of a place."""
-    return place if isinstance(place, torch.device) else place.device
-
 
 ALONE = threading.RLock()
 """Held during a capture, and while a thread synchronizes with a device or orders its streams."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.streams.launch_order import Ordered, launch_order, source_of
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE, Event, Launch, arrivals
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
-from fxpipe.passes.lowering.launch_order import Ordered, launch_order, source_of
 from fxpipe.passes.runner import comes_after
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import VerificationError
+from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir.launch import Event, Launch
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.lowering.streams import Streams
 from fxpipe.schedules import one_f_one_b
 from tests.helpers.mutants import launch_mutants
 from tests.helpers.plans import chain, run, skipping

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Event, Launch
 from fxpipe.ir.program import Program
@@ -17,10 +18,10 @@ from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.schedule import add_clip
 from fxpipe.runtime.interpreter import HANDLERS
 from fxpipe.schedules import gpipe, one_f_one_b
+from tests.conftest import Golden
 from tests.helpers.plans import chain, run, skipping
 from tests.helpers.profiles import some
 from tests.oracles.stream_times import Timed, timed
@@ -252,3 +253,8 @@ def test_timing_knows_what_a_stall_is() -> None:
     run_ = timed(Streams()(run(one_f_one_b(2, 8), Lower(chain(2)), communicate, free)), copy=5.0)
     assert isinstance(run_, Timed)
     assert any(isinstance(x, ins.Free) and late > 0 for x, late in run_.stalls)
+
+
+def test_streams_and_events_read_as_in_their_golden_text(golden: Golden) -> None:
+    program = free(communicate(Lower(chain(2))(one_f_one_b(2, 2))))
+    golden("program_1f1b_streams_2x2.txt", str(Streams()(program)))

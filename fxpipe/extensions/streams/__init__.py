@@ -1,0 +1,1 @@
+"""Devices with streams, such as CUDA devices: what runs where, and what waits for what."""
