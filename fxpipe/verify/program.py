@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
 
 from fxpipe.errors import Fault, InputError, VerificationError
+from fxpipe.extend import find
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import BUILT_IN
@@ -14,7 +15,6 @@ from fxpipe.ir.walk import Key, needs_of
 from fxpipe.text.program import print_instruction
 from fxpipe.torchtools.state import without_collection
 from fxpipe.verify import flow
-from fxpipe.verify.copies import copies_faults, run_together
 from fxpipe.verify.facts import Facts
 from fxpipe.verify.plan import edge_faults
 from fxpipe.verify.tasks import (
@@ -95,10 +95,12 @@ def _frame(program: Program) -> Iterator[Fault]:
         yield Fault("its instructions have streams and no launches", "run the pass streams again")
     if program.replicas < 1:
         yield Fault(f"it has {program.replicas} replicas", "give it at least 1")
-    yield from copies_faults(program.placement, program.copies, program.devices)
-    if program.copies and (program.replicas > 1 or program.depth):
-        what = "it has copies of stages, and several replicas or batches that overlap"
-        yield Fault(what, "give it one replica and a flush, or no copies")
+    if program.copies:
+        misplaced = find("option", "copies_faults", f"program {program.name!r}")
+        yield from misplaced(program.placement, program.copies, program.devices)
+        if program.replicas > 1 or program.depth:
+            what = "it has copies of stages, and several replicas or batches that overlap"
+            yield Fault(what, "give it one replica and a flush, or no copies")
     yield from edge_faults(program.edges, program.stages)
 
 
@@ -108,7 +110,9 @@ def _counts(lists: Sequence[Sequence[object]]) -> str:
 
 def _tasks(facts: Facts) -> Iterator[Fault]:
     yield from complete(facts.window, bool(facts.updates), facts.program.replicas)
-    yield from run_together(facts.window)
+    if facts.program.copies:
+        name = facts.program.name
+        yield from find("option", "run_together", f"program {name!r}")(facts.window)
     yield from ascending(facts.window)
     yield from dependencies(facts.window, _needs_of(facts.window))
     yield from gradients_used_up(facts.window)

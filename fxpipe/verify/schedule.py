@@ -8,11 +8,11 @@ from itertools import chain
 from numbers import Integral
 
 from fxpipe.errors import Fault, VerificationError
+from fxpipe.extend import find
 from fxpipe.ir.schedule import Schedule, delay_text
 from fxpipe.ir.task import is_task
 from fxpipe.ir.walk import needs_of
 from fxpipe.torchtools.state import without_collection
-from fxpipe.verify.copies import copies_faults, run_together
 from fxpipe.verify.tasks import (
     Spot,
     Window,
@@ -90,7 +90,8 @@ def _judge(schedule: Schedule) -> tuple[Window, list[Fault], bool]:
     window = Window(schedule)
     faults = [*window.faults, *complete(window, updates=window.trains)]
     whole = not faults
-    faults += run_together(window)
+    if schedule.copies:
+        faults += find("option", "run_together", f"schedule {schedule.name!r}")(window)
     faults += pairs(window)
     faults += ascending(window)
     faults += dependencies(window, needs_of(schedule))
@@ -149,12 +150,14 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
         yield Fault("it has slices and copies of stages", "leave one of them out")
     if min(chain(*rules), default=0) < 0:
         yield Fault(f"its delay is {delay_text(schedule.delay)}", "give at least 0")
-    yield from copies_faults(schedule.placement, schedule.copies, schedule.devices)
-    if schedule.copies and schedule.overlaps:
-        yield Fault(
-            "it has copies of stages, and its batches overlap or read older weights",
-            "end each step with a flush: delay=0, and tasks of this step's batch alone",
-        )
+    if schedule.copies:
+        misplaced = find("option", "copies_faults", f"schedule {schedule.name!r}")
+        yield from misplaced(schedule.placement, schedule.copies, schedule.devices)
+        if schedule.overlaps:
+            yield Fault(
+                "it has copies of stages, and its batches overlap or read older weights",
+                "end each step with a flush: delay=0, and tasks of this step's batch alone",
+            )
 
 
 def stash_of(window: Window) -> StashCounts:

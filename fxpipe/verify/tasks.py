@@ -21,13 +21,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fxpipe.errors import Fault, near
+from fxpipe.extend import find
 from fxpipe.formatting import numbers_text
 from fxpipe.ir.instruction import Wrong
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BESIDE_FORWARD, KINDS, Task, TaskKind
 from fxpipe.ir.value import FURTHEST
 from fxpipe.ir.walk import Key, Place, Wait, key_index, walk
-from fxpipe.verify.copies import away
 
 _MISSING = 10_000
 """The most missing forwards that are reported one by one."""
@@ -141,11 +141,9 @@ class Window:
         i = key_index(self.schedule, task, here.device) if copied else task.microbatch
         first = self.spots.setdefault((task.kind, i, stage), here)
         if copied and task.kind not in "FBIWROPA":
-            return away(self.schedule, stage, i) or (
-                f"device {here.device} has a copy of stage {stage}, which computes micro-batches "
-                f"and sums their gradients; its weights are on device {home}",
-                "move it there",
-            )
+            wrong = find("option", "not_on_copies", f"schedule {self.schedule.name!r}")
+            misplaced: Wrong = wrong(self.schedule, stage, i, here.device)
+            return misplaced
         if not copied and home != here.device:
             return f"stage {stage} is on device {home}", "move it there"
         if first is not here:

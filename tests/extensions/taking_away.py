@@ -96,10 +96,10 @@ def use_the_rest() -> None:
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
         assert str(pipe.plan) and str(pipe.program)
-    for recipe in RECIPES.values():
+    for recipe in [recipe for recipe in RECIPES.values() if not any(recipe.copies(2))]:
         schedule = recipe(2, 4).verify()
         assert fxpipe.Schedule.parse(str(schedule)) == schedule
-        if "A" not in schedule.kinds and not any(schedule.working):
+        if "A" not in schedule.kinds:
             chain_program(schedule).verify()
     assert not extensions(), f"what the core does loads {extensions()}"
 

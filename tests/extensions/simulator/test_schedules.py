@@ -20,6 +20,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.passes.schedule import add_clip, add_recompute, add_reduce
 from fxpipe.schedules import cdp_v1, cdp_v2, gpipe
+from tests.extensions.copies.test_rules import copy_edits, edited_copies
 from tests.extensions.streams.test_streams import FLUSHING, LIBRARY, chained, plain
 from tests.helpers.plans import chain
 from tests.oracles import small_simulator
@@ -27,7 +28,6 @@ from tests.oracles.small_simulator import AS_LONG, HALVES, run_of, times
 from tests.oracles.stream_times import timed
 from tests.schedules.test_overlapping import whole_replica
 from tests.schedules.test_schedules import by_name, made
-from tests.verify.test_copies import copy_edits, edited_copies
 from tests.verify.test_program import lowered, too_much
 from tests.verify.test_program_faults import without
 from tests.verify.test_schedule import accepts, too_many

@@ -18,6 +18,8 @@ from fxpipe.passes.schedule import add_reduce
 from tests.oracles.schedule_executor import schedule_is_right
 from tests.verify.test_schedule import accepts, fault_of
 
+pytestmark = pytest.mark.smoke
+
 HEAD = "schedule mine stages=2 microbatches=2 delay=0\nplace 0 +1 | +0 1\n"
 RIGHT = (
     "0: F0@0 F1@1 B1@1 A@1 B0@0 A@0 U@0",

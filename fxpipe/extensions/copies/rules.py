@@ -17,7 +17,7 @@ def copies_faults(
     placement: Sequence[int], copies: Sequence[Sequence[int]], devices: int
 ) -> Iterator[Fault]:
     """Check that each copy of a stage is on a device of its own."""
-    if copies and len(copies) != len(placement):
+    if len(copies) != len(placement):
         yield Fault(
             f"it has the copies of {len(copies)} stages, and {len(placement)} stages",
             "give those of each stage, or () for one without copies",
@@ -43,12 +43,12 @@ def run_together(window: Window) -> Iterator[Fault]:
     It is the stage's own device or that of a copy; for a task that a user has defined, its own.
     """
     schedule = window.schedule
-    for (kind, i, stage), spot in window.spots.items() if schedule.copies else ():
+    for (kind, i, stage), spot in window.spots.items():
         if i is None or kind == "A" or ("F", i, stage) not in window.spots:
             continue
         device, task_kind = schedule.device_of(stage, i), window.kinds.get(kind)
         if task_kind is not None and task_kind.run is not None:
-            wrong = away(schedule, stage, i)
+            wrong = _away(schedule, stage, i)
             if wrong is not None and spot.device == schedule.placement[stage]:
                 yield window.fault(spot, *wrong)
         elif spot.device != device and spot.device in schedule.devices_of(stage):
@@ -56,7 +56,17 @@ def run_together(window: Window) -> Iterator[Fault]:
             yield window.fault(spot, what, "move it there, or the forward here")
 
 
-def away(schedule: Schedule, stage: int, microbatch: int | None) -> Wrong | None:
+def not_on_copies(schedule: Schedule, stage: int, microbatch: int | None, copy: int) -> Wrong:
+    """What is wrong with a task on a copy that is none for copies."""
+    home = schedule.placement[stage]
+    return _away(schedule, stage, microbatch) or (
+        f"device {copy} has a copy of stage {stage}, which computes micro-batches and sums their "
+        f"gradients; its weights are on device {home}",
+        "move it there",
+    )
+
+
+def _away(schedule: Schedule, stage: int, microbatch: int | None) -> Wrong | None:
     """What is wrong with a user's task if a copy computes its micro-batch."""
     home = schedule.placement[stage]
     device = home if microbatch is None else schedule.device_of(stage, microbatch)
