@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from fxpipe.extensions.cuda_graphs.extension import CudaGraphs
     from fxpipe.extensions.deferred_batchnorm.extension import DeferredBatchNorm
     from fxpipe.extensions.dispatch.extension import Dispatch
-    from fxpipe.extensions.generation.generator import Generator
     from fxpipe.extensions.inductor.extension import Inductor
     from fxpipe.extensions.leaf_modules.extension import LeafModules
     from fxpipe.extensions.loss_weight.extension import LossWeight

@@ -70,7 +70,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "CudaGraphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
         "DeferredBatchNorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
         "Dispatch": f"{_HERE}.dispatch.extension:Dispatch",
-        "Generator": f"{_HERE}.generation.generator:Generator",
         "Inductor": f"{_HERE}.inductor.extension:Inductor",
         "LeafModules": f"{_HERE}.leaf_modules.extension:LeafModules",
         "LossWeight": f"{_HERE}.loss_weight.extension:LossWeight",

@@ -31,6 +31,8 @@ REMOVED = {
 """Argument of ``fxpipe.compile`` → what to do now. docs/removed.md has the reasons."""
 
 GONE = {
+    "fxpipe.Generator": "write plain.load_state_dict(pipe.state_dict()) and plain.generate(...), "
+    "with a model on one device; over ranks, every rank calls pipe.state_dict(full=True)",
     "fxpipe.Prediction": "leave it out; batches read the weights that the delay says",
     "fxpipe.Search": "write found = fxpipe.search_schedule(pipe.plan, microbatches), or for "
     "weights of one version before schedule=fxpipe.schedules.two_bw",

@@ -150,19 +150,6 @@ def test_a_model_whose_blocks_read_all_earlier_ones_trains_equal_to_the_loop(
     assert "after 2 steps, equal bit for bit to the loop's" in capsys.readouterr().out
 
 
-@pytest.mark.deep
-def test_clients_that_send_requests_at_any_time_get_the_answers_of_the_model_alone() -> None:
-    pytest.importorskip("transformers")
-    serving = importlib.import_module("examples.serving")
-    told, model = serving.main(), serving.built()
-    assert len(told) == serving.CLIENTS * serving.PROMPTS
-    for prompt, answer in told:
-        tokens = torch.tensor([prompt])
-        mask, most = torch.ones_like(tokens), serving.MOST
-        whole = model.generate(tokens, attention_mask=mask, max_new_tokens=most, do_sample=False)
-        assert whole[0, len(prompt) :].tolist() == answer[: len(whole[0]) - len(prompt)]
-
-
 NUMBER = re.compile(r"-?\d+\.\d+")
 
 

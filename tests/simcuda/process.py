@@ -109,10 +109,9 @@ def _serve() -> None:
     import fxpipe
     import tests.simcuda.cuda  # noqa: F401
 
-    # all that the first call of a pipe would import in each process, but no other packages: pytest
-    # in such a process warns of its plugins that are imported already
+    # all that the first call of a pipe would import in each process
     for module in pkgutil.walk_packages(fxpipe.__path__, "fxpipe."):
-        if not module.name.endswith("__main__") and ".generation." not in module.name:
+        if not module.name.endswith("__main__"):
             import_module(module.name)
     for name in ("torch._dynamo", "torch._functorch.aot_autograd", "torch.export._trace"):
         import_module(name)

@@ -1,1 +1,0 @@
-"""Pipelined generation with the causal language models of transformers."""
