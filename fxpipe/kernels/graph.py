@@ -18,15 +18,13 @@ from fxpipe.kernels.kernel import (
     Totals,
 )
 
-PEAK = "most bytes of a call"
-"""Key in a graph's ``meta`` if other code runs in its place, here or on another rank: the most
-bytes that a call was measured to allocate at once."""
+COMPILED = "compiled"
+"""Key in a graph's ``meta`` if a library runs in its place, here or on another rank."""
 
 
-def peak_of(module: fx.GraphModule | None) -> int | None:
-    """The most bytes that a call of what runs in a graph's place allocates at once; None if the
-    graph runs as it is."""
-    return None if module is None else module.meta.get(PEAK)
+def is_compiled(module: fx.GraphModule | None) -> bool:
+    """Whether a library runs in a graph's place."""
+    return module is not None and COMPILED in module.meta
 
 
 class BucketGraph(NamedTuple):
@@ -60,8 +58,6 @@ class GraphKernel:
         gradient_strides: the strides that each of these gradients was traced with.
         input_gradients: how many gradients of inputs the backward graph returns.
         parameter_gradients: for each parameter whether the backward graph returns its gradient.
-        parameter_strides: the strides that each parameter was traced with; None if any will do.
-            Empty if any will do for all.
         input_grad_graph: ``[saved, gradients]`` → input gradients, deferred; see ``part_backward``.
         weight_grad_graph: ``[deferred, totals]`` → new totals; None if there are none.
         functional_weight_grad: ``[deferred]`` → parameter gradients, without operations in place.
@@ -79,7 +75,6 @@ class GraphKernel:
     gradient_strides: Sequence[tuple[int, ...]]
     input_gradients: int
     parameter_gradients: Sequence[bool]
-    parameter_strides: Sequence[tuple[int, ...] | None] = ()
     input_grad_graph: fx.GraphModule | None = None
     weight_grad_graph: fx.GraphModule | None = None
     functional_weight_grad: fx.Graph | None = None
@@ -88,8 +83,7 @@ class GraphKernel:
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
     ) -> ForwardResult:
-        weights = laid_out(parameters, self.parameter_strides)
-        arguments = [*weights, *buffers, *map(_laid_out, inputs, self.input_strides)]
+        arguments = [*parameters, *buffers, *map(_laid_out, inputs, self.input_strides)]
         inputs.clear()
         flat = self.forward_graph.forward(arguments)
         a, b = self.outputs, self.outputs + self.writes
@@ -177,13 +171,6 @@ class GraphKernel:
                 "the stage's backward is not in two halves; run the plan through part_backward"
             )
         return graph.forward
-
-
-def laid_out(
-    parameters: Sequence[Tensor], strides: Sequence[tuple[int, ...] | None]
-) -> Sequence[Tensor]:
-    """Parameters in the strides that a kernel asks for; copies of those in other strides."""
-    return [*map(_laid_out, parameters, strides)] if strides else parameters
 
 
 def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:

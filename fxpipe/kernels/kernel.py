@@ -95,15 +95,12 @@ class Kernel(Protocol):
             not split.
         weight_grad_graph: the half that no other stage waits for; None also if no parameter has a
             gradient.
-        parameter_strides: the strides in which forward reads each parameter; it copies a parameter
-            that has others. None if any will do; empty if any will do for all.
     """
 
     forward_graph: fx.GraphModule
     backward_graph: fx.GraphModule | None
     input_grad_graph: fx.GraphModule | None
     weight_grad_graph: fx.GraphModule | None
-    parameter_strides: Sequence[tuple[int, ...] | None]
 
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
@@ -182,7 +179,6 @@ class Wrapping:
         self.backward_graph = kernel.backward_graph
         self.input_grad_graph = kernel.input_grad_graph
         self.weight_grad_graph = kernel.weight_grad_graph
-        self.parameter_strides = kernel.parameter_strides
 
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]

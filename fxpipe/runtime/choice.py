@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, fx
 
 from fxpipe.ir.plan import Plan
-from fxpipe.kernels.graph import peak_of
+from fxpipe.kernels.graph import is_compiled
 from fxpipe.torchtools.state import processors
 
 Dispatches = Literal["device", "thread"]
@@ -52,7 +52,7 @@ def elements(plan: Plan) -> float:
         if graph is None:
             continue
         own = [_largest(graph, node) for node in graph.graph.nodes if _computes(node)]
-        sizes += [sum(own)] if peak_of(graph) is not None else filter(None, own)
+        sizes += [sum(own)] if is_compiled(graph) else filter(None, own)
     return sum(sizes) / len(sizes) if sizes else 0.0
 
 

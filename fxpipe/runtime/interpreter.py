@@ -21,7 +21,6 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Stage, ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer, own_buffer
-from fxpipe.kernels.graph import laid_out
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.runtime.host import Job
 
@@ -47,8 +46,6 @@ class Store:
         state: name in the model → the newest value of a buffer that this run has written.
         kept: stage → the number of micro-batches whose backward is not finished.
         peak: stage → the most micro-batches that were kept at once.
-        laid: stage → the version of its parameters that was laid out in the kernel's strides in
-            this step, with the strides, and these parameters.
         busy: a buffer whose memory is being read → what waits for the end of that.
     """
 
@@ -58,7 +55,6 @@ class Store:
         self.state: dict[str, Tensor] = {}
         self.kept: Counter[int] = Counter()
         self.peak: Counter[int] = Counter()
-        self.laid: dict[int, tuple[object, Sequence[Tensor]]] = {}
         self.busy: dict[Buffer, Callable[[], None]] = {}
 
     def keep(self, buffer: Buffer, saved: list[Any]) -> None:
@@ -82,14 +78,12 @@ class Store:
 
     def age(self, steps: int) -> None:
         """Renumber batches relative to a step so many later."""
-        self.laid.clear()
         if steps:
             self.values = {b._replace(batch=b.batch - steps): v for b, v in self.values.items()}
             self.busy = {b._replace(batch=b.batch - steps): v for b, v in self.busy.items()}
             self.gradients = {(s, batch - steps): g for (s, batch), g in self.gradients.items()}
 
     def clear(self) -> None:
-        self.laid.clear()
         self.busy.clear()
         self.values.clear()
         self.gradients.clear()
@@ -181,17 +175,6 @@ class Machine:
         for parameter, like in zip(parameters, home[0], strict=True):
             parameter.requires_grad_(like.requires_grad)  # not sent from one rank to another
         return parameters, buffers
-
-    def weights_of(self, forward: ins.Compute) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """A forward's parameters, in its kernel's strides, and buffers as before the run."""
-        stage, version, laid = forward.stage, forward.version, self.store.laid
-        weights, buffers = self.held(stage, version)
-        strides = self.kernel(stage, forward.microbatch, forward.batch).parameter_strides
-        if not strides:
-            return weights, buffers
-        if stage not in laid or laid[stage][0] != (version, strides):
-            laid[stage] = (version, strides), laid_out(weights, strides)
-        return laid[stage][1], buffers
 
     def totals(self, x: ins.Compute | ins.OncePerStep) -> Sequence[Tensor | None]:
         """A stage's gradients so far in a batch, see ``Weights.started``."""

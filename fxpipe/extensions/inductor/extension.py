@@ -9,7 +9,6 @@ from typing import Any
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
 from fxpipe.extend import Extension
-from fxpipe.extensions.inductor.channels_last import lay_channels_last, lay_weights
 from fxpipe.extensions.inductor.compile_stages import compile_stages
 from fxpipe.extensions.inductor.lower_graph import graph_text
 from fxpipe.ir.plan import Plan
@@ -39,9 +38,7 @@ def keep_costs(
 _KEEP = Pass(
     keep_costs, "traced, plan, costs, functional, threads", "costs", when="not under_autograd"
 )
-_LAY = Pass(lay_channels_last, "plan", "plan")
 _COMPILE = Pass(compile_stages, "plan, threads, own", "plan")
-_LAY_WEIGHTS = Pass(lay_weights, "plan", "plan")
 
 
 @dataclass(frozen=True)
@@ -76,9 +73,5 @@ class Inductor(Extension):
             )
 
     def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
-        """Passes that lay images out, keep costs, and compile."""
-        return {
-            "measure": [("measure", _KEEP)],
-            "plan": [("cut", _LAY), ("differentiate", _LAY_WEIGHTS)],
-            "compile": [("", _COMPILE)],
-        }
+        """Passes that keep costs, and compile."""
+        return {"measure": [("measure", _KEEP)], "compile": [("", _COMPILE)]}

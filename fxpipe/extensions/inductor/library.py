@@ -13,7 +13,6 @@ and for graphs with operators in Python, torch's package loader runs them instea
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -63,7 +62,6 @@ class Draw(NamedTuple):
         operator: an operator of ``fxpipe.random``, which reads no values.
         given: its operands, with a layout in place of a tensor.
         options: its keyword arguments.
-        made: the layout of its result.
         seed: index of the seed among the graph's arguments.
         node: its number, for the random stream.
     """
@@ -71,14 +69,8 @@ class Draw(NamedTuple):
     operator: Any
     given: tuple[Any, ...]
     options: dict[str, Any]
-    made: TensorLayout
     seed: int
     node: int
-
-    @property
-    def bytes(self) -> int:
-        """The size of the result."""
-        return math.prod(self.made.shape) * self.made.dtype.itemsize
 
     def run(self, arguments: Sequence[Any]) -> Tensor:
         operands = [x.empty() if isinstance(x, TensorLayout) else x for x in self.given]

@@ -26,7 +26,7 @@ from fxpipe.passes.differentiate.extract import results
 from fxpipe.passes.differentiate.joint import rnn_layer_with_workspace
 from fxpipe.random import LAYOUTS
 
-_FORMAT = 7
+_FORMAT = 8
 """Count this up when libraries that earlier versions of fxpipe compiled must not be used."""
 
 aten = torch.ops.aten
@@ -132,7 +132,7 @@ def _draw(node: fx.Node, place: dict[fx.Node, int]) -> Draw:
     if seed not in place:
         raise CannotCompile(f"{node.name!r} draws from a seed that is made in the stage")
     like = tuple(_look(x) if isinstance(x, fx.Node) else x for x in operands)
-    return Draw(node.target, like, dict(node.kwargs), _look(node), place[seed], number)
+    return Draw(node.target, like, dict(node.kwargs), place[seed], number)
 
 
 def _indices(graph: fx.Graph, place: Mapping[fx.Node, int]) -> Iterator[Indices]:

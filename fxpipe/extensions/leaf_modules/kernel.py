@@ -60,7 +60,6 @@ class AutogradKernel:
     backward_graph: fx.GraphModule | None = None
     input_grad_graph: fx.GraphModule | None = None
     weight_grad_graph: fx.GraphModule | None = None
-    parameter_strides: Sequence[tuple[int, ...] | None] = ()
 
     def __post_init__(self) -> None:
         nodes = self.forward_graph.graph.nodes

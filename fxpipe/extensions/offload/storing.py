@@ -11,7 +11,6 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -75,7 +74,7 @@ def store(
     held = {0, *map(_memory, _tensors(others))}
     held |= {_memory(t) for t in machine.store.state.values()}
     version = batch + forward.version - forward.batch
-    weights, buffers = machine.weights_of(replace(forward, batch=batch, version=version))
+    weights, buffers = machine.held(forward.stage, version)
     held |= {_memory(t) for t in (*weights, *buffers)}
     memories: list[Tensor] = []
     numbers: dict[int, int] = {}  # address → index of the memory

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import compress
 from math import inf
 from time import perf_counter_ns
 from typing import Any
@@ -29,7 +30,7 @@ from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
-from fxpipe.kernels.graph import PEAK, GraphKernel, peak_of
+from fxpipe.kernels.graph import COMPILED, GraphKernel, is_compiled
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.meta import become
@@ -67,7 +68,7 @@ class Ranks(RankGroup):
     def same_plans(
         self, options: Options, schedule: Schedule, traced: Traced, plans: Sequence[Plan]
     ) -> None:
-        """Also takes over the memory peaks of stages that other ranks have compiled. Whether
+        """Also takes over which graphs other ranks run as libraries. Whether
         random numbers are drawn must be alike as each step of all ranks shares their seed."""
         first = plans[0]
         trained = [[each.target for each in stage.parameters] for stage in first.stages]
@@ -76,13 +77,16 @@ class Ranks(RankGroup):
             "the compiled plan",
             f"{schedule}\n{trained}\nthe model draws random numbers: {traced.seeded}",
             own=str(first),
-            value=[_peaks(plan, own) for plan in plans],
+            value=[
+                {index: [*map(is_compiled, _graphs(plan.stages[index]))] for index in own}
+                for plan in plans
+            ],
         )
         for rank in self.pipeline:
-            for plan, peaks in zip(plans, answers[rank], strict=True):
-                for index, of_stage in peaks.items():
-                    for graph, peak in zip(_graphs(plan.stages[index]), of_stage, strict=True):
-                        graph.meta[PEAK] = peak
+            for plan, compiled in zip(plans, answers[rank], strict=True):
+                for index, of_stage in compiled.items():
+                    for graph in compress(_graphs(plan.stages[index]), of_stage):
+                        graph.meta[COMPILED] = True
 
     def same_program(self, made: Program | None, known: Program | None, plan: Plan) -> Program:
         # another replica may have to make what this rank knows
@@ -241,12 +245,6 @@ def _leaf_text(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{tuple(leaf.shape)} {leaf.dtype}" + ", requires grad" * leaf.requires_grad
     return without_addresses(repr(leaf))
-
-
-def _peaks(plan: Plan, own: Sequence[int]) -> dict[int, list[int | None]]:
-    """Stage of this rank → for each of its graphs its ``peak_of``; empty if all run as they are."""
-    peaks = {index: [*map(peak_of, _graphs(plan.stages[index]))] for index in own}
-    return peaks if any(peak is not None for each in peaks.values() for peak in each) else {}
 
 
 def _graphs(stage: Stage) -> list[fx.GraphModule]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -15,7 +16,7 @@ from fxpipe.extensions.simulator.optimizers import optimizer_memory
 from fxpipe.extensions.simulator.sizes import Crossing, GraphInput, Left, Sizes, Storage, Workspace
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.value import outputs_of
-from fxpipe.kernels.graph import BucketGraph, GraphKernel, peak_of
+from fxpipe.kernels.graph import BucketGraph, GraphKernel, is_compiled
 from fxpipe.kernels.kernel import CountedBytes
 from fxpipe.torchtools.pytrees import size_in_bytes
 
@@ -66,9 +67,7 @@ def plan_sizes(
         deferred={index: each.deferred.bytes for index, each in graphs.items()},
         state=written,
         saved_state={index: each.saved_state for index, each in graphs.items()},
-        parameters={
-            s.index: _bytes(tensors[s.index]) + _laid_out(s, tensors[s.index]) for s in plan.stages
-        },
+        parameters={s.index: _bytes(tensors[s.index]) for s in plan.stages},
         buffers=buffers,
         gradients={index: _bytes(some) for index, some in trained.items()},
         elements={
@@ -92,13 +91,6 @@ def plan_sizes(
         adding={key: run for each in graphs.values() for key, run in each.adding.items()},
         left={key: left for each in graphs.values() for key, left in each.left.items()},
     )
-
-
-def _laid_out(stage: Stage, parameters: Sequence[Tensor]) -> int:
-    """The bytes of the copies that a step makes of parameters whose strides the kernel changes."""
-    strides = stage.kernel.parameter_strides if isinstance(stage.kernel, GraphKernel) else ()
-    pairs = zip(parameters, strides, strict=bool(strides))
-    return _bytes(x for x, wanted in pairs if wanted not in (None, x.stride()))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -194,7 +186,6 @@ class GraphMemory(StageMemory):
                 owners.setdefault(storage, _Owner("value", name))
         laid_out = self._lay_out(live, crossings, inputs, kernel.input_strides)
         run = _workspace(live, owners, (), laid_out)
-        run = _as_measured(run, kernel.forward_graph)
         self.runs["F", stage.index] = self.runs["R", stage.index] = run
         names = outputs_of(self._plan.edges_from(stage.index))
         for name, node in zip(names, returned, strict=False):
@@ -245,11 +236,14 @@ class GraphMemory(StageMemory):
             owners.update(dict.fromkeys(live.of[node], owner))
         laid_out = self._lay_out(live, crossings, gradients, strides)
         key, used_up = (name, self._stage.index), ("value", "gradient")
-        self.runs[key] = _as_measured(_workspace(live, owners, used_up, laid_out), module, totals)
+        run = self.runs[key] = _workspace(live, owners, used_up, laid_out)
         if totals:
             later = liveness(module.graph, kept.lies_in)
             same = _carried(live, owners, later, arguments, totals)
-            self.adding[key] = _as_measured(_workspace(later, same, used_up, laid_out), module)
+            run = self.adding[key] = _workspace(later, same, used_up, laid_out)
+        if is_compiled(module):  # it always adds, at first to zeros
+            zeros = _bytes(node.meta["val"] for node in totals)
+            self.runs[key] = replace(run, levels=tuple(zeros + level for level in run.levels))
         return live, owners, returned
 
     def _lay_out(
@@ -357,17 +351,3 @@ def _workspace(
         elif owner.kind in used_up:
             freed.append(GraphInput((owner.value, owner.kind == "gradient"), size, last))
     return Workspace(tuple(accumulate(changes[:-1])), tuple(freed), laid_out)
-
-
-def _as_measured(
-    run: Workspace, module: fx.GraphModule, begun: Sequence[fx.Node] = ()
-) -> Workspace:
-    """Replace the levels of a compiled graph's memory by its measured peak and the level at its
-    return; arguments are freed only there. ``begun`` are the sums of gradients that it makes."""
-    peak = peak_of(module)
-    if peak is None:
-        return run
-    peak += _bytes(node.meta["val"] for node in begun)
-    freed = tuple(argument._replace(last=1) for argument in run.freed)
-    laid_out = tuple(argument._replace(last=1) for argument in run.laid_out)
-    return Workspace((peak, run.levels[-1]), freed, laid_out)

@@ -18,7 +18,7 @@ from fxpipe.formatting import (
     wrapped,
 )
 from fxpipe.ir.plan import Plan, Stage
-from fxpipe.kernels.graph import GraphKernel, peak_of
+from fxpipe.kernels.graph import GraphKernel, is_compiled
 from fxpipe.passes.partition.work import StageLoad
 
 _MODULES = 12
@@ -109,8 +109,7 @@ def _libraries(plan: Plan) -> list[str]:
         for stage in plan.stages
     ]
     counts = [
-        f"{sum(peak_of(graph) is not None for graph in of_stage)} of "
-        f"{len(of_stage) - of_stage.count(None)}"
+        f"{sum(map(is_compiled, of_stage))} of {len(of_stage) - of_stage.count(None)}"
         for of_stage in graphs
     ]
     if all(count.startswith("0 ") for count in counts):

@@ -40,7 +40,7 @@ class Forward(Compute):
 
     def run(self, machine: Machine) -> None:
         stage, i, batch = self.stage, self.microbatch, self.batch
-        store, (weights, before) = machine.store, machine.weights_of(self)
+        store, (weights, before) = machine.store, machine.held(stage, self.version)
         arguments = zip(machine.stages[stage].buffers, before, strict=True)
         # what earlier micro-batches of this run wrote, else the model's
         buffers = [store.state.get(argument.target, buffer) for argument, buffer in arguments]
@@ -90,7 +90,7 @@ class Recompute(Compute):
         kept = values.pop(*self.ends(machine.program))
         count = len(machine.stages[stage].buffers)
         with machine.turn(stage):
-            weights, _ = machine.weights_of(self)
+            weights, _ = machine.held(stage, self.version)
             inputs = kept[count:] or [values[buffer] for buffer in operands.inputs]
             result = machine.kernel(stage, i, batch).forward(weights, kept[:count], inputs)
         machine.store.keep(operands.saved, result.saved)
