@@ -78,7 +78,10 @@ class RankChannels(Channels):
         """Make empty channels over the groups of ``pairs``, which are connected. ``in_order`` asks
         for sums over replicas in their order."""
         super().__init__(program, 1)
-        self._pairs, self._stopped = pairs, threading.Event()
+        self._group, self._jobs, self._pairs = group, jobs, pairs
+        self._program, self._overlaps = program, program.depth > 0
+        self._stopped = threading.Event()
+        self.failure: RankError | None = None
         if group.replicas > 1:
             collectives = find("option", "collectives", "training several replicas")
             self.replicas = collectives(group, pairs, self._stopped, in_order=in_order)
@@ -87,9 +90,6 @@ class RankChannels(Channels):
         self._awaited: dict[int, _Receives] = {}
         self._pauses: list[int] = []
         self._until: int | None = None  # the position of the next pause
-        self.failure: RankError | None = None
-        self._group, self._jobs = group, jobs
-        self._program, self._overlaps = program, program.depth > 0
         self._unsent: list[tuple[Buffer, Any]] = []  # published here
         self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}  # of batches not fed yet
         self._met: SimpleQueue[int | None] = SimpleQueue()
@@ -184,8 +184,7 @@ class RankChannels(Channels):
             buffer = self._upcoming(machine, awaited)
             if buffer is None:
                 return
-            spec = self._spec(buffer)
-            if spec is not None:
+            if (spec := self._spec(buffer)) is not None:
                 memory = machine.room(spec)
                 with explained(self._stopped):
                     work = self._pairs.receive(source, memory)
@@ -225,23 +224,18 @@ class RankChannels(Channels):
         """
         value = in_own_storage(value)  # it may stay here until the end of the step
         self._unsent.append((buffer, value))
-        small = isinstance(value, Tensor) and value.nbytes < SMALL
-        if not small or self._overlaps:
+        if self._overlaps or not isinstance(value, Tensor) or value.nbytes >= SMALL:
             self.flush()
 
     def flush(self) -> None:
         unsent, self._unsent = self._unsent, []
-        losses = [
-            (buffer, value)
-            for buffer, value in unsent
-            if buffer.value == self._jobs[buffer.batch].host.shared
-        ]
-        own = self._group.pipeline
-        elsewhere = [rank for rank in range(self._group.size) if rank not in own]
+        losses = [(b, value) for b, value in unsent if b.value == self._jobs[b.batch].host.shared]
+        group = self._group
+        own = [rank for rank in group.pipeline if rank != group.rank]
+        elsewhere = [rank for rank in range(group.size) if rank not in group.pipeline]
         for values, ranks in ((unsent, own), (losses, elsewhere)):
-            others = [rank for rank in ranks if rank != self._group.rank]
-            if values and others:
-                self._group.tell(Entry("outputs", (self._run,), values), others)
+            if values and ranks:
+                group.tell(Entry("outputs", (self._run,), values), ranks)
 
     def fed(self, batch: int) -> None:
         with self._group.changed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -31,9 +31,7 @@ def interruptibly(work: Callable[[], T], look: Callable[[], None]) -> T:
         except BaseException as error:
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="fxpipe-meeting", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_POLL)
+    threading.Thread(target=run, name="fxpipe-meeting", daemon=True).start()
+    while not wait([future], _POLL).done:
         look()
     return future.result()

@@ -31,18 +31,15 @@ class RankBackend(Backend):
         return (self.group.device,)
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Any:
-        assert isinstance(program, OwnProgram)
-        return self.between(program, self.group, jobs, self.connected(program), self._in_order)
-
-    def connected(self, program: OwnProgram) -> PairGroups:
-        """The process groups that a program needs, made now where they do not exist yet; all anew
+        """Also makes the process groups that the program needs and that do not exist yet; all anew
         after a failure. Raises like PairGroups.connect."""
+        assert isinstance(program, OwnProgram)
         if self.pairs.number != self.group.epoch:
             self.pairs.abort()
             self.pairs.drained()
             self.pairs = PairGroups(self.group, self.pairs.device)
         self.pairs.connect(program)
-        return self.pairs
+        return self.between(program, self.group, jobs, self.pairs, self._in_order)
 
     def end(self) -> None:
         self.pairs.drained()  # after a failure, until no stream waits for other ranks

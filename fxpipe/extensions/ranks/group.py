@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 POLL = 0.1
 """Seconds between two checks for signals while a thread waits for another rank."""
 
-OUTCOME = "outcome"
-"""The name of the exchange after a failure, wherever in the call each rank was then."""
+OUTCOME = -1
+"""The number of the exchange after a failure, wherever in the call each rank was then."""
 
 Key = tuple[int, int]
 """Identifies a run's channels: the number of the call that opens them, and the number of channels
@@ -33,37 +33,15 @@ opened in that call, these included."""
 _PLACE = ("device", "instruction", "stage", "microbatch", "source")
 
 
-class Membership(NamedTuple):
-    """What a rank knows about the ranks of its pipe.
+class Said(NamedTuple):
+    """What a rank says in an exchange: about what, in which call, with how many runs kept, in which
+    epoch, and the value."""
 
-    Attributes:
-        rank: this rank's number in the pipe. The first replica's ranks come first, and within a
-            replica they are in the order of its devices.
-        names: rank → what messages call it, ``rank 1 (host, process 4711)``.
-        places: device → what tables call its ranks, ``rank 1, host``, or with two replicas
-            ``ranks 1 and 3, host``.
-        hosts: rank → the name of its host.
-        group: a gloo process group of all ranks, which belongs to the log.
-        threads: intra-op threads of this rank's device: its share of the host's threads, or
-            OMP_NUM_THREADS.
-        timeout: seconds that a rank may be late.
-        store: a store of torch.distributed that belongs to this pipe.
-        devices: rank → the index of its CUDA device on its host; None in a mesh of CPUs.
-        backend: the name of the user's own backend for tensors; empty for torch's.
-        replicas: the number of replicas of the pipeline.
-    """
-
-    rank: int
-    names: tuple[str, ...]
-    places: tuple[str, ...]
-    hosts: tuple[str, ...]
-    group: Any
-    threads: int
-    timeout: float
-    store: Any
-    devices: tuple[int | None, ...] = ()
-    backend: str = ""
-    replicas: int = 1
+    about: str
+    what: str
+    kept: int
+    epoch: int
+    value: Any
 
 
 class RankGroup(Group):
@@ -71,7 +49,10 @@ class RankGroup(Group):
     failed while the others committed a run.
 
     Attributes:
-        members: names and places of the ranks, and what connects them.
+        names: rank → what messages call it, ``rank 1 (host, process 4711)``.
+        store: a store of torch.distributed that belongs to this pipe.
+        timeout: seconds that a rank may be late.
+        own_backend: the name of the user's own backend for tensors; empty for torch's.
         epoch: how often the process groups of devices were given up after a failure: those of this
             number are used, once a call has begun on all ranks.
         summed: the bytes that this rank has sent to sum gradients over the replicas.
@@ -80,49 +61,51 @@ class RankGroup(Group):
             hear of each.
     """
 
-    def __init__(self, members: Membership) -> None:
-        """Open the log of the ranks."""
-        self.members = members
-        self.rank, self.size, self.replicas = members.rank, len(members.names), members.replicas
+    own_backend = ""
+
+    def __init__(
+        self, rank: int, names: Sequence[str], store: Any, group: Any, timeout: float, replicas: int
+    ) -> None:
+        """Open the log of the ranks, to which ``group`` belongs, a gloo process group of them. The
+        first replica's ranks come first, and within a replica they are in the order of devices."""
+        self.rank, self.size, self.replicas = rank, len(names), replicas
+        self.names, self.store, self.timeout = names, store, timeout
         self._devices = self.size // self.replicas
         self.replica, self.device = divmod(self.rank, self._devices)
-        first = self.replica * self._devices
+        first = self.rank - self.device
         self.pipeline = range(first, first + self._devices)
         self.twins = range(self.device, self.size, self._devices)
-        self.places, self.threads = members.places, members.threads
         self.summed = self.epoch = 0
         self.closed = False
         self.changed = threading.Condition(threading.RLock())
         self._gone: tuple[int, int, str] | None = None  # who has told of which lost rank, and why
-        # call and number of an exchange → rank → what it is about, how the call began, the value
-        self._said: dict[tuple[int, int], dict[int, tuple[str, Any, Any]]] = {}
+        self._said: dict[tuple[int, int], dict[int, Said]] = {}  # call and number of an exchange
         self._failures: dict[int, RankError] = {}  # call → the first failure of it
         self._run: Key = 0, 0
         self._channels = weakref.WeakValueDictionary[Key, "RankChannels"]()
         self._early: dict[Key, list[tuple[int, Entry]]] = {}  # for channels that are not open yet
         self._what = ""  # the name of the running call; empty between calls
-        self._exchanges = 0  # completed exchanges of this call
+        self._exchanges = 0  # those of this call
         self._settled = False  # whether all ranks have done the call's work, and only return
         self._told = False  # whether this rank has announced that the call failed
         self._outcome_told = False  # whether it has sent, in this call, how far it has come
         self._failed: Callable[[], str] = lambda: ""
-        self._log = _log(self)
-        self.members = members._replace(group=None)  # the log ends it
+        alive = weakref.ref(self)
+
+        def deliver(rank: int, entry: Entry) -> None:
+            if (group := alive()) is not None:
+                group._deliver(rank, entry)
+
+        self._log = Log(rank, self.size, store, group, deliver)
+        weakref.finalize(self, self._log.end).atexit = False
 
     # calls
 
     @contextmanager
     def calling(self, what: str, *, exchanges: bool = False) -> Iterator[None]:
-        """Run the block as a call that every rank makes: an error inside is raised on all ranks.
-
-        Calls inside the block count as part of it. Signals are held where they would end the call
-        half done.
-
-        Args:
-            what: the name of the call, such as ``step``.
-            exchanges: whether the block exchanges something before it waits otherwise for other
-                ranks. Then that is when the ranks find out whether all of them make this call, and
-                not before the block.
+        """Calls inside the block count as part of it. Signals are held where they would end the
+        call half done. Where the block exchanges something first, the ranks find out only then
+        whether all of them make this call.
 
         Raises:
             InputError: the pipe is closed, or this process was forked.
@@ -160,12 +143,8 @@ class RankGroup(Group):
         return bool(self._what)
 
     def check(self) -> None:
-        """Check that calls can be made.
-
-        Raises:
-            InputError: the pipe is closed, or this process was forked.
-            RankError: a rank is gone.
-        """
+        """Raise InputError if the pipe is closed, or this process was forked; RankError if a rank
+        is gone."""
         self._check_open()
         if (gone := self.gone) is not None:
             raise gone
@@ -180,89 +159,94 @@ class RankGroup(Group):
             raise InputError("the pipe is closed; compile the model again")
 
     def exchange(self, about: str, value: Any = None, *, held: bool = False) -> list[Any]:
-        """Send a value to all ranks, and wait for theirs.
-
-        Args:
-            about: what the value is; all ranks must exchange the same things in the same order.
-            value: tensors, and whatever pickle takes.
-            held: whether signals are held during the wait.
-
-        Returns:
-            Rank → its value. Either all ranks return from an exchange, or none: the log says
-            whether all values came before a failure.
+        """All ranks must exchange the same things in the same order. Either all return from an
+        exchange, or none: the log says whether all values came before a failure.
 
         Raises:
             RankError: a rank failed, is gone or late, or exchanges something else.
         """
-        index = -1 if about == OUTCOME else self._exchanges  # ranks fail at different places
-        self._settled = False
-        own = (self._what, self.kept, self.epoch) if index == 0 else None
-        self.tell(Entry("said", (self.call, index, about), (own, value)))
-        deadline, names = time.monotonic() + self.members.timeout, self.members.names
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        own = Said(about, self._what, self.kept, self.epoch, value)
+        return self._exchange(number, own, held)
+
+    def _exchange(self, number: int, own: Said, held: bool) -> list[Any]:
+        self._settled, key = False, (self.call, number)
+        self.tell(Entry("said", key, tuple(own)))
+        deadline = time.monotonic() + self.timeout
         with self.changed:
             while True:
-                said = self._said.get((self.call, index), {})
-                began = {self.rank: own, **{rank: each for rank, (_, each, _) in said.items()}}
-                self._compare(began)
-                for rank, (theirs, _, _) in said.items():
-                    if theirs != about:
-                        raise RankError(
-                            f"{names[rank]} is at another place of the call ({theirs}) than this "
-                            f"rank ({about}); let every rank make the same calls with the same "
-                            "model and options",
-                            rank=rank,
-                        )
+                said = self._said.get(key, {})
+                self._compare(said)
                 if len(said) == self.size:
                     break
-                failure = self.gone if about == OUTCOME else self.failure
+                failure = self.gone if number == OUTCOME else self.failure
                 if failure is not None:
                     raise failure
                 if time.monotonic() > deadline:
                     late = next(rank for rank in range(self.size) if rank not in said)
                     raise RankError(
-                        f"{names[late]} has not reached the point where this rank waits ({about}) "
-                        f"in {self.members.timeout:.0f} s, the timeout of init_process_group; let "
-                        "every rank make the same calls",
+                        f"{self.names[late]} has not reached the point where this rank waits "
+                        f"({own.about}) in {self.timeout:.0f} s, the timeout of "
+                        "init_process_group; let every rank make the same calls",
                         rank=late,
                     )
                 self.changed.wait(POLL)
                 if not held:
                     raise_held()
-            del self._said[self.call, index]
-        self.epoch = max(each[2] if each else self.epoch for each in began.values())
-        self._exchanges += 1
-        return [said[rank][2] for rank in range(self.size)]
+            del self._said[key]
+        self.epoch = max(self.epoch, *(each.epoch for each in said.values()))
+        return [said[rank].value for rank in range(self.size)]
+
+    def _compare(self, said: Mapping[int, Said]) -> None:
+        """Check that ranks are at the same place of the same call."""
+        names = self.names
+        for (first, own), (rank, other) in pairwise(sorted(said.items())):
+            if other.what != own.what:
+                raise RankError(
+                    f"{names[rank]} calls {other.what} while {names[first]} calls {own.what}; "
+                    "let every rank make the same calls in the same order",
+                    rank=rank,
+                )
+            if other.kept != own.kept:
+                raise RankError(
+                    f"{names[rank]} has kept the results of {other.kept} runs and {names[first]} "
+                    f"those of {own.kept}: a rank failed after others had kept the results of "
+                    "the same run, so their stages do not match; load a checkpoint on every rank",
+                    rank=rank,
+                )
+            if other.about != own.about:
+                raise RankError(
+                    f"{names[rank]} is at another place of the call ({other.about}) than "
+                    f"{names[first]} ({own.about}); let every rank make the same calls with the "
+                    "same model and options",
+                    rank=rank,
+                )
 
     def share(self, about: str, make: Callable[[], Any]) -> Any:
         return self.exchange(about, make() if self.rank == 0 else None)[0]
 
     def settle(self, value: Any) -> list[Any]:
-        """``exchange`` at the end of a call: when it returns, all ranks have done their work.
-
-        It cannot be interrupted, as other ranks may have returned already. An error that this rank
-        raises afterwards is no failure of the call. Returns the values of the other ranks of this
-        replica.
-        """
+        """It cannot be interrupted, as other ranks may have returned already. An error that this
+        rank raises afterwards is no failure of the call."""
         values = self.exchange("end", value, held=True)
         self._settled = True
         return [values[rank] for rank in self.pipeline if rank != self.rank]
 
     def outcomes(self, value: Any) -> list[Any]:
-        """After a failure, tell the other ranks how far this one has come.
-
-        Returns:
-            What the ranks have told, this one included. Those that failed elsewhere tell nothing.
-        """
+        """Those that failed elsewhere tell nothing."""
         if not self._what or self._settled:
             return [value]  # the others have ended the call
         self._outcome_told = True
         try:
-            answers = self.exchange(OUTCOME, value, held=True)
+            answers = self._exchange(OUTCOME, self._outcome(value), held=True)
         except RankError:
             if self.gone is None:
                 self.close()  # it is not known how far the others have come
             return [value]
         return [answer for answer in answers if answer is not None]
+
+    def _outcome(self, value: Any) -> Said:
+        return Said("how far it has come", "", 0, self.epoch, value)
 
     def agree(
         self, about: str, text: str, *, own: str = "", twins: str = "", value: Any = None
@@ -285,26 +269,18 @@ class RankGroup(Group):
         texts = [text, own, twins]
         digests = [hashlib.sha256(each.encode()).hexdigest() for each in texts]
         answers = self.exchange(about, [*digests, value])
-        names = self.members.names
         for rank in range(self.size):
             device = rank % self._devices
             for kind, first in enumerate((0, rank - device, device)):
-                if answers[rank][kind] == answers[first][kind]:
-                    continue
-                full = self.exchange(f"{about} in full", texts[kind])
-                raise RankError(
-                    f"{about} differs between ranks: {difference(names, first, rank, full)}; "
-                    "give all ranks the same model, options, settings and inputs",
-                    rank=rank,
-                )
+                if answers[rank][kind] != answers[first][kind]:
+                    full = self.exchange(f"{about} in full", texts[kind])
+                    differs = difference(self.names, first, rank, full)
+                    raise RankError(
+                        f"{about} differs between ranks: {differs}; give all ranks the same model, "
+                        "options, settings and inputs",
+                        rank=rank,
+                    )
         return [answer[-1] for answer in answers]
-
-    def announce(self, error: BaseException) -> None:
-        """Tell all other ranks that this call has failed here, unless they know already."""
-        if not self._what or self._told or self._settled or error is self.failure:
-            return
-        self._told = True
-        self.tell(Entry("failed", (self.call,), failure_of(error)))
 
     def tell(self, entry: Entry, ranks: Collection[int] | None = None) -> None:
         """Tell some ranks something, by default all, this one included; waits for none.
@@ -314,9 +290,32 @@ class RankGroup(Group):
         """
         self._log.tell(entry, ranks)
 
+    def refuse(self, what: str, cure: str) -> None:
+        raise InputError(f"{what} is not possible over several ranks; {cure}")
+
+    # failures
+
+    def announce(self, error: BaseException) -> None:
+        """Tells nothing if the others know already."""
+        if not self._what or self._told or self._settled or error is self.failure:
+            return
+        self._told = True
+        self.tell(Entry("failed", (self.call,), failure_of(error)))
+
+    def _fail(self, error: BaseException) -> None:
+        """Announce that the call has failed with an error, and clean up."""
+        if not self._settled:
+            self.announce(error)
+            if note := self._failed():
+                error.add_note(note)
+            if not self._outcome_told:  # others may wait for it
+                self.tell(Entry("said", (self.call, OUTCOME), tuple(self._outcome(None))))
+        if self.call == 1:  # the first call is compile: there will be no pipe
+            self.close()
+
     def error_of(self, rank: int, value: Mapping[str, Any]) -> RankError:
         """Return the error to raise here for an error that a rank has told with ``failure_of``."""
-        name, place = self.members.names[rank], {key: value[key] for key in _PLACE if key in value}
+        name, place = self.names[rank], {key: value[key] for key in _PLACE if key in value}
         if "rank" in value:  # a RankError there: its message holds on every rank
             error = RankError(value["error"], rank=value["rank"], **place)
         else:
@@ -324,24 +323,15 @@ class RankGroup(Group):
         error.add_note(f"On {name}:\n{value['traceback']}")
         return error
 
-    def open(self, channels: RankChannels) -> Key:
-        """Hand what belongs to a run to its channels. Returns their key, alike on all ranks."""
-        with self.changed:
-            self._run = key = self._run[0], self._run[1] + 1
-            self._channels[key] = channels
-            for rank, entry in self._early.pop(key, []):
-                channels.deliver(rank, entry)
-        return key
-
     @property
     def gone(self) -> RankError | None:
         """A new error, which says that a rank is gone, after which no rank hears of another."""
         if self._gone is None:
             return None
-        names, (teller, lost, why) = self.members.names, self._gone
+        teller, lost, why = self._gone
         if lost == self.rank and teller != lost:
             lost, why = teller, f"has lost this one, which {why}"
-        name = "the store of torch.distributed" if lost == STORE else names[lost]
+        name = "the store of torch.distributed" if lost == STORE else self.names[lost]
         return RankError(
             f"{name} {why}; start all ranks again, from the last checkpoint", rank=lost
         )
@@ -353,43 +343,28 @@ class RankGroup(Group):
 
     def close(self) -> None:
         """Stop what still runs here, and say goodbye to the other ranks."""
-        if self._log.forked:
-            return
-        self.closed = True
-        self._stop(RankError("the pipe was closed", rank=self.rank))
-        self._log.close()
+        if not self._log.forked:
+            self.closed = True
+            self._stop(RankError("the pipe was closed", rank=self.rank))
+            self._log.close()
 
-    def refuse(self, what: str, cure: str) -> None:
-        raise InputError(f"{what} is not possible over several ranks; {cure}")
+    def _stop(self, error: RankError) -> None:
+        """Stop all runs because of an error."""
+        with self.changed:
+            running = [*self._channels.values()]
+        for channels in running:
+            channels.fail(error)
 
-    def _compare(self, began: Mapping[int, tuple[str, int, int] | None]) -> None:
-        """Check that ranks have begun the same call, and kept the results of as many runs."""
-        names, known = self.members.names, sorted((r, each) for r, each in began.items() if each)
-        for (first, (call, kept, _)), (rank, (other, runs, _)) in pairwise(known):
-            if other != call:
-                raise RankError(
-                    f"{names[rank]} calls {other} while {names[first]} calls {call}; "
-                    "let every rank make the same calls in the same order",
-                    rank=rank,
-                )
-            if runs != kept:
-                raise RankError(
-                    f"{names[rank]} has kept the results of {runs} runs and {names[first]} "
-                    f"those of {kept}: a rank failed after others had kept the results of "
-                    "the same run, so their stages do not match; load a checkpoint on every rank",
-                    rank=rank,
-                )
+    # what other ranks tell
 
-    def _fail(self, error: BaseException) -> None:
-        """Announce that the call has failed with an error, and clean up."""
-        if not self._settled:
-            self.announce(error)
-            if note := self._failed():
-                error.add_note(note)
-            if not self._outcome_told:  # others may wait for it
-                self.tell(Entry("said", (self.call, -1, OUTCOME), (None, None)))
-        if self.call == 1:  # the first call is compile: there will be no pipe
-            self.close()
+    def open(self, channels: RankChannels) -> Key:
+        """Hand what belongs to a run to its channels. Returns their key, alike on all ranks."""
+        with self.changed:
+            self._run = key = self._run[0], self._run[1] + 1
+            self._channels[key] = channels
+            for rank, entry in self._early.pop(key, []):
+                channels.deliver(rank, entry)
+        return key
 
     def _forget(self) -> None:
         """Drop what belongs to this call, which is over here."""
@@ -407,9 +382,9 @@ class RankGroup(Group):
                 self._gone = rank, of, entry.value
                 stops = self.gone
             elif entry.kind == "said":
-                _, index, about = entry.key
-                if call >= self.call and (call not in self._failures or about == OUTCOME):
-                    self._said.setdefault((call, index), {})[rank] = about, *entry.value
+                open_ = call not in self._failures or entry.key[1] == OUTCOME
+                if call >= self.call and open_:
+                    self._said.setdefault(entry.key, {})[rank] = Said(*entry.value)
             elif entry.kind == "failed":
                 if (call > self.call or self._what) and call not in self._failures:
                     self._failures[call] = error = self.error_of(rank, entry.value)
@@ -422,36 +397,14 @@ class RankGroup(Group):
         if stops is not None:
             self._stop(stops)
 
-    def _stop(self, error: RankError) -> None:
-        """Stop all runs because of an error."""
-        with self.changed:
-            running = [*self._channels.values()]
-        for channels in running:
-            channels.fail(error)
-
-
-def _log(group: RankGroup) -> Log:
-    """Open the log of a group. It ends when the group is garbage-collected."""
-    reference = weakref.ref(group)
-
-    def deliver(rank: int, entry: Entry) -> None:
-        if (alive := reference()) is not None:
-            alive._deliver(rank, entry)
-
-    members = group.members
-    log = Log(group.rank, group.size, members.store, members.group, deliver)
-    weakref.finalize(group, log.end).atexit = False
-    return log
-
 
 def failure_of(error: BaseException) -> dict[str, Any]:
     """Return what a rank tells the others about its error."""
-    text = "".join(traceback.format_exception(error))
-    value: dict[str, Any] = {"error": told(error), "traceback": text}
-    value |= {name: getattr(error, name) for name in _PLACE if hasattr(error, name)}
+    value = {name: getattr(error, name) for name in _PLACE if hasattr(error, name)}
+    value["traceback"] = "".join(traceback.format_exception(error))
     if isinstance(error, RankError):
-        value |= {"error": str(error), "rank": error.rank}
-    return value
+        return {**value, "error": str(error), "rank": error.rank}
+    return {**value, "error": told(error)}
 
 
 def difference(names: Sequence[str], first: int, rank: int, texts: Sequence[str]) -> str:

@@ -111,13 +111,10 @@ class Log:
         self._sent = deque[tuple[int, Any]]()  # number → memory and sends
         self._read, self._seen = 0, [0] * size
         self._closing = threading.Event()
+        works = {"log": self._follow, "listen": self._listen, "beat": self._beat}
         self._threads = [
             threading.Thread(target=work, name=f"fxpipe-{name}", daemon=True)
-            for name, work in (
-                ("log", self._follow),
-                ("listen", self._listen),
-                ("beat", self._beat),
-            )
+            for name, work in works.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -172,7 +169,7 @@ class Log:
             while not self.gone:
                 self._take(self._reads.get(str(self._read + 1)))
                 last = self._reads.add("last", 0)
-                if more := [str(number) for number in range(self._read + 1, last + 1)]:
+                if more := [*map(str, range(self._read + 1, last + 1))]:
                     for packed in self._reads.multi_get(more):
                         self._take(packed)
                 self._drop()
@@ -184,8 +181,7 @@ class Log:
         self._read += 1
         if self.gone or packed == _HOLE:
             return
-        rank, read, ranks, size, data = pickle.loads(packed)
-        self._seen[rank] = read
+        rank, self._seen[rank], ranks, size, data = pickle.loads(packed)
         mine = ranks is None or self._rank in ranks
         if size and rank == self._rank:
             memory = self._large.popleft()
@@ -319,10 +315,9 @@ def _sockets() -> set[tuple[str, int]]:
 
 def _reason(error: RuntimeError) -> str:
     """Why a rank is gone, from what gloo says."""
-    text = str(error)
     if _late(error):
         return f"has given no sign of life for {SILENCE:.0f} s"
-    if any(each in text for each in ("closed", "reset", "Broken pipe")):
+    if any(each in str(error) for each in ("closed", "reset", "Broken pipe")):
         return "has ended, or its connection was closed"
     return f"cannot be reached any more ({told(error)})"
 

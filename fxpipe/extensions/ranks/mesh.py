@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxpipe.errors import InputError, RankError, told
 from fxpipe.extensions.ranks.agreement import Ranks
 from fxpipe.extensions.ranks.connecting import interruptibly, within
-from fxpipe.extensions.ranks.group import Membership
 from fxpipe.formatting import numbers_text
 from fxpipe.runtime.group import Group
 from fxpipe.signals import raise_held
@@ -35,26 +34,55 @@ class RankInfo(NamedTuple):
     process: int
     token: str
     mesh: tuple[tuple[int, ...], ...]
-    device: int | None
+    device: torch.device
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[Group, list[torch.device]]:
-    """Return the ranks of a mesh, and the devices of one pipeline; none if this is the only rank.
+    """Connect to the other ranks of a mesh, which all call this. Returns them, and the devices of
+    one pipeline; none if there is only this rank.
 
     Raises:
         InputError: the mesh has other dimensions than those of a pipe, or its devices cannot
-            exchange tensors, or this rank is not in it.
+            exchange tensors, or ranks have different meshes, or this rank is not in it.
         RankError: a rank does not come, or cannot be reached.
     """
     pipeline, replicas = read_mesh(mesh)
     if mesh.size() == 1:
         return Group(), []
-    members = meet(mesh, pipeline, replicas)
-    group = Ranks(members)
-    return group, [
-        torch.device("cpu") if index is None else torch.device(mesh.device_type, index)
-        for index in (members.devices[rank] for rank in group.pipeline)
-    ]
+    dims = [dim for dim in (replicas, pipeline) if dim is not None and mesh.shape[dim] > 1]
+    devices = 1 if pipeline is None else mesh.shape[pipeline]
+    ranks = tuple(map(int, mesh.mesh.movedim(dims, [*range(len(dims))]).flatten()))
+    if dist.get_rank() not in ranks:
+        raise InputError(
+            f"rank {dist.get_rank()} is not in the mesh, which has the ranks "
+            f"{', '.join(map(str, ranks))}; call fxpipe.compile on these alone"
+        )
+    groups, rank = [mesh.get_group(dim) for dim in reversed(dims)], ranks.index(dist.get_rank())
+    device = torch.device("cpu")
+    if mesh.device_type != "cpu":  # the current device is set for each thread
+        device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    host, token = socket.gethostname(), secrets.token_hex(8)
+    shape = tuple(ranks[first : first + devices] for first in range(0, len(ranks), devices))
+    info = RankInfo(ranks[rank], host, os.getpid(), token, shape, device)
+    infos = interruptibly(lambda: _gathered(groups, info), raise_held)
+    for each in infos:
+        if each.mesh != infos[0].mesh:
+            raise InputError(
+                f"rank {each.number} has a mesh of the ranks {each.mesh}, and rank "
+                f"{infos[0].number} one of {infos[0].mesh}; make the same mesh on all"
+            )
+    infos.sort(key=lambda each: ranks.index(each.number))  # from the order of the groups
+    store = within(dist.distributed_c10d._get_default_store(), f"fxpipe/{infos[0].token}")
+    joined = interruptibly(lambda: _joined(store, rank, len(ranks)), raise_held)
+    names = [_name(infos, index, devices) for index in range(len(ranks))]
+    timeout = _timeout(groups[0], mesh.device_type)
+    group = Ranks(rank, names, store, joined, timeout, len(ranks) // devices)
+    group.own_backend = own_backend(mesh)
+    group.places = [_place(infos[first::devices]) for first in range(devices)]
+    group.threads = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        group.threads = max(1, group.threads // sum(each.host == host for each in infos))
+    return group, [infos[each].device for each in group.pipeline]
 
 
 def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
@@ -110,66 +138,11 @@ def check_cuda_ranks() -> None:
         )
 
 
-def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Membership:
-    """Connect to the other ranks of a pipe. Every rank of the mesh must call this.
-
-    Args:
-        mesh: the ranks of the pipe.
-        pipeline: the mesh dimension of the devices of a pipeline, if there is one.
-        replicas: the mesh dimension of the replicas, if there is one.
-
-    Raises:
-        InputError: the ranks have different meshes, or this rank is not in the mesh.
-        RankError: a rank does not come, or cannot be reached.
-    """
-    dims = [dim for dim in (replicas, pipeline) if dim is not None and mesh.shape[dim] > 1]
-    devices = 1 if pipeline is None else mesh.shape[pipeline]
-    ranks = tuple(map(int, mesh.mesh.movedim(dims, [*range(len(dims))]).flatten()))
-    if dist.get_rank() not in ranks:
-        raise InputError(
-            f"rank {dist.get_rank()} is not in the mesh, which has the ranks "
-            f"{', '.join(map(str, ranks))}; call fxpipe.compile on these alone"
-        )
-    groups, rank = [mesh.get_group(dim) for dim in reversed(dims)], ranks.index(dist.get_rank())
-    timeout = _timeout(groups[0], mesh.device_type)
-    # taken here, as the current device is set for each thread
-    device = None if mesh.device_type == "cpu" else torch.accelerator.current_device_index()
-    host, token = socket.gethostname(), secrets.token_hex(8)
-    shape = tuple(ranks[first : first + devices] for first in range(0, len(ranks), devices))
-    info = RankInfo(ranks[rank], host, os.getpid(), token, shape, device)
-    infos = interruptibly(lambda: _gathered(groups, info), raise_held)
-    for each in infos:
-        if each.mesh != infos[0].mesh:
-            raise InputError(
-                f"rank {each.number} has a mesh of the ranks {each.mesh}, and rank "
-                f"{infos[0].number} one of {infos[0].mesh}; make the same mesh on all"
-            )
-    infos.sort(key=lambda each: ranks.index(each.number))  # from the order of the groups
-    store = within(dist.distributed_c10d._get_default_store(), f"fxpipe/{infos[0].token}")
-    joined = interruptibly(lambda: _joined(store, rank, len(ranks)), raise_held)
-    threads = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, threads // sum(each.host == host for each in infos))
-    return Membership(
-        rank=rank,
-        names=tuple(_name(infos, index, devices) for index in range(len(ranks))),
-        places=tuple(_place(infos[first::devices]) for first in range(devices)),
-        hosts=tuple(each.host for each in infos),
-        group=joined,
-        threads=threads,
-        timeout=timeout,
-        store=store,
-        devices=tuple(each.device for each in infos),
-        backend=own_backend(mesh),
-        replicas=len(ranks) // devices,
-    )
-
-
 def _gathered(groups: Sequence[dist.ProcessGroup], info: RankInfo) -> list[RankInfo]:
     """Return the infos of all ranks. Raises RankError if a rank does not come."""
     infos = [info]
     try:
-        with torch.accelerator.device_index(info.device):
+        with torch.accelerator.device_index(info.device.index):
             for group in groups:  # along the pipeline, then along the replicas
                 parts: list[list[RankInfo]] = [[]] * group.size()
                 dist.all_gather_object(parts, infos, group=group)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -84,20 +84,16 @@ class PairGroups:
         Raises:
             RankError: another rank has failed meanwhile, or cannot be reached.
         """
-        new = [members for members in self.members_of(program) if members not in self._groups]
-        if not new:
-            return
+        needed = [self._pair(*link) for link in program.links]
+        if self._ranks.replicas > 1:
+            needed.append(tuple(self._ranks.twins))
+        new = [members for members in needed if members not in self._groups]
         try:
-            self._groups |= interruptibly(lambda: {m: self._open(m) for m in new}, self._look)
+            if new:
+                self._groups |= interruptibly(lambda: {m: self._open(m) for m in new}, self._look)
         except BaseException:
             self.abort()
             raise
-
-    def members_of(self, program: OwnProgram) -> Sequence[Members]:
-        """Return this rank's groups in a program, in an order that all ranks share."""
-        pairs = [self._pair(*link) for link in program.links]
-        twins = [tuple(self._ranks.twins)] if self._ranks.replicas > 1 else []
-        return [*pairs, *twins]
 
     @property
     def twins(self) -> Any:
@@ -136,9 +132,9 @@ class PairGroups:
 
     def make(self, store: Any, member: int, size: int = 2) -> Any:
         """Make a process group, in which this process has the number ``member``."""
-        timeout = timedelta(seconds=self._ranks.members.timeout)
-        if self._ranks.members.backend:
-            plugin = dist.Backend._plugins[self._ranks.members.backend]
+        timeout = timedelta(seconds=self._ranks.timeout)
+        if self._ranks.own_backend:
+            plugin = dist.Backend._plugins[self._ranks.own_backend]
             if not plugin.extended_api:
                 return plugin.creator_fn(store, member, size, timeout)
             c10d: Any = dist.distributed_c10d
@@ -174,7 +170,7 @@ class PairGroups:
         with torch.accelerator.device_index(self.device.index):
             try:
                 name = f"{self.number}/{'>'.join(map(str, members))}"
-                store = within(self._ranks.members.store, name)
+                store = within(self._ranks.store, name)
                 self._meet(store, own, len(members))
                 group = self.make(store, own, len(members))
                 if not self._on_cpu:
@@ -187,7 +183,7 @@ class PairGroups:
                     byte.item()
             except BaseException as error:
                 others = [rank for rank in members if rank != self._ranks.rank]
-                names = " and ".join(self._ranks.members.names[rank] for rank in others)
+                names = " and ".join(self._ranks.names[rank] for rank in others)
                 raise RankError(
                     f"the devices of this rank and of {names} cannot be connected ({told(error)})",
                     rank=others[0],
@@ -197,7 +193,7 @@ class PairGroups:
     def _meet(self, store: Any, member: int, size: int) -> None:
         """Wait for the other members, and let torch wait only then: a thread that waits in it holds
         the store, and one that is left in it when Python ends would abort the process."""
-        deadline = time.monotonic() + self._ranks.members.timeout
+        deadline = time.monotonic() + self._ranks.timeout
         store.set(f"here {member}", "")
         while not store.check([f"here {each}" for each in range(size)]):
             if self._aborting.locked() or time.monotonic() > deadline:

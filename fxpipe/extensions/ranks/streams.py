@@ -22,7 +22,6 @@ from fxpipe.extensions.ranks.channels import RankChannels, explained
 from fxpipe.extensions.ranks.devices import RankBackend
 from fxpipe.extensions.ranks.group import RankGroup
 from fxpipe.extensions.ranks.pairs import PairGroups
-from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.extensions.streams.lanes import Lanes
 from fxpipe.extensions.streams.launching import (
     LaunchingChannels,
@@ -39,10 +38,9 @@ LOOK = 5e-5
 class DeviceChannels(RankChannels, LaunchingChannels):
     """Channels from this rank's device to the devices of the other ranks, in one run."""
 
-    def __init__(self, program: OwnProgram, group: RankGroup, *args: Any) -> None:
-        """Make channels as RankChannels does."""
+    def __init__(self, *args: Any) -> None:
         self._leaving: dict[Buffer, tuple[Tensor, Any]] = {}
-        super().__init__(program, group, *args)
+        super().__init__(*args)
 
     def keep(self, device: int, buffer: Buffer, sent: Tensor, work: Any) -> None:
         self._leaving[buffer] = sent, work
@@ -74,7 +72,6 @@ class StreamRanks(RankBackend, StreamBackend):
     between = DeviceChannels
 
     def __init__(self, group: RankGroup, device: torch.device, in_order: bool) -> None:
-        """Make the streams of this rank's device."""
         StreamBackend.__init__(self, [Lanes(device)], group)
         self.pairs, self._in_order = PairGroups(group, device), in_order
 

@@ -170,7 +170,7 @@ class Drawn:
         elif mine:
             fails = (*fails, InputError, KeyboardInterrupt)
         if event == "late":
-            group.members = group.members._replace(timeout=1.0)
+            group.timeout = 1.0
             time.sleep(2 * mine)
         if event == "full disk":
             with pytest.MonkeyPatch.context() as patch, suppress(CheckpointError, RankError):
@@ -191,7 +191,7 @@ class Drawn:
                     call()
         for each, rate in zip(settings, rates, strict=True):
             each["lr"] = rate
-        group.members = group.members._replace(timeout=60.0)
+        group.timeout = 60.0
         try:
             self.pipe.flush()
         except EndedError:

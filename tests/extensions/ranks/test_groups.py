@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fxpipe import InputError, RankError
 from fxpipe.extensions.ranks import log
-from fxpipe.extensions.ranks.group import Membership, RankGroup, failure_of
+from fxpipe.extensions.ranks.group import RankGroup, Said, failure_of
 from fxpipe.extensions.ranks.log import CLOSED, Entry, Log
 from tests.helpers.tiny import soon, within
 
@@ -38,8 +38,7 @@ def groups() -> Iterator[Callable[..., list[RankGroup]]]:
 
         def join(rank: int) -> RankGroup:
             group = dist.ProcessGroupGloo(meeting, rank, size, timedelta(seconds=60))
-            places = names, names, ("host",) * size
-            return RankGroup(Membership(rank, *places, group, 1, timeout, store))
+            return RankGroup(rank, names, store, group, timeout, 1)
 
         with ThreadPoolExecutor(size) as pool:
             own = [*pool.map(join, range(size))]
@@ -167,9 +166,9 @@ def test_ranks_decide_alike_whether_an_exchange_was_complete_before_a_failure(gr
             entered.wait()
             if group.rank == 0:
                 for rank in range(3):
-                    ranks[rank].tell(Entry("said", (2, 1, "end"), (None, rank)))
+                    ranks[rank].tell(Entry("said", (2, 1), Said("end", "step", 0, 0, rank)))
                 group.tell(Entry("failed", (2,), failure_of(ValueError("after"))))
-                group.tell(Entry("said", (2, 2, "more"), (None, None)))
+                group.tell(Entry("said", (2, 2), Said("more", "step", 0, 0, None)))
             own = group._log
             assert own is not None and soon(lambda: 2 in group._failures)
             del own

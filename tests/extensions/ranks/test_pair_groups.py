@@ -54,7 +54,7 @@ def test_communicators_share_no_stream_with_computations_and_few_multiprocessors
     """Our streams have the default priority, and torch's pool keeps those of high priority apart;
     a receive that is posted early must leave the device to computations."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    ranks: Any = SimpleNamespace(members=SimpleNamespace(timeout=7, backend=""), epoch=0)
+    ranks: Any = SimpleNamespace(timeout=7, own_backend="", epoch=0)
     made = PairGroups(ranks, torch.device("cuda:0")).make(None, 1)
     assert (made.rank, made.size) == (1, 2)
     assert made.options.is_high_priority_stream
@@ -122,9 +122,9 @@ def test_small_receives_are_posted_before_a_step_and_others_within_the_window() 
 
 def test_no_thread_waits_for_a_rank_that_has_failed_before_it_connects() -> None:
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
-    members = SimpleNamespace(timeout=600, store=store, names=("rank 0", "rank 1"))
+    names, pipeline = ("rank 0", "rank 1"), range(2)
     ranks: Any = SimpleNamespace(
-        members=members, epoch=0, replicas=1, rank=0, device=0, pipeline=range(2)
+        timeout=600, store=store, names=names, epoch=0, replicas=1, rank=0, pipeline=pipeline
     )
     ranks.failure = RankError("rank 1 has failed", rank=1)
     own = OwnProgram.of(chain_program(gpipe(2, 2)), 0)
