@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -23,7 +23,6 @@ from fxpipe.extensions.ranks.group import RankGroup, failure_of
 from fxpipe.extensions.ranks.log import Entry
 from fxpipe.extensions.ranks.pairs import PairGroups
 from fxpipe.extensions.ranks.program import OwnProgram
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.value import CROSSING, Buffer
 from fxpipe.runtime.devices.backend import Channels
@@ -43,7 +42,6 @@ class _Receives:
 
     Attributes:
         first: the step that the first of them belongs to.
-        receives: position and buffer of each receive in this rank's list.
         begun: how many were posted or belong to no batch, list after list.
         posted: those whose instructions have not run yet: the value, its memory, and the work that
             fills it.
@@ -51,7 +49,6 @@ class _Receives:
     """
 
     first: int
-    receives: list[tuple[int, Buffer]] = field(default_factory=list)
     begun: int = 0
     posted: deque[tuple[Buffer, Tensor, Any]] = field(default_factory=deque)
     bytes: int = 0
@@ -87,8 +84,7 @@ class RankChannels(Channels):
             self.replicas = collectives(group, pairs, self._stopped, in_order=in_order)
         # device → what was sent to it and may not be there yet
         self._sent: dict[int, deque[tuple[Buffer, Tensor, Any]]] = {}
-        self._awaited: dict[int, _Receives] = {}
-        self._pauses: list[int] = []
+        self._awaited: dict[int, _Receives] = {}  # device → what comes from it
         self._until: int | None = None  # the position of the next pause
         self._unsent: list[tuple[Buffer, Any]] = []  # published here
         self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}  # of batches not fed yet
@@ -103,18 +99,12 @@ class RankChannels(Channels):
 
     def prepare(self, machine: Machine) -> None:
         """Post the first receives."""
-        if not self._awaited:
-            for at, x in enumerate(self._program.lists[machine.device]):
-                if isinstance(x, ins.Pause):
-                    self._pauses.append(at)
-                elif isinstance(x, ins.Receive) and x.buffer.kind in CROSSING:
-                    origin = self._program.origin(x)
-                    awaited = self._awaited.setdefault(origin, _Receives(machine.step))
-                    awaited.receives.append((at, x.buffer))
-        self._until = next((at for at in self._pauses if at >= machine.position), None)
-        for source, awaited in self._awaited.items():
+        program = self._program
+        self._until = next((at for at in program.pauses if at >= machine.position), None)
+        for source in program.receives:
+            awaited = self._awaited.setdefault(source, _Receives(machine.step))
             with machine.posting(source):
-                self._post(machine, source, awaited, self._program.window)
+                self._post(machine, source, awaited, program.window)
 
     def put(self, device: int, buffer: Buffer, value: Any) -> None:
         spec = self._spec(buffer)
@@ -181,7 +171,7 @@ class RankChannels(Channels):
     def _post(self, machine: Machine, source: int, awaited: _Receives, most: int) -> None:
         """Post receives until ``most`` are posted, and small ones beyond, or no more are known."""
         while len(awaited.posted) < most or awaited.bytes < self._pairs.ahead:
-            buffer = self._upcoming(machine, awaited)
+            buffer = self._upcoming(machine, awaited, self._program.receives[source])
             if buffer is None:
                 return
             if (spec := self._spec(buffer)) is not None:
@@ -191,12 +181,14 @@ class RankChannels(Channels):
                 awaited.posted.append((buffer, memory, work))
                 awaited.bytes += spec.bytes
 
-    def _upcoming(self, machine: Machine, awaited: _Receives) -> Buffer | None:
+    def _upcoming(
+        self, machine: Machine, awaited: _Receives, receives: Sequence[tuple[int, Buffer]]
+    ) -> Buffer | None:
         """Return the next buffer to receive; None if there is none, or the caller has not decided
         yet whether there is another batch, or whether the run goes on after a pause."""
-        while self._overlaps or awaited.begun < len(awaited.receives):
-            later, index = divmod(awaited.begun, len(awaited.receives))
-            step, (position, relative) = awaited.first + later, awaited.receives[index]
+        while self._overlaps or awaited.begun < len(receives):
+            later, index = divmod(awaited.begun, len(receives))
+            step, (position, relative) = awaited.first + later, receives[index]
             if self._until is not None and position > self._until:
                 return None
             buffer = relative._replace(batch=step + relative.batch)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import chain
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
@@ -34,10 +35,24 @@ class OwnProgram(Program):
         return own
 
     @cached_property
+    def receives(self) -> Mapping[int, Sequence[tuple[int, Buffer]]]:
+        """Other device → the position and the buffer of each receive of a tensor from it."""
+        found: dict[int, list[tuple[int, Buffer]]] = {}
+        for at, x in enumerate(chain(*self.lists)):
+            if isinstance(x, ins.Receive) and x.buffer.kind in CROSSING:
+                found.setdefault(self.origin(x), []).append((at, x.buffer))
+        return found
+
+    @cached_property
+    def pauses(self) -> Sequence[int]:
+        """The positions of its pauses."""
+        return [at for at, x in enumerate(chain(*self.lists)) if isinstance(x, ins.Pause)]
+
+    @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
         """The devices of which one sends tensors to the other, where one of them is this rank's:
         each direction apart, sorted."""
-        moves = (x for row in self.lists for x in row if isinstance(x, ins.Send | ins.Receive))
+        moves = (x for x in chain(*self.lists) if isinstance(x, ins.Send | ins.Receive))
         return tuple(sorted({self.ends_of(x.buffer) for x in moves if x.buffer.kind in CROSSING}))
 
 
