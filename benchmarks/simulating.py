@@ -15,9 +15,9 @@ from statistics import median
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Report, timed
 from fxpipe.extensions.simulator import Link, Simulation, Sizes, simulate
+from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
-from fxpipe.passes.lowering.chain import chain_program
 
 DEVICES = 16
 SIZES = (10_000, 100_000, 1_000_000)

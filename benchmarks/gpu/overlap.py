@@ -29,9 +29,9 @@ from benchmarks.gpu.workloads import NAMES, Workload, workload
 from benchmarks.report import Figure, Grid
 from fxpipe.extensions.simulator import Simulation
 from fxpipe.extensions.simulator.measured import measured_run
+from fxpipe.extensions.simulator.unroll import unroll
 from fxpipe.ir.instruction import Arrival
 from fxpipe.ir.program import Program
-from fxpipe.ir.unroll import unroll
 
 WARM_UP = 3
 STEPS = 3

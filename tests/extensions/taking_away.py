@@ -80,7 +80,7 @@ def use_the_rest() -> None:
     """Use what must work without any extension, and loads none."""
     import fxpipe
     from fxpipe.ir.recipe import RECIPES
-    from fxpipe.passes.lowering.chain import chain_program
+    from tests.helpers.plans import chain_program
 
     assert not extensions(), f"import fxpipe loads {extensions()}"
     assert not {*DEFAULT} & {*sys.modules}

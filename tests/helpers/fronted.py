@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import PartitionError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import SEED, Literal, Traced, Value
-from fxpipe.kernels.serial import SerialResult, run_serially
+from fxpipe.ir.value import HOST, gradient_groups, outputs_of
 from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.graph.fit import localise_sizes
 from fxpipe.passes.graph.functionalise import functionalise
@@ -145,6 +148,15 @@ def seed_like(x: Tensor) -> Tensor:
     return pattern.reshape(x.shape).to(x.dtype)
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What a plan has computed: values that cross stages, what it wrote to buffers, gradients."""
+
+    values: dict[str, Any]
+    state: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
 def run_plan(
     model: nn.Module,
     traced: Traced,
@@ -153,15 +165,45 @@ def run_plan(
     seed: int = 0,
     halves: bool = False,
     **kwargs: Any,
-) -> SerialResult:
+) -> Ran:
     """The plan's kernels one after another, each output's gradient being ``seed_like`` it."""
-    values = values_of(traced, *args, seed=seed, **kwargs)
-    carried = {e.value: plan.specs[e.value] for e in plan.edges if e.gradient and e.target == -1}
-    seeds = {
-        name: seed_like(torch.empty(spec.shape, dtype=spec.dtype)) for name, spec in carried.items()
-    }
+    ran, state = Ran(values_of(traced, *args, seed=seed, **kwargs)), traced.state_of(model)
+    saved = []
+    # (value, the stage that read it) → its gradient
+    back: dict[tuple[str, int], Tensor] = {}
+    for edge in plan.edges:
+        if edge.gradient and edge.target == HOST:
+            spec = plan.specs[edge.value]
+            back[edge.value, HOST] = seed_like(torch.empty(spec.shape, dtype=spec.dtype))
     with torch.no_grad():
-        return run_serially(plan, values, traced.state_of(model), seeds, halves=halves)
+        for stage in plan.stages:
+            assert stage.kernel is not None
+            done = stage.kernel.forward(
+                [state[a.target] for a in stage.parameters],
+                [state[a.target] for a in stage.buffers],
+                [ran.values[e.value] for e in plan.edges_into(stage.index)],
+            )
+            sent = outputs_of(plan.edges_from(stage.index))
+            ran.values.update(zip(sent, done.outputs, strict=True))
+            ran.state.update(zip((w.target for w in stage.writes), done.writes, strict=True))
+            saved.append(done.saved)
+        for stage in reversed(plan.stages if back else ()):
+            assert stage.kernel is not None
+            groups = gradient_groups(plan.edges_from(stage.index))
+            given = [reduce(add, [back[e.value, e.target] for e in group]) for group in groups]
+            if halves:
+                inputs, deferred = stage.kernel.input_grad(saved[stage.index], given)
+                parameters = stage.kernel.weight_grad(deferred)
+            else:
+                whole = stage.kernel.backward(saved[stage.index], given)
+                inputs, parameters = whole.inputs, whole.parameters
+            carried = [e.value for e in plan.edges_into(stage.index) if e.gradient]
+            back.update(((n, stage.index), g) for n, g in zip(carried, inputs, strict=True))
+            names = (a.target for a in stage.parameters)
+            ran.gradients.update(
+                (n, g) for n, g in zip(names, parameters, strict=True) if g is not None
+            )
+    return ran
 
 
 def assert_equal(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
-from fxpipe.ir.plan import Plan, Stage
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.plan import Bucket, Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import Task
 from fxpipe.ir.value import HOST, Edge
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.schedule import add_reduce
+
+Item = TypeVar("Item", Task, ins.Instruction)
 
 
 def run(value: Schedule | Program, *passes: Callable[[Any], Program]) -> Program:
@@ -32,6 +41,30 @@ def chain(stages: int) -> Plan:
         Edge(ends[k], ends[k + 1], value, gradient=k > 0) for k, value in enumerate(values)
     )
     return plan_of(stages, *edges)
+
+
+def chain_program(
+    schedule: Schedule,
+    *,
+    replicas: int = 1,
+    buckets: Mapping[int, Sequence[Bucket]] | None = None,
+) -> Program:
+    """A schedule lowered over a chain; several replicas sum their gradients, in these buckets."""
+    plan = chain(schedule.stages)
+    if buckets is not None:
+        parted = [replace(s, buckets=tuple(buckets.get(s.index, ()))) for s in plan.stages]
+        plan = replace(plan, stages=tuple(parted))
+    schedule = add_reduce(schedule) if replicas > 1 else schedule
+    lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas)
+    return free(communicate(lower(schedule)))
+
+
+def in_turn(window: Sequence[Item], steps: int, depth: int) -> Iterator[tuple[int, Item]]:
+    """The tasks or instructions of a device that repeats its window, over some steps and the flush
+    behind them: each with the step in which it runs."""
+    return (
+        (step, x) for step in range(steps + depth) for x in window if 0 <= step + x.batch < steps
+    )
 
 
 def skipping(stages: int) -> Plan:

@@ -15,7 +15,6 @@ from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED
-from fxpipe.ir.unroll import unroll
 from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.kernel import Kernel
@@ -92,8 +91,12 @@ def slots(program: Program) -> tuple[int, ...]:
     overlap, enough steps are counted for all batches that can overlap another.
     """
     most, held = [0] * program.stages, [0] * program.stages
-    for list_ in unroll(program, 2 * program.depth + 1).lists:
-        for instruction in list_:
+    steps = 2 * program.depth + 1
+    for list_ in program.lists:
+        repeated = (
+            x for step in range(steps + program.depth) for x in list_ if 0 <= step + x.batch < steps
+        )
+        for instruction in repeated:
             match instruction:
                 case ins.Forward(stage, keeps=keeps):
                     most[stage] = max(most[stage], held[stage] + 1)

@@ -10,15 +10,15 @@ from typing import Generic, NamedTuple, TypeVar
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.draw.chart import FaultMarks, faults_of, number_faults
+from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.extensions.simulator.costs import Costs, each_of, times_of
+from fxpipe.extensions.simulator.pairs import pairs_in
 from fxpipe.extensions.simulator.simulate import simulate
 from fxpipe.extensions.simulator.simulation import Simulation, task_of
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task, usual_cost
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place, Wait, Waits, key_index, needs_of, walk
-from fxpipe.passes.lowering.chain import chain_program
-from fxpipe.passes.lowering.pairs import pairs_in
 
 T = TypeVar("T")
 

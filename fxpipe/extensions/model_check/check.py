@@ -19,11 +19,11 @@ from torch.utils import _pytree as pytree
 from fxpipe import random
 from fxpipe.errors import TraceError
 from fxpipe.extensions.model_check.fixed_draws import FixedDraws, pattern
+from fxpipe.extensions.model_check.serial import SerialResult, run_serially
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import AUTOCAST, Traced, Value
 from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.kernels.serial import SerialResult, run_serially
 from fxpipe.torchtools import moments, source
 from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.state import brought

@@ -14,7 +14,6 @@ from math import inf
 
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
-from fxpipe.ir.unroll import unroll_schedule
 from fxpipe.ir.walk import Wait, needs_of, walk
 from fxpipe.passes.schedule import RecomputeLike, modes_of
 
@@ -46,8 +45,16 @@ def add_offload(schedule: Schedule, offload: RecomputeLike) -> Schedule:
 
 def _spans(schedule: Schedule) -> dict[Task, tuple[float, float]]:
     """Task of a micro-batch → its start and end, over several steps; the first step is batch 0."""
-    rows = unroll_schedule(schedule, 3 * schedule.depth + 2).rows
-    rows = tuple(tuple(task for task in row if task.microbatch is not None) for row in rows)
+    steps = 3 * schedule.depth + 2
+    rows = [
+        [
+            replace(task, batch=step + task.batch)
+            for step in range(steps + schedule.depth)
+            for task in row
+            if task.microbatch is not None and 0 <= step + task.batch < steps
+        ]
+        for row in schedule.rows
+    ]
     places = {task: (device, at) for device, row in enumerate(rows) for at, task in enumerate(row)}
     needs, spans, free = needs_of(schedule), dict[Task, tuple[float, float]](), [0.0] * len(rows)
     needed = {

@@ -9,9 +9,9 @@ from fxpipe.errors import InputError
 from fxpipe.extensions.simulator.simulation import Events, Simulation, TransferSpan
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.extensions.simulator.sums import GATHERING, Sum, awaited_by, begins, begun_by, beside
+from fxpipe.extensions.simulator.unroll import blocking, unroll
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
-from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.ir.value import Buffer
 
 _SECOND = 1e9

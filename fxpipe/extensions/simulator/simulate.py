@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.extensions.simulator.costs import (
     Costs,
     Each,
@@ -20,18 +21,17 @@ from fxpipe.extensions.simulator.costs import (
     link_between,
     times_of,
 )
+from fxpipe.extensions.simulator.pairs import Backward, Pairs, backward, pairs_in
 from fxpipe.extensions.simulator.simulation import Events, Simulation, TransferSpan
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.extensions.simulator.sums import GATHERING, Sum, awaited_by, begins, begun_by
 from fxpipe.extensions.simulator.sums import beside as awaits
+from fxpipe.extensions.simulator.unroll import blocking, unroll
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.ir.value import COPIED, FURTHEST, Buffer
 from fxpipe.ir.walk import waits_of, walk
-from fxpipe.passes.lowering.chain import chain_program
-from fxpipe.passes.lowering.pairs import Backward, Pairs, backward, pairs_in
 from fxpipe.text.program import print_instruction
 
 Saved = Mapping[Backward, tuple[int, int, float]]

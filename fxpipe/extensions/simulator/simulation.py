@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.errors import InputError
 from fxpipe.extend import View
+from fxpipe.extensions.simulator.pairs import Pairs, joins
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.extensions.simulator.sums import GATHERING, Sum
 from fxpipe.formatting import plural, preformatted
@@ -19,7 +20,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.task import Task
 from fxpipe.ir.value import Buffer
 from fxpipe.metrics import idle_share
-from fxpipe.passes.lowering.pairs import Pairs, joins
 from fxpipe.verify.facts import window_of
 from fxpipe.verify.schedule import StashCounts, stash_of
 

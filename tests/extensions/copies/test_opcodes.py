@@ -8,8 +8,8 @@ from fxpipe.errors import InputError, ParseError
 from fxpipe.extensions.copies.opcodes import Add, Give, Share
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
-from fxpipe.passes.lowering.chain import chain_program
 from tests.helpers.opcodes import assert_read_back, take_away
+from tests.helpers.plans import chain_program
 
 LINES = {
     "share": (Share(2), "share s2"),

@@ -13,8 +13,8 @@ from fxpipe.ir import task
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
-from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.passes.schedule import add_reduce
+from tests.helpers.plans import chain_program
 from tests.oracles.schedule_executor import schedule_is_right
 from tests.verify.test_schedule import accepts, fault_of
 

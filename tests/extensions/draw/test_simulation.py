@@ -12,8 +12,8 @@ from fxpipe.errors import InputError, VerificationError
 from fxpipe.extensions.draw.picture import GRADIENT, Picture
 from fxpipe.extensions.draw.schedule import draw_simulations
 from fxpipe.extensions.simulator import Link, Simulation, simulate_schedule
+from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.ir.recipe import round_robin
-from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.schedules import gpipe, one_f_one_b, two_bw
 
 TWO = one_f_one_b(2, 3)

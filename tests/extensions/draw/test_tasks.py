@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import define_task
-from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.passes.schedule import add_clip
 from tests.ir.test_own_tasks import with_task
 from tests.schedules.test_pairs import paired

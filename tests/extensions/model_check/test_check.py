@@ -15,10 +15,10 @@ from torch.nn import functional
 import fxpipe
 from fxpipe.errors import TraceError
 from fxpipe.extensions.model_check.check import check
+from fxpipe.extensions.model_check.serial import SerialResult, run_serially
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import BackwardResult
-from fxpipe.kernels.serial import SerialResult, run_serially
 from fxpipe.passes.differentiate.part_backward import part_backward
 from tests.helpers.exported import Recurrent
 from tests.helpers.fronted import differentiated, front_end, in_stages, values_of

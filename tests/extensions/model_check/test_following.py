@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxpipe
 from fxpipe.extensions.model_check.following import Following
-from fxpipe.kernels.serial import SerialResult, run_serially
+from fxpipe.extensions.model_check.serial import SerialResult, run_serially
 
 
 def placed(module: nn.Module, homes: dict[str, int]) -> nn.Module:

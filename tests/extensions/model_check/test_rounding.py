@@ -24,7 +24,7 @@ from fxpipe import random
 from fxpipe.errors import TraceError
 from fxpipe.extensions.model_check.check import CloseError, check
 from fxpipe.extensions.model_check.fixed_draws import FixedDraws
-from fxpipe.kernels.serial import SerialResult, run_serially
+from fxpipe.extensions.model_check.serial import SerialResult, run_serially
 from tests.helpers.fronted import differentiated, front_end, in_stages, values_of
 from tests.helpers.profiles import DEEP, deep
 

@@ -14,9 +14,9 @@ from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
-from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.passes.partition.options import arrival_peaks, stash_peaks
 from fxpipe.passes.schedule import add_recompute
+from tests.helpers.plans import chain_program
 from tests.helpers.profiles import some
 from tests.schedules.test_pairs import pairings, runs
 

@@ -6,12 +6,12 @@ import pytest
 
 from fxpipe.errors import InputError, ParseError
 from fxpipe.extensions.offload.opcodes import Await, Offload, Prefetch
+from fxpipe.extensions.simulator.unroll import blocking, unroll
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.ir.value import own_buffer
-from fxpipe.passes.lowering.chain import chain_program
 from tests.helpers.opcodes import assert_read_back, take_away
+from tests.helpers.plans import chain_program
 
 LINES = {
     "offload": (Offload(own_buffer("offloaded", 1, 2)), "offload offloaded:1[2]"),

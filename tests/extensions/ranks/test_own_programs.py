@@ -10,12 +10,11 @@ from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.recipe import RECIPES
-from fxpipe.ir.unroll import unroll
 from fxpipe.ir.value import CROSSING, HOST, Buffer
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from tests.helpers.plans import chain, skipping
+from tests.helpers.plans import chain, in_turn, skipping
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -38,7 +37,10 @@ def test_what_is_let_go_of_at_a_receive_had_arrived_before_that_value_was_sent(n
         for plan in (chain, skipping) if schedule.stages > 2 else (chain,):
             program = free(communicate(Lower(plan(schedule.stages))(schedule)))
             steps = 2 + program.depth
-            runs = [*map(places, unroll(program, steps).lists)]
+            runs = [
+                places([x.later(step) for step, x in in_turn(window, steps, program.depth)])
+                for window in program.lists
+            ]
             confirms = set[tuple[int, int]]()
             every = [OwnProgram.of(program, device).confirmed for device in range(program.devices)]
             own = [(d, *each) for d, confirmed in enumerate(every) for each in confirmed.items()]

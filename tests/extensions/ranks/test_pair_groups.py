@@ -21,9 +21,9 @@ from fxpipe.extensions.ranks.channels import RankChannels
 from fxpipe.extensions.ranks.devices import RankBackend
 from fxpipe.extensions.ranks.pairs import BLOCKS, PairGroups, in_the_background
 from fxpipe.extensions.ranks.program import OwnProgram
-from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.schedules import gpipe
 from tests.helpers.failing import Beside, pipe_of
+from tests.helpers.plans import chain_program
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import batch, soon
 

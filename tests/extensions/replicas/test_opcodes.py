@@ -15,8 +15,8 @@ from fxpipe.extensions.replicas.opcodes import (
 from fxpipe.ir.plan import Bucket
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
-from fxpipe.passes.lowering.chain import chain_program
 from tests.helpers.opcodes import assert_read_back, take_away
+from tests.helpers.plans import chain_program
 
 LINES = {
     "partial_backward": (

@@ -25,7 +25,6 @@ from fxpipe.extensions.simulator import Link, Sizes
 from fxpipe.extensions.simulator.costs import Key
 from fxpipe.ir.plan import StageCosts
 from fxpipe.ir.recipe import find_recipe
-from fxpipe.passes.lowering.chain import chain
 from fxpipe.schedules.chimera import both_ways
 from tests.extensions.search.problems import (
     UNEQUAL,
@@ -33,6 +32,7 @@ from tests.extensions.search.problems import (
     problems,
     random_policy,
 )
+from tests.helpers.plans import chain
 
 
 @given(problems((1, 5), (1, 6)), st.integers(0, 10**6))

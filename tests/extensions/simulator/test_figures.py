@@ -13,8 +13,8 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe.errors import InputError
+from fxpipe.extensions.simulator.unroll import unroll
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.unroll import unroll
 from tests.helpers.one_optimizer import made_by
 
 pytestmark = pytest.mark.models

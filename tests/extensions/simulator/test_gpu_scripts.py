@@ -20,8 +20,8 @@ from benchmarks.gpu import ablation, memory, overlap, right, scaling, spin, stag
 from benchmarks.gpu.limited import limited
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.workloads import workload
+from fxpipe.extensions.simulator.unroll import unroll
 from fxpipe.ir.instruction import Arrival
-from fxpipe.ir.unroll import unroll
 from tests.extensions.streams.eager_lanes import launched
 from tests.helpers.profiles import some
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fxpipe.extensions.simulator import Sizes
+from fxpipe.extensions.simulator.chain import chain, chain_program
 from fxpipe.extensions.simulator.measured import measured_run
 from fxpipe.extensions.simulator.predict import predict_step
+from fxpipe.extensions.simulator.unroll import blocking
 from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir.recipe import find_recipe
-from fxpipe.ir.unroll import blocking
-from fxpipe.passes.lowering.chain import chain, chain_program
 from tests.extensions.streams.test_streams import plain
 from tests.oracles.stream_times import timed
 

@@ -11,13 +11,13 @@ from fxpipe.errors import InputError, VerificationError
 from fxpipe.extensions.copies.opcodes import Give
 from fxpipe.extensions.replicas.opcodes import ReduceScatter
 from fxpipe.extensions.simulator import Link, Sizes, simulate
+from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.extensions.simulator.simulation import task_of
 from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir.instruction import Update
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.passes.schedule import add_clip, add_recompute, add_reduce
 from fxpipe.schedules import cdp_v1, cdp_v2, gpipe
 from tests.extensions.copies.test_rules import copy_edits, edited_copies

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from fxpipe.errors import InputError, VerificationError
 from fxpipe.extensions.replicas.lowering import gather_weights
 from fxpipe.extensions.simulator import Link, Sizes, simulate
+from fxpipe.extensions.simulator.chain import chain_program
+from fxpipe.extensions.simulator.unroll import unroll
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.unroll import unroll
 from fxpipe.ir.value import Buffer
-from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.schedule import add_reduce

@@ -14,6 +14,7 @@ from fxpipe.errors import InputError
 from fxpipe.extensions.replicas import opcodes
 from fxpipe.extensions.replicas.lowering import gather_weights
 from fxpipe.extensions.simulator import Link, Simulation, Sizes, simulate
+from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.extensions.simulator.measured import measured_run
 from fxpipe.extensions.simulator.report import chrome_trace
 from fxpipe.extensions.simulator.sums import GATHERING, Sum
@@ -21,7 +22,6 @@ from fxpipe.ir.plan import Bucket
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.lowering.chain import chain_program
 from fxpipe.passes.schedule import add_reduce
 from tests.oracles import small_simulator
 from tests.oracles.small_simulator import makespan

@@ -14,7 +14,6 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Event, Launch
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, Recipe
-from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -70,7 +69,6 @@ def test_any_schedule_over_any_edges_gets_streams_that_cannot_race(data: st.Data
     before = run(schedule, Lower(plan, updates=trains), communicate, free)
     program = run(before, Streams(data.draw(st.integers(0, 3))))
     assert_same_work(before, program)
-    assert blocking(program).verify()
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "2bw"])
@@ -165,31 +163,6 @@ def test_a_skip_goes_straight_from_its_producer_to_its_consumer() -> None:
     assert not any(moves[:3])
 
 
-def test_blocking_undoes_streams_but_for_late_frees() -> None:
-    before = plain("zb-h1", 3, 5)
-    after = blocking(Streams()(before)).verify()
-    assert after.passes == before.passes
-    assert not after.launches
-    for old, new in zip(before.lists, after.lists, strict=True):
-        computing = [x for x in old if not isinstance(x, ins.Move)]
-        assert [x for x in new if not isinstance(x, ins.Move)] == computing
-    assert blocking(before) is before
-
-
-def test_unrolled_windows_wait_for_events_of_their_own_step() -> None:
-    window = Streams()(plain("2bw", 2, 3))
-    steps = 3
-    whole = unroll(window, steps)
-    recorded = [x.record for own in whole.launches for x in own if x.record is not None]
-    assert len(recorded) == len(set(recorded))
-    assert {event.batch for event in recorded} == set(range(steps + window.depth))
-    for own in whole.launches:
-        assert all(event in recorded for launch in own for event in launch.waits)
-    assert [len(own) for own in whole.launches] == [len(own) for own in whole.lists]
-    flush = Streams()(plain("1f1b", 2, 3))
-    assert unroll(flush, 1) == flush
-
-
 def launching(opcode: str) -> Program:
     """Two instructions with launches: a free, and one of this opcode."""
     launch = Launch("in0", (Event(0),), Event(1))
@@ -214,8 +187,6 @@ def test_every_consumer_takes_each_opcode_with_its_launch(opcode: str) -> None:
         str(program).split()
     )
     assert Program.parse(str(program)) == program
-    assert len(unroll(program, 1).launches) == 1
-    assert blocking(program).launches == ()
     with pytest.raises(Exception, match=r"program 'mine'|version"):
         program.verify()
 

@@ -9,8 +9,8 @@ import pytest
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
-from fxpipe.ir.unroll import unroll_schedule
 from fxpipe.passes.schedule import add_clip, add_reduce, end_with_flush
+from tests.helpers.plans import in_turn
 
 TRAINING = sorted(RECIPES.keys() - {"inference"})
 COUNTS = [(1, 1), (1, 3), (2, 2), (2, 5), (3, 3), (3, 7), (4, 4), (5, 6)]
@@ -71,7 +71,9 @@ def test_a_batch_that_is_too_short_to_overlap_sums_before_its_flush() -> None:
 def between(schedule: Schedule) -> int:
     """The fewest forwards and backwards that a device runs between a sum and its update."""
     found = []
-    for row in unroll_schedule(schedule, 8).rows:
+    for window in schedule.rows:
+        steps = in_turn(window, 8, schedule.depth)
+        row = [replace(task, batch=step + task.batch) for step, task in steps]
         for at, task in enumerate(row):
             if task.kind == "A" and task.batch == 4:
                 end = row.index(Task("U", None, task.stage, 4))

@@ -15,7 +15,6 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, I, R, Task, U, W
-from fxpipe.ir.unroll import unroll
 from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
@@ -23,7 +22,7 @@ from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.schedule import add_recompute
 from fxpipe.schedules import gpipe, inference, one_f_one_b, pipedream, two_bw
 from tests.helpers.lines import lines
-from tests.helpers.plans import chain, plan_of, run, skipping
+from tests.helpers.plans import chain, in_turn, plan_of, run, skipping
 from tests.oracles.program_executor import program_is_right
 from tests.oracles.symbolic_loop import plain_loop
 
@@ -194,12 +193,13 @@ def test_overlapping_batches_read_the_version_of_their_own_batch() -> None:
 @pytest.mark.parametrize("recipe", [two_bw, pipedream])
 def test_a_value_is_freed_in_the_window_that_reads_it_last(recipe: Callable[..., Schedule]) -> None:
     schedule = add_recompute(recipe(3, 4), "always")
-    windows = unroll(whole(schedule, skipping(3)), 4)  # the list of one shows no order of reads
+    program = whole(schedule, skipping(3))
     late = 0
-    for own in windows.lists:
+    for window in program.lists:  # the list of one shows no order of reads
+        own = [x.later(step) for step, x in in_turn(window, 4, program.depth)]
         last: dict[Buffer, int] = {}
         for position, instruction in enumerate(own):
-            for buffer in instruction.uses(windows):
+            for buffer in instruction.uses(program):
                 last[buffer] = position
         for position, instruction in enumerate(own):
             if isinstance(instruction, ins.Free):

@@ -1,19 +1,24 @@
-"""Unrolled windows against what a drawing of prologue, steps and flush says."""
+"""Unrolled windows against what a drawing of prologue, steps and flush says; streams removed."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.simulator.unroll import absolute, blocking, unroll
+from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.unroll import absolute, unroll, unroll_schedule
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import one_f_one_b
 from fxpipe.text.program import print_instruction
-from tests.helpers.plans import chain
+from tests.extensions.streams.test_streams import launching, plain
+from tests.helpers.plans import chain, run
+from tests.passes.lowering.test_lower import plans, schedules
 
 TEXT = """\
 schedule late stages=2 microbatches=1 delay=1
@@ -23,14 +28,7 @@ place 0 | 1
 """
 
 
-def test_prologue_steps_and_flush_stand_one_after_another() -> None:
-    rows = unroll_schedule(Schedule.parse(TEXT), 3).rows
-    assert [" ".join(map(str, row)) for row in rows] == [
-        "F0@0 F0+@0 B0@0 U@0 F0++@0 B0+@0 U+@0 B0++@0 U++@0",
-        "F0@1 B0@1 U@1 F0+@1 B0+@1 U+@1 F0++@1 B0++@1 U++@1",
-    ]
-
-
+@pytest.mark.smoke
 def test_a_program_is_unrolled_with_batches_and_versions_from_the_first_step() -> None:
     program = Lower(chain(2))(Schedule.parse(TEXT))
     first, second = unroll(program, 3).lists
@@ -83,3 +81,45 @@ def test_no_version_is_older_than_the_first() -> None:
 def test_a_run_without_a_step_is_refused() -> None:
     with pytest.raises(InputError, match="steps is 0"):
         unroll(Lower(chain(2))(Schedule.parse(TEXT)), 0)
+
+
+@pytest.mark.smoke
+def test_blocking_undoes_streams_but_for_late_frees() -> None:
+    before = plain("zb-h1", 3, 5)
+    after = blocking(Streams()(before)).verify()
+    assert after.passes == before.passes
+    assert not after.launches
+    for old, new in zip(before.lists, after.lists, strict=True):
+        computing = [x for x in old if not isinstance(x, ins.Move)]
+        assert [x for x in new if not isinstance(x, ins.Move)] == computing
+    assert blocking(before) is before
+
+
+@pytest.mark.smoke
+def test_unrolled_windows_wait_for_events_of_their_own_step() -> None:
+    window = Streams()(plain("2bw", 2, 3))
+    steps = 3
+    whole = unroll(window, steps)
+    recorded = [x.record for own in whole.launches for x in own if x.record is not None]
+    assert len(recorded) == len(set(recorded))
+    assert {event.batch for event in recorded} == set(range(steps + window.depth))
+    for own in whole.launches:
+        assert all(event in recorded for launch in own for event in launch.waits)
+    assert [len(own) for own in whole.launches] == [len(own) for own in whole.lists]
+    flush = Streams()(plain("1f1b", 2, 3))
+    assert unroll(flush, 1) == flush
+
+
+@given(st.data())
+def test_any_program_without_its_streams_is_right(data: st.DataObject) -> None:
+    plan, trains = data.draw(plans()), data.draw(st.booleans())
+    schedule = data.draw(schedules(len(plan.stages), trains))
+    before = run(schedule, Lower(plan, updates=trains), communicate, free)
+    assert blocking(Streams(data.draw(st.integers(0, 3)))(before)).verify()
+
+
+@pytest.mark.parametrize("opcode", ins.OPCODES)
+def test_every_opcode_is_taken_with_its_launch(opcode: str) -> None:
+    program = launching(opcode)
+    assert len(unroll(program, 1).launches) == 1
+    assert blocking(program).launches == ()

@@ -14,7 +14,6 @@ from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Event, Launch
 from fxpipe.ir.program import Program
-from fxpipe.ir.schedule import Schedule
 
 Item = TypeVar("Item")
 
@@ -60,25 +59,6 @@ def _later(launch: Launch, step: int) -> Launch:
 def _waiting(launch: Launch, recorded: set[Event | None]) -> Launch:
     """A launch without waits for events that nothing records."""
     return replace(launch, waits=tuple([e for e in launch.waits if e in recorded]))
-
-
-def unroll_schedule(schedule: Schedule, steps: int) -> Schedule:
-    """Write out the run of a schedule over some steps, as ``unroll`` does for a program; the tasks
-    of pairs come apart.
-
-    Raises:
-        InputError: ``steps`` is less than 1, or the result would be too long.
-    """
-    rows = tuple(
-        tuple(
-            [
-                replace(task, batch=step + task.batch)
-                for step, task in _repeated([(t.batch, t) for t in row], steps, schedule.depth)
-            ]
-        )
-        for row in schedule.rows
-    )
-    return replace(schedule, rows=rows, paired=frozenset())
 
 
 def absolute(instruction: ins.Instruction, step: int) -> ins.Instruction:

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import fx
 
+from fxpipe.extensions.simulator.pairs import pairs_in, start_together
 from fxpipe.ir.plan import Bucket, Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
@@ -15,7 +16,6 @@ from fxpipe.ir.value import HOST, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.lowering.pairs import pairs_in, start_together
 from fxpipe.passes.schedule import add_reduce
 
 
