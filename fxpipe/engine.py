@@ -44,6 +44,8 @@ class Engine:
             training step.
         closed: whether the workers have ended.
         meter: measures steps; None until somebody asks for metrics.
+        clipping: clips the gradients; None if they are not clipped.
+        generators: returns device → torch's generator for it, without the CPU's.
     """
 
     def __init__(self, options: Options, choice: ThreadChoice) -> None:
@@ -56,14 +58,15 @@ class Engine:
         if options.optimizer is not None:
             shard = (options.group.replica, options.replicas) if options.shards else None
             stages = Optimizers(options.model, options.optimizer, options.owns, self.flush, shard)
-        self.progress = Progress(options.model, stages, clipping, backend.generators, options.owns)
+        self.progress = Progress(options.model, stages, options.owns)
         self.stashed: Mapping[int, int] = {}
         self.closed = False
         self.meter: Meter | None = None
         self.updates = options.optimizer is not None
         self._options = options
         self._place = options.here if options.ranks and options.places else None
-        self._clipping = clipping
+        self.clipping = clipping
+        self.generators = backend.generators
         self._backend = backend
         if not options.places:
             allocator.share_arena()
@@ -82,13 +85,13 @@ class Engine:
     def grad_norm(self) -> float | None:
         """The gradient norm of the last batch; with batches in flight, of the newest batch that all
         devices have certainly finished. None before there is one, and without clipping."""
-        if self._clipping is None:
+        if self.clipping is None:
             return None
         self._backend.end()  # batches may be in flight
         run = self._overlapping
         # Batch count - 2 has left the last device's forward, so all devices have finished the lists
         # of the step before it.
-        return self._clipping.norm(inf if run is None else run.count - 2 - run.program.depth)
+        return self.clipping.norm(inf if run is None else run.count - 2 - run.program.depth)
 
     def step(
         self,
@@ -118,15 +121,15 @@ class Engine:
 
         host.weigh_loss(*self._dtype_and_scale(compiled, 0))
         run = self._flushed(compiled, state, optimizers, onto_grad=not self.updates)
-        run.feed(Job(compiled.kernels, host, self._clipping, compiled.specs))
+        run.feed(Job(compiled.kernels, host, self.clipping, compiled.specs))
         try:
             returned = run.advance(result)
         finally:
             if run.committed:  # even if an interrupt came after the commit
                 self.progress.count()
                 draw_seed(traced)
-                if self._clipping is not None:
-                    self._clipping.settle(1)
+                if self.clipping is not None:
+                    self.clipping.settle(1)
         self.stashed = run.peak_kept
         return returned
 
@@ -212,8 +215,8 @@ class Engine:
             self._overlapping = None
             run.drain()
             self.stashed = run.peak_kept
-            if self._clipping is not None:
-                self._clipping.settle(run.count)
+            if self.clipping is not None:
+                self.clipping.settle(run.count)
 
     def flush_unless_ended(self) -> None:
         """Get ready for a checkpoint to be restored. Raises InputError if the pipe is closed."""
@@ -262,15 +265,15 @@ class Engine:
         """Train on a batch that overlaps with others; the loss that it returns may come later."""
         run = self._overlapped(compiled, optimizers)
         number = run.count
-        if self._clipping is not None:
+        if self.clipping is not None:
             # for later batches it may not be decided yet whether they update
-            self._clipping.settle(number - 2 - compiled.schedule.depth)
+            self.clipping.settle(number - 2 - compiled.schedule.depth)
         dtype, scale = self._dtype_and_scale(compiled, number)
         host.weigh_loss(dtype, scale)
         draw_seed(compiled.traced)
         lock = self._lock
         loss = PendingLoss(dtype, lambda: lock.call(run.wait_for, [number]))
-        job = Job(compiled.kernels, host, self._clipping, compiled.specs)
+        job = Job(compiled.kernels, host, self.clipping, compiled.specs)
         run.step(job, lambda: loss.come(host.loss()), whole=with_output)
         self.stashed = run.peak_kept
         return (loss.read(), host.output()) if with_output else loss
@@ -286,7 +289,7 @@ class Engine:
         """The dtype of a batch's losses, and the factor by which the scaler scales their
         gradients."""
         assert compiled.traced.loss is not None
-        scale = 1.0 if self._clipping is None else self._clipping.begin(batch)
+        scale = 1.0 if self.clipping is None else self.clipping.begin(batch)
         return compiled.plan.specs[compiled.traced.loss].dtype, scale
 
     def _called(self, compiled: Compiled, micro: MicroBatches) -> tuple[BatchHost, FlushedRun]:
@@ -296,7 +299,7 @@ class Engine:
         none = [None] * len(compiled.plan.stages)
         state = self.progress.state_of(traced)
         run = self._flushed(compiled, state, none, onto_grad=False)
-        run.feed(Job(compiled.kernels, host, self._clipping, compiled.specs))
+        run.feed(Job(compiled.kernels, host, self.clipping, compiled.specs))
         return host, run
 
     def _flushed(

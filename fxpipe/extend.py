@@ -40,7 +40,7 @@ Door = Literal["public", "extension", "instruction", "schedule", "view", "comman
   it means is called without arguments, and returns a ``LateSchedule``.
 - view: a method of a class of the core, such as ``Schedule.draw``.
 - option: a function that the core calls for an option or a method that few need, such as
-  "save" for what ``pipe.save`` writes.
+  "table" for what ``print(pipe)`` shows.
 - command: what adds a command to the command line, and "main", which runs it.
 """
 
@@ -85,8 +85,12 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "search": f"{_HERE}.planner.auto:Search",
     },
     "view": {
+        "Pipeline.checkpoint": f"{_HERE}.checkpoint.pipe:checkpoint",
+        "Pipeline.load": f"{_HERE}.checkpoint.pipe:load",
         "Pipeline.profile": f"{_HERE}.simulator.pipe:profile_pipe",
         "Pipeline.reset_parameters": f"{_HERE}.initial_values.initial:reset_parameters",
+        "Pipeline.restore": f"{_HERE}.checkpoint.pipe:restore",
+        "Pipeline.save": f"{_HERE}.checkpoint.pipe:save",
         "Pipeline.simulate": f"{_HERE}.simulator.pipe:simulate_pipe",
         "Plan.draw": f"{_HERE}.draw.plan:draw_plan",
         "Program.draw": f"{_HERE}.draw.schedule:draw_program",
@@ -109,7 +113,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "not_on_copies": f"{_HERE}.copies.rules:not_on_copies",
         "run_together": f"{_HERE}.copies.rules:run_together",
         "offload": f"{_HERE}.offload.lowering:LowerOffload",
-        "load": f"{_HERE}.checkpoint_folder.folder:read",
         "mesh": f"{_HERE}.ranks.mesh:ranks_of",
         "peaks": f"{_HERE}.simulator.predict:peaks",
         "rank_streams": f"{_HERE}.ranks.streams:StreamRanks",
@@ -121,8 +124,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "collectives": f"{_HERE}.replicas.collectives:Collectives",
         "sum_copies": f"{_HERE}.copies.lowering:SumCopies",
         "sum_replicas": f"{_HERE}.replicas.lowering:SumReplicas",
-        "save": f"{_HERE}.checkpoint_folder.folder:write",
-        "saved": f"{_HERE}.checkpoint_folder.folder:exists",
         "step_peaks": f"{_HERE}.simulator.predict:step_peaks",
         "table": f"{_HERE}.stage_table.table:stage_table",
         "events": f"{_HERE}.streams.events:Streams",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -28,10 +27,7 @@ from fxpipe.ir.traced import Traced
 from fxpipe.locks import locked
 from fxpipe.metrics import Meter
 from fxpipe.removed import gone
-from fxpipe.runtime.weights import checkpoint_file
-from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.signature import SignedLikeTheModel
-from fxpipe.torchtools.meta import allocated
 from fxpipe.torchtools.state import HOOKS
 
 
@@ -393,125 +389,20 @@ class Pipeline(nn.Module):
     """``pipe.reset_parameters(function)`` gives parameters and buffers their initial values:
     ``fxpipe.extensions.initial_values.initial.reset_parameters``."""
 
-    @locked
-    def checkpoint(self, path: str | os.PathLike[str], *, extra: Any = None) -> None:
-        """Write to a file all that training needs to go on as if not interrupted. Flushes first.
+    checkpoint = View()
+    """``pipe.checkpoint("run.pt")`` writes to a file all that training needs to go on:
+    ``fxpipe.extensions.checkpoint.pipe.checkpoint``."""
 
-        The file has the weights, in all versions that later batches read, the buffers, the
-        optimizers' state, the states of torch's generators for the CPU and the pipe's devices, and
-        the number of batches; without an optimizer also ``.grad``. Everything is stored under its
-        name in the model, so training can go on with any partition. The file is as ``torch.save``
-        writes it, with checksums, and no code in it is run. It is replaced atomically, so other
-        processes may read it at any time.
+    restore = View()
+    """``pipe.restore("run.pt")`` goes on from a file:
+    ``fxpipe.extensions.checkpoint.pipe.restore``."""
 
-        Args:
-            path: the path of the file.
-            extra: anything else to keep, which ``restore`` returns, such as the state of a
-                learning-rate scheduler or of ``random``, or an epoch: tensors, numbers, strings,
-                and lists, tuples and dicts of them.
+    save = View()
+    """``pipe.save("run")`` writes the same to a folder, from any number of ranks:
+    ``fxpipe.extensions.checkpoint.pipe.save``."""
 
-        Raises:
-            CheckpointError: the file cannot be written, or cannot hold ``extra``; an older file
-                stays as it is.
-        """
-        self._group.refuse("checkpoint()", "write a folder with save()")
-        self._engine.flush()
-        progress = self._engine.progress
-        checkpoint_file.write_checkpoint(progress.checkpoint(extra, changed=progress.changed), path)
-
-    @locked
-    def restore(self, path: str | os.PathLike[str]) -> Any:
-        """Go on from a checkpoint, at any time, on any number of devices; also after a failure that
-        has ended the pipe.
-
-        Everything is checked before anything changes. The constructor of a learning-rate scheduler
-        changes its optimizer: make the scheduler over ``optimizer``, then restore, and load its
-        state from ``extra``.
-
-        Returns:
-            The ``extra`` that ``checkpoint`` was given.
-
-        Raises:
-            CheckpointError: the file is no checkpoint, damaged, or of another model or optimizer.
-                Nothing has changed.
-        """
-        with self._group.calling("restore"):
-            self._engine.flush_unless_ended()
-            return self._go_on_from(checkpoint_file.read_checkpoint(path))
-
-    @locked
-    def save(self, folder: str | os.PathLike[str], extra: Any = None) -> None:
-        """Write to a folder all that training needs to go on as if not interrupted. Flushes first.
-
-        The folder has the same contents as a file of ``checkpoint``, in the format of
-        ``torch.distributed.checkpoint`` (DCP) with the model's own names, so that it can also be
-        read without this library::
-
-            torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, "run.pt")
-            model.load_state_dict(torch.load("run.pt")["model"])
-
-        An older folder is replaced once the new one is complete and on disk. Over several ranks
-        each rank of the first replica writes the part of its own stages, and every rank of all
-        replicas has to call this.
-
-        Args:
-            folder: the path of the folder, which may hold an older checkpoint, and nothing else.
-            extra: anything else to keep, which ``load`` returns, as for ``checkpoint``. Over
-                several ranks rank 0's is kept.
-
-        Raises:
-            CheckpointError: the folder cannot be written, or cannot hold ``extra``; an older
-                checkpoint stays as it is.
-            RankError: another rank failed in this way, or is gone.
-        """
-        with self._group.calling("save"):
-            write = find("option", "save", "pipe.save")
-            self._engine.flush()
-            progress = self._engine.progress
-            changed = any(self._group.exchange("changes", progress.changed))
-            own = self._owned()
-            saved = progress.checkpoint(extra, changed=changed).part(own.kept)
-            state = own.part(self._model, self._model.state_dict())
-            write(saved, state, folder, self._group)
-
-    @locked
-    def load(self, folder: str | os.PathLike[str], *, must_exist: bool = True) -> Any:
-        """Go on from a folder that ``save`` wrote, on any number of devices or ranks.
-
-        As in ``restore``, everything is checked before anything changes. Over several ranks each
-        rank reads the part of its own stages, which are known after a step, ``prepare``, or
-        ``compile`` with an ``example``.
-
-        Args:
-            folder: the path of the folder.
-            must_exist: whether a missing folder is an error; otherwise nothing is loaded then.
-
-        Returns:
-            The ``extra`` that ``save`` was given; None if nothing is loaded.
-
-        Raises:
-            CheckpointError: it is no such folder, or damaged, or of another model or optimizer.
-                Nothing has changed, on any rank.
-            InputError: the model was built on the meta device and nothing is compiled yet, so that
-                a rank does not know its stages.
-            RankError: another rank failed in this way, or is gone.
-        """
-        with self._group.calling("load"):
-            exists, read = (find("option", name, "pipe.load") for name in ("saved", "load"))
-            self._engine.flush_unless_ended()
-            there = self._group.exchange("folder", exists(folder))
-            if not must_exist and not any(there):
-                return None
-            if self._options.hollow:
-                self._used()  # raises before anything is read
-            own = None if self._group.size == 1 else self._owned().used
-            return self._go_on_from(read(folder, own))
-
-    def _go_on_from(self, saved: Checkpoint) -> Any:
-        with allocated(self._used().values() if self._options.hollow else (), self._homes()):
-            self._engine.progress.restore(saved, lambda: self._group.exchange("checkpoint"))
-        self._group.kept = 0
-        return saved.extra
+    load = View()
+    """``pipe.load("run")`` goes on from a folder: ``fxpipe.extensions.checkpoint.pipe.load``."""
 
     # the model's attributes
 

@@ -53,7 +53,7 @@ QUICK = (
 )
 REMEMBERING = (
     "compiler",
-    "extensions/checkpoint_folder",
+    "extensions/checkpoint",
     "extensions/copies",
     "extensions/deferred_batchnorm",
     "extensions/dispatch",

@@ -149,7 +149,7 @@ RUNTIME = {
     "an update takes the learning rate of now": Fault(
         VERSIONS,
         "groups = self._groups.pop((stage, reads), [])",
-        "groups = [frozen(g) for g in self._stages[stage].optimizer.param_groups]",
+        "groups = [frozen(g) for g in self.stages[stage].optimizer.param_groups]",
         "tests/runtime/test_one_optimizer.py tests/runtime/test_in_flight.py",
     ),
     "a recompute reads buffers as they are by then": Fault(

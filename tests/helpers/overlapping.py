@@ -119,4 +119,4 @@ class MostVersions:
     def of(self, pipe: fxpipe.Pipeline) -> list[int]:
         versions = pipe._engine.progress.versions
         assert versions is not None
-        return [self._most[stage] for stage in versions._stages]
+        return [self._most[stage] for stage in versions.stages]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +33,11 @@ def unshared(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
+def frozen(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's settings, with copies of those that could be changed in place."""
+    return {key: unshared(value) for key, value in settings(group).items()}
+
+
 def setting_text(setting: Any) -> str:
     """The text of a setting: with all digits, and without memory addresses."""
     value = setting.tolist() if isinstance(setting, Tensor) else setting
@@ -52,16 +56,6 @@ def marked(value: Any) -> Mark:
 def differs(before: Mark, value: Any) -> bool:
     """Whether a setting was replaced, or changed in place, since it was marked."""
     return before[0] is not value or before[1] != marked(value)[1]
-
-
-def copied_state(values: Any) -> Any:
-    """A copy of the state of one parameter or group, usually a dict."""
-    if not isinstance(values, dict):
-        return copy.deepcopy(values)
-    return {
-        key: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-        for key, value in values.items()
-    }
 
 
 def clones(tensors: Sequence[Tensor]) -> list[Tensor]:

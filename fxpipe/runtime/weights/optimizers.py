@@ -8,8 +8,7 @@ to the stages when the next batch is submitted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from weakref import WeakMethod
 
 from torch import nn
@@ -21,7 +20,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.value import owners
 from fxpipe.runtime.weights.live import Mark, differs, marked, setting_text, settings, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_step_hooks
-from fxpipe.runtime.weights.optimizer_state import OptimizerState, bring, loading, take
+from fxpipe.runtime.weights.optimizer_state import bring
 
 
 class Optimizers:
@@ -29,6 +28,7 @@ class Optimizers:
 
     Attributes:
         made: stage → its optimizer; None before the first plan.
+        others: the names of parameters that only other processes update.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Optimizers:
         self._owns = owns
         self._flush = _weakly(flush)
         self._shard = shard
-        self._others: set[str] = set()  # parameters that only other processes update
+        self.others: set[str] = set()
         self._members: list[list[int]] = []  # group → ids of its parameters
         # group and setting → its marks in the whole optimizer and in each stage's, when last equal
         self._sent: dict[tuple[int, str], tuple[Mark, list[Mark]]] = {}
@@ -84,9 +84,9 @@ class Optimizers:
         stages = [{a.target: state[a.target] for a in s.parameters} for s in plan.stages]
         owned = [self._updated(s) if self._owns(index) else None for index, s in enumerate(stages)]
         own = {names[p] for stage in owned if stage for p in stage.values()}
-        self._others = {names[p] for stage in stages for p in stage.values()} - own
+        self.others = {names[p] for stage in stages for p in stage.values()} - own
         for parameter, name in names.items():
-            if name in self._others:
+            if name in self.others:
                 whole.state.pop(parameter, None)
         bring(whole)
         made = tuple(None if stage is None else self._given.of(stage) for stage in owned)
@@ -117,7 +117,7 @@ class Optimizers:
             self._hooks = [
                 whole.register_state_dict_pre_hook(look),
                 whole.register_load_state_dict_pre_hook(look),
-                whole.register_load_state_dict_post_hook(_weakly(self._resend)),
+                whole.register_load_state_dict_post_hook(_weakly(self.resend)),
             ]
             self._members = _members(whole)
         self._fetch()
@@ -168,37 +168,6 @@ class Optimizers:
             if (index, key) not in self._stepped
         ]
 
-    def state(self) -> OptimizerState:
-        """The state for a checkpoint; no batch may be in flight.
-
-        Raises:
-            CheckpointError: an optimizer keeps state that belongs to no parameter.
-        """
-        return take(self.one(), self._names())
-
-    def restoring(self, saved: OptimizerState, own: Container[str]) -> Callable[[], None]:
-        """Check that the optimizers can go on from a state. Returns a function that loads it.
-
-        Args:
-            saved: the state.
-            own: the names of the parameters whose values this process has restored.
-
-        Raises:
-            CheckpointError: the state is of other optimizers.
-            InputError: the user's function returns no optimizer.
-        """
-        whole, names = self.one(), self._names()
-        kept = {n: s for n, s in saved.parameters.items() if n in own and n not in self._others}
-        saved = replace(saved, parameters=kept)
-        names = {p: n for p, n in names.items() if n in own and n not in self._others}
-        load = loading(saved, whole, names)
-
-        def put() -> None:
-            load()
-            self._resend()
-
-        return put
-
     @property
     def _parts(self) -> list[Optimizer]:
         return [*filter(None, self.made or ())]
@@ -235,7 +204,7 @@ class Optimizers:
         self._flush()
         self._fetch()
 
-    def _resend(self) -> None:
+    def resend(self) -> None:
         """Copy all settings to the stages anew."""
         self._sent.clear()
         self.submit()

@@ -7,7 +7,6 @@ d + 1 copies of its weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,46 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.weights.live import differs, marked, settings
-from fxpipe.runtime.weights.optimizer_state import frozen
+from fxpipe.runtime.weights.live import differs, frozen, marked, settings
 from fxpipe.torchtools.optimizers import twin
 
 Buffers = dict[str, Tensor]
 """Name in the model → one version of the parameter."""
-
-Versions = Mapping[int, Mapping[str, Tensor]]
-"""Version → name → value."""
-
-
-@dataclass(frozen=True)
-class History:
-    """The versions that later batches may read, while no batch is in flight.
-
-    Attributes:
-        newest: the newest version: how many batches have updated the weights. Its values are the
-            model's own parameters.
-        base: the oldest version that can be read; batches that ask for an older one read this one.
-        older: the versions before the newest.
-    """
-
-    newest: int
-    base: int
-    older: Versions = field(default_factory=dict)
-
-    def renamed(self, names: Mapping[str, str]) -> History:
-        """The same with ``names``, old name → new name; parameters that it lacks are left out."""
-
-        older = {
-            version: {names[name]: x for name, x in tensors.items() if name in names}
-            for version, tensors in self.older.items()
-        }
-        return History(self.newest, self.base, older)
-
-
-def since(versions: Versions, version: int, name: str) -> Tensor | None:
-    """A parameter's value in a version, or in the oldest later version that has one."""
-    later = [v for v, tensors in versions.items() if v >= version and name in tensors]
-    return versions[min(later)][name] if later else None
 
 
 class StageWeights:
@@ -87,27 +51,6 @@ class StageWeights:
         self.live = {version: tensors}
         self._note()
 
-    def resume(self, newest: int, base: int, known: Versions) -> None:
-        """Take the current parameters as the newest version, and the known versions as older ones.
-
-        A parameter may lack older versions, as the stage that it was on needed fewer. Its oldest
-        value then stands for them.
-        """
-        self.restart(newest)
-        self.oldest = max(base, newest - self.delay)
-        for version in range(self.oldest, newest):
-            self.live[version] = self._restored(version, known)
-
-    def _restored(self, version: int, known: Versions) -> Buffers:
-        """A copy of a known version, or of the newest where it lacks a parameter."""
-        tensors = copy_of(self.live[self.newest], {})
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                value = since(known, version, name)
-                if tensor.requires_grad and value is not None:
-                    tensor.copy_(value)
-        return tensors
-
     def follow(self, delay: int) -> None:
         """Change the delay, while no batch is in flight."""
         if delay == self.delay:
@@ -116,16 +59,6 @@ class StageWeights:
         for version in [version for version in self.live if version < self.newest - delay]:
             del self.live[version]
         self.oldest = min(self.live)
-
-    def kept(self) -> dict[int, Buffers]:
-        """The versions that later batches may read, besides the model's parameters."""
-        if self.optimizer is None:
-            return {}
-        return {
-            version: trained(tensors)
-            for version, tensors in self.live.items()
-            if self.newest - self.delay <= version < self.newest
-        }
 
     def read(self, version: int) -> Buffers:
         """The weights that batches of a version read: the oldest ones if the version is older."""
@@ -212,11 +145,6 @@ def retire(versions: dict[int, Buffers], needed: int) -> Buffers:
             spare = versions.pop(version, {})
     shared = any(tensors is spare for tensors in list(versions.values()))
     return {} if shared else spare
-
-
-def trained(tensors: Buffers) -> Buffers:
-    """Those of a version that are trained."""
-    return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
 
 
 def memory_like(now: Buffers, spare: Buffers) -> Buffers:

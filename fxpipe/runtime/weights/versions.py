@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.ir.plan import Stage
-from fxpipe.runtime.weights.live import Weights
-from fxpipe.runtime.weights.optimizer_state import frozen
-from fxpipe.runtime.weights.stage_weights import Buffers, History, StageWeights
+from fxpipe.runtime.weights.live import Weights, frozen
+from fxpipe.runtime.weights.stage_weights import Buffers, StageWeights
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
 
@@ -32,6 +31,7 @@ class VersionedWeights(Weights):
 
     Attributes:
         base: the oldest version that any stage can read.
+        stages: stage → its versions.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class VersionedWeights(Weights):
         """
         super().__init__()
         self.base = 0
-        self._stages = [
+        self.stages = [
             StageWeights(named, optimizer, delay)
             for named, optimizer, delay in zip(parameters, optimizers, delays, strict=True)
         ]
-        for stage in self._stages:
+        for stage in self.stages:
             stage.restart(0)
         self._groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        self._own = {index: stage for index, stage in enumerate(self._stages) if owns(index)}
+        self._own = {index: stage for index, stage in enumerate(self.stages) if owns(index)}
 
     @property
     def slowest(self) -> int:
@@ -96,7 +96,7 @@ class VersionedWeights(Weights):
             self._lock.wait_for(lambda: self._running == 0)
             yield [
                 [*stage.live.values()] if index in self._own else []
-                for index, stage in enumerate(self._stages)
+                for index, stage in enumerate(self.stages)
             ]
 
     def open(
@@ -110,10 +110,14 @@ class VersionedWeights(Weights):
         """Bind a plan, see ``bind``, while no batch is in flight. If the user ``changed``
         parameters since the last batch, the current ones become the only version."""
         if changed:
-            self.base = self.slowest
-            for stage in self._stages:
-                stage.restart(self.base)
+            self.restart(self.slowest)
         self.bind(stages, state, deferred)
+
+    def restart(self, version: int) -> None:
+        """Take the current parameters as the only version."""
+        self.base = version
+        for stage in self.stages:
+            stage.restart(version)
 
     def follow(self, delays: Sequence[int]) -> None:
         """Change to the delays of another schedule, while no batch is in flight. If a delay grows,
@@ -122,7 +126,7 @@ class VersionedWeights(Weights):
         Args:
             delays: stage → by how many versions its batches read behind the newest.
         """
-        for stage, delay in zip(self._stages, delays, strict=True):
+        for stage, delay in zip(self.stages, delays, strict=True):
             stage.follow(delay)
 
     @property
@@ -130,40 +134,22 @@ class VersionedWeights(Weights):
         """The names of this process's parameters that the user changed since the last batch."""
         return {name for stage in self._own.values() for name in stage.written()}
 
-    def history(self, *, changed: bool) -> History:
-        """The versions for a checkpoint, while no batch is in flight. If the user ``changed``
-        parameters since the last batch, the next batch reads no older version."""
-        newest = self.slowest
-        if changed:
-            return History(newest, newest)
-        kept: dict[int, Buffers] = {}
-        for stage in self._stages:
-            for version, tensors in stage.kept().items():
-                kept.setdefault(version, {}).update(tensors)
-        return History(newest, self.base, kept)
-
-    def resume(self, history: History) -> None:
-        """Go on from a checkpoint; the parameters have the values of its newest version already."""
-        self.base = max(history.base, min(history.older, default=history.newest))
-        for stage in self._stages:
-            stage.resume(history.newest, self.base, history.older)
-
     def expect(self, batch: int) -> None:
         """Register a batch; its update will use the current settings of the optimizers."""
         with self._lock:
-            for index, stage in enumerate(self._stages):
+            for index, stage in enumerate(self.stages):
                 if stage.optimizer is not None:
                     groups = [frozen(group) for group in stage.optimizer.param_groups]
                     self._groups[index, batch] = groups
 
     def parameters(self, stage: int, version: int) -> Sequence[Tensor]:
-        tensors = self._stages[stage].read(version)
+        tensors = self.stages[stage].read(version)
         return [
             tensors[name] if name in tensors else self._state[name] for name in self._names[stage]
         ]
 
     def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> None:
-        weights = self._stages[stage]
+        weights = self.stages[stage]
         with self._updating(stage):
             named = dict(zip(self._names[stage], gradients, strict=True)) if gradients else {}
             with self._lock:
@@ -172,7 +158,7 @@ class VersionedWeights(Weights):
 
     def _carry(self, stage: int, changed: Sequence[Mapping[str, Any]]) -> None:
         """Set the settings that an optimizer's step changed for later batches, too."""
-        optimizer = self._stages[stage].optimizer
+        optimizer = self.stages[stage].optimizer
         if optimizer is None or not any(changed):
             return
         with self._lock:
@@ -188,7 +174,7 @@ class VersionedWeights(Weights):
 
     def finished(self, version: int) -> None:
         """Note, once no batch is in flight, that the stages of other processes have a version."""
-        for index, stage in enumerate(self._stages):
+        for index, stage in enumerate(self.stages):
             if index not in self._own:
                 stage.restart(version)
 

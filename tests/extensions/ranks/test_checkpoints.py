@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.extensions.checkpoint_folder import folder as checkpoint_folder
+from fxpipe.extensions.checkpoint import folder as checkpoint_folder
 from tests.helpers.checkpoints import same
 from tests.helpers.one_optimizer import made_by
 from tests.helpers.profiles import DEEP, deep

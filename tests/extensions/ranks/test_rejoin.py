@@ -15,7 +15,7 @@ import torch.distributed as dist
 import fxpipe
 from examples import train_ranks
 from examples.rejoin_ranks import launch, take_part
-from fxpipe.extensions.checkpoint_folder import folder as checkpoint_folder
+from fxpipe.extensions.checkpoint import folder as checkpoint_folder
 from tests.helpers.checkpoints import same
 from tests.helpers.ranks import CONTEXT
 

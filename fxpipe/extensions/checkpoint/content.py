@@ -4,7 +4,7 @@ and strings, which ``torch.load`` reads without running any code."""
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, BinaryIO
 
@@ -12,12 +12,55 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import CheckpointError, told
-from fxpipe.runtime.weights.optimizer_state import OptimizerState, ParameterState
-from fxpipe.runtime.weights.stage_weights import History
 
 _DEEPEST = 100
 _MOST_BITS = 2040
 """Of whole numbers that ``torch.load`` reads."""
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """The optimizer state of one parameter.
+
+    Attributes:
+        group: the index of its parameter group.
+        state: the optimizer's state for the parameter.
+    """
+
+    group: int
+    state: Mapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The state of an optimizer.
+
+    Attributes:
+        kind: its class.
+        groups: the settings of its parameter groups.
+        parameters: name in the model → the state of that parameter.
+    """
+
+    kind: str
+    groups: Sequence[Mapping[str, Any]]
+    parameters: Mapping[str, ParameterState]
+
+
+@dataclass(frozen=True)
+class History:
+    """The versions that later batches may read, while no batch is in flight.
+
+    Attributes:
+        newest: the newest version: how many batches have updated the weights. Its values are the
+            model's own parameters.
+        base: the oldest version that can be read; batches that ask for an older one read this one.
+        older: version before the newest → name → value.
+    """
+
+    newest: int
+    base: int
+    older: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
+
 
 _CLASSES = (History, OptimizerState, ParameterState)
 
@@ -57,6 +100,7 @@ class Checkpoint:
         def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in values.items() if name in names}
 
+        older = {version: chosen(tensors) for version, tensors in self.history.older.items()}
         optimizer = self.optimizer
         if optimizer is not None:
             optimizer = replace(optimizer, parameters=chosen(optimizer.parameters))
@@ -65,7 +109,7 @@ class Checkpoint:
             parameters=chosen(self.parameters),
             buffers=chosen(self.buffers),
             gradients=chosen(self.gradients),
-            history=self.history.renamed({name: name for name in names}),
+            history=replace(self.history, older=older),
             optimizer=optimizer,
         )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe.runtime.weights import checkpoint_file as checkpoint
+from fxpipe.extensions.checkpoint import file as checkpoint
 from tests.helpers.checkpoints import (
     PLAIN,
     everything,
@@ -22,6 +22,8 @@ from tests.helpers.checkpoints import (
 )
 from tests.helpers.overlapping import ADAMW
 from tests.oracles.delayed_loop import MSE
+
+pytestmark = pytest.mark.smoke
 
 
 @pytest.fixture(scope="module")

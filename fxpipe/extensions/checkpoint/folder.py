@@ -37,8 +37,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fxpipe.errors import CheckpointError, told
-from fxpipe.runtime.group import Group
-from fxpipe.runtime.weights.checkpoint import (
+from fxpipe.extensions.checkpoint.content import (
     EVERYTHING,
     Checkpoint,
     as_held,
@@ -48,7 +47,8 @@ from fxpipe.runtime.weights.checkpoint import (
     load,
     refuse_others,
 )
-from fxpipe.runtime.weights.replacing import replacing, standing
+from fxpipe.extensions.checkpoint.replacing import replacing, standing
+from fxpipe.runtime.group import Group
 
 FORMAT = 4
 """The format that this version writes and reads."""

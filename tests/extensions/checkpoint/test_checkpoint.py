@@ -19,6 +19,8 @@ from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
 from tests.helpers.profiles import deep
 from tests.oracles.delayed_loop import MSE, Batch
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest) -> Form:

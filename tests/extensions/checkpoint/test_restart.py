@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples import train_ranks
-from fxpipe.extensions.checkpoint_folder import folder as checkpoint_folder
+from fxpipe.extensions.checkpoint import folder as checkpoint_folder
 from tests.helpers.checkpoints import same
 
 ROOT = Path(__file__).parents[3]

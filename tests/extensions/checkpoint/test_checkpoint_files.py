@@ -19,13 +19,15 @@ from torch import nn
 
 import fxpipe
 from examples.unet import UNet
-from fxpipe.runtime.weights import checkpoint_file as checkpoint
-from fxpipe.runtime.weights.checkpoint import as_held, encode
-from fxpipe.runtime.weights.checkpoint_file import FORMAT
+from fxpipe.extensions.checkpoint import file as checkpoint
+from fxpipe.extensions.checkpoint.content import as_held, encode
+from fxpipe.extensions.checkpoint.file import FORMAT
 from tests.helpers.checkpoints import PLAIN, Left, make, run, same, write_one
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
 from tests.helpers.profiles import LEVELS
 from tests.oracles.delayed_loop import MSE, Factory
+
+pytestmark = pytest.mark.smoke
 
 
 @pytest.fixture(scope="module")

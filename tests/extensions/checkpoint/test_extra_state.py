@@ -13,6 +13,8 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from fxpipe.errors import CheckpointError
 
+pytestmark = pytest.mark.smoke
+
 
 class Noted(nn.Linear):
     """It keeps notes, which must be a dict."""

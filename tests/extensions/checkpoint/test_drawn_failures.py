@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fxpipe import CheckpointError, EndedError, ExecutionError, InputError, RankError
-from fxpipe.extensions.checkpoint_folder.folder import Writer
+from fxpipe.extensions.checkpoint.folder import Writer
 from tests.helpers.failing import INTERLEAVED, Skipping, at, die, fail, pipe_of
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, result_of, shared_folder, start

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fxpipe.errors import CheckpointError, told
-from fxpipe.runtime.weights.checkpoint import (
+from fxpipe.extensions.checkpoint.content import (
     Checkpoint,
     as_held,
     decode,
@@ -16,7 +16,7 @@ from fxpipe.runtime.weights.checkpoint import (
     load,
     refuse_others,
 )
-from fxpipe.runtime.weights.replacing import replacing
+from fxpipe.extensions.checkpoint.replacing import replacing
 
 FORMAT = 5
 """The format that this version writes and reads."""

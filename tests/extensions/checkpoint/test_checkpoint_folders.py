@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import fxpipe
-from fxpipe.extensions.checkpoint_folder import folder as checkpoint_folder
+from fxpipe.extensions.checkpoint import folder as checkpoint_folder
 from fxpipe.runtime.group import Group
 from tests.helpers.checkpoints import PLAIN, Left, everything, make, run, same
 from tests.helpers.overlapping import ADAMW, SGD

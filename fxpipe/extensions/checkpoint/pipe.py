@@ -1,0 +1,135 @@
+"""``pipe.checkpoint`` and ``pipe.restore``, ``pipe.save`` and ``pipe.load``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fxpipe.extensions.checkpoint import file
+from fxpipe.extensions.checkpoint import folder as folders
+from fxpipe.extensions.checkpoint.content import Checkpoint
+from fxpipe.extensions.checkpoint.progress import restore_progress, taken
+from fxpipe.locks import locked
+from fxpipe.pipeline import Pipeline
+from fxpipe.torchtools.meta import allocated
+
+
+@locked
+def checkpoint(pipe: Pipeline, path: str | os.PathLike[str], *, extra: Any = None) -> None:
+    """Write to a file all that training needs to go on as if not interrupted. Flushes first.
+
+    The file has the weights, in all versions that later batches read, the buffers, the
+    optimizers' state, the states of torch's generators for the CPU and the pipe's devices, and
+    the number of batches; without an optimizer also ``.grad``. Everything is stored under its
+    name in the model, so training can go on with any partition. The file is as ``torch.save``
+    writes it, with checksums, and no code in it is run. It is replaced atomically, so other
+    processes may read it at any time.
+
+    Args:
+        path: the path of the file.
+        extra: anything else to keep, which ``restore`` returns, such as the state of a
+            learning-rate scheduler or of ``random``, or an epoch: tensors, numbers, strings,
+            and lists, tuples and dicts of them.
+
+    Raises:
+        CheckpointError: the file cannot be written, or cannot hold ``extra``; an older file
+            stays as it is.
+    """
+    pipe._group.refuse("checkpoint()", "write a folder with save()")
+    pipe._engine.flush()
+    file.write_checkpoint(taken(pipe, extra, changed=pipe._engine.progress.changed), path)
+
+
+@locked
+def restore(pipe: Pipeline, path: str | os.PathLike[str]) -> Any:
+    """Go on from a checkpoint, at any time, on any number of devices; also after a failure that
+    has ended the pipe.
+
+    Everything is checked before anything changes. The constructor of a learning-rate scheduler
+    changes its optimizer: make the scheduler over ``optimizer``, then restore, and load its
+    state from ``extra``.
+
+    Returns:
+        The ``extra`` that ``checkpoint`` was given.
+
+    Raises:
+        CheckpointError: the file is no checkpoint, damaged, or of another model or optimizer.
+            Nothing has changed.
+    """
+    with pipe._group.calling("restore"):
+        pipe._engine.flush_unless_ended()
+        return _go_on_from(pipe, file.read_checkpoint(path))
+
+
+@locked
+def save(pipe: Pipeline, folder: str | os.PathLike[str], extra: Any = None) -> None:
+    """Write to a folder all that training needs to go on as if not interrupted. Flushes first.
+
+    The folder has the same contents as a file of ``checkpoint``, in the format of
+    ``torch.distributed.checkpoint`` (DCP) with the model's own names, so that it can also be
+    read without this library::
+
+        torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, "run.pt")
+        model.load_state_dict(torch.load("run.pt")["model"])
+
+    An older folder is replaced once the new one is complete and on disk. Over several ranks
+    each rank of the first replica writes the part of its own stages, and every rank of all
+    replicas has to call this.
+
+    Args:
+        folder: the path of the folder, which may hold an older checkpoint, and nothing else.
+        extra: anything else to keep, which ``load`` returns, as for ``checkpoint``. Over
+            several ranks rank 0's is kept.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or cannot hold ``extra``; an older
+            checkpoint stays as it is.
+        RankError: another rank failed in this way, or is gone.
+    """
+    with pipe._group.calling("save"):
+        pipe._engine.flush()
+        changed = any(pipe._group.exchange("changes", pipe._engine.progress.changed))
+        own = pipe._owned()
+        saved = taken(pipe, extra, changed=changed).part(own.kept)
+        state = own.part(pipe._model, pipe._model.state_dict())
+        folders.write(saved, state, folder, pipe._group)
+
+
+@locked
+def load(pipe: Pipeline, folder: str | os.PathLike[str], *, must_exist: bool = True) -> Any:
+    """Go on from a folder that ``save`` wrote, on any number of devices or ranks.
+
+    As in ``restore``, everything is checked before anything changes. Over several ranks each
+    rank reads the part of its own stages, which are known after a step, ``prepare``, or
+    ``compile`` with an ``example``.
+
+    Args:
+        folder: the path of the folder.
+        must_exist: whether a missing folder is an error; otherwise nothing is loaded then.
+
+    Returns:
+        The ``extra`` that ``save`` was given; None if nothing is loaded.
+
+    Raises:
+        CheckpointError: it is no such folder, or damaged, or of another model or optimizer.
+            Nothing has changed, on any rank.
+        InputError: the model was built on the meta device and nothing is compiled yet, so that
+            a rank does not know its stages.
+        RankError: another rank failed in this way, or is gone.
+    """
+    with pipe._group.calling("load"):
+        pipe._engine.flush_unless_ended()
+        there = pipe._group.exchange("folder", folders.exists(folder))
+        if not must_exist and not any(there):
+            return None
+        if pipe._options.hollow:
+            pipe._used()  # raises before anything is read
+        own = None if pipe._group.size == 1 else pipe._owned().used
+        return _go_on_from(pipe, folders.read(folder, own))
+
+
+def _go_on_from(pipe: Pipeline, saved: Checkpoint) -> Any:
+    with allocated(pipe._used().values() if pipe._options.hollow else (), pipe._homes()):
+        restore_progress(pipe, saved)
+    pipe._group.kept = 0
+    return saved.extra

@@ -1,1 +1,0 @@
-"""Checkpoints as a folder that plain PyTorch reads, of any number of ranks."""
