@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
-from fxpipe.differentiable import call_outputs, differentiable_call
 from fxpipe.errors import RESTORE, EndedError, InputError
 from fxpipe.extend import find, there
 from fxpipe.ir.traced import Traced
@@ -136,12 +135,14 @@ class Engine:
     def infer(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, without gradients."""
         host, run = self._called(compiled, micro)
-        return call_outputs(host, run)
+        return run.advance(host.called)
 
     def call(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""
+        call = find("option", "call", "calling a pipe in training mode, where gradients are on,")
         host, run = self._called(compiled, micro)
-        return differentiable_call(compiled, host, run, self._lock, self._backend)
+        outputs: list[Any] = call(compiled, host, run, self._lock, self._backend)
+        return outputs
 
     @contextmanager
     def timed(self) -> Iterator[list[list[int]]]:

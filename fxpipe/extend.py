@@ -104,6 +104,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     "option": {
         "any_size": f"{_HERE}.any_size.any_size:sized",
         "partitioner": f"{_HERE}.exact_cut.partitioner:ExactCut",
+        "call": f"{_HERE}.differentiable.call:differentiable_call",
         "check_copies": f"{_HERE}.copies.lowering:check_copies",
         "check": f"{_HERE}.model_check.checking:Checking",
         "distinct": f"{_HERE}.distinct.distinct:one_of_each",

@@ -41,7 +41,6 @@ LAYERS = {
         "fxpipe.__main__",
         "fxpipe.arguments",
         "fxpipe.calls",
-        "fxpipe.differentiable",
         "fxpipe.devices",
         "fxpipe.engine",
         "fxpipe.entry",

@@ -143,6 +143,12 @@ class BatchHost:
         """The model's output for the whole batch."""
         return together(self.flat_output(), self.traced.out_spec)
 
+    def called(self) -> list[Any]:
+        """The flat outputs of a call that has succeeded, which draws its seed."""
+        outputs = self.flat_output()
+        draw_seed(self.traced)
+        return outputs
+
     def flat_output(self) -> list[Any]:
         """The flat outputs, each joined over the micro-batches."""
         return [self._joined(index, out) for index, out in enumerate(self.traced.outputs)]
@@ -159,37 +165,12 @@ class BatchHost:
 
     def _parts(self, name: str) -> list[Any]:
         """An output of each micro-batch."""
-        return [self._here(part) for part in self.outputs[name]]
+        return [self.here(part) for part in self.outputs[name]]
 
-    def _here(self, value: Any) -> Any:
+    def here(self, value: Any) -> Any:
+        """A value on the caller's device."""
         moves = self._place is not None and isinstance(value, Tensor)
         return value.to(self._place) if moves else value
-
-    def set_output_gradients(
-        self, names: Sequence[str], gradients: Sequence[Tensor | None]
-    ) -> None:
-        """Split the gradients of the joined outputs over the micro-batches; None means zeros."""
-        dims = {out.name: out.dims for out in self.traced.outputs if isinstance(out, Value)}
-        for name, gradient in zip(names, gradients, strict=True):
-            parts = self.outputs[name]
-            if name == self.traced.loss and gradient is not None:
-                self.gradients[name] = [times(gradient, weight) for weight in self.micro.weights]
-            else:
-                self.gradients[name] = _split_like(parts, gradient, self.micro.sizes, dims[name])
-
-    def gradients_of_inputs(self) -> Mapping[str, Tensor]:
-        """The gradient of each input that gets one, for the whole batch."""
-        joined: dict[str, Tensor] = {}
-        dims = dict(zip(self.traced.inputs, self.micro.batch.dims, strict=True))
-        for name, by_microbatch in self.input_gradients.items():
-            # beginning with the last stage, in the order of the backwards
-            parts = [
-                reduce(add, [self._here(of_stage[s]) for s in sorted(of_stage, reverse=True)])
-                for _, of_stage in sorted(by_microbatch.items())
-            ]
-            dim = dims[name]
-            joined[name] = reduce(add, parts) if dim is None else torch.cat(parts, dim)
-        return joined
 
 
 @dataclass(frozen=True)
@@ -215,25 +196,6 @@ def in_own_storage(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dim() == 0 and value.untyped_storage().nbytes() > 64:
         return value.clone()
     return value
-
-
-def _split_like(
-    parts: Sequence[Tensor],
-    gradient: Tensor | None,
-    sizes: Sequence[int],
-    dims: tuple[int, ...] | None,
-) -> list[Tensor]:
-    """The gradient of each micro-batch's part of an output: the backward of ``join``."""
-    if gradient is None:
-        return [torch.zeros_like(part) for part in parts]
-    if len(parts) == 1:
-        return [gradient]
-    if gradient.dim() == 0:
-        return [gradient * (size / sum(sizes)) for size in sizes]  # the output was averaged
-    dim = 0 if dims is None else next(iter(dims), None)
-    if dim is not None and gradient.shape[dim] == sum(sizes):
-        return list(gradient.split(list(sizes), dim))
-    return [gradient, *(torch.zeros_like(gradient) for _ in parts[1:])]  # ``join`` copied the first
 
 
 def draw_seed(traced: Traced) -> int:

@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from fxpipe.extensions.checkpoint import file
-from fxpipe.extensions.checkpoint import folder as folders
 from fxpipe.extensions.checkpoint.content import Checkpoint
 from fxpipe.extensions.checkpoint.progress import restore_progress, taken
 from fxpipe.locks import locked
@@ -87,6 +86,8 @@ def save(pipe: Pipeline, folder: str | os.PathLike[str], extra: Any = None) -> N
         RankError: another rank failed in this way, or is gone.
     """
     with pipe._group.calling("save"):
+        from fxpipe.extensions.checkpoint import folder as folders  # slow to import
+
         pipe._engine.flush()
         changed = any(pipe._group.exchange("changes", pipe._engine.progress.changed))
         own = pipe._owned()
@@ -118,6 +119,8 @@ def load(pipe: Pipeline, folder: str | os.PathLike[str], *, must_exist: bool = T
         RankError: another rank failed in this way, or is gone.
     """
     with pipe._group.calling("load"):
+        from fxpipe.extensions.checkpoint import folder as folders  # slow to import
+
         pipe._engine.flush_unless_ended()
         there = pipe._group.exchange("folder", folders.exists(folder))
         if not must_exist and not any(there):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -22,21 +24,10 @@ from fxpipe.locks import PipeLock, locked
 from fxpipe.passes.partition.assignment import readers
 from fxpipe.runtime.devices.backend import Backend
 from fxpipe.runtime.group import Group
-from fxpipe.runtime.host import BatchHost, draw_seed
+from fxpipe.runtime.host import BatchHost, times
 from fxpipe.runtime.run import FlushedRun
 
 _DETACH = (torch.ops.aten.detach.default, torch.detach, "detach")
-
-
-def call_outputs(host: BatchHost, run: FlushedRun) -> list[Any]:
-    """Run the forwards and return the flat outputs, joined over micro-batches."""
-
-    def result() -> list[Any]:
-        outputs = host.flat_output()
-        draw_seed(host.traced)
-        return outputs
-
-    return run.advance(result)
 
 
 def differentiable_call(
@@ -127,7 +118,7 @@ class _Call:
                 if isinstance(spec, Value) and spec.name in totals and gradient is not None:
                     before = totals[spec.name]
                     totals[spec.name] = gradient if before is None else before + gradient
-            self.host.set_output_gradients(list(totals), list(totals.values()))
+            _split(self.host, totals)
             with self.caller():
                 by_name = run.advance(lambda: {**self._to_inputs(), **run.take_gradients()})
         if None in totals.values():
@@ -138,8 +129,53 @@ class _Call:
 
     def _to_inputs(self) -> dict[str, Tensor]:
         """The gradients of the inputs, where these are."""
-        gradients = self.host.gradients_of_inputs()
+        gradients = _of_inputs(self.host)
         return {name: gradient.to(self.inputs[name]) for name, gradient in gradients.items()}
+
+
+def _split(host: BatchHost, gradients: Mapping[str, Tensor | None]) -> None:
+    """Split the gradients of the joined outputs over the micro-batches; None means zeros."""
+    dims = {out.name: out.dims for out in host.traced.outputs if isinstance(out, Value)}
+    for name, gradient in gradients.items():
+        if name == host.traced.loss and gradient is not None:
+            host.gradients[name] = [times(gradient, weight) for weight in host.micro.weights]
+        else:
+            parts = host.outputs[name]
+            host.gradients[name] = _split_like(parts, gradient, host.micro.sizes, dims[name])
+
+
+def _split_like(
+    parts: Sequence[Tensor],
+    gradient: Tensor | None,
+    sizes: Sequence[int],
+    dims: tuple[int, ...] | None,
+) -> list[Tensor]:
+    """The gradient of each micro-batch's part of an output: the backward of ``host.join``."""
+    if gradient is None:
+        return [torch.zeros_like(part) for part in parts]
+    if len(parts) == 1:
+        return [gradient]
+    if gradient.dim() == 0:
+        return [gradient * (size / sum(sizes)) for size in sizes]  # the output was averaged
+    dim = 0 if dims is None else next(iter(dims), None)
+    if dim is not None and gradient.shape[dim] == sum(sizes):
+        return list(gradient.split(list(sizes), dim))
+    return [gradient, *(torch.zeros_like(gradient) for _ in parts[1:])]  # ``join`` copied the first
+
+
+def _of_inputs(host: BatchHost) -> dict[str, Tensor]:
+    """The gradient of each input that gets one, for the whole batch."""
+    joined: dict[str, Tensor] = {}
+    dims = dict(zip(host.traced.inputs, host.micro.batch.dims, strict=True))
+    for name, by_microbatch in host.input_gradients.items():
+        # beginning with the last stage, in the order of the backwards
+        parts = [
+            reduce(add, [host.here(of_stage[s]) for s in sorted(of_stage, reverse=True)])
+            for _, of_stage in sorted(by_microbatch.items())
+        ]
+        dim = dims[name]
+        joined[name] = reduce(add, parts) if dim is None else torch.cat(parts, dim)
+    return joined
 
 
 def reached(traced: Traced, outputs: Sequence[str]) -> set[str]:
@@ -173,7 +209,7 @@ class _Pipe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
         assert call.run is not None
-        outputs = call_outputs(call.host, call.run)
+        outputs = call.run.advance(call.host.called)
         call.versions = [tensor._version for tensor in call.watched]
         ctx.call = call
         ctx.set_materialize_grads(False)

@@ -1,0 +1,1 @@
+"""Calls of a pipe in training mode, whose outputs autograd runs backward through."""
