@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import inf
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from fxpipe.metrics import Meter, measured
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import ThreadChoice
 from fxpipe.runtime.devices.backend import Backend, Worker
-from fxpipe.runtime.host import BatchHost, Job, PendingLoss, draw_seed, next_seed
+from fxpipe.runtime.host import BatchHost, Job, draw_seed, next_seed
 from fxpipe.runtime.overlapping import OverlappingRun
 from fxpipe.runtime.run import BatchRun, FlushedRun
 from fxpipe.runtime.weights.clipping import Clipping
@@ -29,6 +29,9 @@ from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.progress import Progress
 from fxpipe.torchtools import allocator
+
+if TYPE_CHECKING:
+    from fxpipe.extensions.overlapping.run import OverlappingRun
 
 R = TypeVar("R", bound=BatchRun[Any])
 
@@ -43,6 +46,8 @@ class Engine:
             training step.
         closed: whether the workers have ended.
         meter: measures steps; None until somebody asks for metrics.
+        in_flight: runs the batches that are in flight, if the schedule lets batches overlap.
+        group: the processes that run the pipe.
         clipping: clips the gradients; None if they are not clipped.
         generators: returns device → torch's generator for it, without the CPU's.
     """
@@ -62,6 +67,7 @@ class Engine:
         self.closed = False
         self.meter: Meter | None = None
         self.updates = options.optimizer is not None
+        self.group = options.group
         self._options = options
         self._place = options.here if options.ranks and options.places else None
         self.clipping = clipping
@@ -72,13 +78,13 @@ class Engine:
         self._workers = [Worker(f"fxpipe-{i}", options.threads) for i in range(choice.most)]
         self._lock = PipeLock(self._workers)
         self._times: list[list[Any]] = []
-        self._overlapping: OverlappingRun | None = None
+        self.in_flight: OverlappingRun | None = None
         options.group.when_failed(self._call_failed)
 
     @property
     def batches(self) -> int:
         """How many batches ``step`` has trained on."""
-        return self.progress.trained if self._overlapping is None else self._overlapping.count
+        return self.progress.trained if self.in_flight is None else self.in_flight.count
 
     @property
     def grad_norm(self) -> float | None:
@@ -87,7 +93,7 @@ class Engine:
         if self.clipping is None:
             return None
         self._backend.end()  # batches may be in flight
-        run = self._overlapping
+        run = self.in_flight
         # Batch count - 2 has left the last device's forward, so all devices have finished the lists
         # of the step before it.
         return self.clipping.norm(inf if run is None else run.count - 2 - run.program.depth)
@@ -101,16 +107,11 @@ class Engine:
     ) -> Any:
         """Train on a batch. Returns the loss, or with ``with_output`` loss and output. See
         ``Pipeline.step``, also for errors."""
+        if compiled.schedule.overlaps:
+            overlap = find("option", "overlap", f"schedule {compiled.schedule.name!r}")
+            return overlap(self, compiled, micro, with_output=with_output)
         traced = compiled.traced
-        assert traced.loss is not None
-        keep = frozenset({traced.loss}) | (compiled.results if with_output else frozenset())
-        overlaps = compiled.schedule.overlaps
-        if overlaps:  # the caller may overwrite the batch before all of it is read
-            micro = micro.copied()
-        host = BatchHost(traced, micro, keep, self._seed(traced), self._place)
-        if overlaps:
-            optimizers = self.progress.optimizers_of(compiled.plan, submits=True)
-            return self._overlap(compiled, host, optimizers, with_output)
+        host = self.host(compiled, micro, with_output=with_output)
         state = self.progress.state_of(traced)
         optimizers = self.progress.optimizers_of(compiled.plan, state, submits=True)
 
@@ -118,7 +119,7 @@ class Engine:
             loss = host.loss()
             return (loss, host.output()) if with_output else loss
 
-        host.weigh_loss(*self._dtype_and_scale(compiled, 0))
+        host.weigh_loss(*self.dtype_and_scale(compiled, 0))
         run = self._flushed(compiled, state, optimizers, onto_grad=not self.updates)
         run.feed(Job(compiled.kernels, host, self.clipping, compiled.specs))
         try:
@@ -173,7 +174,7 @@ class Engine:
 
     def joins(self, compiled: Compiled) -> bool:
         """Whether a batch of this program can join the batches in flight."""
-        run = self._overlapping
+        run = self.in_flight
         return run is None or (run.program is compiled.program and run.threads == compiled.threads)
 
     def check(self) -> None:
@@ -194,8 +195,8 @@ class Engine:
         if self.closed:
             raise InputError("the pipe is closed; compile the model again")
         self._options.group.check()
-        if self._overlapping is not None:
-            self._overlapping.check()
+        if self.in_flight is not None:
+            self.in_flight.check()
         for worker in self._workers:
             worker.check()
 
@@ -208,12 +209,12 @@ class Engine:
     def flush(self) -> None:
         """Run the batches in flight to their end. See ``Pipeline.flush``."""
         self._refuse_ended()
-        run = self._overlapping
+        run = self.in_flight
         if run is None or run.failed:
-            self._overlapping = None
+            self.in_flight = None
             return
         with self._options.group.calling("flush"):
-            self._overlapping = None
+            self.in_flight = None
             run.drain()
             self.stashed = run.peak_kept
             if self.clipping is not None:
@@ -223,14 +224,14 @@ class Engine:
         """Get ready for a checkpoint to be restored. Raises InputError if the pipe is closed."""
         self._check_workers()
         if self.progress.ended:
-            self._overlapping = None
+            self.in_flight = None
         else:
             self.flush()
 
     @locked
     def abandon(self) -> None:
         """Drop the batches in flight, after an error that left them half done."""
-        run, self._overlapping = self._overlapping, None
+        run, self.in_flight = self.in_flight, None
         if run is not None:
             run.abandon()
 
@@ -254,30 +255,14 @@ class Engine:
     def _call_failed(self) -> str:
         """Drop the batches in flight after a call that failed, possibly on another rank. Returns
         in words what became of the weights; empty if none were in flight."""
-        return "" if self._overlapping is None else self._overlapping.abandon()
+        return "" if self.in_flight is None else self.in_flight.abandon()
 
-    def _overlap(
-        self,
-        compiled: Compiled,
-        host: BatchHost,
-        optimizers: Sequence[Optimizer | None],
-        with_output: bool,
-    ) -> Any:
-        """Train on a batch that overlaps with others; the loss that it returns may come later."""
-        run = self._overlapped(compiled, optimizers)
-        number = run.count
-        if self.clipping is not None:
-            # for later batches it may not be decided yet whether they update
-            self.clipping.settle(number - 2 - compiled.schedule.depth)
-        dtype, scale = self._dtype_and_scale(compiled, number)
-        host.weigh_loss(dtype, scale)
-        draw_seed(compiled.traced)
-        lock = self._lock
-        loss = PendingLoss(dtype, lambda: lock.call(run.wait_for, [number]))
-        job = Job(compiled.kernels, host, self.clipping, compiled.specs)
-        run.step(job, lambda: loss.come(host.loss()), whole=with_output)
-        self.stashed = run.peak_kept
-        return (loss.read(), host.output()) if with_output else loss
+    def host(self, compiled: Compiled, micro: MicroBatches, *, with_output: bool) -> BatchHost:
+        """The caller's side of a step."""
+        traced = compiled.traced
+        assert traced.loss is not None
+        keep = frozenset({traced.loss}) | (compiled.results if with_output else frozenset())
+        return BatchHost(traced, micro, keep, self._seed(traced), self._place)
 
     def _seed(self, traced: Traced) -> int:
         """The seed of a run, which the first rank gives to all."""
@@ -286,7 +271,7 @@ class Engine:
         seed: int = self._options.group.share("seed", lambda: next_seed(traced))
         return seed
 
-    def _dtype_and_scale(self, compiled: Compiled, batch: int) -> tuple[torch.dtype, float]:
+    def dtype_and_scale(self, compiled: Compiled, batch: int) -> tuple[torch.dtype, float]:
         """The dtype of a batch's losses, and the factor by which the scaler scales their
         gradients."""
         assert compiled.traced.loss is not None
@@ -318,35 +303,13 @@ class Engine:
             onto_grad=onto_grad and self._options.group.replica == 0,
             deferred=compiled.traced.deferred,
         )
-        return self._run(FlushedRun, compiled, weights, optimizers)
+        return self.run(FlushedRun, compiled, weights)
 
-    def _overlapped(
-        self, compiled: Compiled, optimizers: Sequence[Optimizer | None]
-    ) -> OverlappingRun:
-        """The run that a batch joins; batches of another program are flushed first."""
-        if not self.updates:
-            raise InputError(
-                f"schedule {compiled.schedule.name!r} updates the weights while batches are in "
-                "flight, and there is no optimizer; give compile(..., optimizer=...)"
-            )
-        if not self.joins(compiled):
-            self.flush()
-        if self._overlapping is None or self._overlapping.failed:
-            state = self.progress.state_of(compiled.traced)
-            changed = any(self._options.group.exchange("changes", self.progress.changed))
-            versions = self.progress.versions_of(compiled.plan, compiled.schedule, changed=changed)
-            versions.open(compiled.plan.stages, state, compiled.traced.deferred, changed=changed)
-            self._overlapping = self._run(
-                OverlappingRun, compiled, versions, optimizers, versions.slowest
-            )
-        return self._overlapping
-
-    def _run(
+    def run(
         self,
         kind: type[R],
         compiled: Compiled,
         weights: Weights,
-        optimizers: Sequence[Optimizer | None],
         first: int = 0,
     ) -> R:
         """A run of the compiled program; ``first`` is the number of its first step."""

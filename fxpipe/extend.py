@@ -121,6 +121,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "reducible": f"{_HERE}.distinct.distinct:reducible",
         "refuse_copied": f"{_HERE}.copies.lowering:refuse_copied",
         "rewrite": f"{_HERE}.fast_trace.rewrite:rewrite",
+        "overlap": f"{_HERE}.overlapping.step:step",
         "part_gradients": f"{_HERE}.replicas.buckets:into_buckets",
         "collectives": f"{_HERE}.replicas.collectives:Collectives",
         "sum_copies": f"{_HERE}.copies.lowering:SumCopies",

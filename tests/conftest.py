@@ -61,6 +61,7 @@ REMEMBERING = (
     "extensions/inductor",
     "extensions/loss_weight",
     "extensions/offload",
+    "extensions/overlapping",
     "extensions/planner",
     "extensions/python_state",
     "extensions/ranks",

@@ -43,7 +43,7 @@ FORWARD = "fxpipe/ir/opcodes/forward.py"
 BACKWARD = "fxpipe/ir/opcodes/backward.py"
 CLIPPING = "fxpipe/runtime/weights/clipping.py"
 HOST = "fxpipe/runtime/host.py"
-VERSIONS = "fxpipe/runtime/weights/versions.py"
+VERSIONS = "fxpipe/extensions/overlapping/versions.py"
 HALVES = "fxpipe/passes/differentiate/part_backward.py"
 
 LOWERING = {
@@ -120,13 +120,14 @@ RUNTIME = {
         INTERPRETER,
         "        self.kept[buffer.source] -= 1\n",
         "",
-        "tests/runtime/test_memory.py tests/runtime/test_overlapping_steps.py",
+        "tests/runtime/test_memory.py tests/extensions/overlapping/test_overlapping_steps.py",
     ),
     "gradients in flight keep the number of their batch": Fault(
         INTERPRETER,
         "{(s, batch - steps): g for (s, batch), g in self.gradients.items()}",
         "{(s, batch): g for (s, batch), g in self.gradients.items()}",
-        "tests/runtime/test_in_flight.py tests/runtime/test_overlapping_steps.py",
+        "tests/extensions/overlapping/test_in_flight.py "
+        "tests/extensions/overlapping/test_overlapping_steps.py",
     ),
     "small gradients are scaled up": Fault(
         CLIPPING, ".clamp(max=1.0)", "", "tests/runtime/test_clipping.py"
@@ -150,7 +151,7 @@ RUNTIME = {
         VERSIONS,
         "groups = self._groups.pop((stage, reads), [])",
         "groups = [frozen(g) for g in self.stages[stage].optimizer.param_groups]",
-        "tests/runtime/test_one_optimizer.py tests/runtime/test_in_flight.py",
+        "tests/runtime/test_one_optimizer.py tests/extensions/overlapping/test_in_flight.py",
     ),
     "a recompute reads buffers as they are by then": Fault(
         FORWARD,

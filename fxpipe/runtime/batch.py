@@ -210,32 +210,12 @@ class MicroBatches:
         """The number of samples in each micro-batch."""
         return self.batch.sizes(len(self.leaves))
 
-    def copied(self) -> MicroBatches:
-        """A copy that stays the same when the caller changes the tensors of the batch."""
-        batch = replace(self.batch, leaves=tuple(map(_copied, self.batch.leaves)))
-        return replace(self, batch=batch, leaves=batch.split(len(self)))
-
 
 def _split(leaf: Tensor, microbatches: int, dim: int) -> Sequence[Tensor]:
     parts = leaf.tensor_split(microbatches, dim)
     # A slice of rows has the strides of the whole. The strides of other slices depend on the size
     # of the batch, so those are copied.
     return parts if dim == 0 else [part.contiguous() for part in parts]
-
-
-def _copied(leaf: Any) -> Any:
-    """Copy with the same strides and alignment, so that the same kernels run and round alike."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    leaf = leaf.detach()
-    if not leaf.numel():
-        return leaf.clone()
-    leaf = leaf.resolve_conj().resolve_neg()
-    before = leaf.data_ptr() % 64 // leaf.element_size()
-    extent = 1 + sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
-    memory = torch.empty(before + extent, dtype=leaf.dtype, device=leaf.device)
-    memory[before:] = leaf.as_strided((extent,), (1,))
-    return memory.as_strided(leaf.shape, leaf.stride(), before)
 
 
 def ordinary(leaf: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError
 from fxpipe.ir.plan import ValueSpec
@@ -281,51 +280,3 @@ def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float] | Tensor) -> 
             total = weighted if total is None else total + weighted
     assert total is not None, "some weight is not zero"
     return total
-
-
-class PendingLoss(Tensor):
-    """A scalar tensor whose value comes later.
-
-    Every operation on it, by PyTorch or by Python, first waits for the value and then uses a plain
-    tensor. So a training loop that does not read its losses never waits for them.
-    """
-
-    _wait: Callable[[], None] | None
-    _value: Tensor
-
-    @staticmethod
-    def __new__(cls, dtype: torch.dtype, wait: Callable[[], None]) -> PendingLoss:
-        """Make a loss without a value. ``wait`` returns once ``come`` was called, or raises the
-        error that prevents the value."""
-        pending: PendingLoss = torch.Tensor._make_subclass(cls, torch.zeros((), dtype=dtype))
-        with torch._C.DisableTorchFunctionSubclass():
-            pending._value = torch.zeros((), dtype=dtype)
-            pending._wait = wait
-        return pending
-
-    def come(self, value: Tensor) -> None:
-        """Set the value."""
-        with torch._C.DisableTorchFunctionSubclass():
-            self._value = value
-            self._wait = None  # last: a thread that sees None reads the value
-
-    def read(self) -> Tensor:
-        """The value, as a plain tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            wait = self._wait  # read once: another thread may clear it meanwhile
-            if wait is not None:
-                wait()
-            return self._value
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        def plain(value: Any) -> Any:
-            return value.read() if isinstance(value, PendingLoss) else value
-
-        return func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, dict(kwargs or {})))

@@ -1,7 +1,7 @@
 """A run executes a program on the worker threads, which report to the caller.
 
-``FlushedRun`` runs one batch, completely or not at all. ``OverlappingRun`` in ``overlapping`` runs
-batches without a flush between them.
+``FlushedRun`` runs one batch, completely or not at all. The extension ``overlapping`` runs batches
+without a flush between them.
 """
 
 from __future__ import annotations

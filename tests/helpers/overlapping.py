@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +12,6 @@ import fxpipe
 from examples.unet import UNet
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.runtime.weights.optimizer import OptimizerLike
-from fxpipe.runtime.weights.stage_weights import Buffers, StageWeights
 from tests.helpers.own_optimizers import Nesterov, Orthogonal, groups
 from tests.helpers.profiles import LEVELS
 from tests.models.test_split_training import Transformer, scores
@@ -100,23 +98,3 @@ def compiled(
 
 def _double(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x
-
-
-class MostVersions:
-    """Counts, from when it is made, how many versions of its weights each stage has at once."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._most: dict[StageWeights, int] = {}
-        append = StageWeights._append
-
-        def counted(stage: StageWeights, tensors: Buffers) -> None:
-            append(stage, tensors)
-            alive = len(stage.live)
-            self._most[stage] = max(self._most.get(stage, 0), alive)
-
-        patch.setattr(StageWeights, "_append", counted)
-
-    def of(self, pipe: fxpipe.Pipeline) -> list[int]:
-        versions = pipe._engine.progress.versions
-        assert versions is not None
-        return [self._most[stage] for stage in versions.stages]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -214,40 +213,6 @@ def test_each_micro_batch_has_a_seed_of_its_own() -> None:
     seeds = [int(seed) for seed in host().inputs[SEED]]
     assert seeds == [mix(3, 0), mix(3, 1)]
     assert len(set(seeds)) == 2
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "rows": lambda x: x,
-    "every other column": lambda x: x[:, ::2],
-    "transposed": lambda x: x.reshape(4, 5).t(),
-    "repeated": lambda x: x[:, :1].expand(5, 4),
-    "windows": lambda x: x.view(-1)[:8].unfold(0, 4, 1),
-    "conjugate": lambda x: torch.complex(x, x).conj(),
-}
-
-
-@pytest.mark.parametrize("way", LAYOUTS)
-def test_copies_of_a_batch_stay_as_they_were_and_lie_as_they_did(way: str) -> None:
-    x = LAYOUTS[way](torch.randn(5, 4))
-    table = torch.eye(4)
-
-    class Tabled(nn.Module):
-        def forward(self, x: Tensor, table: Tensor) -> Tensor:
-            return x + table.sum().to(x.dtype)
-
-    batch = Batch.of(Tabled(), (x, table), {}, (), {"table": None})
-    traced = replace(front_end(nn.ReLU(), torch.randn(5, 4)), inputs=("x", "table"))
-    given = BatchHost(traced, batch.in_parts(2), frozenset(), 0).inputs
-    copies = BatchHost(traced, batch.in_parts(2).copied(), frozenset(), 0).inputs
-    before = [part.clone() for part in given["x"]]
-    assert all(map(torch.equal, copies["x"], before))
-    assert [p.data_ptr() % 64 for p in copies["x"]] == [p.data_ptr() % 64 for p in given["x"]]
-    assert [part.stride() for part in copies["x"]] == [part.stride() for part in given["x"]]
-    for column in x.unbind(1):
-        column.zero_()
-    table.zero_()
-    assert all(map(torch.equal, copies["x"], before))
-    assert torch.equal(copies["table"][0], torch.eye(4))
 
 
 def test_windows_over_a_series_may_be_followed_by_rows_that_share_no_memory() -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.extensions.checkpoint.content import History
-from fxpipe.runtime.weights.stage_weights import StageWeights, copy_of
-from fxpipe.runtime.weights.versions import VersionedWeights
+from fxpipe.extensions.overlapping.stage_weights import StageWeights, copy_of
+from fxpipe.extensions.overlapping.versions import VersionedWeights
 
 Targets = Mapping[str, str]
 """Each name of a parameter in the model → its first name."""

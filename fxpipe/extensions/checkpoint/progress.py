@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,12 @@ from fxpipe.extensions.checkpoint.content import (
     extra_states,
     set_extra_states,
 )
-from fxpipe.extensions.checkpoint.history import history_of, resume
 from fxpipe.extensions.checkpoint.optimizer import restoring, state_of
 from fxpipe.pipeline import Pipeline
-from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals
+
+if TYPE_CHECKING:
+    from fxpipe.extensions.overlapping.versions import VersionedWeights
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Restored:
 
     def begin(self, versions: VersionedWeights) -> None:
         """Give the versions of the stages their values."""
+        from fxpipe.extensions.checkpoint.history import resume  # needs another extension
+
         resume(versions, self.history, _targets(self.model))
 
 
@@ -128,8 +131,10 @@ def _current(pipe: Pipeline, changed: bool) -> History:
     """The current versions, with each parameter under its first name in the model."""
     progress = pipe._engine.progress
     if progress.versions is not None:
+        from fxpipe.extensions.checkpoint.history import history_of  # needs another extension
+
         return history_of(progress.versions, _targets(pipe._model), changed=changed)
-    if isinstance(progress.older, Restored) and not changed:
+    if progress.older is not None and not changed:
         return progress.older.history
     return History(progress.batches, progress.batches)
 

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.optimizers import Optimizers
-from fxpipe.runtime.weights.versions import VersionedWeights
 
-
-class Older(Protocol):
-    """What older versions of the weights begin with, if not with the model's values."""
-
-    @property
-    def changed(self) -> bool:
-        """Whether the user changed parameters of this process since it was given."""
-
-    def begin(self, versions: VersionedWeights) -> None:
-        """Give the versions their values."""
+if TYPE_CHECKING:
+    from fxpipe.extensions.checkpoint.progress import Restored
+    from fxpipe.extensions.overlapping.versions import VersionedWeights
 
 
 class Progress:
     """The state of training besides the model.
 
     Attributes:
+        model: the model.
+        owns: whether this process trains a stage.
         batches: how many batches have updated the weights without overlap.
         stages: the optimizers of the stages; None for a pipe without an optimizer.
         versions: the versions of the weights; None before batches have overlapped.
@@ -54,12 +47,11 @@ class Progress:
         self.batches = 0
         self.ended = ""
         self.versions: VersionedWeights | None = None
-        self.older: Older | None = None
+        self.older: Restored | None = None
         self.stages = stages
-        self._model = model
-        self._owns = owns
+        self.model = model
+        self.owns = owns
         self._offered: dict[int, Tensor] = {}
-        self._followed: Schedule | None = None
 
     @property
     def optimizers(self) -> tuple[Optimizer | None, ...] | None:
@@ -84,7 +76,7 @@ class Progress:
     def state_of(self, traced: Traced) -> dict[str, Tensor]:
         """The same as ``traced.state_of(model)``, but fast, as every step calls it."""
         state: dict[str, Tensor] = {}
-        _gather(self._model, "", state)
+        _gather(self.model, "", state)
         state.update(traced.constants)
         return state
 
@@ -108,7 +100,7 @@ class Progress:
         if made is None:
             made, self._offered = self.stages.make(plan), {}
         if state is None:
-            state = dict(self._model.named_parameters(remove_duplicate=False))
+            state = dict(self.model.named_parameters(remove_duplicate=False))
         self._refuse_unknown(plan, state)
         if submits:
             self.stages.begin()
@@ -142,31 +134,6 @@ class Progress:
         if self.versions is not None:
             return bool(self.versions.written)
         return self.older is not None and self.older.changed
-
-    def versions_of(self, plan: Plan, schedule: Schedule, *, changed: bool) -> VersionedWeights:
-        """The versions for a schedule whose batches overlap. ``changed`` tells whether parameters
-        are ``changed`` in any process."""
-        optimizers = self.optimizers_of(plan)
-        if self.versions is None:
-            parameters = dict(self._model.named_parameters(remove_duplicate=False))
-            versions = VersionedWeights(
-                [
-                    {a.target: parameters[a.target] for a in stage.parameters if self._owns(index)}
-                    for index, stage in enumerate(plan.stages)
-                ],
-                optimizers,
-                schedule.delays,
-                owns=self._owns,
-            )
-            if self.older is None or changed:
-                versions.restart(self.batches)
-            else:
-                self.older.begin(versions)
-            self.versions, self.older = versions, None
-        elif schedule is not self._followed:
-            self.versions.follow(schedule.delays)
-        self._followed = schedule
-        return self.versions
 
     def end(self, why: str) -> None:
         """Note that a failure has left the stages at different updates."""

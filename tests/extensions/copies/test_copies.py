@@ -24,6 +24,7 @@ from fxpipe.passes.schedule import add_reduce
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine, Store
 from fxpipe.schedules.dualpipe_v import dualpipe
+from tests.extensions.overlapping.test_delay_rules import stage_of
 from tests.helpers.opcodes import take_away
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD, compiled, make
 from tests.helpers.profiles import DEEP
@@ -31,7 +32,6 @@ from tests.helpers.tiny import batch, pipe_of
 from tests.oracles import loop
 from tests.oracles.copied_loop import CopiedLoop
 from tests.oracles.delayed_loop import MSE
-from tests.runtime.test_delay_rules import stage_of
 
 
 def rule_of(schedule: Schedule) -> Callable[[str, int], int]:

@@ -143,7 +143,7 @@ def interrupted(mesh: DeviceMesh) -> list[int]:
                     try:
                         beside.step()
                     except (KeyboardInterrupt, RankError):
-                        run = beside.pipe._engine._overlapping
+                        run = beside.pipe._engine.in_flight
                         if run is not None and run.failed:
                             counts.append(beside.go_back())
                 armed[0] = False

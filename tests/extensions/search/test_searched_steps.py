@@ -6,7 +6,7 @@ import pytest
 
 from fxpipe.extensions.search.search import search_schedule
 from fxpipe.extensions.simulator.costs import Key
-from tests.runtime.test_overlapping_steps import compare
+from tests.extensions.overlapping.test_overlapping_steps import compare
 
 
 @pytest.mark.parametrize(("placement", "microbatches"), [(None, 1), ((0, 1, 1, 2, 0, 2), 4)])

@@ -19,7 +19,6 @@ from fxpipe.ir.value import Buffer
 from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.runtime.host import BatchHost, Job
 from fxpipe.runtime.weights.live import LiveWeights
-from fxpipe.runtime.weights.versions import VersionedWeights
 from tests.helpers.mutants import launch_mutants
 from tests.helpers.profiles import DEEP, deep
 from tests.oracles import loop
@@ -169,44 +168,6 @@ def test_gradients_are_the_loops_whatever_takes_how_long(
         assert set(found) >= {name for name, _ in case.model.named_parameters()}
         loop.assert_same(found, wanted)
         assert torch.equal(made_loss, loss)
-
-
-@pytest.mark.parametrize("devices", [*deep(2), 3])
-def test_two_versions_of_weights_train_as_the_delayed_loop(devices: int) -> None:
-    """W(t+1) = W(t) − ν·∇f(W(t−1)), with batches that overlap over four steps and the flush."""
-    case = made("2bw", devices, steps=4, updates=True)
-    assert case.program.depth == 1
-    newest = copy.deepcopy(case.model)
-    read = copy.deepcopy(case.model)
-    for micro in case.batches:
-        before = copy.deepcopy(newest)
-        loop.clear(read)
-        x, y = micro.batch.leaves
-        loop.train(read, 4, x, loss=nn.functional.mse_loss, target=y)
-        with torch.no_grad():
-            for p, q in zip(newest.parameters(), read.parameters(), strict=True):
-                assert q.grad is not None
-                p.add_(q.grad, alpha=-0.1)
-        read = before
-    start = copy.deepcopy(case.model.state_dict())
-    for seed in (None, *range(RUNS)):
-        case.model.load_state_dict(start)
-        trained(case, seed, in_turn=seed == 0)
-        expected = dict(newest.named_parameters())
-        loop.assert_same(dict(case.model.named_parameters()), expected)
-
-
-def trained(case: Case, seed: int | None, in_turn: bool) -> None:
-    stages = case.compiled.plan.stages
-    state = dict(case.model.named_parameters())
-    own = [{a.target: state[a.target] for a in stage.parameters} for stage in stages]
-    optimizers = [torch.optim.SGD(mine.values(), lr=0.1) if mine else None for mine in own]
-    weights = VersionedWeights(own, optimizers, case.compiled.schedule.delays)
-    weights.open(stages, case.state, changed=bool(weights.written))
-    for batch in range(len(case.batches)):
-        weights.expect(batch)
-    jobs = case.jobs()
-    StreamMachine(case.program, stages, jobs, weights, case.layouts, seed, in_turn).run()
 
 
 def test_a_missing_wait_shows_as_wrong_numbers() -> None:

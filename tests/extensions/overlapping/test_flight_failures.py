@@ -19,9 +19,12 @@ from fxpipe.ir import instruction as ins
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.interpreter import Machine
-from tests.helpers.overlapping import ADAMW, MostVersions, compiled, make
+from tests.extensions.overlapping.most_versions import MostVersions
+from tests.helpers.overlapping import ADAMW, compiled, make
 from tests.helpers.profiles import DEEP, deep
 from tests.oracles.delayed_loop import MSE, DelayedLoop, RuledLoop
+
+pytestmark = pytest.mark.smoke
 
 HANDLERS = interpreter.HANDLERS
 

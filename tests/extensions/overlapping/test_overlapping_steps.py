@@ -10,19 +10,21 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.ir.recipe import find_recipe
+from tests.extensions.overlapping.most_versions import MostVersions
 from tests.helpers.overlapping import (
     ADAMW,
     LOSSES,
     MORE,
     OPTIMIZERS,
     SGD,
-    MostVersions,
     compiled,
     make,
 )
 from tests.helpers.profiles import DEEP, deep
 from tests.models.test_split_training import scores
 from tests.oracles.delayed_loop import MSE, DelayedLoop
+
+pytestmark = pytest.mark.smoke
 
 
 def compare(

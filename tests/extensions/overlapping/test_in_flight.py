@@ -15,6 +15,8 @@ from tests.helpers.overlapping import SGD, compiled, make
 from tests.helpers.profiles import deep
 from tests.oracles.delayed_loop import MSE, DelayedLoop
 
+pytestmark = pytest.mark.smoke
+
 
 def test_inference_and_state_dict_see_the_newest_version_and_change_nothing() -> None:
     model, data = make("unet", 6, 5)

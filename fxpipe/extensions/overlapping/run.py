@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from fxpipe.errors import RESTORE, EndedError, InputError, RankError
+from fxpipe.extensions.overlapping.versions import VersionedWeights
 from fxpipe.formatting import stages_text
 from fxpipe.runtime.devices.backend import Driver
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.run import BatchRun, Finished
-from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals
 
 

@@ -16,10 +16,13 @@ from torch import nn
 import fxpipe
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
-from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD, MostVersions, compiled, make
+from tests.extensions.overlapping.most_versions import MostVersions
+from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD, compiled, make
 from tests.helpers.profiles import DEEP
 from tests.oracles.cyclic_loop import CyclicLoop
 from tests.oracles.delayed_loop import MSE, RuledLoop
+
+pytestmark = pytest.mark.smoke
 
 
 def stage_of(name: str, stages: int) -> int:

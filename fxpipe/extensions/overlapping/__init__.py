@@ -1,0 +1,2 @@
+"""Batches that overlap without a flush, with several versions of the weights: 2BW, PipeDream and
+all other schedules whose delay is more than 0."""
