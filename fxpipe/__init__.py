@@ -28,7 +28,6 @@ from fxpipe.errors import (
     VerificationError,
 )
 from fxpipe.extend import find, names
-from fxpipe.ir.listed import list_schedule
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, one_each, round_robin, schedule, vee
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.dispatch.extension import Dispatch
     from fxpipe.extensions.inductor.extension import Inductor
     from fxpipe.extensions.leaf_modules.extension import LeafModules
+    from fxpipe.extensions.list_schedules.listed import list_schedule
     from fxpipe.extensions.loss_weight.extension import LossWeight
     from fxpipe.extensions.offload.extension import Offload
     from fxpipe.extensions.ranks.rejoin import rejoin

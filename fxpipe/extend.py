@@ -28,7 +28,17 @@ if TYPE_CHECKING:
     from fxpipe.passes.tracing.tracer import Tracer
     from fxpipe.runtime.choice import ThreadChoice
 
-Door = Literal["public", "extension", "instruction", "schedule", "view", "command", "option"]
+Door = Literal[
+    "public",
+    "extension",
+    "instruction",
+    "schedule",
+    "recipe",
+    "partial_recipe",
+    "view",
+    "command",
+    "option",
+]
 """What a name is for:
 
 - public: an attribute of ``fxpipe``.
@@ -38,6 +48,8 @@ Door = Literal["public", "extension", "instruction", "schedule", "view", "comman
   ``ins.OncePerStep`` of ``fxpipe.ir.instruction``.
 - schedule: a name for ``compile(..., schedule=)`` whose schedule is chosen at the first step; what
   it means is called without arguments, and returns a ``LateSchedule``.
+- recipe: the name of a schedule of the library, and its ``Recipe``; "partial_recipe" is for those
+  that are not for every number of devices.
 - view: a method of a class of the core, such as ``Schedule.draw``.
 - option: a function that the core calls for an option or a method that few need, such as
   "table" for what ``print(pipe)`` shows.
@@ -77,12 +89,26 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Replicas": f"{_HERE}.replicas.extension:Replicas",
         "Slices": f"{_HERE}.slices.extension:Slices",
         "compare": f"{_HERE}.comparison.comparison:compare",
+        "list_schedule": f"{_HERE}.list_schedules.listed:list_schedule",
         "rejoin": f"{_HERE}.ranks.rejoin:rejoin",
         "search_schedule": f"{_HERE}.search.search:search_schedule",
     },
     "schedule": {
         "auto": f"{_HERE}.planner.auto:Auto",
         "search": f"{_HERE}.planner.auto:Search",
+    },
+    "recipe": {
+        "cdp-v1": f"{_HERE}.more_schedules.cyclic:cdp_v1",
+        "cdp-v2": f"{_HERE}.more_schedules.cyclic:cdp_v2",
+        "chimera": f"{_HERE}.copies.chimera:chimera",
+        "dualpipe-v": f"{_HERE}.more_schedules.dualpipe_v:dualpipe_v",
+        "hanayo": f"{_HERE}.list_schedules.planned:hanayo",
+        "interleaved-zb": f"{_HERE}.list_schedules.planned:interleaved_zb",
+        "v-half": f"{_HERE}.more_schedules.controllable_memory:v_half",
+        "v-min": f"{_HERE}.more_schedules.controllable_memory:v_min",
+    },
+    "partial_recipe": {
+        "dualpipe": f"{_HERE}.copies.dualpipe:dualpipe",
     },
     "view": {
         "Pipeline.checkpoint": f"{_HERE}.checkpoint.pipe:checkpoint",

@@ -1,4 +1,5 @@
-"""The library of schedules. Importing this package registers each of them by its name.
+"""The library of schedules. Importing this package registers each of them by its name; some stand
+in extensions, which are imported when they are first asked for.
 
 The docstring of a schedule says what it does, names its paper, draws it, and gives its figures.
 
@@ -24,10 +25,7 @@ from __future__ import annotations
 if __name__ != "fxpipe.schedules":
     raise ImportError(f"import this package as fxpipe.schedules, not as {__name__}")
 
-from fxpipe.schedules.chimera import chimera
-from fxpipe.schedules.controllable_memory import v_half, v_min
-from fxpipe.schedules.cyclic import cdp_v1, cdp_v2
-from fxpipe.schedules.dualpipe_v import dualpipe_v
+from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.schedules.gpipe import gpipe, inference, looped_bfs, naive
 from fxpipe.schedules.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
 from fxpipe.schedules.one_f_one_b_async import (
@@ -36,7 +34,6 @@ from fxpipe.schedules.one_f_one_b_async import (
     pipedream_vertical,
     two_bw,
 )
-from fxpipe.schedules.planned import hanayo, interleaved_zb
 from fxpipe.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = [
@@ -62,3 +59,18 @@ __all__ = [
     "zb_h2",
     "zb_v",
 ]
+
+
+def __getattr__(name: str) -> Recipe:
+    """A recipe of an extension: ``fxpipe.schedules.v_half`` is the schedule "v-half"."""
+    recipe = RECIPES.get(name.replace("_", "-")) if name in __all__ else None
+    if recipe is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return recipe
+
+
+def library() -> list[Recipe]:
+    """All recipes of the library, but for those of extensions that are not there."""
+    here = globals()
+    found = [here.get(name) or RECIPES.get(name.replace("_", "-")) for name in __all__]
+    return [recipe for recipe in found if recipe is not None]

@@ -45,6 +45,8 @@ QUICK = (
     "extensions/comparison",
     "extensions/draw",
     "extensions/exact_cut",
+    "extensions/list_schedules",
+    "extensions/more_schedules",
     "extensions/simulator",
     "ir",
     "schedules",

@@ -33,7 +33,7 @@ ROW = re.compile(r"^\| `(\w+)` \| (.*?) \|(.*)$", re.MULTILINE)
 def _nothing_stays() -> Iterator[None]:
     """A page begins with the library's schedules; what it defines is gone after it."""
     before = dict(RECIPES)
-    library = {getattr(schedules, name).name for name in schedules.__all__}
+    library = {recipe.name for recipe in schedules.library()}
     for name in before.keys() - library:
         del RECIPES[name]
     yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -11,6 +12,7 @@ from operator import index
 from typing import Any
 
 from fxpipe.errors import InputError, near, told
+from fxpipe.extend import Door, find, names, there
 from fxpipe.ir.schedule import Delay, Schedule, ordered_copies
 from fxpipe.ir.task import Pair, Task, is_task
 from fxpipe.torchtools.state import without_collection
@@ -297,10 +299,38 @@ def _whole(delay: Delay, microbatches: int) -> Delay:
     )
 
 
-RECIPES: dict[str, Recipe] = {}
+class Recipes(UserDict[str, Recipe]):
+    """Recipes by name. Those of extensions are imported when they are first asked for."""
+
+    def __init__(self, door: Door) -> None:
+        super().__init__()
+        self._door: Door = door
+
+    def __missing__(self, name: str) -> Recipe:
+        if not there(self._door, name):
+            raise KeyError(name)
+        recipe: Recipe = find(self._door, name)
+        self.data[name] = recipe
+        return recipe
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.data or (isinstance(name, str) and there(self._door, name))
+
+    def __iter__(self) -> Iterator[str]:
+        late = (name for name in names(self._door) if there(self._door, name))
+        return iter(dict.fromkeys((*self.data, *late)))
+
+    def __len__(self) -> int:
+        return len([*self])
+
+    def clear(self) -> None:
+        self.data.clear()
+
+
+RECIPES = Recipes("recipe")
 """Every registered recipe by name; ``fxpipe.schedules`` fills in the library's own."""
 
-PARTIAL: dict[str, Recipe] = {}
+PARTIAL = Recipes("partial_recipe")
 """Recipes of the library, by name, that are not for every number of devices."""
 
 
@@ -345,5 +375,8 @@ def find_recipe(name: str) -> Recipe:
     """The recipe of that name. Raises InputError, with similar names, if there is none."""
     recipe = RECIPES.get(name) or PARTIAL.get(name)
     if recipe is None:
+        for door in ("recipe", "partial_recipe"):
+            if name in names(door):
+                find(door, name, f"schedule {name!r}")  # raises, and names the extension
         raise InputError(f"there is no schedule {name!r:.99}: {near(name, RECIPES)}")
     return recipe

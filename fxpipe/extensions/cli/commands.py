@@ -161,7 +161,7 @@ def list_schedules(given: Namespace) -> bool:
     table.add_column("name", no_wrap=True)
     table.add_column("stages", justify="right")
     table.add_column("what it does")
-    for name, recipe in sorted((PARTIAL | RECIPES).items()):
+    for name, recipe in sorted({**PARTIAL, **RECIPES}.items()):
         table.add_row(name, f"{recipe.stages(1)} a device", _summary(recipe))
     print(table_text(table))
     return True

@@ -86,7 +86,7 @@ def read_file(named: str, devices: int | None, microbatches: int | None) -> Sche
         InputError: as for ``named_schedule``, or the text is none of these.
     """
     path = Path(named)
-    if (named in PARTIAL | RECIPES and not path.exists()) or is_python(named):
+    if (named in (*PARTIAL, *RECIPES) and not path.exists()) or is_python(named):
         return named_schedule(named, devices, microbatches)
     text = _text(path)
     lines = (line.split("#")[0].split() for line in text.splitlines())
@@ -100,7 +100,7 @@ def read_file(named: str, devices: int | None, microbatches: int | None) -> Sche
 
 
 def _find(named: str) -> Schedule | Recipe:
-    if named in PARTIAL | RECIPES:
+    if named in (*PARTIAL, *RECIPES):
         return find_recipe(named)
     if is_python(named):
         return of_python(named)

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 
-import fxpipe.schedules as library
 from fxpipe.arguments import check_whole
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extensions.simulator import simulate_schedule
 from fxpipe.extensions.simulator.costs import Costs, check_keys, times_of
 from fxpipe.formatting import plain_table, preformatted, table_text
-from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
+from fxpipe.schedules import library
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def compare(
     times = {letter: kind.cost for letter, kind in KINDS.items()} | given
     if "B" in given and not {"I", "W"} & given.keys():
         times |= dict.fromkeys("IW", given["B"] / 2)
-    recipes: list[Recipe] = [getattr(library, name) for name in library.__all__]
+    recipes = library()
     rows: list[Compared] = []
     left_out: dict[str, str] = {}
     for recipe in sorted(recipes, key=lambda recipe: recipe.name):

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import inf, prod
 
-import fxpipe.schedules as library
 from fxpipe.errors import InputError
 from fxpipe.extensions.simulator.costs import Times
 from fxpipe.formatting import time_text
 from fxpipe.ir.recipe import Placement, Recipe, find_recipe, one_each
 from fxpipe.passes.schedule import Recompute
+from fxpipe.schedules import library
 
 EXACT = 1.01
 """Times that differ by a smaller factor count as equal, as measurements are no more exact; then
@@ -87,8 +87,7 @@ def library_over(devices: int, place: Placement = one_each) -> list[Recipe]:
     if devices == 1:
         return [find_recipe("1f1b")]
     recipes = []
-    for name in library.__all__:
-        recipe: Recipe = getattr(library, name)
+    for recipe in library():
         if recipe.place(devices) == place(devices) and not any(recipe.copies(devices)):
             schedule = recipe(devices, 2 * devices)
             fresh = not (schedule.overlaps or any(schedule.delays))

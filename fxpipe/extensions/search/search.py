@@ -9,7 +9,7 @@ from numbers import Real
 from random import Random
 from time import perf_counter
 
-import fxpipe.schedules
+from fxpipe import schedules
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extensions.search import swaps
 from fxpipe.extensions.search.bounds import best_bound
@@ -309,9 +309,8 @@ def library_orders(problem: Problem) -> dict[str, tuple[float, Order]]:
 
     Backwards are split into halves, or halves put together, as the problem asks.
     """
-    recipes: list[Recipe] = [getattr(fxpipe.schedules, name) for name in fxpipe.schedules.__all__]
     found: dict[str, tuple[float, Order]] = {}
-    for name, recipe in sorted({recipe.name: recipe for recipe in recipes}.items()):
+    for name, recipe in sorted({recipe.name: recipe for recipe in schedules.library()}.items()):
         order = _order(problem, recipe)
         if order is not None and (value := value_of(problem, order)) < inf:
             found[name] = value, order

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import ExecutionError, InputError
+from fxpipe.extensions.copies.dualpipe import dualpipe
 from fxpipe.extensions.copies.lowering import check_copies
 from fxpipe.extensions.copies.opcodes import Add, Give, Share
 from fxpipe.ir import instruction as ins
@@ -23,7 +24,6 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import add_reduce
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine, Store
-from fxpipe.schedules.dualpipe_v import dualpipe
 from tests.extensions.overlapping.test_delay_rules import stage_of
 from tests.helpers.opcodes import take_away
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD, compiled, make

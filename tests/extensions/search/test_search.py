@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import fxpipe
 from fxpipe.errors import InputError
+from fxpipe.extensions.copies.chimera import both_ways
 from fxpipe.extensions.search.listing import Habit, Policy, order_by_policy
 from fxpipe.extensions.search.local import given_policies
 from fxpipe.extensions.search.problem import Problem
@@ -25,7 +26,6 @@ from fxpipe.extensions.simulator import Link, Sizes
 from fxpipe.extensions.simulator.costs import Key
 from fxpipe.ir.plan import StageCosts
 from fxpipe.ir.recipe import find_recipe
-from fxpipe.schedules.chimera import both_ways
 from tests.extensions.search.problems import (
     UNEQUAL,
     problem_of,

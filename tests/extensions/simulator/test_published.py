@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from fxpipe import list_schedule
 from fxpipe.errors import InputError
 from fxpipe.extensions.simulator import Link, Simulation
-from fxpipe.ir.listed import list_schedule
 from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task

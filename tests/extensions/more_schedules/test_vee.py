@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
+from fxpipe.extensions.more_schedules.controllable_memory import repeat
 from fxpipe.ir.recipe import Recipe, find_recipe
 from fxpipe.schedules import dualpipe_v, one_f_one_b, v_half, v_min, zb_v
-from fxpipe.schedules.controllable_memory import repeat
 from tests.oracles.small_simulator import (
     HALVES,
     busy,

@@ -7,7 +7,7 @@ those whose inputs are there; ``list_schedule`` says more. Both work for every p
 
 from __future__ import annotations
 
-from fxpipe.ir.listed import list_schedule
+from fxpipe.extensions.list_schedules.listed import list_schedule
 from fxpipe.ir.recipe import round_robin, vee
 from fxpipe.ir.task import Task
 

@@ -27,7 +27,7 @@ from tests.oracles.small_simulator import (
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxpipe.ir.listed.RECIPES", dict(RECIPES))
+    monkeypatch.setattr("fxpipe.extensions.list_schedules.listed.RECIPES", dict(RECIPES))
 
 
 def listed(kinds: str, urgent: str = "BIFW", **options: Any) -> Recipe:
