@@ -80,7 +80,7 @@ def _rank(rank: int, meeting: str, rounds: int, end: Connection) -> None:
     model, loss = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.functional.mse_loss
     with fxpipe.compile(model, mesh, microbatches=2, partition=["1"], loss=loss) as pipe:
         pipe.step(x, target=x)
-        backend: Any = pipe._engine._backend
+        backend: Any = pipe._engine.backend
         ways = {"send and recv": bare(rank), "fxpipe": posted(rank, backend.pairs)}
         found: dict[str, dict[str, list[float]]] = {size: {} for size in SIZES}
         for _ in range(rounds + 1):

@@ -166,7 +166,7 @@ def _sum(case: Case, rank: int, meeting: str, rounds: int, end: Connection) -> N
     pipe.flush()
     group: Any = pipe._group
     rate = max(pipe.simulate(steps=1).summed(case.replicas - 1)) / LINK
-    hold_back(group, pipe._engine._backend.pairs, rate)  # type: ignore[attr-defined]
+    hold_back(group, pipe._engine.backend.pairs, rate)  # type: ignore[attr-defined]
     own = range(case.devices)
     ways: dict[tuple[int, int], Link] = {(a, b): Link() for a in own for b in own}
     ways |= {(a, a): Link(bandwidth=rate) for a in own}

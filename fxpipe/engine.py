@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,12 +17,10 @@ from fxpipe.errors import RESTORE, EndedError, InputError
 from fxpipe.extend import find, there
 from fxpipe.ir.traced import Traced
 from fxpipe.locks import PipeLock, locked
-from fxpipe.metrics import Meter, measured
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import ThreadChoice
 from fxpipe.runtime.devices.backend import Backend, Worker
 from fxpipe.runtime.host import BatchHost, Job, draw_seed, next_seed
-from fxpipe.runtime.overlapping import OverlappingRun
 from fxpipe.runtime.run import BatchRun, FlushedRun
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights
@@ -31,6 +29,7 @@ from fxpipe.runtime.weights.progress import Progress
 from fxpipe.torchtools import allocator
 
 if TYPE_CHECKING:
+    from fxpipe.extensions.metrics.meter import Meter
     from fxpipe.extensions.overlapping.run import OverlappingRun
 
 R = TypeVar("R", bound=BatchRun[Any])
@@ -49,7 +48,8 @@ class Engine:
         in_flight: runs the batches that are in flight, if the schedule lets batches overlap.
         group: the processes that run the pipe.
         clipping: clips the gradients; None if they are not clipped.
-        generators: returns device → torch's generator for it, without the CPU's.
+        backend: makes what runs programs on the devices.
+        times: device → gets the times of its instructions; empty unless somebody takes them.
     """
 
     def __init__(self, options: Options, choice: ThreadChoice) -> None:
@@ -71,13 +71,12 @@ class Engine:
         self._options = options
         self._place = options.here if options.ranks and options.places else None
         self.clipping = clipping
-        self.generators = backend.generators
-        self._backend = backend
+        self.backend = backend
         if not options.places:
             allocator.share_arena()
         self._workers = [Worker(f"fxpipe-{i}", options.threads) for i in range(choice.most)]
         self._lock = PipeLock(self._workers)
-        self._times: list[list[Any]] = []
+        self.times: list[list[Any]] = []
         self.in_flight: OverlappingRun | None = None
         options.group.when_failed(self._call_failed)
 
@@ -92,7 +91,7 @@ class Engine:
         devices have certainly finished. None before there is one, and without clipping."""
         if self.clipping is None:
             return None
-        self._backend.end()  # batches may be in flight
+        self.backend.end()  # batches may be in flight
         run = self.in_flight
         # Batch count - 2 has left the last device's forward, so all devices have finished the lists
         # of the step before it.
@@ -142,24 +141,8 @@ class Engine:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""
         call = find("option", "call", "calling a pipe in training mode, where gradients are on,")
         host, run = self._called(compiled, micro)
-        outputs: list[Any] = call(compiled, host, run, self._lock, self._backend)
+        outputs: list[Any] = call(compiled, host, run, self._lock, self.backend)
         return outputs
-
-    @contextmanager
-    def timed(self) -> Iterator[list[list[int]]]:
-        """Take the times of the instructions in the block. Yields a list that is filled at its end:
-        device → start and end of each instruction, in nanoseconds of the first rank's clock."""
-        self.flush()
-        times: list[list[int]] = []
-        self._times = [[] for _ in self._options.devices]
-        try:
-            yield times
-            self.flush()
-            marks = self._times
-        finally:
-            self._times = []
-        local = [self._backend.nanoseconds(device, of) for device, of in enumerate(marks)]
-        times += self._options.group.timed(local)
 
     @locked
     def peaks(self, compiled: Compiled) -> Sequence[int] | None:
@@ -250,7 +233,7 @@ class Engine:
             self._options.group.close()
             # it may outlive the pipe by the threads that end its links, and must not keep the model
             self._options.group.when_failed(lambda: "")
-            self._backend.close()
+            self.backend.close()
 
     def _call_failed(self) -> str:
         """Drop the batches in flight after a call that failed, possibly on another rank. Returns
@@ -317,10 +300,10 @@ class Engine:
             compiled.program,
             compiled.plan,
             self._workers[: compiled.threads],
-            self._backend,
+            self.backend,
             weights,
             first=first,
-            times=self._times or self._metered(compiled),
+            times=self.times or self._metered(compiled),
             ended=self.progress.end,
         )
 
@@ -328,13 +311,6 @@ class Engine:
         """The lists for the times of a step, if the meter measures it."""
         steps = compiled.purpose == "step" and not compiled.schedule.overlaps
         return self.meter.times if self.meter is not None and steps else ()
-
-    def measured(self, meter: Meter) -> dict[str, Any]:
-        """The bubble and the stages' times in the last step, see ``metrics.measured``; empty if no
-        step was measured."""
-        taken = [(device, marks) for device, marks in enumerate(meter.times) if marks]
-        times = {device: self._backend.nanoseconds(device, marks) for device, marks in taken}
-        return measured(meter.program, times) if times and meter.program else {}
 
 
 def _own(options: Options) -> Backend:

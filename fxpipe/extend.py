@@ -150,6 +150,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "overlap": f"{_HERE}.overlapping.step:step",
         "part_gradients": f"{_HERE}.replicas.buckets:into_buckets",
         "collectives": f"{_HERE}.replicas.collectives:Collectives",
+        "metrics": f"{_HERE}.metrics.meter:metrics",
         "sum_copies": f"{_HERE}.copies.lowering:SumCopies",
         "sum_replicas": f"{_HERE}.replicas.lowering:SumReplicas",
         "step_peaks": f"{_HERE}.simulator.predict:step_peaks",

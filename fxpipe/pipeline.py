@@ -25,7 +25,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.locks import locked
-from fxpipe.metrics import Meter
 from fxpipe.removed import gone
 from fxpipe.signature import SignedLikeTheModel
 from fxpipe.torchtools.state import HOOKS
@@ -244,49 +243,12 @@ class Pipeline(nn.Module):
         return self._engine.batches
 
     @property
-    @locked
     def metrics(self) -> dict[str, float]:
-        """Figures of the last step, as a flat dict of numbers, which loggers take as it is.
-
-        Steps are measured from the first time that you read this property. Figures that are not
-        known, as before that time or after a step that failed, are left out. Over several ranks,
-        ``bubble`` and ``stage_seconds`` are of this rank's device; if batches overlap, both are
-        left out, and ``profile`` measures them.
-
-        Returns:
-            ``batches``, ``loss`` and ``grad_norm``; ``compile_seconds``, the time for which the
-            last call of ``step`` compiled, usually 0, and ``seconds``, the rest of its time;
-            ``bubble``, the share of the run for which the devices idle until the last micro-batch
-            is done. Of each stage, by its number, such as ``stage_seconds/0``: the time for which
-            it computed, and ``weight_versions/0`` if batches overlap. ``peak_memory/0``: the most
-            bytes that device 0 is predicted to hold.
-        """
-        meter = self._engine.meter
-        if meter is None:
-            meter = self._engine.meter = Meter([[] for _ in self.devices])
-        shown = self._calls.shown
-        if shown is not None and shown is not meter.compiled:
-            meter.compiled, meter.peaks = shown, self._engine.peaks(shown)
-        measured = self._engine.measured(meter)
-        figures = {
-            "batches": self.batches,
-            "loss": None if meter.loss is None else float(meter.loss),
-            "grad_norm": self.grad_norm,
-            "seconds": meter.seconds,
-            "compile_seconds": meter.compile_seconds,
-            "bubble": measured.get("bubble"),
-        }
-        several = {
-            "stage_seconds": measured.get("stage_seconds", {}),
-            "peak_memory": dict(enumerate(meter.peaks or ())),
-            "weight_versions": dict(enumerate(self.weight_versions)),
-        }
-        known = {name: value for name, value in figures.items() if value is not None}
-        return known | {
-            f"{name}/{number}": value
-            for name, values in several.items()
-            for number, value in values.items()
-        }
+        """Figures of the last step, as a flat dict of numbers, which loggers take as it is: loss,
+        times, bubble, memory; see ``fxpipe.extensions.metrics.meter.metrics``. Steps are measured
+        from the first time that you read this property."""
+        figures: dict[str, float] = find("option", "metrics", "pipe.metrics")(self)
+        return figures
 
     @property
     def weight_versions(self) -> list[int]:

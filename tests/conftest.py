@@ -62,6 +62,7 @@ REMEMBERING = (
     "extensions/distinct",
     "extensions/inductor",
     "extensions/loss_weight",
+    "extensions/metrics",
     "extensions/offload",
     "extensions/overlapping",
     "extensions/planner",

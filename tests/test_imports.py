@@ -46,7 +46,6 @@ LAYERS = {
         "fxpipe.devices",
         "fxpipe.engine",
         "fxpipe.entry",
-        "fxpipe.metrics",
         "fxpipe.pipeline",
         "fxpipe.removed",
         "fxpipe.signature",

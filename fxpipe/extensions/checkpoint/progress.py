@@ -65,7 +65,7 @@ def taken(pipe: Pipeline, extra: Any = None, *, changed: bool) -> Checkpoint:
         optimizer=None if stages is None else state_of(stages, names),
         clipping=None if engine.clipping is None else engine.clipping.state(),
         random=torch.get_rng_state(),
-        device_random={name: g.get_state() for name, g in engine.generators().items()},
+        device_random={name: g.get_state() for name, g in engine.backend.generators().items()},
         modules=extra_states(model),
         extra=extra,
     )
@@ -96,7 +96,7 @@ def restore_progress(pipe: Pipeline, saved: Checkpoint) -> None:
     devices = saved.device_random
     generators = [
         (torch.default_generator, saved.random),
-        *((g, devices[name]) for name, g in engine.generators().items() if name in devices),
+        *((g, devices[name]) for name, g in engine.backend.generators().items() if name in devices),
     ]
     for generator, state in generators:
         _check_random(generator, state)

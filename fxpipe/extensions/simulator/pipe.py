@@ -12,6 +12,7 @@ from fxpipe.extensions.simulator.measured import measured_run
 from fxpipe.extensions.simulator.predict import given_links, held_sizes, predict_step
 from fxpipe.extensions.simulator.simulation import Simulation
 from fxpipe.extensions.simulator.sizes import Sizes
+from fxpipe.extensions.simulator.timed import timed
 from fxpipe.ir.program import Program
 from fxpipe.locks import locked
 from fxpipe.pipeline import Pipeline
@@ -92,7 +93,7 @@ def profile_pipe(
     options, calls, engine = pipe._options, pipe._calls, pipe._engine
     with options.group.calling("profile"):
         check_whole("steps", steps, 1)
-        with without_collection(), engine.timed() as times:
+        with without_collection(), timed(engine) as times:
             for _ in range(steps):
                 calls.step(args, kwargs, target, return_output=False)
         compiled = calls.compiled()

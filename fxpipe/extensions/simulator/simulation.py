@@ -19,7 +19,6 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import Task
 from fxpipe.ir.value import Buffer
-from fxpipe.metrics import idle_share
 from fxpipe.verify.facts import window_of
 from fxpipe.verify.schedule import StashCounts, stash_of
 
@@ -178,7 +177,10 @@ class Simulation:
 
         Updates after that do not count, as in the papers' (p − 1) / (m + p − 1).
         """
-        return idle_share(self.devices, [(s.start, s.end) for s in self.spans], self.through)
+        if not self.through:
+            return 0.0
+        busy = sum(max(min(span.end, self.through) - span.start, 0) for span in self.spans)
+        return 1 - busy / (self.devices * self.through)
 
     @cached_property
     def bubble_size(self) -> float:

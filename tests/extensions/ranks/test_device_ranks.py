@@ -41,7 +41,7 @@ def streaming(mesh: DeviceMesh, **options: Any) -> tuple[Beside, StreamRanks]:
 
 
 def devices_of(pipe: fxpipe.Pipeline) -> StreamRanks:
-    backend = pipe._engine._backend
+    backend = pipe._engine.backend
     assert isinstance(backend, StreamRanks)
     return backend
 

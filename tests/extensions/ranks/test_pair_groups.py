@@ -91,7 +91,7 @@ def posted(mesh: DeviceMesh, ahead: int | None) -> tuple[int, int, int]:
     pipe, most = pipe_of(mesh, microbatches=3), 0
     x, y = batch()
     pipe.step(x, target=y)
-    pairs = cast(RankBackend, pipe._engine._backend).pairs
+    pairs = cast(RankBackend, pipe._engine.backend).pairs
     pairs.ahead = pairs.ahead if ahead is None else ahead
     receive, arrived, count, over = pairs.receive, RankChannels.arrived, 0, 0
 

@@ -148,7 +148,7 @@ def launched(
 
 def use(pipe: fxpipe.Pipeline, backend: Any) -> Any:
     """Let a pipe that has run nothing yet run on another backend with streams."""
-    pipe._engine._backend = backend
+    pipe._engine.backend = backend
     places = (torch.device("cpu"),) * len(pipe.devices)
     object.__setattr__(pipe._options, "places", places)
     return backend

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from fxpipe.ir.program import Program
+from fxpipe.locks import locked
+from fxpipe.pipeline import Pipeline
 
 
 @dataclass
@@ -47,7 +49,8 @@ class Meter:
 
 
 def measured(program: Program, times: Mapping[int, Sequence[int]]) -> dict[str, Any]:
-    """The bubble of a step, and the seconds in which each stage computed.
+    """The bubble of a step, the share of the time until its last micro-batch is done in which the
+    devices idle; and the seconds in which each stage computed.
 
     Args:
         program: the program of the step.
@@ -67,14 +70,53 @@ def measured(program: Program, times: Mapping[int, Sequence[int]]) -> dict[str, 
                 seconds[stage] = seconds.get(stage, 0.0) + end - start
                 if getattr(instruction, "microbatch", None) is not None:
                     through = max(through, end)
-    bubble = idle_share(len(times), spans, through)
+    busy = sum(max(min(end, through) - start, 0) for start, end in spans)
+    bubble = 1 - busy / (len(times) * through) if through else 0.0
     return {"bubble": bubble, "stage_seconds": dict(sorted(seconds.items()))}
 
 
-def idle_share(devices: int, times: Iterable[tuple[float, float]], through: float) -> float:
-    """The share of the devices' time until ``through`` in which none of the tasks, given as (start,
-    end), runs."""
-    if not through:
-        return 0.0
-    busy = sum(max(min(end, through) - start, 0) for start, end in times)
-    return 1 - busy / (devices * through)
+@locked
+def metrics(pipe: Pipeline) -> dict[str, float]:
+    """Figures of the last step.
+
+    Steps are measured from the first time that you read them. Figures that are not known, as before
+    that time or after a step that failed, are left out. Over several ranks, ``bubble`` and
+    ``stage_seconds`` are of this rank's device; if batches overlap, both are left out, and
+    ``profile`` measures them.
+
+    Returns:
+        ``batches``, ``loss`` and ``grad_norm``; ``compile_seconds``, the time for which the
+        last call of ``step`` compiled, usually 0, and ``seconds``, the rest of its time;
+        ``bubble``, the share of the run for which the devices idle until the last micro-batch
+        is done. Of each stage, by its number, such as ``stage_seconds/0``: the time for which
+        it computed, and ``weight_versions/0`` if batches overlap. ``peak_memory/0``: the most
+        bytes that device 0 is predicted to hold.
+    """
+    engine, shown = pipe._engine, pipe._calls.shown
+    meter = engine.meter
+    if meter is None:
+        meter = engine.meter = Meter([[] for _ in pipe.devices])
+    if shown is not None and shown is not meter.compiled:
+        meter.compiled, meter.peaks = shown, engine.peaks(shown)
+    taken = [(device, marks) for device, marks in enumerate(meter.times) if marks]
+    times = {device: engine.backend.nanoseconds(device, marks) for device, marks in taken}
+    found = measured(meter.program, times) if times and meter.program else {}
+    figures = {
+        "batches": pipe.batches,
+        "loss": None if meter.loss is None else float(meter.loss),
+        "grad_norm": pipe.grad_norm,
+        "seconds": meter.seconds,
+        "compile_seconds": meter.compile_seconds,
+        "bubble": found.get("bubble"),
+    }
+    several = {
+        "stage_seconds": found.get("stage_seconds", {}),
+        "peak_memory": dict(enumerate(meter.peaks or ())),
+        "weight_versions": dict(enumerate(pipe.weight_versions)),
+    }
+    known = {name: value for name, value in figures.items() if value is not None}
+    return known | {
+        f"{name}/{number}": value
+        for name, values in several.items()
+        for number, value in values.items()
+    }

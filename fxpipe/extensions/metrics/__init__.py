@@ -1,0 +1,1 @@
+"""``pipe.metrics``: figures of the last step, for a logger."""
