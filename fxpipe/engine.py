@@ -22,13 +22,13 @@ from fxpipe.runtime.choice import ThreadChoice
 from fxpipe.runtime.devices.backend import Backend, Worker
 from fxpipe.runtime.host import BatchHost, Job, draw_seed, next_seed
 from fxpipe.runtime.run import BatchRun, FlushedRun
-from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.progress import Progress
 from fxpipe.torchtools import allocator
 
 if TYPE_CHECKING:
+    from fxpipe.extensions.clipping.clipping import Clipping
     from fxpipe.extensions.metrics.meter import Meter
     from fxpipe.extensions.overlapping.run import OverlappingRun
 
@@ -55,9 +55,10 @@ class Engine:
     def __init__(self, options: Options, choice: ThreadChoice) -> None:
         """Start as many worker threads as ``choice`` may need to run the devices' lists."""
         backend = options.group.backend(options) or _own(options)
-        clipping = None
+        clipping: Clipping | None = None
         if options.clips:
-            clipping = Clipping(options.clip_norm, options.scaler, options.model)
+            make = find("option", "clipping", "compile(..., clip_norm=, scaler=)")
+            clipping = make(options.clip_norm, options.scaler, options.model)
         stages = None
         if options.optimizer is not None:
             shard = (options.group.replica, options.replicas) if options.shards else None

@@ -131,6 +131,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "any_size": f"{_HERE}.any_size.any_size:sized",
         "partitioner": f"{_HERE}.exact_cut.partitioner:ExactCut",
         "call": f"{_HERE}.differentiable.call:differentiable_call",
+        "clipping": f"{_HERE}.clipping.clipping:Clipping",
         "check_copies": f"{_HERE}.copies.lowering:check_copies",
         "check": f"{_HERE}.model_check.checking:Checking",
         "distinct": f"{_HERE}.distinct.distinct:one_of_each",

@@ -56,6 +56,7 @@ QUICK = (
 REMEMBERING = (
     "compiler",
     "extensions/checkpoint",
+    "extensions/clipping",
     "extensions/copies",
     "extensions/deferred_batchnorm",
     "extensions/dispatch",

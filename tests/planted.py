@@ -41,7 +41,7 @@ STREAMS = "fxpipe/extensions/streams/events.py"
 INTERPRETER = "fxpipe/runtime/interpreter.py"
 FORWARD = "fxpipe/ir/opcodes/forward.py"
 BACKWARD = "fxpipe/ir/opcodes/backward.py"
-CLIPPING = "fxpipe/runtime/weights/clipping.py"
+CLIPPING = "fxpipe/extensions/clipping/clipping.py"
 HOST = "fxpipe/runtime/host.py"
 VERSIONS = "fxpipe/extensions/overlapping/versions.py"
 HALVES = "fxpipe/passes/differentiate/part_backward.py"
@@ -66,7 +66,7 @@ LOWERING = {
         LOWER,
         "self._last.get(task.stage) == task:",
         'task.kind in "BW" and task.microbatch == 0:',
-        "tests/passes/lowering/test_lower.py tests/runtime/test_clipping.py",
+        "tests/passes/lowering/test_lower.py tests/extensions/clipping/test_clipping.py",
     ),
     "a sum of gradients is not waited for": Fault(
         LOWER,
@@ -130,13 +130,13 @@ RUNTIME = {
         "tests/extensions/overlapping/test_overlapping_steps.py",
     ),
     "small gradients are scaled up": Fault(
-        CLIPPING, ".clamp(max=1.0)", "", "tests/runtime/test_clipping.py"
+        CLIPPING, ".clamp(max=1.0)", "", "tests/extensions/clipping/test_clipping.py"
     ),
     "the loss's scale stays in the gradients": Fault(
         CLIPPING,
         "        factor = 1 / self._scales.get(batch, 1.0)\n",
         "        factor = 1.0\n",
-        "tests/runtime/test_clipping.py",
+        "tests/extensions/clipping/test_clipping.py",
     ),
     "every micro-batch's loss weighs the same": Fault(
         HOST,

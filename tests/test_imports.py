@@ -72,7 +72,6 @@ MAY_IMPORT = {
 
 
 REACH_UP = {
-    "fxpipe.ir.opcodes.clipping": {"run"},
     "fxpipe.ir.plan": {"__str__", "text", "verify"},
     "fxpipe.ir.program": {"__str__", "parse", "verify", "window"},
     "fxpipe.ir.schedule": {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
 from operator import add
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from fxpipe.ir.value import Buffer
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.random import mix
 from fxpipe.runtime.batch import MicroBatches
-from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.torchtools.pytrees import together
+
+if TYPE_CHECKING:
+    from fxpipe.extensions.clipping.clipping import Clipping
 
 _DRAWING = threading.RLock()
 """Held while drawing from torch's generator, which all pipes share, or while reading its state."""

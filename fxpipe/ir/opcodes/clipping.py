@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,6 @@ class Norm(OncePerStep):
         return tuple([norm_buffer(self.stage, other, self.batch) for other in every])
 
     def run(self, machine: Machine) -> None:
-        from fxpipe.runtime.weights.clipping import norms_of
-
         absolute = machine.step + self.batch
         gradients = machine.store.gradients.get((self.stage, self.batch), [])
         clipping = machine.jobs[absolute].clipping
@@ -63,3 +62,16 @@ class Clip(OncePerStep):
         if clipping is not None:
             norms = clipping.in_order(names, norms)
             clipping.clip(absolute, store.gradients.get((self.stage, self.batch), []), norms)
+
+
+def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The 2-norm of each gradient; that of half precision is computed in float32."""
+    import torch  # texts of programs need none
+
+    present = [gradient for gradient in gradients if gradient is not None]
+    norms = {}
+    for dtype in {gradient.dtype for gradient in present}:
+        alike = [gradient for gradient in present if gradient.dtype == dtype]
+        computed = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+        norms[dtype] = iter(torch._foreach_norm(alike, 2, computed))
+    return [None if gradient is None else next(norms[gradient.dtype]) for gradient in gradients]

@@ -158,14 +158,3 @@ class Clipping:
         if self.scaler is not None:
             now = self.scaler.state_dict()
             self.scaler.load_state_dict({**now, "scale": scale, "_growth_tracker": grown})
-
-
-def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The 2-norm of each gradient; that of half precision is computed in float32."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    norms = {}
-    for dtype in {gradient.dtype for gradient in present}:
-        alike = [gradient for gradient in present if gradient.dtype == dtype]
-        computed = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-        norms[dtype] = iter(torch._foreach_norm(alike, 2, computed))
-    return [None if gradient is None else next(norms[gradient.dtype]) for gradient in gradients]

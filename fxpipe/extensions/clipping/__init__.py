@@ -1,0 +1,1 @@
+"""What ``compile(..., clip_norm=, scaler=)`` clips by: one norm of the gradients of all stages."""
