@@ -23,9 +23,10 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
 from fxpipe.extensions.fast_trace.known_results import KnownResults
+from fxpipe.extensions.fast_trace.variants import functional_variant, keeps_type
 from fxpipe.passes.differentiate.extract import created
 from fxpipe.passes.differentiate.joint import NotRecorded
-from fxpipe.passes.graph.aliasing import functional_variant, keeps_type, may_alias
+from fxpipe.passes.graph.aliasing import may_alias
 
 _DEVICE = torch.ops.prim.device.default
 

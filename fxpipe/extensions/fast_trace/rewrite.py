@@ -23,9 +23,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from fxpipe.extensions.fast_trace.variants import functional_variant, keeps_type
 from fxpipe.passes.graph.aliasing import (
-    functional_variant,
-    keeps_type,
     returns_operand,
     same_layout,
     shows_operands,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.weights.live import differs, frozen, marked, settings
+from fxpipe.runtime.weights.live import differs, marked, settings, unshared
 from fxpipe.torchtools.optimizers import twin
 
 Buffers = dict[str, Tensor]
@@ -173,6 +173,11 @@ def _alias(parameter: Tensor) -> Tensor:
     """A tensor with the same memory but its own version counter: autograd must not take later
     updates of the parameter, which are in other memory, for changes of this tensor."""
     return parameter.data.requires_grad_(parameter.requires_grad)
+
+
+def frozen(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's settings, with copies of those that could be changed in place."""
+    return {key: unshared(value) for key, value in settings(group).items()}
 
 
 def step_with(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

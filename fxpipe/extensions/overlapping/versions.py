@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxpipe.extensions.overlapping.stage_weights import Buffers, StageWeights
+from fxpipe.extensions.overlapping.stage_weights import Buffers, StageWeights, frozen
 from fxpipe.ir.plan import Stage
-from fxpipe.runtime.weights.live import Weights, frozen
+from fxpipe.runtime.weights.live import Weights
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
 

@@ -33,11 +33,6 @@ def unshared(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def frozen(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings, with copies of those that could be changed in place."""
-    return {key: unshared(value) for key, value in settings(group).items()}
-
-
 def setting_text(setting: Any) -> str:
     """The text of a setting: with all digits, and without memory addresses."""
     value = setting.tolist() if isinstance(setting, Tensor) else setting
