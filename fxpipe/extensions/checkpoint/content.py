@@ -190,7 +190,7 @@ def as_held(path: tuple[str, ...], tensor: Tensor) -> Tensor:
     return value if alone else value.clone()  # of a view, a file would have all memory
 
 
-def load(file: BinaryIO) -> Any:
+def unpickled(file: BinaryIO) -> Any:
     """Read what ``torch.save`` wrote, after its checksums; no code in it can run. Raises all kinds
     of errors if it is damaged."""
     damaged = zipfile.ZipFile(file).testzip()

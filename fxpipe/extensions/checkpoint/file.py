@@ -13,8 +13,8 @@ from fxpipe.extensions.checkpoint.content import (
     as_held,
     decode,
     encode,
-    load,
     refuse_others,
+    unpickled,
 )
 from fxpipe.extensions.checkpoint.replacing import replacing
 
@@ -53,7 +53,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise CheckpointError(f"cannot read the checkpoint {shown}: {error}") from error
     with opened as file:
         try:
-            content = load(file)
+            content = unpickled(file)
         except Exception as error:  # torch and zipfile raise all kinds of errors
             raise CheckpointError(
                 f"{shown} is no checkpoint, or not all of one ({told(error)}); give a file that "

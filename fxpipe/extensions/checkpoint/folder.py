@@ -44,8 +44,8 @@ from fxpipe.extensions.checkpoint.content import (
     decode,
     encode,
     in_plain_form,
-    load,
     refuse_others,
+    unpickled,
 )
 from fxpipe.extensions.checkpoint.replacing import replacing, standing
 from fxpipe.runtime.group import Group
@@ -233,7 +233,7 @@ def read(path: Folder, own: Collection[str] | None = None) -> Checkpoint:
             )
         parts = []
         for _, header in sorted(reader.read(headers).items()):
-            parts.append(load(BytesIO(header.numpy().tobytes())))
+            parts.append(unpickled(BytesIO(header.numpy().tobytes())))
             refuse_others(parts[-1]["format"], FORMAT, shown)
         sums: dict[str, int] = {}
         for part in parts:

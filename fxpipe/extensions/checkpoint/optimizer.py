@@ -40,7 +40,7 @@ def state_of(stages: Optimizers, names: Names) -> OptimizerState:
     return OptimizerState(kind, [settings(group) for group in optimizer.param_groups], parameters)
 
 
-def restoring(
+def loading(
     stages: Optimizers | None, saved: OptimizerState | None, names: Names, own: Container[str]
 ) -> Callable[[], None]:
     """Check that the optimizers of a pipe can go on from a state. Returns a function that loads it.

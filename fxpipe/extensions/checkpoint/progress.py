@@ -16,7 +16,7 @@ from fxpipe.extensions.checkpoint.content import (
     extra_states,
     set_extra_states,
 )
-from fxpipe.extensions.checkpoint.optimizer import restoring, state_of
+from fxpipe.extensions.checkpoint.optimizer import loading, state_of
 from fxpipe.pipeline import Pipeline
 from fxpipe.signals import HeldSignals
 
@@ -100,7 +100,7 @@ def restore_progress(pipe: Pipeline, saved: Checkpoint) -> None:
     ]
     for generator, state in generators:
         _check_random(generator, state)
-    restore_optimizers = restoring(progress.stages, saved.optimizer, names, values)
+    restore_optimizers = loading(progress.stages, saved.optimizer, names, values)
     take_back = set_extra_states(model, saved.modules)
     try:
         pipe._group.exchange("checkpoint")  # all ranks have checked theirs

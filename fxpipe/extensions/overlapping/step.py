@@ -23,7 +23,7 @@ def step(engine: Engine, compiled: Compiled, micro: MicroBatches, *, with_output
     """Train on a batch that overlaps with others; the loss that it returns may come later. See
     ``Engine.step``."""
     # the caller may overwrite the batch before all of it is read
-    host = engine.host(compiled, copied(micro), with_output=with_output)
+    host = engine.host(compiled, copied_batch(micro), with_output=with_output)
     engine.progress.optimizers_of(compiled.plan, submits=True)
     if not engine.updates:
         raise InputError(
@@ -86,7 +86,7 @@ def _first(progress: Progress, compiled: Compiled, changed: bool) -> VersionedWe
     return versions
 
 
-def copied(micro: MicroBatches) -> MicroBatches:
+def copied_batch(micro: MicroBatches) -> MicroBatches:
     """A copy that stays the same when the caller changes the tensors of the batch."""
     batch = replace(micro.batch, leaves=tuple(map(_copied, micro.batch.leaves)))
     return replace(micro, batch=batch, leaves=batch.split(len(micro)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpipe.extensions.overlapping.step import copied
+from fxpipe.extensions.overlapping.step import copied_batch
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.host import BatchHost
 from tests.helpers.fronted import front_end
@@ -38,7 +38,7 @@ def test_copies_of_a_batch_stay_as_they_were_and_lie_as_they_did(way: str) -> No
     batch = Batch.of(Tabled(), (x, table), {}, (), {"table": None})
     traced = replace(front_end(nn.ReLU(), torch.randn(5, 4)), inputs=("x", "table"))
     given = BatchHost(traced, batch.in_parts(2), frozenset(), 0).inputs
-    copies = BatchHost(traced, copied(batch.in_parts(2)), frozenset(), 0).inputs
+    copies = BatchHost(traced, copied_batch(batch.in_parts(2)), frozenset(), 0).inputs
     before = [part.clone() for part in given["x"]]
     assert all(map(torch.equal, copies["x"], before))
     assert [p.data_ptr() % 64 for p in copies["x"]] == [p.data_ptr() % 64 for p in given["x"]]
