@@ -321,7 +321,7 @@ class Recipes(UserDict[str, Recipe]):
         return iter(dict.fromkeys((*self.data, *late)))
 
     def __len__(self) -> int:
-        return len([*self])
+        return sum(1 for _ in self)
 
     def clear(self) -> None:
         self.data.clear()
