@@ -136,6 +136,8 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "check": f"{_HERE}.model_check.checking:Checking",
         "distinct": f"{_HERE}.distinct.distinct:one_of_each",
         "fallback": f"{_HERE}.leaf_modules.extension:LeafModules",
+        "footprint": f"{_HERE}.memory_limits.footprint:estimate_footprint",
+        "memory_budget": f"{_HERE}.memory_limits.budget:MemoryBudget",
         "guard": f"{_HERE}.python_state.variants:Variants",
         "copies_faults": f"{_HERE}.copies.rules:copies_faults",
         "not_on_copies": f"{_HERE}.copies.rules:not_on_copies",

@@ -36,10 +36,10 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.partition.assignment import one_stage, place_like
-from fxpipe.passes.partition.atoms import footprint_of
+from fxpipe.passes.partition.atoms import Footprint
 from fxpipe.passes.partition.balance import balance, cut_at, judge
 from fxpipe.passes.partition.cut import cut
-from fxpipe.passes.partition.measure import measure, spread
+from fxpipe.passes.partition.measure import NodeCost, measure, spread
 from fxpipe.passes.runner import Pass
 from fxpipe.passes.schedule import (
     add_clip,
@@ -74,6 +74,16 @@ def streams(program: Program) -> Program:
     for."""
     placed: Program = find("option", "events", "a device with streams")()(program)
     return placed
+
+
+def footprint_of(
+    traced: Traced, plan: Plan | None, costs: Mapping[str, NodeCost], state: Any, copies: float
+) -> Footprint:
+    """Estimate the memory that the model takes, for memory limits."""
+    footprint: Footprint = find("option", "footprint", "memory_limits=")(
+        traced, plan, costs, state, copies
+    )
+    return footprint
 
 
 SCHEDULE = (

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
-from fxpipe.errors import PartitionError, told
+from fxpipe.errors import told
 from fxpipe.extend import find, there
-from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import StageCosts
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
@@ -28,6 +26,31 @@ from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.torchtools.state import intra_op_threads, under, untouched
 
 T = TypeVar("T")
+
+
+class Budget:
+    """What a cut may take of the devices' memory: all that it needs. Extensions have budgets with
+    limits, which learn from the peaks of earlier cuts.
+
+    Attributes:
+        machine: the devices as the stages see them, with the bytes that the next cut leaves free.
+        way_out: what the error advises if no other cut may be tried; empty if it may.
+        kept: whether a cut is known to keep the limits.
+        nearest: whether a cut that exceeds a limit by the partition's count is accepted all the
+            same, because its predicted peak may be lower.
+    """
+
+    def __init__(self, machine: StageDevices) -> None:
+        self.machine = machine
+        self.way_out = ""
+        self.kept = not machine.limited
+        self.nearest = True
+
+    def keeps(self, loads: Sequence[StageLoad], peaks: Sequence[float]) -> bool:
+        """Whether a cut for ``machine`` keeps the limits: ``loads`` are what the partition counted
+        for each stage, ``peaks`` the predicted peaks of devices. If it does not, ``machine`` leaves
+        more free from now on; raises PartitionError if no other cut may be tried."""
+        return True
 
 
 class Placement:
@@ -49,7 +72,7 @@ class Placement:
         self._options = options
         self.timetable = timetable
         self._reference: tuple[Traced, Assignment] | None = None
-        self._budget: MemoryBudget | None = None
+        self._budget: Budget | None = None
         self._measured: Mapping[str, Any] = {}
         self._parted = True  # whether steps may split backwards, so that halves are measured
 
@@ -71,7 +94,11 @@ class Placement:
         schedule = self.timetable.for_placing(microbatches)
         if self._budget is None:
             machine = partition.machine(schedule, options.names)
-            self._budget = MemoryBudget(schedule.placement, machine)
+            self._budget = (
+                find("option", "memory_budget", "memory_limits=")(schedule.placement, machine)
+                if machine.limited
+                else Budget(machine)
+            )
         machine = self._budget.machine
         self._parted = "I" in schedule.kinds or bool(options.decides)
         nearest = step and self._budget.nearest
@@ -283,70 +310,3 @@ def _by_stage(
         )
         for stage, nodes in enumerate(by_stage)
     }
-
-
-_TRIES = 8
-"""The most cuts that are tried."""
-
-
-class MemoryBudget:
-    """The device memory that a cut has to leave free, learned from the peaks of earlier cuts.
-
-    The partition counts memory node by node. What a stage's graphs need while they run is known
-    only when they are made. If a device is then predicted to exceed its limit, the next cut leaves
-    the difference free.
-
-    Attributes:
-        machine: the devices as the stages see them, with the bytes that the next cut leaves free.
-        way_out: what the error advises if no other cut may be tried; empty if it may.
-        kept: whether a cut is known to keep the limits.
-        nearest: whether a cut that exceeds a limit by the partition's count is accepted all the
-            same, because its predicted peak may be lower.
-    """
-
-    def __init__(self, placement: Sequence[int], machine: StageDevices) -> None:
-        self.way_out = ""
-        self.kept = not machine.limited
-        self.nearest = True
-        self._placement = placement
-        self.machine = machine
-        self._reserved: dict[int, int] = {}
-        self._left = _TRIES
-
-    def keeps(self, loads: Sequence[StageLoad], peaks: Sequence[float]) -> bool:
-        """Whether a cut for ``machine`` keeps the limits: ``loads`` are what the partition counted
-        for each stage, ``peaks`` the predicted peaks of devices. If it does not, ``machine`` leaves
-        more free from now on; raises PartitionError if no other cut may be tried."""
-        machine = self.machine
-        counted, limits = [0.0] * len(peaks), [0.0] * len(peaks)
-        for device, load, share, limit in zip(
-            self._placement, loads, machine.reserved, machine.limits, strict=True
-        ):
-            counted[device] += load.memory - share
-            limits[device] += limit
-        over = [device for device, peak in enumerate(peaks) if peak > limits[device]]
-        if not over:
-            self.kept = True
-            return True
-        self._left -= 1
-        if self.way_out or not self._left:
-            device = max(over, key=lambda d: peaks[d] / limits[d])
-            name = machine.name_of(self._placement.index(device))
-            raise PartitionError(
-                f"{name} is predicted to hold {bytes_text(peaks[device])} in a step and may take "
-                f"{bytes_text(limits[device])}; {self.way_out or 'raise memory_limits'}, give "
-                'schedule="auto", with which stages recompute and offload what they must, or more '
-                "devices"
-            )
-        for device, peak in enumerate(peaks):
-            more = math.ceil(peak - counted[device])
-            if more > 0 or device in over:
-                self._reserved[device] = max(more, self._reserved.get(device, more))
-        shares = [
-            math.ceil(self._reserved.get(device, 0) / self._placement.count(device))
-            for device in self._placement
-        ]
-        self.machine = replace(machine, reserved=tuple(shares))
-        beyond = any(load.memory > limit for load, limit in zip(loads, machine.limits, strict=True))
-        self.nearest = self.nearest and not beyond
-        return False

@@ -22,19 +22,13 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
-from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.joint import ORIGIN
 from fxpipe.passes.graph.aliasing import is_view
 from fxpipe.passes.partition.assignment import (
     bonds,
-    compute_nodes,
     differentiable,
     in_order,
     readers,
@@ -42,7 +36,6 @@ from fxpipe.passes.partition.assignment import (
 )
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.work import Transfer, Work, sorted_by_rank
-from fxpipe.torchtools.pytrees import memory, size_in_bytes
 from fxpipe.torchtools.source import module_paths
 
 
@@ -201,56 +194,3 @@ def _walks(following: Mapping[int, Iterable[int]], starts: Iterable[int]) -> Ite
                 path.append((unseen, iter(following[unseen])))
         if reached:
             yield reached
-
-
-def footprint_of(
-    traced: Traced,
-    plan: Plan | None,
-    costs: Mapping[str, NodeCost],
-    state: Mapping[str, Tensor],
-    copies: float,
-) -> Footprint:
-    """Estimate what parameters and buffers occupy, and what nodes keep for a micro-batch.
-
-    Args:
-        plan: the same graph as a single stage, differentiated; None under autograd, where
-            every value counts as saved.
-        copies: how many tensors of its size a trained parameter needs: its versions, its gradient
-            and its optimizer state.
-    """
-    trained = {
-        argument.target for argument in traced.parameters if state[argument.target].requires_grad
-    }
-    resident = {
-        a.target: int(size_in_bytes(state[a.target]) * (copies if a.target in trained else 1))
-        for a in (*traced.parameters, *traced.buffers)
-    }
-    if plan is not None:
-        saved = _saved(plan)
-    else:
-        saved = {node.name: costs[node.name].bytes for node in compute_nodes(traced.graph)}
-    return Footprint(resident, saved)
-
-
-def _saved(plan: Plan) -> dict[str, int]:
-    """Node → bytes of the saved tensors that it makes; tensors that share memory count once."""
-    (stage,) = plan.stages
-    kernel = stage.kernel
-    assert isinstance(kernel, GraphKernel)
-    graph = kernel.forward_graph.graph
-    seen = {_memory(node) for node in graph.nodes if node.op == "placeholder"}
-    returned: Any = graph.output_node().args[0]
-    saved: dict[str, int] = {}
-    for node in returned[kernel.outputs + kernel.writes :]:
-        value = node.meta.get("val")
-        if node.op == "placeholder" or not isinstance(value, Tensor) or _memory(node) in seen:
-            continue
-        seen.add(_memory(node))
-        origin = node.meta.get("custom", {}).get(ORIGIN, "")
-        saved[origin] = saved.get(origin, 0) + size_in_bytes(value)
-    return saved
-
-
-def _memory(node: torch.fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return memory(value) if isinstance(value, Tensor) else None

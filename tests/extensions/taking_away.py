@@ -21,6 +21,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, get_args
 
@@ -61,6 +62,7 @@ DEFAULT = (
 """The extensions that ``compile`` uses if they are there."""
 
 
+MEMORY_LIMITS = "fxpipe.extensions.memory_limits"
 METRICS = "fxpipe.extensions.metrics"
 SIMULATOR = "fxpipe.extensions.simulator"
 STAGE_TABLE = "fxpipe.extensions.stage_table"
@@ -148,10 +150,11 @@ def predict(gone: Sequence[str]) -> None:
             assert METRICS in gone or "peak_memory/0" in pipe.metrics
             return
         assert METRICS in gone or "peak_memory/0" not in pipe.metrics
-        refused(lambda: pipe.simulate())
+        refused(lambda: pipe.simulate(), SIMULATOR)
     limits = fxpipe.Partition(at=["1"], memory_limits=10**9)
     with fxpipe.compile(model, ["cpu"] * 2, partition=limits, **given) as pipe:
-        refused(lambda: pipe.step(x, target=torch.ones(4, 2)))
+        step = partial(pipe.step, x, target=torch.ones(4, 2))
+        refused(step, SIMULATOR, *({MEMORY_LIMITS} & {*gone}))
 
 
 class Branches(nn.Module):
@@ -188,16 +191,16 @@ def give_a_mesh(gone: Sequence[str]) -> None:
         fxpipe.compile(nn.Linear(2, 2), mesh).close()
 
 
-def refused(call: Callable[[], object], missing: str = SIMULATOR) -> None:
-    """Call what needs an extension, and expect to be told so."""
+def refused(call: Callable[[], object], *names: str) -> None:
+    """Call what needs these extensions, and expect to be told of one."""
     from fxpipe.errors import InputError
 
     try:
         call()
     except InputError as error:
-        assert f"needs the extension {missing}" in str(error), error
+        assert any(f"needs the extension {name}" in str(error) for name in names), error
     else:
-        raise AssertionError(f"it does without {missing}")
+        raise AssertionError(f"it does without {names}")
 
 
 def taken_away(modules: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fxpipe
-from fxpipe.compiler.placement import MemoryBudget
+from fxpipe.extensions.memory_limits.budget import MemoryBudget
 from fxpipe.passes.partition.work import StageDevices, StageLoad
 
 

@@ -1,0 +1,65 @@
+"""Cuts again until no device is predicted to hold more than it may."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fxpipe.compiler.placement import Budget
+from fxpipe.errors import PartitionError
+from fxpipe.formatting import bytes_text
+from fxpipe.passes.partition.work import StageDevices, StageLoad
+
+_TRIES = 8
+"""The most cuts that are tried."""
+
+
+class MemoryBudget(Budget):
+    """The device memory that a cut has to leave free, learned from the peaks of earlier cuts.
+
+    The partition counts memory node by node. What a stage's graphs need while they run is known
+    only when they are made. If a device is then predicted to exceed its limit, the next cut leaves
+    the difference free.
+    """
+
+    def __init__(self, placement: Sequence[int], machine: StageDevices) -> None:
+        super().__init__(machine)
+        self._placement = placement
+        self._reserved: dict[int, int] = {}
+        self._left = _TRIES
+
+    def keeps(self, loads: Sequence[StageLoad], peaks: Sequence[float]) -> bool:
+        machine = self.machine
+        counted, limits = [0.0] * len(peaks), [0.0] * len(peaks)
+        for device, load, share, limit in zip(
+            self._placement, loads, machine.reserved, machine.limits, strict=True
+        ):
+            counted[device] += load.memory - share
+            limits[device] += limit
+        over = [device for device, peak in enumerate(peaks) if peak > limits[device]]
+        if not over:
+            self.kept = True
+            return True
+        self._left -= 1
+        if self.way_out or not self._left:
+            device = max(over, key=lambda d: peaks[d] / limits[d])
+            name = machine.name_of(self._placement.index(device))
+            raise PartitionError(
+                f"{name} is predicted to hold {bytes_text(peaks[device])} in a step and may take "
+                f"{bytes_text(limits[device])}; {self.way_out or 'raise memory_limits'}, give "
+                'schedule="auto", with which stages recompute and offload what they must, or more '
+                "devices"
+            )
+        for device, peak in enumerate(peaks):
+            more = math.ceil(peak - counted[device])
+            if more > 0 or device in over:
+                self._reserved[device] = max(more, self._reserved.get(device, more))
+        shares = [
+            math.ceil(self._reserved.get(device, 0) / self._placement.count(device))
+            for device in self._placement
+        ]
+        self.machine = replace(machine, reserved=tuple(shares))
+        beyond = any(load.memory > limit for load, limit in zip(loads, machine.limits, strict=True))
+        self.nearest = self.nearest and not beyond
+        return False
