@@ -28,12 +28,6 @@ if __name__ != "fxpipe.schedules":
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.schedules.gpipe import gpipe, inference, looped_bfs, naive
 from fxpipe.schedules.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
-from fxpipe.schedules.one_f_one_b_async import (
-    one_f_one_b_async,
-    pipedream,
-    pipedream_vertical,
-    two_bw,
-)
 from fxpipe.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = [
@@ -61,9 +55,25 @@ __all__ = [
 ]
 
 
+_LATE = {
+    "cdp_v1": "cdp-v1",
+    "cdp_v2": "cdp-v2",
+    "chimera": "chimera",
+    "dualpipe_v": "dualpipe-v",
+    "hanayo": "hanayo",
+    "interleaved_zb": "interleaved-zb",
+    "one_f_one_b_async": "1f1b-async",
+    "pipedream": "pipedream",
+    "pipedream_vertical": "pipedream-vertical",
+    "two_bw": "2bw",
+    "v_half": "v-half",
+    "v_min": "v-min",
+}
+"""What this module calls the recipes of extensions → their names."""
+
+
 def __getattr__(name: str) -> Recipe:
-    """A recipe of an extension: ``fxpipe.schedules.v_half`` is the schedule "v-half"."""
-    recipe = RECIPES.get(name.replace("_", "-")) if name in __all__ else None
+    recipe = RECIPES.get(_LATE.get(name, ""))
     if recipe is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return recipe
@@ -71,6 +81,5 @@ def __getattr__(name: str) -> Recipe:
 
 def library() -> list[Recipe]:
     """All recipes of the library, but for those of extensions that are not there."""
-    here = globals()
-    found = [here.get(name) or RECIPES.get(name.replace("_", "-")) for name in __all__]
-    return [recipe for recipe in found if recipe is not None]
+    late = [RECIPES[name] for name in _LATE.values() if name in RECIPES]
+    return [*(globals()[name] for name in __all__ if name not in _LATE), *late]

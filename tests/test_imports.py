@@ -79,7 +79,6 @@ REACH_UP = {
         "parse",
         "stash",
         "verify",
-        "versions",
     },
     "fxpipe.ir.traced": {"__str__", "text"},
 }

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fxpipe.verify.schedule import StashCounts
-    from fxpipe.verify.versions import Versions
 
 
 Rule = int | tuple[int, ...]
@@ -205,11 +204,9 @@ class Schedule:
 
         return verify_schedule(self)
 
-    def versions(self) -> Versions:
-        """The weight versions that each stage keeps, how stale they are, and the smallest delay."""
-        from fxpipe.verify.schedule import schedule_versions
-
-        return schedule_versions(self)
+    versions = View()
+    """The weight versions that each stage keeps, how stale they are, and the smallest delay:
+    ``fxpipe.extensions.overlapping.delays.schedule_versions``."""
 
     def stash(self) -> StashCounts:
         """The most micro-batches that stages and devices keep between forward and backward."""

@@ -23,7 +23,6 @@ from fxpipe.verify.tasks import (
     gradients_used_up,
     pairs,
 )
-from fxpipe.verify.versions import Versions, too_small, versions_of
 
 
 @dataclass(frozen=True)
@@ -54,19 +53,10 @@ def verify_schedule(schedule: Schedule) -> Schedule:
     The time is proportional to the number of tasks.
     """
     window, faults, whole = _judge(schedule)
-    if whole:  # with missing tasks, delays mean nothing
-        faults += too_small(window)
+    if whole and schedule.overlaps:  # with missing tasks, delays mean nothing
+        faults += find("option", "delays", f"schedule {schedule.name!r}")(window)
     _refuse(schedule, faults)
     return schedule
-
-
-def schedule_versions(schedule: Schedule) -> Versions:
-    """Work out what the delay and the order mean for the weights. The delay may be too small.
-
-    Raises:
-        VerificationError: something else is wrong with the schedule.
-    """
-    return versions_of(_in_order(schedule))
 
 
 def schedule_stash(schedule: Schedule) -> StashCounts:
@@ -75,10 +65,11 @@ def schedule_stash(schedule: Schedule) -> StashCounts:
     Raises:
         VerificationError: tasks are missing, or not in order.
     """
-    return stash_of(_in_order(schedule))
+    return stash_of(ordered_window(schedule))
 
 
-def _in_order(schedule: Schedule) -> Window:
+def ordered_window(schedule: Schedule) -> Window:
+    """The tasks of a schedule. Raises VerificationError if some are missing, or not in order."""
     window, faults, _ = _judge(schedule)
     _refuse(schedule, faults)
     return window

@@ -83,6 +83,7 @@ SCHEDULES = (
     "fxpipe.extensions.copies",
     "fxpipe.extensions.list_schedules",
     "fxpipe.extensions.more_schedules",
+    "fxpipe.extensions.overlapping",
 )
 """The extensions that have schedules of the library."""
 

@@ -1,1 +1,1 @@
-"""Further schedules: in a V with less memory, DualPipeV, and cyclic data parallelism."""
+"""Further schedules: in a V with less memory, and DualPipeV."""

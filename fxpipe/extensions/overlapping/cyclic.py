@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fxpipe.extensions.overlapping.one_f_one_b_async import one_f_one_b_async
 from fxpipe.ir.recipe import schedule
 from fxpipe.ir.task import Task
-from fxpipe.schedules.one_f_one_b_async import one_f_one_b_async
 
 
 def newest(microbatch: int, stage: int, devices: int, microbatches: int) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fxpipe.errors import Fault
 from fxpipe.ir.schedule import Delay, Rule, Schedule, delay_text
 from fxpipe.ir.task import BUILT_IN, KINDS
+from fxpipe.verify.schedule import ordered_window
 from fxpipe.verify.tasks import Spot, Window
 
 
@@ -52,9 +53,13 @@ class Versions:
         return len(set(self.delays)) <= 1
 
 
-def versions_of(window: Window) -> Versions:
-    """Work out the versions of a schedule whose tasks are complete and in order."""
-    return _versions(window)[0]
+def schedule_versions(schedule: Schedule) -> Versions:
+    """Work out what the delay and the order mean for the weights. The delay may be too small.
+
+    Raises:
+        VerificationError: something else is wrong with the schedule.
+    """
+    return _versions(ordered_window(schedule))[0]
 
 
 def _versions(window: Window) -> tuple[Versions, list[_Stage]]:
