@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from fxpipe.extensions.overlapping.versions import VersionedWeights
+from tests.extensions.streams.test_stream_machine import RUNS, Case, made
 from tests.helpers.profiles import deep
 from tests.oracles import loop
 from tests.oracles.stream_machine import StreamMachine
-from tests.verify.test_stream_machine import RUNS, Case, made
 
 pytestmark = pytest.mark.smoke
 
