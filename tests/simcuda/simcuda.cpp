@@ -1274,18 +1274,24 @@ void prefer_kernels() {
 // ------------------------------------------------------------------- transfers between processes
 
 // One send or receive. Its two sides tell each other by the store, under names that both count.
+// It keeps no tensor: whoever frees one has let a stream wait for its end, so that the memory is used
+// by nothing before that.
 struct Transfer {
-  Tensor tensor;
+  char* memory;
+  size_t size;
   bool sends;
   std::string name;
   bool told = false, done = false;
 };
 
+Transfer transfer_of(const Tensor& tensor, bool sends, const std::string& name) {
+  return {(char*)tensor.const_data_ptr(), tensor.nbytes(), sends, name};
+}
+
 // What a communicator was given by one call, or by several between startCoalescing and endCoalescing.
 struct Group {
   void* communicator;
   c10::intrusive_ptr<c10d::Store> store;
-  std::vector<Tensor> kept;
   std::vector<Transfer> transfers;
   MarkPtr start;  // the stream has come to it
   MarkPtr over;   // a mark without a stream
@@ -1295,8 +1301,8 @@ std::deque<Group> groups;
 
 bool advance(Transfer& transfer, c10d::Store& store) {
   std::string there = transfer.name + "/there", data = transfer.name + "/data";
-  char* memory = (char*)transfer.tensor.const_data_ptr();
-  size_t size = transfer.tensor.nbytes();
+  char* memory = transfer.memory;
+  size_t size = transfer.size;
   if (!transfer.sends && !transfer.told) {
     store.set(there, std::vector<uint8_t>{1});
     transfer.told = true;
@@ -1383,6 +1389,7 @@ struct Communicator final : c10d::Backend {
   bool aborted = false;
   int open = 0;
   std::vector<std::pair<Transfer, c10::intrusive_ptr<TransferWork>>> collected;
+  std::vector<Tensor> given;  // the tensor of each of them
 
   Communicator(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)
       : Backend(rank, size), store(store->clone()) {
@@ -1419,7 +1426,8 @@ struct Communicator final : c10d::Backend {
                 "a send or a receive takes one contiguous tensor of a CUDA device");
     std::string pair = c10::str(from, ">", to, "/");
     auto work = c10::make_intrusive<TransferWork>();
-    collected.push_back({{tensors[0], sends, pair + std::to_string(count[pair]++)}, work});
+    collected.push_back({transfer_of(tensors[0], sends, pair + std::to_string(count[pair]++)), work});
+    given.push_back(tensors[0]);
     if (!open) start();
     return work;
   }
@@ -1473,11 +1481,10 @@ struct Communicator final : c10d::Backend {
                           : on_host(out).view({size, each});
     for (int rank = 0; rank < size; rank++) {
       std::string to = c10::str(getRank(), ">", rank, "/"), from = c10::str(rank, ">", getRank(), "/");
-      collected.push_back({{leaves[rank], true, to + std::to_string(count[to]++)}, nullptr});
-      if (rank == getRank())
-        collected.push_back({{arrived[rank], false, collected.back().first.name}, nullptr});
-      else
-        collected.push_back({{arrived[rank], false, from + std::to_string(count[from]++)}, nullptr});
+      collected.push_back({transfer_of(leaves[rank], true, to + std::to_string(count[to]++)), nullptr});
+      std::string name =
+          rank == getRank() ? collected.back().first.name : from + std::to_string(count[from]++);
+      collected.push_back({transfer_of(arrived[rank], false, name), nullptr});
     }
     auto work = c10::make_intrusive<TransferWork>();
     collected.back().second = work;
@@ -1498,10 +1505,9 @@ struct Communicator final : c10d::Backend {
   c10::intrusive_ptr<c10d::Work> start() {
     std::vector<Use> uses;
     std::vector<Tensor> kept;
-    for (auto& [transfer, work] : collected) {
-      if (transfer.tensor.numel()) uses.push_back(use_of(transfer.tensor, !transfer.sends));
-      kept.push_back(transfer.tensor);
-    }
+    kept.swap(given);
+    for (size_t i = 0; i < kept.size(); i++)
+      if (kept[i].numel()) uses.push_back(use_of(kept[i], !collected[i].first.sends));
     auto last = collected.back().second;
     start(collected[0].first.sends ? "nccl:send" : "nccl:recv", kept, uses, nullptr);
     return last;
@@ -1517,7 +1523,7 @@ struct Communicator final : c10d::Backend {
     if (made) it->second = number(device, 1 + POOL + handed[{device, true}]++ % POOL);
     int stream = it->second;
     ::wait(stream, record(current_queue(device)));
-    Group group{this, store, kept};
+    Group group{this, store};
     for (auto& [transfer, work] : collected) group.transfers.push_back(transfer);
     launch(stream, uses, name, [] {});
     group.start = record(stream);
