@@ -24,7 +24,10 @@ from tests.helpers.ranks import DeviceMesh, on_ranks
 pytestmark = pytest.mark.models
 
 HOUR = 3600 * 10**9
-CLOCKS = [f"fxpipe.{module}.perf_counter_ns" for module in ("runtime.interpreter", "metrics")]
+CLOCKS = [
+    f"fxpipe.{module}.perf_counter_ns"
+    for module in ("runtime.interpreter", "extensions.ranks.agreement")
+]
 
 COSTS = {"F": 1, "B": 2, "U": 1}
 
