@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.helpers.switch import Switch, address, hosts
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def model_of(stages: int) -> tuple[nn.Module, list[str]]:

@@ -27,7 +27,7 @@ from tests.helpers.plans import chain_program
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import batch, soon
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Options:
