@@ -38,12 +38,7 @@ def kept(text: str, make: Callable[[], Any]) -> Any:
         return json.loads(path.read_text())
     value = make()
     with suppress(OSError):  # then the next call makes it again
-        write_json(value, path)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(value, file)
+        os.replace(file.name, path)  # at once: others never read a part
     return value
-
-
-def write_json(value: Any, path: Path) -> None:
-    """Write a file of the folder at once: others never read a part."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(value, file)
-    os.replace(file.name, path)
