@@ -226,6 +226,7 @@ STILL_USE = {
     "partition/test_partition.py": {"exact_cut"},
     "passes/graph/test_random_calls.py": {"loss_weight"},
     "simcuda/drawn.py": {"offload"},
+    "simcuda/test_steps.py": {"streams"},
     "test_docs.py": {"cli"},
     "test_readme.py": {"cli"},
     "verify/test_program.py": {"offload"},

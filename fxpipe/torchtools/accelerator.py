@@ -108,43 +108,6 @@ def reaches(device: torch.device, other: torch.device) -> bool:
     return asked is not None and bool(asked(device.index or 0, other.index or 0))
 
 
-class current:
-    """A block in which a stream is the current one of its device, and its device the current one.
-
-    Unlike ``with stream:``, the block may be inside of another one of the same stream, and several
-    threads may be in theirs.
-    """
-
-    def __init__(self, stream: torch.Stream) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        self._device = torch.accelerator.current_device_index()
-        self._before = torch.accelerator.current_stream(self._stream.device)
-        torch.accelerator.set_stream(self._stream)
-
-    def __exit__(self, *error: object) -> None:
-        torch.accelerator.set_stream(self._before)
-        torch.accelerator.set_device_index(self._device)
-
-
-def plain(stream: torch.Stream) -> torch.Stream:
-    """A stream as a torch.Stream: torch.cuda.Stream and the like are equal to their own class
-    alone."""
-    return stream if type(stream) is torch.Stream else _numbered(stream, stream.stream_id)
-
-
-def default_stream(like: torch.Stream) -> torch.Stream:
-    """The default stream of a stream's device, which has the number 0 on every kind of device."""
-    return _numbered(like, 0)
-
-
-def _numbered(like: torch.Stream, number: int) -> torch.Stream:
-    return torch.Stream(
-        stream_id=number, device_index=like.device_index, device_type=like.device_type
-    )
-
-
 def timed_event(stream: torch.Stream) -> torch.Event:
     """An event at the end of what was launched on a stream so far, which keeps its time."""
     event = torch.Event(stream.device, enable_timing=True)

@@ -10,7 +10,6 @@ ORDER = "fxpipe.extensions.streams.launch_order"
 FREE = "fxpipe.passes.lowering.free"
 LANES = "fxpipe.extensions.streams.lanes"
 LAUNCHING = "fxpipe.extensions.streams.launching"
-ACCELERATOR = "fxpipe.torchtools.accelerator"
 CAPTURED = "fxpipe.extensions.cuda_graphs.captured"
 SLOTS = "fxpipe.extensions.cuda_graphs.slot_graphs"
 
@@ -324,7 +323,7 @@ FAULTS = {
         ("no peers",),
     ),
     "a block leaves its stream current": Fault(
-        ACCELERATOR, "torch.accelerator.set_stream(self._before)", "pass", ("pinned", "call")
+        LANES, "torch.accelerator.set_stream(self._before)", "pass", ("pinned", "call")
     ),
     # captured graphs
     "outputs of a capture stay in its slot": Fault(

@@ -26,10 +26,8 @@ from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.torchtools.accelerator import (
     Place,
-    current,
     home,
     kind_of,
-    plain,
     reaches,
     timed_event,
 )
@@ -39,6 +37,38 @@ ALONE = threading.RLock()
 
 TRIES = 32
 """How many streams of torch's pool to try: all streams of a device, if no other code takes any."""
+
+
+class current:
+    """A block in which a stream is the current one of its device, and its device the current one.
+
+    Unlike ``with stream:``, the block may be inside of another one of the same stream, and several
+    threads may be in theirs.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._device = torch.accelerator.current_device_index()
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.accelerator.set_stream(self._before)
+        torch.accelerator.set_device_index(self._device)
+
+
+def plain(stream: torch.Stream) -> torch.Stream:
+    """A stream as a torch.Stream: torch.cuda.Stream and the like are equal to their own class
+    alone."""
+    if type(stream) is torch.Stream:
+        return stream
+    return torch.Stream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
 
 
 class Lanes:
