@@ -139,6 +139,8 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "clipping": f"{_HERE}.clipping.clipping:Clipping",
         "check_copies": f"{_HERE}.copies.lowering:check_copies",
         "check": f"{_HERE}.model_check.checking:Checking",
+        "commit_moments": f"{_HERE}.deferred_batchnorm.moments:commit",
+        "merged_moments": f"{_HERE}.deferred_batchnorm.moments:merged_moments",
         "delays": f"{_HERE}.overlapping.delays:too_small",
         "distinct": f"{_HERE}.distinct.distinct:one_of_each",
         "fallback": f"{_HERE}.leaf_modules.extension:LeafModules",

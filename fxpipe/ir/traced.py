@@ -12,7 +12,6 @@ from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
 from fxpipe.ir.plan import Argument, Stage, Write, compared
-from fxpipe.torchtools.moments import DeferredNorm
 
 SEED = "fxpipe_seed"
 """The placeholder that carries a micro-batch's random seed, in graphs with random operations."""
@@ -28,6 +27,26 @@ SEEDS = "fxpipe.seeds"
 
 AUTOCAST = "fxpipe.autocast"
 """Metadata key of a node: the ``Autocasts`` in which the model runs it, if any."""
+
+
+@dataclass(frozen=True)
+class DeferredNorm:
+    """One call of a BatchNorm, whose running statistics are updated once per step.
+
+    Attributes:
+        moments: the name of the state in which ``gather`` accumulates its moments; zeros before
+            each step.
+        running_mean: the name of the running mean's buffer in the model.
+        running_var: the name of the running variance's buffer.
+        tracked: the name of the buffer that counts updates, if there is one.
+        momentum: the weight of the new statistics.
+    """
+
+    moments: str
+    running_mean: str
+    running_var: str
+    tracked: str | None
+    momentum: float
 
 
 @dataclass(frozen=True)

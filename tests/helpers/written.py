@@ -14,10 +14,9 @@ from torch.utils import _pytree as pytree
 
 import fxpipe.random
 from fxpipe.ir.plan import Argument, Plan, Stage, Write
-from fxpipe.ir.traced import Literal, Traced, Value
+from fxpipe.ir.traced import DeferredNorm, Literal, Traced, Value
 from fxpipe.text.program import read_edge
 from fxpipe.text.scan import Line
-from fxpipe.torchtools.moments import DeferredNorm
 
 SCOPE = {"torch": torch, "math": math, "operator": operator, "fxpipe": fxpipe}
 _Body = tuple[tuple[Argument, ...], tuple[Argument, ...], tuple[Write, ...], fx.GraphModule]

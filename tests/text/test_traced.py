@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from fxpipe.ir.traced import Literal, Value
-from fxpipe.torchtools.moments import DeferredNorm
+from fxpipe.ir.traced import DeferredNorm, Literal, Value
 from tests.helpers import written
 
 TEXT = """\

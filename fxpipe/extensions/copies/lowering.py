@@ -13,8 +13,8 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
+from fxpipe.ir.traced import DeferredNorm
 from fxpipe.passes.lowering.sums import Sums
-from fxpipe.torchtools.moments import DeferredNorm
 
 
 class SumCopies(Sums):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fxpipe.extend import find
 from fxpipe.ir.opcodes.base import Instruction, OncePerStep, Wrong
 from fxpipe.ir.task import TaskKind
 from fxpipe.ir.value import Buffer, own_buffer
@@ -98,12 +99,14 @@ class Add(_AtHome):
 
     def run(self, machine: Machine) -> None:
         from fxpipe.kernels.graph import totalled
-        from fxpipe.torchtools.moments import merged_moments
 
         totals, state = machine.totals(self), machine.store.state
         for buffer in self.uses(machine.program):
             gradients, written = machine.store.values[buffer]
             totals = totalled(totals, gradients)
             for name, moments in written.items():  # only moments, see ``refuse_copied``
-                state[name] = merged_moments([state[name], moments]) if name in state else moments
+                if name in state:
+                    merged = find("option", "merged_moments", "deferred BatchNorm with copies")
+                    moments = merged([state[name], moments])
+                state[name] = moments
         machine.store.gradients[self.stage, self.batch] = list(totals)

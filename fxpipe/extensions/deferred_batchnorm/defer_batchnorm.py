@@ -21,10 +21,10 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxpipe.errors import TraceError
+from fxpipe.extensions.deferred_batchnorm.moments import gather
 from fxpipe.ir.plan import Argument, Write
-from fxpipe.ir.traced import Traced
+from fxpipe.ir.traced import DeferredNorm, Traced
 from fxpipe.passes.graph.lazy_module import copied
-from fxpipe.torchtools.moments import DeferredNorm, gather
 
 aten = torch.ops.aten
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default

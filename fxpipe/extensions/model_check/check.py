@@ -18,13 +18,14 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import random
 from fxpipe.errors import TraceError
+from fxpipe.extend import find
 from fxpipe.extensions.model_check.fixed_draws import FixedDraws, pattern
 from fxpipe.extensions.model_check.serial import SerialResult, run_serially
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import AUTOCAST, Traced, Value
 from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.torchtools import moments, source
+from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.state import brought
 
@@ -203,7 +204,11 @@ def check(
                 ahead[what] = computed[name], there
         if loss is not None and traced.loss is not None:
             note(ahead, ("the loss", False), computed[traced.loss], loss)
-        for name, here in moments.commit(traced.deferred, before, result.state).items():
+        writes: Mapping[str, Tensor] = result.state
+        if traced.deferred:
+            commit = find("option", "commit_moments", "deferred BatchNorm")
+            writes = commit(traced.deferred, before, writes)
+        for name, here in writes.items():
             what = f"what is written to the buffer {name!r}", False
             note(ahead, what, here, after[name])
         return {**ahead, **back}

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxpipe.extend import find
 from fxpipe.extensions.overlapping.stage_weights import Buffers, StageWeights, frozen
 from fxpipe.ir.plan import Stage
+from fxpipe.ir.traced import DeferredNorm
 from fxpipe.runtime.weights.live import Weights
-from fxpipe.torchtools import moments
-from fxpipe.torchtools.moments import DeferredNorm
 
 
 class VersionedWeights(Weights):
@@ -170,7 +170,9 @@ class VersionedWeights(Weights):
     def gathered(self, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values of buffers after a batch, from what a device's forwards have written by name:
         their newest values, or moments for the statistics of a deferred BatchNorm."""
-        return moments.commit(self._deferred, {**self._state, **written}, written)
+        commit = find("option", "commit_moments", "deferred BatchNorm")
+        values: dict[str, Tensor] = commit(self._deferred, {**self._state, **written}, written)
+        return values
 
     def finished(self, version: int) -> None:
         """Note, once no batch is in flight, that the stages of other processes have a version."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fxpipe.extend import find
 from fxpipe.formatting import without_addresses
 from fxpipe.ir.plan import Stage
+from fxpipe.ir.traced import DeferredNorm
 from fxpipe.runtime.interpreter import Stopped
-from fxpipe.torchtools import moments
-from fxpipe.torchtools.moments import DeferredNorm
 
 _PARAMETERS = ("params", "param_names")
 """The keys of a parameter group that are not settings."""
@@ -131,10 +131,10 @@ class Weights:
         name → value: BatchNorm moments are merged over all replicas, every other buffer is the
         first replica's."""
         names = [norm.moments for norm in self._deferred if norm.moments in written[0]]
-        merged = {
-            name: moments.merged_moments([values[name] for values in written]) for name in names
-        }
-        return written[0] | merged
+        if not names:
+            return written[0]
+        merged = find("option", "merged_moments", "deferred BatchNorm over replicas")
+        return written[0] | {name: merged([values[name] for values in written]) for name in names}
 
     def buffers(self, stage: int) -> Sequence[Tensor]:
         """A stage's buffers as they were before the run."""
@@ -286,7 +286,8 @@ class LiveWeights(Weights):
         """
         with torch.no_grad():
             if self._deferred:
-                state = moments.commit(self._deferred, self._state, state)
+                commit = find("option", "commit_moments", "deferred BatchNorm")
+                state = commit(self._deferred, self._state, state)
             for name, value in state.items():
                 self._state[name].copy_(value)
             for stage, totals in gradients.items():

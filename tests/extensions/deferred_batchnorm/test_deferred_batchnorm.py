@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe import InputError, TraceError
-from fxpipe.torchtools.moments import gather
+from fxpipe.extensions.deferred_batchnorm.moments import gather
 from tests.oracles import loop
 
 

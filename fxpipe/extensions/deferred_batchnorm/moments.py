@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class DeferredNorm:
-    """One call of a BatchNorm, whose running statistics are updated once per step.
-
-    Attributes:
-        moments: the name of the state in which ``gather`` accumulates its moments; zeros before
-            each step.
-        running_mean: the name of the running mean's buffer in the model.
-        running_var: the name of the running variance's buffer.
-        tracked: the name of the buffer that counts updates, if there is one.
-        momentum: the weight of the new statistics.
-    """
-
-    moments: str
-    running_mean: str
-    running_var: str
-    tracked: str | None
-    momentum: float
+from fxpipe.ir.traced import DeferredNorm
 
 
 def gather(before: Tensor, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
