@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from fxpipe.calls import Calls
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.owned import Owned, joined, load_part, owned, used_tensors
 from fxpipe.compiler.residence import homes
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
@@ -27,7 +26,11 @@ from fxpipe.ir.traced import Traced
 from fxpipe.locks import locked
 from fxpipe.removed import gone
 from fxpipe.signature import SignedLikeTheModel
+from fxpipe.torchtools.meta import load_part
 from fxpipe.torchtools.state import HOOKS
+
+if TYPE_CHECKING:
+    from fxpipe.extensions.ranks.owned import Owned
 
 
 class Pipeline(nn.Module):
@@ -320,14 +323,14 @@ class Pipeline(nn.Module):
         """
         self._engine.flush()
         state = self._model.state_dict(*args, **kwargs)
-        if self._group.size == 1:
+        if (own := self._owned()) is None:
             return state
-        part = self._owned().part(self._model, state, kwargs.get("prefix", ""))
+        part = own.part(self._model, state, kwargs.get("prefix", ""))
         if not full:
             return part
         with self._group.calling("state_dict"):
             parts = self._group.exchange("state", {} if self._group.replica else part)
-        return joined(state, parts)
+        return own.joined(state, parts)
 
     @locked
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -428,9 +431,9 @@ class Pipeline(nn.Module):
         else:
             setattr(options.model, name, value)
 
-    def _owned(self) -> Owned:
-        """The tensors that this rank owns or uses."""
-        return owned(self._model, self._calls.shown, self._options.owns)
+    def _owned(self) -> Owned | None:
+        """The tensors that this rank owns or uses; None for all."""
+        return self._group.owned(self._model, self._calls.shown, self._options)
 
     def _homes(self) -> dict[torch.Tensor, torch.device]:
         """The tensors that have a device with memory of its own."""
@@ -438,5 +441,6 @@ class Pipeline(nn.Module):
 
     def _used(self) -> dict[int, torch.Tensor]:
         """Id → parameter or buffer, for those whose values this process needs."""
-        alone = self._group.size == 1
-        return used_tensors(self._model, self._calls.shown, self._options.owns, alone=alone)
+        if (own := self._owned()) is not None:
+            return own.needed(self._model)
+        return {id(x): x for x in (*self._model.parameters(), *self._model.buffers())}

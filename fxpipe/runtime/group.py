@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from fxpipe.compiler.compiled import Compiled, Kind
     from fxpipe.compiler.compiler import Compiler
     from fxpipe.compiler.options import Options
     from fxpipe.engine import Engine
+    from fxpipe.extensions.ranks.owned import Owned
     from fxpipe.ir.plan import Plan
     from fxpipe.ir.program import Program
     from fxpipe.ir.schedule import Schedule
@@ -140,6 +141,10 @@ class Group:
 
     def release(self, options: Options, compiled: Compiled) -> None:
         """Give back the memory of what only other ranks need of the model."""
+
+    def owned(self, model: nn.Module, compiled: Compiled | None, options: Options) -> Owned | None:
+        """What this process has of the model; None for all of it."""
+        return None
 
     def timed(self, times: Sequence[Sequence[int]]) -> list[list[int]]:
         """Device → its times on whichever rank it runs, by the clock of the first rank."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -194,3 +195,29 @@ def become(tensor: Tensor, other: Tensor) -> None:
     """
     new = other.detach().requires_grad_(tensor.requires_grad)
     torch._C._swap_tensor_impl(tensor, new)
+
+
+def load_part(
+    model: nn.Module,
+    used: Mapping[int, Tensor],
+    homes: Mapping[Tensor, torch.device],
+    state: Mapping[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Load of a state dict the tensors that this process uses; all others keep their values. Those
+    without data get memory on their devices, see ``allocated``."""
+    kept = model.state_dict(keep_vars=True)
+    others = {n: v for n, v in kept.items() if isinstance(v, Tensor) and id(v) not in used}
+    loaded = [used[id(v)] for name, v in kept.items() if name in state and id(v) in used]
+    with allocated(loaded, homes):
+        return model.load_state_dict(state_like(state, {**state, **others}), *args, **kwargs)
+
+
+def state_like(state: Mapping[str, Any], values: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """A state dict of these values with the module versions of another one, which tell modules
+    whether to convert older values."""
+    result = OrderedDict(values)
+    if hasattr(state, "_metadata"):
+        vars(result)["_metadata"] = state._metadata
+    return result

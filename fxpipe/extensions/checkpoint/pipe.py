@@ -91,8 +91,9 @@ def save(pipe: Pipeline, folder: str | os.PathLike[str], extra: Any = None) -> N
         pipe._engine.flush()
         changed = any(pipe._group.exchange("changes", pipe._engine.progress.changed))
         own = pipe._owned()
-        saved = taken(pipe, extra, changed=changed).part(own.kept)
-        state = own.part(pipe._model, pipe._model.state_dict())
+        saved, state = taken(pipe, extra, changed=changed), pipe._model.state_dict()
+        if own is not None:
+            saved, state = saved.part(own.kept), own.part(pipe._model, state)
         folders.write(saved, state, folder, pipe._group)
 
 
@@ -127,8 +128,8 @@ def load(pipe: Pipeline, folder: str | os.PathLike[str], *, must_exist: bool = T
             return None
         if pipe._options.hollow:
             pipe._used()  # raises before anything is read
-        own = None if pipe._group.size == 1 else pipe._owned().used
-        return _go_on_from(pipe, folders.read(folder, own))
+        own = pipe._owned()
+        return _go_on_from(pipe, folders.read(folder, None if own is None else own.used))
 
 
 def _go_on_from(pipe: Pipeline, saved: Checkpoint) -> Any:

@@ -24,6 +24,7 @@ from fxpipe.engine import Engine
 from fxpipe.extend import find
 from fxpipe.extensions.ranks.devices import RankBackend
 from fxpipe.extensions.ranks.group import RankGroup
+from fxpipe.extensions.ranks.owned import Owned, owned
 from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.formatting import without_addresses
 from fxpipe.ir.plan import Plan, Stage
@@ -166,6 +167,9 @@ class Ranks(RankGroup):
         # the same on all ranks, so that they compile alike
         options.__dict__["hollow"] = options.size
         allocator.give_back()
+
+    def owned(self, model: nn.Module, compiled: Compiled | None, options: Options) -> Owned:
+        return owned(model, compiled, options.owns)
 
     def timed(self, times: Sequence[Sequence[int]]) -> list[list[int]]:
         ahead, every = self.clocks(), self.exchange("times", times)

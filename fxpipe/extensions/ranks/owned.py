@@ -1,4 +1,4 @@
-"""Which parameters and buffers of a model a process has, and what of a state dict is its part."""
+"""Which parameters and buffers of a model a rank has, and what of a state dict is its part."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import InputError
-from fxpipe.torchtools.meta import allocated
+from fxpipe.torchtools.meta import state_like
 
 
 @dataclass(frozen=True)
@@ -24,22 +23,48 @@ class Owned:
         kept: the names whose newest values this process keeps, and no other process.
         used: the names whose values this process needs.
         rest: whether this process also keeps what is neither a parameter nor a buffer.
+        compiled: whether the stages are known.
     """
 
     names: Mapping[int, str]
     kept: frozenset[str]
     used: frozenset[str]
     rest: bool
+    compiled: bool
 
     def keeps(self, value: Any) -> bool:
         """Whether this process keeps a value of the model's state dict."""
         return self.names[id(value)] in self.kept if id(value) in self.names else self.rest
 
-    def part(self, model: nn.Module, state: Mapping[str, Any], prefix: str = "") -> StateDict:
+    def part(
+        self, model: nn.Module, state: Mapping[str, Any], prefix: str = ""
+    ) -> OrderedDict[str, Any]:
         """The entries of the model's state dict that this process keeps."""
         real = model.state_dict(keep_vars=True, prefix=prefix)
         part = {name: value for name, value in state.items() if self.keeps(real.get(name))}
-        return _like(state, part)
+        return state_like(state, part)
+
+    def needed(self, model: nn.Module) -> dict[int, Tensor]:
+        """Id → parameter or buffer, for those whose values this process needs.
+
+        Raises:
+            InputError: nothing is compiled yet, so that the stages are not known.
+        """
+        if not self.compiled:
+            raise InputError(
+                "nothing is compiled yet, so that it is not known which stages this rank has; give "
+                "compile(..., example=inputs), or call prepare(inputs) first"
+            )
+        tensors = (*model.parameters(), *model.buffers())
+        return {id(x): x for x in tensors if self.names[id(x)] in self.used}
+
+    @staticmethod
+    def joined(
+        state: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
+    ) -> OrderedDict[str, Any]:
+        """The parts of all processes as one state dict, in the order of ``state``."""
+        whole = {name: value for part in parts for name, value in part.items()}
+        return state_like(state, {name: whole[name] for name in state})
 
 
 def owned(model: nn.Module, compiled: Compiled | None, owns: Callable[[int], bool]) -> Owned:
@@ -69,59 +94,4 @@ def owned(model: nn.Module, compiled: Compiled | None, owns: Callable[[int], boo
     kept = {name for name, stage in keeper.items() if owns(stage)} | (common if rest else set())
     if rest or compiled is None:
         used |= common
-    return Owned(names, frozenset(kept), frozenset(used), rest)
-
-
-StateDict = OrderedDict[str, Any]
-
-
-def joined(state: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> StateDict:
-    """The parts of all processes as one state dict, in the order of ``state``."""
-    whole = {name: value for part in parts for name, value in part.items()}
-    return _like(state, {name: whole[name] for name in state})
-
-
-def used_tensors(
-    model: nn.Module, compiled: Compiled | None, owns: Callable[[int], bool], *, alone: bool
-) -> dict[int, Tensor]:
-    """Id → parameter or buffer, for those whose values this process needs: all if it is alone.
-
-    Raises:
-        InputError: nothing is compiled yet, so that the stages are not known.
-    """
-    tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    if alone:
-        return tensors
-    if compiled is None:
-        raise InputError(
-            "nothing is compiled yet, so that it is not known which stages this rank has; give "
-            "compile(..., example=inputs), or call prepare(inputs) first"
-        )
-    own = owned(model, compiled, owns)
-    return {key: tensor for key, tensor in tensors.items() if own.names[key] in own.used}
-
-
-def load_part(
-    model: nn.Module,
-    used: Mapping[int, Tensor],
-    homes: Mapping[Tensor, torch.device],
-    state: Mapping[str, Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Load of a state dict the tensors that this process uses; all others keep their values. Those
-    without data get memory on their devices, see ``allocated``."""
-    kept = model.state_dict(keep_vars=True)
-    others = {n: v for n, v in kept.items() if isinstance(v, Tensor) and id(v) not in used}
-    loaded = [used[id(v)] for name, v in kept.items() if name in state and id(v) in used]
-    with allocated(loaded, homes):
-        return model.load_state_dict(_like(state, {**state, **others}), *args, **kwargs)
-
-
-def _like(state: Mapping[str, Any], values: Mapping[str, Any]) -> StateDict:
-    """A state dict of these values with the module versions of another one, which tell modules
-    whether to convert older values."""
-    result = OrderedDict(values)
-    if hasattr(state, "_metadata"):
-        vars(result)["_metadata"] = state._metadata
-    return result
+    return Owned(names, frozenset(kept), frozenset(used), rest, compiled is not None)
