@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import told
+from fxpipe.extensions.inductor.kept import folder, key_of
 from fxpipe.extensions.inductor.libraries import (
     can_compile,
     compile_all,
@@ -35,7 +36,6 @@ from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import COMPILED, GraphKernel
 from fxpipe.log import LOGGER
 from fxpipe.passes.graph.lazy_module import lazy_module
-from fxpipe.torchtools.kept import folder, key_of
 
 _OPTIONS = {"layout_optimization": False}
 """Options of inductor. What stages send and save must keep its layout, so convolutions in another

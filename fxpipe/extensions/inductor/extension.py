@@ -10,12 +10,12 @@ from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
 from fxpipe.extend import Extension
 from fxpipe.extensions.inductor.compile_stages import compile_stages
+from fxpipe.extensions.inductor.kept import kept
 from fxpipe.extensions.inductor.lower_graph import graph_text
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.runner import Pass
-from fxpipe.torchtools.kept import kept
 
 
 def keep_costs(

@@ -18,8 +18,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from fxpipe.extensions.inductor.kept import cache_dir, folder
 from fxpipe.extensions.inductor.library import Library
-from fxpipe.torchtools.kept import cache_dir, folder
 from fxpipe.torchtools.state import processors
 
 _WORKER = (sys.executable, "-m", "fxpipe.extensions.inductor.worker")

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fxpipe.extensions.leaf_modules.counting import Counting
 from fxpipe.extensions.leaf_modules.kernel import AutogradKernel
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.value import Edge
@@ -21,7 +22,6 @@ from fxpipe.kernels.kernel import CountedBytes
 from fxpipe.passes.differentiate.differentiate import Differentiator, Wanted
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.torchtools import source
-from fxpipe.torchtools.counting import Counting
 from fxpipe.torchtools.pytrees import memory, size_in_bytes
 from fxpipe.torchtools.state import under
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from fxpipe.torchtools.counting import Counting
+from fxpipe.extend import find
 from fxpipe.torchtools.optimizers import copy_alone
 
 _SIDE = 64
@@ -30,7 +30,8 @@ def optimizer_memory(optimizer: Optimizer) -> tuple[int, int]:
 
     A copy of the optimizer makes two steps over zeros of the same shapes, without data if they are
     large. If it needs data, or asks for the device, it steps small tensors, and the result is
-    scaled up. Results for PyTorch's optimizers are remembered.
+    scaled up. Results for PyTorch's optimizers are remembered. Without the extension leaf_modules,
+    which counts bytes, they are taken for Adam's.
     """
     key = _key(optimizer)
     memory = None if key is None else _known.get(key)
@@ -80,7 +81,7 @@ def _steps(optimizer: Optimizer, groups: list[dict[str, Any]]) -> tuple[int, int
     """The same for a copy of the optimizer with other parameter groups."""
     stepped, step = copy_alone(optimizer, groups), type(optimizer).step
     step(stepped)
-    with Counting(meta=True) as counting:
+    with find("option", "counting")(meta=True) as counting:
         step(stepped)
     return _bytes(stepped.state), counting.peak
 
