@@ -69,6 +69,8 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "offload": f"{_HERE}.offload.opcodes:Offload",
         "prefetch": f"{_HERE}.offload.opcodes:Prefetch",
         "await": f"{_HERE}.offload.opcodes:Await",
+        "norm": f"{_HERE}.clipping.opcodes:Norm",
+        "clip": f"{_HERE}.clipping.opcodes:Clip",
         "partial_backward": f"{_HERE}.replicas.opcodes:PartialBackward",
         "reduce_scatter": f"{_HERE}.replicas.opcodes:ReduceScatter",
         "all_gather": f"{_HERE}.replicas.opcodes:AllGather",
@@ -133,6 +135,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Simulation.draw": f"{_HERE}.draw.schedule:draw_simulations",
     },
     "option": {
+        "add_clip": f"{_HERE}.clipping.add_clip:add_clip",
         "any_size": f"{_HERE}.any_size.any_size:sized",
         "partitioner": f"{_HERE}.exact_cut.partitioner:ExactCut",
         "call": f"{_HERE}.differentiable.call:differentiable_call",

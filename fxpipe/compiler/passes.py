@@ -25,6 +25,7 @@ from fxpipe.errors import PassError, near
 from fxpipe.extend import find
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
@@ -41,15 +42,16 @@ from fxpipe.passes.partition.balance import balance, cut_at, judge
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import NodeCost, measure, spread
 from fxpipe.passes.runner import Pass
-from fxpipe.passes.schedule import (
-    add_clip,
-    add_recompute,
-    add_reduce,
-    write_schedule,
-)
+from fxpipe.passes.schedule import add_recompute, add_reduce, write_schedule
 from fxpipe.passes.tracing.attach_loss import attach_loss, declare_own_loss
 from fxpipe.passes.tracing.explain import refuse_control_flow, refuse_sparse_values, refuse_values
 from fxpipe.passes.tracing.trace import export
+
+
+def add_clip(schedule: Schedule) -> Schedule:
+    """Schedule → Schedule: a clip before every update."""
+    clipping: Schedule = find("option", "add_clip", "compile(..., clip_norm=, scaler=)")(schedule)
+    return clipping
 
 
 def part_gradients(plan: Plan, bucket_bytes: float) -> Plan:

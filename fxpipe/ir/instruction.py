@@ -11,8 +11,6 @@ from fxpipe.ir.opcodes.base import Instruction as Instruction
 from fxpipe.ir.opcodes.base import Move as Move
 from fxpipe.ir.opcodes.base import OncePerStep as OncePerStep
 from fxpipe.ir.opcodes.base import Wrong as Wrong
-from fxpipe.ir.opcodes.clipping import Clip as Clip
-from fxpipe.ir.opcodes.clipping import Norm as Norm
 from fxpipe.ir.opcodes.forward import Forward as Forward
 from fxpipe.ir.opcodes.forward import Recompute as Recompute
 from fxpipe.ir.opcodes.moves import Free as Free
@@ -36,7 +34,6 @@ OPCODES: dict[str, type[Instruction]] = {
     for made in (
         *(Load, Output, Send, Receive),
         *(Forward, Recompute, Backward, InputGrad, WeightGrad, Run),
-        *(Norm, Clip),
         *(Free, Barrier, Pause, Update),
     )
 }

@@ -129,7 +129,7 @@ class Program:
     @cached_property
     def clips(self) -> bool:
         """Whether it clips gradients."""
-        return any(isinstance(x, ins.Norm) for x in self._instructions)
+        return "norm" in self.opcodes
 
     @cached_property
     def buckets(self) -> Mapping[int, int]:

@@ -193,7 +193,7 @@ class _Instructions:
                 version = batch + 1
             return ins.Run(kind, stage, i, version, batch)
         if kind == "C":
-            return ins.Clip(stage, batch)
+            return _clipping("clip", stage, batch)
         if i is None:
             return ins.Update(stage, batch, batch + 1, batch)
         if kind in BESIDE:
@@ -230,14 +230,20 @@ class _Instructions:
                 continue
             yield waits
             if self._clips:
-                yield ins.Norm(stage, batch)
+                yield _clipping("norm", stage, batch)
 
     def after(self, task: Task) -> Iterator[ins.Instruction]:
         """Yield the norm of the gradients that a task completes, if stages clip."""
         if self._clips and self._last.get(task.stage) == task:
             assert task.stage is not None
             if self._sums is None or self._sums.waits(task.stage, task.batch) is None:
-                yield ins.Norm(task.stage, task.batch)
+                yield _clipping("norm", task.stage, task.batch)
+
+
+def _clipping(opcode: str, stage: int, batch: int) -> ins.Instruction:
+    """An instruction of clipping, which its extension has."""
+    clipping: ins.Instruction = find("instruction", opcode, "a schedule with C")(stage, batch)
+    return clipping
 
 
 def _gathers(schedule: Schedule, updates: bool) -> Mapping[tuple[int, int], list[tuple[int, int]]]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from fxpipe.extend import find
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket, Plan, Stage
 from fxpipe.ir.program import Program
@@ -57,6 +58,12 @@ def chain_program(
     schedule = add_reduce(schedule) if replicas > 1 else schedule
     lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas)
     return free(communicate(lower(schedule)))
+
+
+def add_clip(schedule: Schedule) -> Schedule:
+    """The schedule with clips, by the extension that clips."""
+    clipped: Schedule = find("option", "add_clip")(schedule)
+    return clipped
 
 
 def in_turn(window: Sequence[Item], steps: int, depth: int) -> Iterator[tuple[int, Item]]:

@@ -152,14 +152,14 @@ class _Run(Devices):
                     if given not in self.sums:
                         raise WrongError("it is no sum of gradients")
                     self.model.take(stage, self.step + batch, self.sums[given])
-            case ins.Norm(stage, batch):
+            case ins.OncePerStep(stage, batch, opcode="norm"):
                 self._there(stage, self.step + batch)
                 batch += self.step
                 self._at_home(device, stage)
                 for other in range(self.program.stages):
                     buffer = norm_buffer(stage, other, batch)
                     self._write(device, buffer, self.model.norm(stage, batch))
-            case ins.Clip(stage, batch):
+            case ins.OncePerStep(stage, batch, opcode="clip"):
                 self._there(stage, self.step + batch)
                 batch += self.step
                 self._at_home(device, stage)

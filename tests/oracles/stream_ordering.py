@@ -155,7 +155,8 @@ class Ordering:
                         any(isinstance(x, ins.Update) for x in pair)
                         or all(isinstance(x, ins.Forward) for x in pair)
                         or all(
-                            isinstance(x, ins.Backward | ins.WeightGrad | ins.Norm | ins.Clip)
+                            isinstance(x, ins.Backward | ins.WeightGrad)
+                            or x.opcode in ("norm", "clip")
                             for x in pair
                         )
                     ) and not self.is_before(other, node):

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.clipping.add_clip import add_clip
 from fxpipe.extensions.draw.grid import schedule_grid
 from fxpipe.extensions.draw.timeline import timeline_of
 from fxpipe.extensions.simulator.costs import Costs
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, U
-from fxpipe.passes.schedule import add_clip
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 
 TIME = st.sampled_from([0.5, 1, 1.25, 2, 3])

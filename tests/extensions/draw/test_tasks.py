@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from fxpipe.extensions.clipping.add_clip import add_clip
 from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import define_task
-from fxpipe.passes.schedule import add_clip
 from tests.ir.test_own_tasks import with_task
 from tests.schedules.test_pairs import paired
 

@@ -16,6 +16,7 @@ import torch.distributed
 
 import fxpipe
 from fxpipe import EndedError, ExecutionError, InputError, RankError, VerificationError
+from fxpipe.extensions.clipping.opcodes import Clip
 from fxpipe.extensions.ranks.mesh import check_cuda_ranks
 from fxpipe.extensions.ranks.pairs import PairGroups
 from fxpipe.extensions.ranks.streams import DeviceChannels, StreamRanks
@@ -31,7 +32,7 @@ from tests.simcuda.ranks import on_devices_of_ranks
 
 dist: Any = torch.distributed
 
-KINDS = (ins.Receive, ins.Clip, ins.Update, *deep(ins.Send, ins.Forward, ins.Backward))
+KINDS = (ins.Receive, Clip, ins.Update, *deep(ins.Send, ins.Forward, ins.Backward))
 
 
 def streaming(mesh: DeviceMesh, **options: Any) -> tuple[Beside, StreamRanks]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.clipping.opcodes import Clip, Norm
 from fxpipe.extensions.replicas import opcodes
 from fxpipe.extensions.replicas.lowering import gather_weights
 from fxpipe.ir import instruction as ins
@@ -29,7 +30,7 @@ def summed(text: str, *, updates: bool = True) -> Program:
 
 def summing(program: Program) -> list[list[str]]:
     """What each device does that concerns sums over replicas."""
-    kinds = opcodes.Summing | ins.Norm | ins.Clip | ins.Run | ins.Barrier | ins.Update
+    kinds = opcodes.Summing | Norm | Clip | ins.Run | ins.Barrier | ins.Update
     return [[print_instruction(x) for x in own if isinstance(x, kinds)] for own in program.lists]
 
 

@@ -23,9 +23,9 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import add_reduce
+from tests.extensions.replicas.test_add_reduce import between
 from tests.oracles import small_simulator
 from tests.oracles.small_simulator import makespan
-from tests.passes.lowering.test_add_reduce import between
 
 SMALL = st.integers(0, 6)
 TWO = Schedule.parse(

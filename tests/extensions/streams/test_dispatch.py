@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import fxpipe
 from fxpipe.errors import InputError, PartitionError, VerificationError
+from fxpipe.extensions.clipping.add_clip import add_clip
 from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Launch
@@ -25,7 +26,6 @@ from fxpipe.ir.recipe import RECIPES
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.schedule import add_clip
 from fxpipe.runtime import choice
 from fxpipe.runtime.choice import Dispatches
 from tests.extensions.streams.test_streams import LIBRARY, plain

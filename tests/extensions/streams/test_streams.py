@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.clipping.add_clip import add_clip
 from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Event, Launch
@@ -17,7 +18,6 @@ from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.schedule import add_clip
 from fxpipe.runtime.interpreter import HANDLERS
 from fxpipe.schedules import gpipe, one_f_one_b
 from tests.conftest import Golden

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from fxpipe.extensions.clipping.add_clip import add_clip
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
-from fxpipe.passes.schedule import add_clip, add_reduce, end_with_flush
+from fxpipe.passes.schedule import add_reduce, end_with_flush
 from tests.helpers.plans import in_turn
 
 TRAINING = sorted(RECIPES.keys() - {"inference"})
