@@ -136,6 +136,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     },
     "option": {
         "add_clip": f"{_HERE}.clipping.add_clip:add_clip",
+        "add_reduce": f"{_HERE}.replicas.add_reduce:add_reduce",
         "any_size": f"{_HERE}.any_size.any_size:sized",
         "partitioner": f"{_HERE}.exact_cut.partitioner:ExactCut",
         "call": f"{_HERE}.differentiable.call:differentiable_call",

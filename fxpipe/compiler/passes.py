@@ -42,10 +42,18 @@ from fxpipe.passes.partition.balance import balance, cut_at, judge
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import NodeCost, measure, spread
 from fxpipe.passes.runner import Pass
-from fxpipe.passes.schedule import add_recompute, add_reduce, write_schedule
+from fxpipe.passes.schedule import add_recompute, write_schedule
 from fxpipe.passes.tracing.attach_loss import attach_loss, declare_own_loss
 from fxpipe.passes.tracing.explain import refuse_control_flow, refuse_sparse_values, refuse_values
 from fxpipe.passes.tracing.trace import export
+
+
+def add_reduce(schedule: Schedule) -> Schedule:
+    """Schedule → Schedule: a reduce right after each stage's last backward."""
+    if "A" in schedule.kinds:
+        return schedule
+    reducing: Schedule = find("option", "add_reduce", "summing over replicas")(schedule)
+    return reducing
 
 
 def add_clip(schedule: Schedule) -> Schedule:

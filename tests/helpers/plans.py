@@ -20,7 +20,6 @@ from fxpipe.ir.value import HOST, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.schedule import add_reduce
 
 Item = TypeVar("Item", Task, ins.Instruction)
 
@@ -58,6 +57,12 @@ def chain_program(
     schedule = add_reduce(schedule) if replicas > 1 else schedule
     lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas)
     return free(communicate(lower(schedule)))
+
+
+def add_reduce(schedule: Schedule) -> Schedule:
+    """The schedule with reduces, by the extension that sums over replicas."""
+    reduced: Schedule = find("option", "add_reduce")(schedule)
+    return reduced
 
 
 def add_clip(schedule: Schedule) -> Schedule:

@@ -21,12 +21,12 @@ from fxpipe.ir.task import KINDS, define_task
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.schedule import add_recompute, add_reduce
+from fxpipe.passes.schedule import add_recompute
 from fxpipe.schedules import cdp_v2, chimera, gpipe, one_f_one_b, two_bw, zb_h1
 from fxpipe.verify.program import verify_program
 from tests.helpers.lines import lines
 from tests.helpers.mutants import program_mutants, sampled
-from tests.helpers.plans import add_clip, chain, skipping
+from tests.helpers.plans import add_clip, add_reduce, chain, skipping
 from tests.helpers.profiles import DEEP, deep, some
 from tests.oracles.program_executor import program_is_right, steps_to_tell
 from tests.oracles.symbolic_loop import Model, plain_loop

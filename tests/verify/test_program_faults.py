@@ -15,12 +15,11 @@ from fxpipe.ir.task import KINDS, define_task
 from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from fxpipe.text.program import print_instruction
 from fxpipe.verify.program import verify_program
 from tests.helpers.faults import faults_of
-from tests.helpers.plans import chain, skipping
+from tests.helpers.plans import add_reduce, chain, skipping
 from tests.verify.test_program import SHARED, lowered
 
 Choose = Callable[[ins.Instruction], bool]

@@ -17,13 +17,14 @@ from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, A, B, F, Task, U, define_task
-from fxpipe.passes.schedule import add_recompute, add_reduce
+from fxpipe.passes.schedule import add_recompute
 from fxpipe.schedules import one_f_one_b
 from fxpipe.schedules.one_f_one_b import seq1f1b
 from fxpipe.verify.schedule import verify_schedule
 from tests.helpers.faults import faults_of
 from tests.helpers.lines import lines
 from tests.helpers.mutants import sampled, schedule_mutants
+from tests.helpers.plans import add_reduce
 from tests.helpers.profiles import DEEP, some
 from tests.oracles.schedule_executor import schedule_is_right
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.schedule import add_reduce
+from tests.helpers.plans import add_reduce
 from tests.oracles.schedule_executor import schedule_is_right
 from tests.verify.test_schedule import accepts, fault_of
 

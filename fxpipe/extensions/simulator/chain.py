@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import fx
 
+from fxpipe.extend import find
 from fxpipe.extensions.simulator.pairs import pairs_in, start_together
 from fxpipe.ir.plan import Bucket, Plan, Stage
 from fxpipe.ir.program import Program
@@ -16,7 +17,6 @@ from fxpipe.ir.value import HOST, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.schedule import add_reduce
 
 
 def chain(
@@ -47,7 +47,10 @@ def _empty() -> fx.GraphModule:
 def with_sums(schedule: Schedule, replicas: int = 1) -> Schedule:
     """The schedule with an A for each stage and copy, if it sums gradients."""
     summed = schedule.trains and (replicas > 1 or any(schedule.working))
-    return add_reduce(schedule) if summed else schedule
+    if not summed or "A" in schedule.kinds:
+        return schedule
+    reduced: Schedule = find("option", "add_reduce", "summing over replicas")(schedule)
+    return reduced
 
 
 def chain_program(

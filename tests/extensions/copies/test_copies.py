@@ -18,10 +18,10 @@ from fxpipe.errors import ExecutionError, InputError
 from fxpipe.extensions.copies.dualpipe import dualpipe
 from fxpipe.extensions.copies.lowering import check_copies
 from fxpipe.extensions.copies.opcodes import Add, Give, Share
+from fxpipe.extensions.replicas.add_reduce import add_reduce
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.schedule import add_reduce
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine, Store
 from tests.extensions.overlapping.test_delay_rules import stage_of

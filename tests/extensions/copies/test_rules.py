@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import ParseError, VerificationError
+from fxpipe.extensions.replicas.add_reduce import add_reduce
 from fxpipe.ir import task
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
-from fxpipe.passes.schedule import add_reduce
 from tests.helpers.plans import chain_program
 from tests.oracles.schedule_executor import schedule_is_right
 from tests.verify.test_schedule import accepts, fault_of

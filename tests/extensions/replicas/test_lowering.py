@@ -9,6 +9,7 @@ import pytest
 from fxpipe.errors import InputError
 from fxpipe.extensions.clipping.opcodes import Clip, Norm
 from fxpipe.extensions.replicas import opcodes
+from fxpipe.extensions.replicas.add_reduce import add_reduce
 from fxpipe.extensions.replicas.lowering import gather_weights
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket
@@ -16,7 +17,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, define_task
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import gpipe, inference, one_f_one_b, two_bw
 from fxpipe.text.program import print_instruction
 from tests.helpers.plans import chain

@@ -10,6 +10,7 @@ import pytest
 from fxpipe.errors import InputError, VerificationError
 from fxpipe.extensions.clipping.add_clip import add_clip
 from fxpipe.extensions.copies.opcodes import Give
+from fxpipe.extensions.replicas.add_reduce import add_reduce
 from fxpipe.extensions.replicas.opcodes import ReduceScatter
 from fxpipe.extensions.simulator import Link, Sizes, simulate
 from fxpipe.extensions.simulator.chain import chain_program
@@ -19,7 +20,7 @@ from fxpipe.ir.instruction import Update
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.schedule import add_recompute, add_reduce
+from fxpipe.passes.schedule import add_recompute
 from fxpipe.schedules import cdp_v1, cdp_v2, gpipe
 from tests.extensions.copies.test_rules import copy_edits, edited_copies
 from tests.extensions.streams.test_streams import FLUSHING, LIBRARY, chained, plain

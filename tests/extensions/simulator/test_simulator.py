@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import InputError, VerificationError
+from fxpipe.extensions.replicas.add_reduce import add_reduce
 from fxpipe.extensions.replicas.lowering import gather_weights
 from fxpipe.extensions.simulator import Link, Sizes, simulate
 from fxpipe.extensions.simulator.chain import chain_program
@@ -28,7 +29,6 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import Buffer
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import one_f_one_b
 from tests.helpers.plans import chain, skipping
 from tests.passes.lowering.test_lower import plans, schedules, whole

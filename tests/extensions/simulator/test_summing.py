@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.replicas import opcodes
+from fxpipe.extensions.replicas.add_reduce import add_reduce
 from fxpipe.extensions.replicas.lowering import gather_weights
 from fxpipe.extensions.simulator import Link, Simulation, Sizes, simulate
 from fxpipe.extensions.simulator.chain import chain_program
@@ -22,7 +23,6 @@ from fxpipe.ir.plan import Bucket
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.schedule import add_reduce
 from tests.extensions.replicas.test_add_reduce import between
 from tests.oracles import small_simulator
 from tests.oracles.small_simulator import makespan
