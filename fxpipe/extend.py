@@ -160,6 +160,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "mesh": f"{_HERE}.ranks.mesh:ranks_of",
         "peaks": f"{_HERE}.simulator.predict:peaks",
         "rank_streams": f"{_HERE}.ranks.streams:StreamRanks",
+        "place_devices": f"{_HERE}.streams.place_devices:place_devices",
         "recorder": f"{_HERE}.fast_trace.record:GraphRecorder",
         "reducible": f"{_HERE}.distinct.distinct:reducible",
         "refuse_copied": f"{_HERE}.copies.lowering:refuse_copied",

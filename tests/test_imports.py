@@ -192,6 +192,7 @@ TWICE = {
     "add_reduce": "the pass, and the extension's function that it finds",
     "main": "the command line's, and that of a process that compiles for inductor",
     "Offload": "the extension, and the instruction that it adds",
+    "place_devices": "the pass, and the extension's function that it finds",
 }
 """Public names that two modules define, and why."""
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.preflight import (
     refuse_hooks,
@@ -31,7 +33,6 @@ from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.fit import localise_sizes, relay
 from fxpipe.passes.graph.functionalise import functionalise
-from fxpipe.passes.graph.place_devices import place_devices
 from fxpipe.passes.graph.randomness import seed_randomness
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
@@ -77,6 +78,13 @@ def distinct(
     reduced: tuple[Traced, Mapping[str, Any], Wanted, Mapping[str, Any]]
     reduced = find("option", "distinct")(traced, values, state, wanted, scratches)
     return reduced
+
+
+def place_devices(plan: Plan, device: torch.device, stage_devices: Sequence[torch.device]) -> Plan:
+    """Plan → Plan: every stage creates its tensors on the device where it runs."""
+    place = find("option", "place_devices", "a device with streams")
+    placed: Plan = place(plan, device, stage_devices)
+    return placed
 
 
 def streams(program: Program) -> Program:

@@ -20,8 +20,7 @@ from torch import Tensor, fx
 from fxpipe.extensions.loss_weight.copies import current_copy
 from fxpipe.ir.traced import DRAWS, Traced
 from fxpipe.passes.differentiate.extract import ancestors, extract
-from fxpipe.passes.graph.lazy_module import lazy_module
-from fxpipe.passes.graph.place_devices import move_constants
+from fxpipe.passes.graph.lazy_module import lazy_module, move_constants
 from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH
 from fxpipe.random import arguments_of
 from fxpipe.torchtools import source

@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxpipe.errors import PassError
 from fxpipe.ir.plan import Plan, Stage
-from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.passes.graph.lazy_module import lazy_module, move_constants
 
 
 def place_devices(plan: Plan, device: torch.device, stage_devices: Sequence[torch.device]) -> Plan:
@@ -63,20 +63,8 @@ def moved(module: fx.GraphModule, traced: torch.device, home: torch.device) -> f
         node.args = fx.node.map_aggregate(node.args, exchange)
         node.kwargs = fx.node.map_aggregate(node.kwargs, exchange)
     result = lazy_module(module, graph)
-    move_constants(result, home, traced)
+    move_constants(result, home, lambda device: same(device, traced))
     return result
-
-
-def move_constants(
-    module: fx.GraphModule, home: torch.device, traced: torch.device | None = None
-) -> None:
-    """Move the constants of a graph to a device, or only those on the device ``traced``."""
-    for node in module.graph.find_nodes(op="get_attr"):
-        owner, _, name = str(node.target).rpartition(".")
-        holder = module.get_submodule(owner)
-        value = getattr(holder, name)
-        if isinstance(value, Tensor) and (traced is None or same(value.device, traced)):
-            setattr(holder, name, value.to(home))
 
 
 def _exchanged(value: Any, traced: torch.device, home: torch.device, node: fx.Node) -> Any:

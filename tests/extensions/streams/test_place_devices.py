@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe.errors import PassError
+from fxpipe.extensions.streams.place_devices import moved, place_devices
 from fxpipe.ir.plan import Plan
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.graph.place_devices import moved, place_devices
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
