@@ -136,7 +136,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     },
     "option": {
         "add_clip": f"{_HERE}.clipping.add_clip:add_clip",
-        "add_reduce": f"{_HERE}.replicas.add_reduce:add_reduce",
+        "add_reduce": f"{_HERE}.replicas.lowering:add_reduce",
         "any_size": f"{_HERE}.any_size.any_size:sized",
         "partitioner": f"{_HERE}.exact_cut.partitioner:ExactCut",
         "call": f"{_HERE}.differentiable.call:differentiable_call",
@@ -147,6 +147,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "merged_moments": f"{_HERE}.deferred_batchnorm.moments:merged_moments",
         "counting": f"{_HERE}.leaf_modules.counting:Counting",
         "delays": f"{_HERE}.overlapping.delays:too_small",
+        "end_with_flush": f"{_HERE}.overlapping.delays:end_with_flush",
         "distinct": f"{_HERE}.distinct.distinct:one_of_each",
         "fallback": f"{_HERE}.leaf_modules.extension:LeafModules",
         "footprint": f"{_HERE}.memory_limits.footprint:estimate_footprint",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from fxpipe.extend import find
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
@@ -28,28 +29,8 @@ def write_schedule(recipe: Recipe, devices: int, microbatches: int, short: bool)
     """
     schedule = recipe(devices, microbatches)
     if short and schedule.overlaps and not schedule.versions().enough:
-        schedule = end_with_flush(schedule)
+        schedule = find("option", "end_with_flush")(schedule)
     return schedule.verify()
-
-
-def end_with_flush(schedule: Schedule) -> Schedule:
-    """Put all tasks of a batch into one step, in the order in which the batch meets them.
-
-    Before, on four devices with a delay of 1, for which two micro-batches are too few::
-
-        0: F0 B1'' U'' F1 B0'
-
-    after::
-
-        0: F0 F1 B0 B1 U
-
-    The tasks of a pair come apart.
-    """
-    rows = tuple(
-        tuple(replace(task, batch=0) for task in sorted(row, key=lambda task: -task.batch))
-        for row in schedule.rows
-    )
-    return replace(schedule, rows=rows, paired=frozenset())
 
 
 Recompute = Literal["never", "always", "except_last"]

@@ -127,11 +127,6 @@ class Program:
         return frozenset(x.opcode for x in self._instructions)
 
     @cached_property
-    def clips(self) -> bool:
-        """Whether it clips gradients."""
-        return "norm" in self.opcodes
-
-    @cached_property
     def buckets(self) -> Mapping[int, int]:
         """Stage → the number of buckets of its gradients, where that is more than one."""
         counts: dict[int, int] = {}

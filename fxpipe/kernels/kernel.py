@@ -53,22 +53,6 @@ class InputGradResult(NamedTuple):
     deferred: list[Any]
 
 
-class CountedBytes(NamedTuple):
-    """The bytes of a stage that no graph tells, as counted in a run of one micro-batch.
-
-    Attributes:
-        saved: of what its forward keeps for its backward, beside inputs, outputs and parameters.
-        forward: the most that its forward takes at once.
-        backward: the most that its backward takes at once, less what it has freed of ``saved``.
-        gradients: of its parameters' gradients.
-    """
-
-    saved: int = 0
-    forward: int = 0
-    backward: int = 0
-    gradients: int = 0
-
-
 class PartialResult(NamedTuple):
     """The results of a backward, or of its second half, up to a bucket of gradients.
 

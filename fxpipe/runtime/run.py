@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from fxpipe.errors import RESTORE, DeviceError, ExecutionError, RankError, told
+from fxpipe.errors import RESTORE, DeviceError, ExecutionError, told
 from fxpipe.formatting import stages_text
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
@@ -207,10 +207,15 @@ class BatchRun(Generic[W]):
             self.running -= 1
         return report
 
-    def _wait(self, signals: HeldSignals, done: Callable[[], bool], *, called: bool = True) -> None:
+    def _wait(
+        self,
+        signals: HeldSignals,
+        done: Callable[[], bool],
+        unheard: Callable[[Finished], ExecutionError] | None = None,
+    ) -> None:
         """Handle reports until ``done``. Raises the first failure, or a signal's exception.
 
-        Unless ranks are ``called`` together, a failure stays reported until the next wait.
+        With ``unheard``, which makes the error, a failure stays reported until the next wait.
         """
         interrupt: BaseException | None = None
         try:
@@ -225,15 +230,15 @@ class BatchRun(Generic[W]):
                         continue  # the exception stays held
                     interrupt = signals.take()
                     assert interrupt is not None
-                    if called:
+                    if unheard is None:
                         interrupt.add_note(f"interrupted: {self._interrupted(interrupt)}")
                     raise interrupt
                 elif report.error is None or isinstance(report.error, Stopped):
                     self._note(report)
-                elif not called:
+                elif unheard is not None:
                     self._reports.put(report)
                     self.running += report.device is not None
-                    raise self._unheard(report) from report.error
+                    raise unheard(report) from report.error
                 elif report.device is None:
                     report.error.add_note(self._give_up())
                     raise report.error
@@ -255,14 +260,6 @@ class BatchRun(Generic[W]):
         consequence = self._give_up()
         machine.position, machine.step = position, step
         return explained_failure(machine, cause, consequence)
-
-    def _unheard(self, report: Finished) -> ExecutionError:
-        """The error for a failure that the other ranks have not heard of, while the run goes on."""
-        means = "the loss cannot come, and the next call of the pipe raises this on every rank"
-        if isinstance(report.error, RankError):
-            return RankError(f"{report.error}; {means}", rank=report.error.rank)
-        machine = next(machine for machine in self.machines if machine.device == report.device)
-        return explained_failure(machine, cast(BaseException, report.error), means)
 
     def _lost(self, cause: BaseException, when: str) -> DeviceError | None:
         """Give up if a device reports a failure late, and return the error, else None. Rolling back

@@ -59,6 +59,12 @@ def chain_program(
     return free(communicate(lower(schedule)))
 
 
+def end_with_flush(schedule: Schedule) -> Schedule:
+    """The schedule with a flush, by the extension of overlapping batches."""
+    ended: Schedule = find("option", "end_with_flush")(schedule)
+    return ended
+
+
 def add_reduce(schedule: Schedule) -> Schedule:
     """The schedule with reduces, by the extension that sums over replicas."""
     reduced: Schedule = find("option", "add_reduce")(schedule)

@@ -17,10 +17,10 @@ from torch import nn
 import fxpipe
 from fxpipe import B, F, InputError, Pair, ParseError, Schedule, Task, U, W
 from fxpipe.ir.recipe import Recipe, find_recipe, fixed
-from fxpipe.passes.schedule import add_recompute, end_with_flush
+from fxpipe.passes.schedule import add_recompute
 from fxpipe.schedules.one_f_one_b import grouped
 from tests.helpers.faults import faults_of
-from tests.helpers.plans import add_reduce
+from tests.helpers.plans import add_reduce, end_with_flush
 from tests.oracles.small_simulator import HALVES, busy, makespan, simulate
 
 TABLES = (Path(__file__).parents[1] / "published" / "schedules.txt").read_text().split("\n\n")

@@ -15,10 +15,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxpipe.extensions.leaf_modules.counting import Counting
-from fxpipe.extensions.leaf_modules.kernel import AutogradKernel
+from fxpipe.extensions.leaf_modules.kernel import AutogradKernel, CountedBytes
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.value import Edge
-from fxpipe.kernels.kernel import CountedBytes
 from fxpipe.passes.differentiate.differentiate import Differentiator, Wanted
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.torchtools import source

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,7 +19,6 @@ from fxpipe.ir.traced import AUTOCAST
 from fxpipe.kernels.graph import onto, strides_of_sum, totalled
 from fxpipe.kernels.kernel import (
     BackwardResult,
-    CountedBytes,
     ForwardResult,
     InputGradResult,
     PartialResult,
@@ -30,6 +29,22 @@ from fxpipe.torchtools.state import Autocasts, uncached, under
 
 _TURN = RLock()
 """Held while leaf modules may trace, as threads that trace see each other's unfinished state."""
+
+
+class CountedBytes(NamedTuple):
+    """The bytes of a stage that no graph tells, as counted in a run of one micro-batch.
+
+    Attributes:
+        saved: of what its forward keeps for its backward, beside inputs, outputs and parameters.
+        forward: the most that its forward takes at once.
+        backward: the most that its backward takes at once, less what it has freed of ``saved``.
+        gradients: of its parameters' gradients.
+    """
+
+    saved: int = 0
+    forward: int = 0
+    backward: int = 0
+    gradients: int = 0
 
 
 @dataclass(eq=False, repr=False)

@@ -8,7 +8,7 @@ and the flush leave tasks out, and so need and keep no more.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpipe.errors import Fault
 from fxpipe.ir.schedule import Delay, Rule, Schedule, delay_text
@@ -182,3 +182,23 @@ class _Stage:
 
 def _reads(kind: str) -> bool:
     return kind in "FBIWR" or "parameters" in KINDS[kind].reads
+
+
+def end_with_flush(schedule: Schedule) -> Schedule:
+    """Put all tasks of a batch into one step, in the order in which the batch meets them.
+
+    Before, on four devices with a delay of 1, for which two micro-batches are too few::
+
+        0: F0 B1'' U'' F1 B0'
+
+    after::
+
+        0: F0 F1 B0 B1 U
+
+    The tasks of a pair come apart.
+    """
+    rows = tuple(
+        tuple(replace(task, batch=0) for task in sorted(row, key=lambda task: -task.batch))
+        for row in schedule.rows
+    )
+    return replace(schedule, rows=rows, paired=frozenset())

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
-from fxpipe.errors import RESTORE, EndedError, InputError, RankError
+from fxpipe.errors import RESTORE, EndedError, ExecutionError, InputError, RankError
 from fxpipe.extensions.overlapping.versions import VersionedWeights
 from fxpipe.formatting import stages_text
 from fxpipe.runtime.devices.backend import Driver
+from fxpipe.runtime.failure import explained_failure
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.run import BatchRun, Finished
 from fxpipe.signals import HeldSignals
@@ -89,8 +90,16 @@ class OverlappingRun(BatchRun[VersionedWeights]):
             )
         self.check()
         with self._held() as signals:
-            called = self._group.called
-            self._wait(signals, lambda: batch not in self._pending, called=called)
+            unheard = None if self._group.called else self._unheard
+            self._wait(signals, lambda: batch not in self._pending, unheard)
+
+    def _unheard(self, report: Finished) -> ExecutionError:
+        """The error for a failure that the other ranks have not heard of, while the run goes on."""
+        means = "the loss cannot come, and the next call of the pipe raises this on every rank"
+        if isinstance(report.error, RankError):
+            return RankError(f"{report.error}; {means}", rank=report.error.rank)
+        machine = next(machine for machine in self.machines if machine.device == report.device)
+        return explained_failure(machine, cast(BaseException, report.error), means)
 
     def drain(self) -> None:
         """Finish all batches in flight. Raises like ``step``."""

@@ -17,7 +17,6 @@ from fxpipe.extensions.simulator.sizes import Crossing, GraphInput, Left, Sizes,
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.value import outputs_of
 from fxpipe.kernels.graph import BucketGraph, GraphKernel, is_compiled
-from fxpipe.kernels.kernel import CountedBytes
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 
@@ -148,12 +147,12 @@ class StageMemory:
         self.left: dict[tuple[str, int], Left] = {}
         self.laid_out: dict[tuple[int, str, bool], int] = {}
         self.saved_state = 0
-        counted: CountedBytes = getattr(stage.kernel, "counted", CountedBytes())
+        saved, forward, backward, gradients = getattr(stage.kernel, "counted", (0, 0, 0, 0))
         into = (edge.value for edge in plan.edges_into(stage.index))
         kept = frozenset([*into, *outputs_of(plan.edges_from(stage.index))])
-        self.saved, self.deferred = Kept(counted.saved, kept), Kept(counted.gradients)
+        self.saved, self.deferred = Kept(saved, kept), Kept(gradients)
         for letter in "FRBI":
-            most = counted.forward if letter in "FR" else counted.backward
+            most = forward if letter in "FR" else backward
             self.runs[letter, stage.index] = Workspace((most,))
 
 

@@ -18,7 +18,7 @@ from fxpipe.errors import ExecutionError, InputError
 from fxpipe.extensions.copies.dualpipe import dualpipe
 from fxpipe.extensions.copies.lowering import check_copies
 from fxpipe.extensions.copies.opcodes import Add, Give, Share
-from fxpipe.extensions.replicas.add_reduce import add_reduce
+from fxpipe.extensions.replicas.lowering import add_reduce
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import ParseError, VerificationError
-from fxpipe.extensions.replicas.add_reduce import add_reduce
+from fxpipe.extensions.replicas.lowering import add_reduce
 from fxpipe.ir import task
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule

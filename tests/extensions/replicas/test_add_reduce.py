@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.extensions.clipping.add_clip import add_clip
-from fxpipe.extensions.replicas.add_reduce import add_reduce
+from fxpipe.extensions.overlapping.delays import end_with_flush
+from fxpipe.extensions.replicas.lowering import add_reduce
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
-from fxpipe.passes.schedule import end_with_flush
 from tests.helpers.plans import in_turn
 
 TRAINING = sorted(RECIPES.keys() - {"inference"})

@@ -9,8 +9,7 @@ import pytest
 from fxpipe.errors import InputError
 from fxpipe.extensions.clipping.opcodes import Clip, Norm
 from fxpipe.extensions.replicas import opcodes
-from fxpipe.extensions.replicas.add_reduce import add_reduce
-from fxpipe.extensions.replicas.lowering import gather_weights
+from fxpipe.extensions.replicas.lowering import add_reduce, gather_weights
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket
 from fxpipe.ir.program import Program

@@ -10,7 +10,7 @@ import pytest
 from fxpipe.errors import InputError, VerificationError
 from fxpipe.extensions.clipping.add_clip import add_clip
 from fxpipe.extensions.copies.opcodes import Give
-from fxpipe.extensions.replicas.add_reduce import add_reduce
+from fxpipe.extensions.replicas.lowering import add_reduce
 from fxpipe.extensions.replicas.opcodes import ReduceScatter
 from fxpipe.extensions.simulator import Link, Sizes, simulate
 from fxpipe.extensions.simulator.chain import chain_program

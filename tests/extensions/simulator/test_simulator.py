@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.extensions.replicas.add_reduce import add_reduce
-from fxpipe.extensions.replicas.lowering import gather_weights
+from fxpipe.extensions.replicas.lowering import add_reduce, gather_weights
 from fxpipe.extensions.simulator import Link, Sizes, simulate
 from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.extensions.simulator.unroll import unroll

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.replicas import opcodes
-from fxpipe.extensions.replicas.add_reduce import add_reduce
-from fxpipe.extensions.replicas.lowering import gather_weights
+from fxpipe.extensions.replicas.lowering import add_reduce, gather_weights
 from fxpipe.extensions.simulator import Link, Simulation, Sizes, simulate
 from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.extensions.simulator.measured import measured_run

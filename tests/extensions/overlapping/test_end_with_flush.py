@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fxpipe.errors import VerificationError
+from fxpipe.extensions.overlapping.delays import end_with_flush
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.schedule import end_with_flush, write_schedule
+from fxpipe.passes.schedule import write_schedule
 from fxpipe.schedules import one_f_one_b, one_f_one_b_async, pipedream, two_bw
 
 GRID = [(p, m) for p in range(1, 7) for m in range(1, 9)]
