@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from fxpipe.compiler.passes import LISTS
+from fxpipe.compiler.passes import LISTS, FoundPass
 
 MARK = "<!-- the table of passes -->"
 """Where a page has the table."""
@@ -15,7 +15,10 @@ def passes_table() -> str:
     lines = ["| list | pass | what it does | requires | provides | when |", "|---" * 6 + "|"]
     for name, passes in LISTS.items():
         for each in passes:
-            told = (inspect.getdoc(each.function) or "").partition("\n")[0].rstrip(".:")
+            function = each.function
+            if isinstance(function, FoundPass):
+                function = function.find()
+            told = (inspect.getdoc(function) or "").partition("\n")[0].rstrip(".:")
             cells = [name, f"`{each.name}`", told, each.requires, each.provides, each.when]
             lines.append(f"| {' | '.join(cells)} |")
             name = ""

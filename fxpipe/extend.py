@@ -167,6 +167,8 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "refuse_copied": f"{_HERE}.copies.lowering:refuse_copied",
         "rewrite": f"{_HERE}.fast_trace.rewrite:rewrite",
         "overlap": f"{_HERE}.overlapping.step:step",
+        "owners": f"{_HERE}.replicas.opcodes:owners",
+        "part_of": f"{_HERE}.replicas.opcodes:part_of",
         "part_gradients": f"{_HERE}.replicas.buckets:into_buckets",
         "collectives": f"{_HERE}.replicas.collectives:Collectives",
         "metrics": f"{_HERE}.metrics.meter:metrics",

@@ -188,11 +188,9 @@ def test_a_module_is_imported_by_its_only_name() -> None:
 
 
 TWICE = {
-    "add_clip": "the pass, and the extension's function that it finds",
     "add_reduce": "the pass, and the extension's function that it finds",
     "main": "the command line's, and that of a process that compiles for inductor",
     "Offload": "the extension, and the instruction that it adds",
-    "place_devices": "the pass, and the extension's function that it finds",
 }
 """Public names that two modules define, and why."""
 

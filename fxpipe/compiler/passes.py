@@ -8,10 +8,9 @@ Results are kept: a call like an earlier one runs no pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.preflight import (
@@ -25,11 +24,8 @@ from fxpipe.compiler.preflight import (
 )
 from fxpipe.errors import PassError, near
 from fxpipe.extend import find
-from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.traced import Traced
-from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
+from fxpipe.passes.differentiate.differentiate import differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.fit import localise_sizes, relay
 from fxpipe.passes.graph.functionalise import functionalise
@@ -38,10 +34,9 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.partition.assignment import one_stage, place_like
-from fxpipe.passes.partition.atoms import Footprint
 from fxpipe.passes.partition.balance import balance, cut_at, judge
 from fxpipe.passes.partition.cut import cut
-from fxpipe.passes.partition.measure import NodeCost, measure, spread
+from fxpipe.passes.partition.measure import measure, spread
 from fxpipe.passes.runner import Pass
 from fxpipe.passes.schedule import add_recompute, write_schedule
 from fxpipe.passes.tracing.attach_loss import attach_loss, declare_own_loss
@@ -57,58 +52,41 @@ def add_reduce(schedule: Schedule) -> Schedule:
     return reducing
 
 
-def add_clip(schedule: Schedule) -> Schedule:
-    """Schedule → Schedule: a clip before every update."""
-    clipping: Schedule = find("option", "add_clip", "compile(..., clip_norm=, scaler=)")(schedule)
-    return clipping
+@dataclass(frozen=True)
+class FoundPass:
+    """A pass that an extension has, which is found when it runs.
+
+    Attributes:
+        name: the name of the pass.
+        option: what the door "option" knows it as.
+        what: the text in the error before "needs the extension".
+    """
+
+    name: str
+    option: str
+    what: str
+
+    def find(self) -> Callable[..., Any]:
+        """The function, or the class of the pass."""
+        found: Callable[..., Any] = find("option", self.option, self.what)
+        return found
+
+    def __call__(self, **facts: Any) -> Any:
+        return Pass(self.find(), ", ".join(facts), "")(facts)
 
 
-def part_gradients(plan: Plan, bucket_bytes: float) -> Plan:
-    """Plan → Plan: divide every stage's gradients into buckets, which replicas can sum early."""
-    parted: Plan = find("option", "part_gradients", "a pipeline of several replicas")(
-        plan, bucket_bytes
-    )
-    return parted
-
-
-def distinct(
-    traced: Traced, values: Mapping[str, Any], state: Any, wanted: Wanted, scratches: Any
-) -> tuple[Traced, Mapping[str, Any], Wanted, Mapping[str, Any]]:
-    """Traced → Traced: one of each of its different operations, to be measured in their place."""
-    reduced: tuple[Traced, Mapping[str, Any], Wanted, Mapping[str, Any]]
-    reduced = find("option", "distinct")(traced, values, state, wanted, scratches)
-    return reduced
-
-
-def place_devices(plan: Plan, device: torch.device, stage_devices: Sequence[torch.device]) -> Plan:
-    """Plan → Plan: every stage creates its tensors on the device where it runs."""
-    place = find("option", "place_devices", "a device with streams")
-    placed: Plan = place(plan, device, stage_devices)
-    return placed
-
-
-def streams(program: Program) -> Program:
-    """Program → Program: on which stream of its device each instruction runs, and what it waits
-    for."""
-    placed: Program = find("option", "events", "a device with streams")()(program)
-    return placed
-
-
-def footprint_of(
-    traced: Traced, plan: Plan | None, costs: Mapping[str, NodeCost], state: Any, copies: float
-) -> Footprint:
-    """Estimate the memory that the model takes, for memory limits."""
-    footprint: Footprint = find("option", "footprint", "memory_limits=")(
-        traced, plan, costs, state, copies
-    )
-    return footprint
-
+_CLIP = FoundPass("add_clip", "add_clip", "compile(..., clip_norm=, scaler=)")
+_PART = FoundPass("part_gradients", "part_gradients", "a pipeline of several replicas")
+_DISTINCT = FoundPass("distinct", "distinct", "measuring one of each operation")
+_FOOTPRINT = FoundPass("footprint_of", "footprint", "memory_limits=")
+_PLACE = FoundPass("place_devices", "place_devices", "a device with streams")
+_STREAMS = FoundPass("streams", "events", "a device with streams")
 
 SCHEDULE = (
     Pass(write_schedule, "recipe, devices, microbatches, short", "schedule"),
     Pass(add_recompute, "schedule, recompute", "schedule", when="recomputes"),
     Pass(add_reduce, "schedule", "schedule", when="replicated"),
-    Pass(add_clip, "schedule", "schedule", when="clips"),
+    Pass(_CLIP, "schedule", "schedule", when="clips"),
 )
 """A recipe and a number of micro-batches → the schedule of a step or a call."""
 
@@ -153,7 +131,7 @@ JOIN = (
 
 SINGLE = (
     Pass(
-        distinct,
+        _DISTINCT,
         "traced, values, state, wanted, scratches",
         "traced, values, wanted, equal",
         when="reduced",
@@ -178,7 +156,7 @@ MEASURE = (
 """A graph and that plan → what each node costs. Over several ranks, only rank 0 runs this."""
 
 PARTITION = (
-    Pass(footprint_of, "traced, plan, costs, state, copies", "footprint", when="limited"),
+    Pass(_FOOTPRINT, "traced, plan, costs, state, copies", "footprint", when="limited"),
     Pass(
         balance,
         "traced, stages, costs, machine, footprint, nearest, partitioner",
@@ -213,25 +191,25 @@ PLAN = (
         when="not under_autograd",
     ),
     Pass(part_backward, "plan", "plan", when="parted"),
-    Pass(part_gradients, "plan, bucket_bytes", "plan", when="replicated"),
+    Pass(_PART, "plan, bucket_bytes", "plan", when="replicated"),
 )
 """A graph → the plan with its kernels."""
 
-SIZE = (Pass(part_gradients, "plan, bucket_bytes", "plan", when="replicated"),)
+SIZE = (Pass(_PART, "plan, bucket_bytes", "plan", when="replicated"),)
 """The plan for a size that an extension has made of one for any size → the same, in buckets."""
 
 COMPILE = ()
 """A plan → the same plan with other kernels, by extensions: of the stages ``own`` of this process,
 and for ``threads`` intra-op threads."""
 
-DEVICES = (Pass(place_devices, "plan, device, stage_devices", "plan"),)
+DEVICES = (Pass(_PLACE, "plan, device, stage_devices", "plan"),)
 """Let stages make their tensors on the devices where they run; for devices with streams."""
 
 PROGRAM = (
     Pass(Lower, "schedule, plan, updates, pause, replicas", "program"),
     Pass(communicate, "program", "program"),
     Pass(free, "program", "program"),
-    Pass(streams, "program", "program", when="streams"),
+    Pass(_STREAMS, "program", "program", when="streams"),
 )
 """A schedule and a plan → what each device runs."""
 

@@ -191,14 +191,13 @@ class BatchRun(Generic[W]):
                 # now, and while this thread works on it the error keeps the step's tensors alive.
                 self._channels.left(functools.partial(explained_failure, driver.at, error, ""))
 
-    def _pool(self, machine: Machine, step: int) -> None:
+    def _pool(self, machine: Machine) -> None:
         """At the end of a step, combine the buffers that its forwards wrote in all replicas."""
         written = machine.store.state
         if self._group.replicas > 1 and written:
-            defers = self.weights.defers
+            pool = self._channels.replicas.pool
             with self._backend.computing(machine.device):
-                replicas = self._channels.replicas.pool(written, whole=defers)
-                machine.store.state = self.weights.pooled(replicas)
+                machine.store.state = pool(written, self.weights.deferred)
 
     def _hear(self, timeout: float | None) -> Finished | None:
         """Wait for the next report; None is a signal. Raises Empty after the timeout."""
@@ -305,7 +304,6 @@ class FlushedRun(BatchRun[LiveWeights]):
     """
 
     committed = False
-    _advances = 0
 
     def feed(self, job: Job) -> None:
         """Set the batch that ``advance`` runs."""
@@ -325,7 +323,6 @@ class FlushedRun(BatchRun[LiveWeights]):
                 devices were, and whether the weights are as before or as after.
         """
         self.committed = False
-        self._advances += 1
         with self._held() as signals:
             try:
                 self._backend.begin(self._jobs[0].host.sources)
@@ -369,7 +366,7 @@ class FlushedRun(BatchRun[LiveWeights]):
         """Run a worker's devices to the ends of their lists or their next pauses."""
         driver.run()
         for machine in driver.machines:
-            self._pool(machine, self._advances)
+            self._pool(machine)
 
     def _interruptible(self) -> bool:
         """See Run; once an update may have begun, all are let finish."""

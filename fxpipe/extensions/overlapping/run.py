@@ -144,8 +144,8 @@ class OverlappingRun(BatchRun[VersionedWeights]):
         driver.run()
         self._channels.flush()
         for machine in driver.machines:
-            self._pool(machine, step)
-            if self.weights.defers:
+            self._pool(machine)
+            if self.weights.deferred:
                 with self._backend.computing(machine.device):
                     machine.store.state = self.weights.gathered(machine.store.state)
 

@@ -171,7 +171,7 @@ class VersionedWeights(Weights):
         """The values of buffers after a batch, from what a device's forwards have written by name:
         their newest values, or moments for the statistics of a deferred BatchNorm."""
         commit = find("option", "commit_moments", "deferred BatchNorm")
-        values: dict[str, Tensor] = commit(self._deferred, {**self._state, **written}, written)
+        values: dict[str, Tensor] = commit(self.deferred, {**self._state, **written}, written)
         return values
 
     def finished(self, version: int) -> None:

@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import InputError
+from fxpipe.extend import find
 from fxpipe.extensions.ranks.channels import explained
 from fxpipe.extensions.ranks.group import RankGroup
 from fxpipe.extensions.ranks.pairs import PairGroups
-from fxpipe.ir.value import owners, part_of
+from fxpipe.extensions.replicas.opcodes import owners, part_of
+from fxpipe.ir.traced import DeferredNorm
 from fxpipe.runtime.interpreter import Machine
 
 T = TypeVar("T")
@@ -135,23 +137,30 @@ class Collectives:
         for value, row in copied:
             value.copy_(row.view(value.shape))
 
-    def pool(self, values: dict[str, Tensor], *, whole: bool) -> list[dict[str, Tensor]]:
-        """Wait for the buffers that this rank's device has written in a step: replica → name →
-        value. Unless ``whole``, only those of the first replica."""
+    def pool(
+        self, values: dict[str, Tensor], deferred: Sequence[DeferredNorm]
+    ) -> dict[str, Tensor]:
+        """Wait for the buffers that the devices of all replicas have written in a step, and join
+        them: the moments of deferred BatchNorms are merged, every other buffer is the first
+        replica's."""
         names = sorted(values)
         own = [values[name] for name in names]
         rows = rows_of(own, 1)
-        if whole:
+        if deferred:
             rows = self._waited(self._gather(own, rows))
         else:
             with explained(self._stopped):
                 for work in [self._broadcast(row, 0) for row in rows.values()]:
                     work.wait()
         found = []
-        for replica in range(self._group.replicas if whole else 1):
+        for replica in range(self._group.replicas if deferred else 1):
             theirs = tensors_of({dtype: row[replica] for dtype, row in rows.items()}, own)
             found.append({n: x for n, x in zip(names, theirs, strict=True) if x is not None})
-        return found
+        moments = [norm.moments for norm in deferred if norm.moments in found[0]]
+        if not moments:
+            return found[0]
+        merge = find("option", "merged_moments", "deferred BatchNorm over replicas")
+        return found[0] | {name: merge([values[name] for values in found]) for name in moments}
 
     def _gather(self, kinds: Kinds, rows: Rows) -> _Begun:
         """Launch the exchange of a row of each replica."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -146,3 +147,20 @@ class PartialBackward(Compute):
         store.gradients[stage, batch] = sums
         batch, replicas = machine.step + batch, machine.channels.replicas
         replicas.reduce_scatter(machine, stage, batch, complete, bucket)
+
+
+def part_of(count: int, replica: int, replicas: int) -> range:
+    """The elements that one replica sums for all, of the ``count`` of all gradients of one data
+    type."""
+    row = -(-count // replicas)
+    return range(min(row * replica, count), min(row * (replica + 1), count))
+
+
+def owners(sizes: Sequence[int], replicas: int) -> list[int]:
+    """Which replica updates each of a stage's parameters, if each updates some for all: the largest
+    first, each by the replica that has the fewest bytes so far."""
+    found, loads = [0] * len(sizes), [0] * replicas
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        found[index] = owner = loads.index(min(loads))
+        loads[owner] += sizes[index]
+    return found

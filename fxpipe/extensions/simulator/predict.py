@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
+from fxpipe.extend import find
 from fxpipe.extensions.simulator import Simulation, simulate
 from fxpipe.extensions.simulator.away import away_costs
 from fxpipe.extensions.simulator.costs import Costs, Key, Link, Links, check_keys, measured_costs
@@ -18,7 +19,6 @@ from fxpipe.extensions.simulator.held import plan_sizes
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import owners
 from fxpipe.runtime.weights.optimizer import state_size
 
 
@@ -121,7 +121,7 @@ def held_sizes(
 
 def _largest_share(parameters: Mapping[str, Tensor], replicas: int) -> dict[str, Tensor]:
     """The parameters that the replica with the most bytes updates."""
-    by = owners([p.nbytes for p in parameters.values()], replicas)
+    by = find("option", "owners")([p.nbytes for p in parameters.values()], replicas)
     shares: list[dict[str, Tensor]] = [{} for _ in range(replicas)]
     for of, (name, parameter) in zip(by, parameters.items(), strict=True):
         shares[of][name] = parameter

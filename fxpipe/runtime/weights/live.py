@@ -77,6 +77,7 @@ class Weights:
     Nothing is kept to undo an update: from the first one on, a failure ends the pipe.
 
     Attributes:
+        deferred: the BatchNorms whose statistics are updated at the end of a batch's forwards.
         begun: the stages of this process whose updates have begun, in that order.
         arrived: whether a device of this process has come to the barrier before the updates.
     """
@@ -85,7 +86,7 @@ class Weights:
         self._state: Mapping[str, Tensor] = {}
         self._names: list[list[str]] = []
         self._buffers: list[list[Tensor]] = []
-        self._deferred: Sequence[DeferredNorm] = ()
+        self.deferred: Sequence[DeferredNorm] = ()
         self._lock = threading.Condition()
         self._stopped = False
         self._running = 0
@@ -106,7 +107,7 @@ class Weights:
             deferred: the BatchNorms whose statistics are updated once per batch.
         """
         self._state = state
-        self._deferred = deferred
+        self.deferred = deferred
         self._names = [[a.target for a in stage.parameters] for stage in stages]
         written = {write.target for stage in stages for write in stage.writes}
         # copies, as ``commit`` changes the buffers: backward must read the values that forward read
@@ -120,21 +121,6 @@ class Weights:
     def trained(self, stage: int) -> list[bool]:
         """Whether each of a stage's parameters wants a gradient; versions do not differ in that."""
         return [self._state[name].requires_grad for name in self._names[stage]]
-
-    @property
-    def defers(self) -> bool:
-        """Whether BatchNorm statistics are updated only at the end of a batch's forwards."""
-        return bool(self._deferred)
-
-    def pooled(self, written: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Join the buffers that the replicas have written (replica → name → value) into one mapping
-        name → value: BatchNorm moments are merged over all replicas, every other buffer is the
-        first replica's."""
-        names = [norm.moments for norm in self._deferred if norm.moments in written[0]]
-        if not names:
-            return written[0]
-        merged = find("option", "merged_moments", "deferred BatchNorm over replicas")
-        return written[0] | {name: merged([values[name] for values in written]) for name in names}
 
     def buffers(self, stage: int) -> Sequence[Tensor]:
         """A stage's buffers as they were before the run."""
@@ -285,9 +271,9 @@ class LiveWeights(Weights):
             gradients: stage → the sums of its gradients, for ``.grad``.
         """
         with torch.no_grad():
-            if self._deferred:
+            if self.deferred:
                 commit = find("option", "commit_moments", "deferred BatchNorm")
-                state = commit(self._deferred, self._state, state)
+                state = commit(self.deferred, self._state, state)
             for name, value in state.items():
                 self._state[name].copy_(value)
             for stage, totals in gradients.items():

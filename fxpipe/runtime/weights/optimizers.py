@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fxpipe.errors import InputError
+from fxpipe.extend import find
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.value import owners
 from fxpipe.runtime.weights.live import Mark, differs, marked, setting_text, settings, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_step_hooks
 from fxpipe.runtime.weights.optimizer_state import bring
@@ -101,7 +101,7 @@ class Optimizers:
         if not stage or self._shard is None:
             return dict(stage) or None
         replica, replicas = self._shard
-        by = owners([p.nbytes for p in stage.values()], replicas)
+        by = find("option", "owners")([p.nbytes for p in stage.values()], replicas)
         return {name: p for (name, p), of in zip(stage.items(), by, strict=True) if of == replica}
 
     def one(self) -> Optimizer:

@@ -18,8 +18,8 @@ import fxpipe
 from benchmarks.counted import counted
 from fxpipe.errors import InputError
 from fxpipe.extensions.replicas.collectives import Collectives
+from fxpipe.extensions.replicas.opcodes import owners
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import owners
 from tests.extensions.ranks.test_replicas import (
     CASES,
     OPTIMIZERS,
