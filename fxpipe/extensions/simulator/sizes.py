@@ -189,6 +189,8 @@ class Sizes:
         whole = self.elements.get(stage, [(self.gradients.get(stage, 0), 1)])
         if bucket is not None and stage in self.buckets:
             whole = [whole[index] for index in self.buckets[stage][bucket].parameters]
+        if replicas == 1:
+            return sum(count * size for count, size in whole)
         counts = Counter[int]()  # tensors of one data type are divided together
         for count, size in whole:
             counts[size] += count
