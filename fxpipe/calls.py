@@ -14,8 +14,8 @@ from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
+from fxpipe.runtime.backend import is_worker
 from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
-from fxpipe.runtime.devices.backend import is_worker
 from fxpipe.signals import HeldSignals
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.pytrees import together

@@ -17,9 +17,9 @@ from fxpipe.errors import RESTORE, EndedError, InputError
 from fxpipe.extend import find, there
 from fxpipe.ir.traced import Traced
 from fxpipe.locks import PipeLock, locked
+from fxpipe.runtime.backend import Backend, Worker
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import ThreadChoice
-from fxpipe.runtime.devices.backend import Backend, Worker
 from fxpipe.runtime.host import BatchHost, Job, draw_seed, next_seed
 from fxpipe.runtime.run import BatchRun, FlushedRun
 from fxpipe.runtime.weights.live import LiveWeights, Weights

@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable is slow to 
 
 from fxpipe.errors import FxpipeError, PassError, TraceError
 from fxpipe.log import LOGGER
-from fxpipe.runtime.devices.backend import Worker, is_worker
+from fxpipe.runtime.backend import Worker, is_worker
 from fxpipe.signals import HeldSignals, raise_held
 from fxpipe.torchtools.source import called_by_ours
 

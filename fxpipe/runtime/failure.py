@@ -11,7 +11,7 @@ from fxpipe.text.program import print_instruction
 from fxpipe.torchtools import source
 
 if TYPE_CHECKING:
-    from fxpipe.runtime.devices.backend import Backend
+    from fxpipe.runtime.backend import Backend
 
 _LACK = (
     "the device has no memory left; pipe.simulate() predicts what each holds. Take more "

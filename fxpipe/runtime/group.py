@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from fxpipe.ir.program import Program
     from fxpipe.ir.schedule import Schedule
     from fxpipe.ir.traced import Traced
+    from fxpipe.runtime.backend import Backend
     from fxpipe.runtime.batch import MicroBatches
-    from fxpipe.runtime.devices.backend import Backend
 
 
 class Group:

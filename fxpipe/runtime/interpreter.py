@@ -25,7 +25,7 @@ from fxpipe.kernels.kernel import Kernel
 from fxpipe.runtime.host import Job
 
 if TYPE_CHECKING:
-    from fxpipe.runtime.devices.backend import Channels
+    from fxpipe.runtime.backend import Channels
     from fxpipe.runtime.weights.live import Weights
 
 

@@ -21,7 +21,7 @@ from fxpipe.errors import RESTORE, DeviceError, ExecutionError, told
 from fxpipe.formatting import stages_text
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
-from fxpipe.runtime.devices.backend import Backend, Driver, Worker
+from fxpipe.runtime.backend import Backend, Driver, Worker
 from fxpipe.runtime.failure import explained_failure, explained_late, running, whereabouts
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped

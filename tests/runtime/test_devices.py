@@ -19,7 +19,7 @@ from torch.nn import functional
 import fxpipe
 from fxpipe import InputError
 from fxpipe.runtime import interpreter
-from fxpipe.runtime.devices.backend import Worker
+from fxpipe.runtime.backend import Worker
 from tests.helpers.tiny import CUTS, Tiny, batch, soon, within
 
 

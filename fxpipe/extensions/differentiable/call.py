@@ -22,7 +22,7 @@ from fxpipe.ir.traced import Traced, Value
 from fxpipe.ir.value import HOST
 from fxpipe.locks import PipeLock, locked
 from fxpipe.passes.partition.assignment import readers
-from fxpipe.runtime.devices.backend import Backend
+from fxpipe.runtime.backend import Backend
 from fxpipe.runtime.group import Group
 from fxpipe.runtime.host import BatchHost, times
 from fxpipe.runtime.run import FlushedRun

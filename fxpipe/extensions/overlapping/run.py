@@ -14,7 +14,7 @@ from typing import Any, cast
 from fxpipe.errors import RESTORE, EndedError, ExecutionError, InputError, RankError
 from fxpipe.extensions.overlapping.versions import VersionedWeights
 from fxpipe.formatting import stages_text
-from fxpipe.runtime.devices.backend import Driver
+from fxpipe.runtime.backend import Driver
 from fxpipe.runtime.failure import explained_failure
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.run import BatchRun, Finished

@@ -25,7 +25,7 @@ from fxpipe.extensions.ranks.pairs import PairGroups
 from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.value import CROSSING, Buffer
-from fxpipe.runtime.devices.backend import Channels
+from fxpipe.runtime.backend import Channels
 from fxpipe.runtime.host import Job, in_own_storage
 from fxpipe.runtime.interpreter import Machine, Stopped
 

@@ -12,7 +12,7 @@ from fxpipe.extensions.ranks.group import RankGroup
 from fxpipe.extensions.ranks.pairs import PairGroups
 from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.ir.program import Program
-from fxpipe.runtime.devices.backend import Backend
+from fxpipe.runtime.backend import Backend
 from fxpipe.runtime.host import Job
 
 

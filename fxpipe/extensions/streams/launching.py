@@ -25,7 +25,7 @@ from fxpipe.ir.launch import COMPUTE, Event, Launch, arrivals
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.devices.backend import Backend, Channels
+from fxpipe.runtime.backend import Backend, Channels
 from fxpipe.runtime.group import Group
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, MultiStepLR, OneCycleLR
 
 import fxpipe
-from fxpipe.runtime.devices.backend import Backend
+from fxpipe.runtime.backend import Backend
 from tests.helpers.checkpoints import FORMS, PLAIN, Form, Left, make, run, same
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
 from tests.helpers.profiles import deep

@@ -1,1 +1,0 @@
-"""The backends, which run the devices' lists on CPU threads or on CUDA streams."""
