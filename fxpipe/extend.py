@@ -135,7 +135,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Simulation.draw": f"{_HERE}.draw.schedule:draw_simulations",
     },
     "option": {
-        "add_clip": f"{_HERE}.clipping.add_clip:add_clip",
+        "add_clip": f"{_HERE}.clipping.opcodes:add_clip",
         "add_reduce": f"{_HERE}.replicas.lowering:add_reduce",
         "any_size": f"{_HERE}.any_size.any_size:sized",
         "partitioner": f"{_HERE}.exact_cut.partitioner:ExactCut",

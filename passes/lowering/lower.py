@@ -14,7 +14,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BESIDE, BUILT_IN, KINDS, Task
 from fxpipe.passes.lowering.lowerable import check_lowering
-from fxpipe.passes.lowering.sums import Sums
 from fxpipe.torchtools.state import without_collection
 
 
@@ -136,6 +135,30 @@ class Beside(Protocol):
 
     def before(self, task: Task) -> Iterator[ins.Instruction]:
         """Yield what another task first waits for."""
+        ...
+
+
+class Sums(Protocol):
+    """What makes the instructions of a schedule whose gradients are summed, by its As."""
+
+    def begin(self, device: int) -> Iterator[ins.Instruction]:
+        """Yield what a device's list begins with."""
+        ...
+
+    def of(self, task: Task, device: int) -> ins.Instruction | None:
+        """What an A becomes on a device, if anything."""
+        ...
+
+    def parts(self, task: Task, version: int) -> Iterator[ins.Instruction]:
+        """Yield what comes right before a backward that reads a version of the weights."""
+        ...
+
+    def rest(self, task: Task) -> bool:
+        """Whether ``parts`` runs a part of a backward, so that only the rest of it is left."""
+        ...
+
+    def waits(self, stage: int, batch: int) -> ins.Instruction | None:
+        """What waits for the sum of a stage's gradients, unless nothing sums them."""
         ...
 
 

@@ -14,10 +14,9 @@ from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 from fxpipe.ir.traced import DeferredNorm
-from fxpipe.passes.lowering.sums import Sums
 
 
-class SumCopies(Sums):
+class SumCopies:
     """A stage with copies shares its weights with them at the beginning of the step. An A on a copy
     gives the copy's gradients to the stage's own device, which adds them as late as possible.
     Before, with ``place 0 | +0``::
@@ -52,6 +51,12 @@ class SumCopies(Sums):
     def of(self, task: Task, device: int) -> ins.Instruction | None:
         assert task.stage is not None
         return Give(task.stage, device) if device in self._copies[task.stage] else None
+
+    def parts(self, task: Task, version: int) -> Iterator[ins.Instruction]:
+        yield from ()
+
+    def rest(self, task: Task) -> bool:
+        return False
 
     def waits(self, stage: int, batch: int) -> ins.Instruction | None:
         return Add(stage, batch) if self._copies[stage] else None

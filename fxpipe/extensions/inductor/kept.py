@@ -12,15 +12,10 @@ from pathlib import Path
 from typing import Any
 
 
-def cache_dir() -> str:
-    """Inductor's own cache folder: TORCHINDUCTOR_CACHE_DIR, or one among the temporary files."""
+def folder() -> Path:
+    """The folder of what is kept, in inductor's own cache folder; made if it is not there."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # slow to import
 
-    return cache_dir()
-
-
-def folder() -> Path:
-    """The folder of what is kept, which is made if it is not there."""
     path = Path(cache_dir()) / "fxpipe"
     path.mkdir(parents=True, exist_ok=True)
     return path

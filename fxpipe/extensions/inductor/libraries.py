@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from fxpipe.extensions.inductor.kept import cache_dir, folder
+from fxpipe.extensions.inductor.kept import folder
 from fxpipe.extensions.inductor.library import Library
 from fxpipe.torchtools.state import processors
 
@@ -61,7 +61,7 @@ def compile_all(tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, str]]:
     number, and why it failed, or an empty text. See ``worker`` for the form of a task."""
     settings = {
         "PYTHONPATH": os.pathsep.join(sys.path),
-        "TORCHINDUCTOR_CACHE_DIR": cache_dir(),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder().parent),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     started: list[Popen[str]] = []

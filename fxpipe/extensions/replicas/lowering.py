@@ -17,10 +17,9 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BUILT_IN, Task
-from fxpipe.passes.lowering.sums import Sums
 
 
-class SumReplicas(Sums):
+class SumReplicas:
     """An A begins to sum a stage's gradients, and the device waits for the sum as late as possible.
 
     If the gradients go in buckets and an A comes right behind a backward, that runs bucket by
@@ -42,6 +41,9 @@ class SumReplicas(Sums):
             if (then.kind, then.stage, then.batch) == ("A", task.stage, task.batch)
             if buckets[task.stage] > 1
         }
+
+    def begin(self, device: int) -> Iterator[ins.Instruction]:
+        yield from ()
 
     def of(self, task: Task, device: int) -> ins.Instruction | None:
         assert task.stage is not None

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from fxpipe.extensions.clipping.add_clip import add_clip
 from fxpipe.extensions.clipping.clipping import Clipping
-from fxpipe.extensions.clipping.opcodes import norms_of
+from fxpipe.extensions.clipping.opcodes import add_clip, norms_of
 from fxpipe.ir.recipe import RECIPES, find_recipe
 from tests.helpers.overlapping import LOSSES, SGD, compiled, make
 from tests.helpers.profiles import deep

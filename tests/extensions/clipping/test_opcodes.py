@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxpipe.errors import InputError, ParseError
-from fxpipe.extensions.clipping.add_clip import add_clip
-from fxpipe.extensions.clipping.opcodes import Clip, Norm
+from fxpipe.extensions.clipping.opcodes import Clip, Norm, add_clip
 from fxpipe.ir.program import Program
 from fxpipe.schedules import one_f_one_b
 from tests.helpers.opcodes import assert_read_back, take_away

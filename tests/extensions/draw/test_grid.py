@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
-from fxpipe.extensions.clipping.add_clip import add_clip
+from fxpipe.extensions.clipping.opcodes import add_clip
 from fxpipe.extensions.draw.grid import schedule_grid
 from fxpipe.extensions.draw.timeline import timeline_of
 from fxpipe.extensions.simulator.costs import Costs

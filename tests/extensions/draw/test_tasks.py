@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxpipe.extensions.clipping.add_clip import add_clip
+from fxpipe.extensions.clipping.opcodes import add_clip
 from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule

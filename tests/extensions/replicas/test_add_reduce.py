@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxpipe.extensions.clipping.add_clip import add_clip
+from fxpipe.extensions.clipping.opcodes import add_clip
 from fxpipe.extensions.overlapping.delays import end_with_flush
 from fxpipe.extensions.replicas.lowering import add_reduce
 from fxpipe.ir.recipe import RECIPES

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.extensions.clipping.add_clip import add_clip
+from fxpipe.extensions.clipping.opcodes import add_clip
 from fxpipe.extensions.copies.opcodes import Give
 from fxpipe.extensions.replicas.lowering import add_reduce
 from fxpipe.extensions.replicas.opcodes import ReduceScatter

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import fxpipe
 from fxpipe.errors import InputError, PartitionError, VerificationError
-from fxpipe.extensions.clipping.add_clip import add_clip
+from fxpipe.extensions.clipping.opcodes import add_clip
 from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Launch

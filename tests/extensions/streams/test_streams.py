@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
-from fxpipe.extensions.clipping.add_clip import add_clip
+from fxpipe.extensions.clipping.opcodes import add_clip
 from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Event, Launch
