@@ -50,8 +50,9 @@ class Pass:
 
     @property
     def name(self) -> str:
-        """The name of the pass."""
-        return pass_name(self.function)
+        """The name of the pass: the function's attribute ``name``, or its own or its class's."""
+        name = getattr(self.function, "name", None) or getattr(self.function, "__name__", None)
+        return str(name or type(self.function).__name__)
 
     @cached_property
     def needs(self) -> tuple[str, ...]:
@@ -108,12 +109,6 @@ def run_all(passes: Sequence[Pass], given: Mapping[str, Any]) -> dict[str, Any]:
                 _verify(value, step.name)
             facts[name] = value
     return facts
-
-
-def pass_name(function: Callable[[Any], Any]) -> str:
-    """The name of a pass: its attribute ``name``, or the name of the function or class."""
-    name = getattr(function, "name", None) or getattr(function, "__name__", None)
-    return str(name or type(function).__name__)
 
 
 def _verify(value: object, name: str) -> None:
