@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import errno
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,23 +21,12 @@ from examples.unet import UNet
 from fxpipe.extensions.checkpoint import file as checkpoint
 from fxpipe.extensions.checkpoint.content import as_held, encode
 from fxpipe.extensions.checkpoint.file import FORMAT
-from tests.helpers.checkpoints import PLAIN, Left, make, run, same, write_one
+from tests.helpers.checkpoints import PLAIN, Left, make, run, same
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
 from tests.helpers.profiles import LEVELS
 from tests.oracles.delayed_loop import MSE, Factory
 
 pytestmark = pytest.mark.smoke
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_one(tmp_path_factory.mktemp("written") / "run")
-
-
-@pytest.fixture
-def trained(tmp_path: Path, written: Path) -> Path:
-    shutil.copy(written, tmp_path / "run")
-    return tmp_path / "run"
 
 
 def refuse(

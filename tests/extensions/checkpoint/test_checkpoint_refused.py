@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,11 @@ from tests.helpers.checkpoints import (
     make,
     run,
     same,
-    write_one,
 )
 from tests.helpers.overlapping import ADAMW
 from tests.oracles.delayed_loop import MSE
 
 pytestmark = pytest.mark.smoke
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_one(tmp_path_factory.mktemp("written") / "run")
-
-
-@pytest.fixture
-def trained(tmp_path: Path, written: Path) -> Path:
-    shutil.copy(written, tmp_path / "run")
-    return tmp_path / "run"
 
 
 NAMED: list[tuple[str, Any, str]] = [
