@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,11 +27,6 @@ from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.progress import Progress
 from fxpipe.torchtools import allocator
 
-if TYPE_CHECKING:
-    from fxpipe.extensions.clipping.clipping import Clipping
-    from fxpipe.extensions.metrics.meter import Meter
-    from fxpipe.extensions.overlapping.run import OverlappingRun
-
 R = TypeVar("R", bound=BatchRun[Any])
 
 
@@ -44,10 +39,10 @@ class Engine:
         stashed: stage → the most micro-batches that it kept for backward at once in the last
             training step.
         closed: whether the workers have ended.
-        meter: measures steps; None until somebody asks for metrics.
-        in_flight: runs the batches that are in flight, if the schedule lets batches overlap.
+        meter: measures steps, by an extension; None until somebody asks for metrics.
+        in_flight: the BatchRun of the batches in flight, by an extension; None if there are none.
         group: the processes that run the pipe.
-        clipping: clips the gradients; None if they are not clipped.
+        clipping: clips the gradients, by an extension; None if they are not clipped.
         backend: makes what runs programs on the devices.
         times: device → gets the times of its instructions; empty unless somebody takes them.
     """
@@ -55,7 +50,7 @@ class Engine:
     def __init__(self, options: Options, choice: ThreadChoice) -> None:
         """Start as many worker threads as ``choice`` may need to run the devices' lists."""
         backend = options.group.backend(options) or _own(options)
-        clipping: Clipping | None = None
+        clipping: Any = None
         if options.clips:
             make = find("option", "clipping", "compile(..., clip_norm=, scaler=)")
             clipping = make(options.clip_norm, options.scaler, options.model)
@@ -66,7 +61,7 @@ class Engine:
         self.progress = Progress(options.model, stages, options.owns)
         self.stashed: Mapping[int, int] = {}
         self.closed = False
-        self.meter: Meter | None = None
+        self.meter: Any = None
         self.updates = options.optimizer is not None
         self.group = options.group
         self._options = options
@@ -78,7 +73,7 @@ class Engine:
         self._workers = [Worker(f"fxpipe-{i}", options.threads) for i in range(choice.most)]
         self._lock = PipeLock(self._workers)
         self.times: list[list[Any]] = []
-        self.in_flight: OverlappingRun | None = None
+        self.in_flight: Any = None
         options.group.when_failed(self._call_failed)
 
     @property
@@ -96,7 +91,9 @@ class Engine:
         run = self.in_flight
         # Batch count - 2 has left the last device's forward, so all devices have finished the lists
         # of the step before it.
-        return self.clipping.norm(inf if run is None else run.count - 2 - run.program.depth)
+        before = inf if run is None else run.count - 2 - run.program.depth
+        norm: float | None = self.clipping.norm(before)
+        return norm
 
     def step(
         self,

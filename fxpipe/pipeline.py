@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,9 +28,6 @@ from fxpipe.removed import gone
 from fxpipe.signature import SignedLikeTheModel
 from fxpipe.torchtools.meta import load_part
 from fxpipe.torchtools.state import HOOKS
-
-if TYPE_CHECKING:
-    from fxpipe.extensions.ranks.owned import Owned
 
 
 class Pipeline(nn.Module):
@@ -431,8 +428,8 @@ class Pipeline(nn.Module):
         else:
             setattr(options.model, name, value)
 
-    def _owned(self) -> Owned | None:
-        """The tensors that this rank owns or uses; None for all."""
+    def _owned(self) -> Any:
+        """The tensors that this rank owns or uses, by an extension; None for all."""
         return self._group.owned(self._model, self._calls.shown, self._options)
 
     def _homes(self) -> dict[torch.Tensor, torch.device]:
@@ -442,5 +439,6 @@ class Pipeline(nn.Module):
     def _used(self) -> dict[int, torch.Tensor]:
         """Id → parameter or buffer, for those whose values this process needs."""
         if (own := self._owned()) is not None:
-            return own.needed(self._model)
+            needed: dict[int, torch.Tensor] = own.needed(self._model)
+            return needed
         return {id(x): x for x in (*self._model.parameters(), *self._model.buffers())}

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fxpipe.compiler.compiler import Compiler
     from fxpipe.compiler.options import Options
     from fxpipe.engine import Engine
-    from fxpipe.extensions.ranks.owned import Owned
     from fxpipe.ir.plan import Plan
     from fxpipe.ir.program import Program
     from fxpipe.ir.schedule import Schedule
@@ -142,8 +141,8 @@ class Group:
     def release(self, options: Options, compiled: Compiled) -> None:
         """Give back the memory of what only other ranks need of the model."""
 
-    def owned(self, model: nn.Module, compiled: Compiled | None, options: Options) -> Owned | None:
-        """What this process has of the model; None for all of it."""
+    def owned(self, model: nn.Module, compiled: Compiled | None, options: Options) -> Any:
+        """What this process has of the model, by an extension; None for all of it."""
         return None
 
     def timed(self, times: Sequence[Sequence[int]]) -> list[list[int]]:

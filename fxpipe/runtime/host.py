@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from fxpipe.kernels.kernel import Kernel
 from fxpipe.random import mix
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.torchtools.pytrees import together
-
-if TYPE_CHECKING:
-    from fxpipe.extensions.clipping.clipping import Clipping
 
 _DRAWING = threading.RLock()
 """Held while drawing from torch's generator, which all pipes share, or while reading its state."""
@@ -187,7 +184,7 @@ class Job:
 
     kernels: Sequence[Sequence[Kernel]]
     host: BatchHost
-    clipping: Clipping | None = None
+    clipping: Any = None
     specs: Sequence[Mapping[str, ValueSpec]] = ()
 
 

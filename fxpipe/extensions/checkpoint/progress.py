@@ -130,12 +130,13 @@ def restore_progress(pipe: Pipeline, saved: Checkpoint) -> None:
 def _current(pipe: Pipeline, changed: bool) -> History:
     """The current versions, with each parameter under its first name in the model."""
     progress = pipe._engine.progress
+    older: Restored | None = progress.older
     if progress.versions is not None:
         from fxpipe.extensions.checkpoint.history import history_of  # needs another extension
 
         return history_of(progress.versions, _targets(pipe._model), changed=changed)
-    if progress.older is not None and not changed:
-        return progress.older.history
+    if older is not None and not changed:
+        return older.history
     return History(progress.batches, progress.batches)
 
 

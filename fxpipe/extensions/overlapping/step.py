@@ -56,14 +56,15 @@ def _versions(engine: Engine, compiled: Compiled) -> VersionedWeights:
     """The versions of the weights, while no batch is in flight."""
     progress, traced = engine.progress, compiled.traced
     changed = any(engine.group.exchange("changes", progress.changed))
-    if progress.versions is None:
-        progress.versions = _first(progress, compiled, changed)
+    versions: VersionedWeights | None = progress.versions
+    if versions is None:
+        progress.versions = versions = _first(progress, compiled, changed)
         progress.older = None
     else:
-        progress.versions.follow(compiled.schedule.delays)
+        versions.follow(compiled.schedule.delays)
     state = progress.state_of(traced)
-    progress.versions.open(compiled.plan.stages, state, traced.deferred, changed=changed)
-    return progress.versions
+    versions.open(compiled.plan.stages, state, traced.deferred, changed=changed)
+    return versions
 
 
 def _first(progress: Progress, compiled: Compiled, changed: bool) -> VersionedWeights:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,10 +12,6 @@ from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.optimizers import Optimizers
-
-if TYPE_CHECKING:
-    from fxpipe.extensions.checkpoint.progress import Restored
-    from fxpipe.extensions.overlapping.versions import VersionedWeights
 
 
 class Progress:
@@ -26,8 +22,9 @@ class Progress:
         owns: whether this process trains a stage.
         batches: how many batches have updated the weights without overlap.
         stages: the optimizers of the stages; None for a pipe without an optimizer.
-        versions: the versions of the weights; None before batches have overlapped.
-        older: what the versions begin with, from a checkpoint, until they are made or trained on.
+        versions: the versions of the weights, by an extension; None before batches have overlapped.
+        older: what the versions begin with, by an extension that has read a checkpoint, until they
+            are made or trained on.
         ended: why only a checkpoint can be restored: which stages have updated; else empty.
     """
 
@@ -46,8 +43,8 @@ class Progress:
         """
         self.batches = 0
         self.ended = ""
-        self.versions: VersionedWeights | None = None
-        self.older: Restored | None = None
+        self.versions: Any = None
+        self.older: Any = None
         self.stages = stages
         self.model = model
         self.owns = owns
