@@ -65,9 +65,7 @@ class Calls:
             if compiled is None:
                 compiled, micro = self._ready(micro, kind)
             self._check_data(compiled)
-            micro = self._compiler.weighed(compiled, micro)
-            if not isinstance(micro.weights, torch.Tensor) and not all(micro.weights):
-                compiled = compiled.weighted(micro.weights)
+            compiled, micro = self._compiler.weighed(compiled, micro)
             result = self._engine.step(compiled, micro, with_output=return_output)
             self.shown = compiled
             if meter is not None:
@@ -87,7 +85,7 @@ class Calls:
             differentiable = self._options.model.training and torch.is_grad_enabled()
             compiled, micro = self._ready(micro, Kind("call" if differentiable else "infer"))
             self._check_data(compiled)
-            micro = self._compiler.weighed(compiled, micro)
+            compiled, micro = self._compiler.weighed(compiled, micro)
             run = self._engine.call if differentiable else self._engine.infer
             output = run(compiled, micro)
         return together(output, compiled.traced.out_spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fxpipe.compiler.timetable import Purpose
@@ -12,7 +12,7 @@ from fxpipe.ir.plan import Plan, ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
-from fxpipe.kernels.kernel import Discarding, Kernel
+from fxpipe.kernels.kernel import Kernel
 
 
 class Kind(NamedTuple):
@@ -66,15 +66,6 @@ class Compiled:
     def names(self, stage: int) -> frozenset[str]:
         """``Traced.touched`` of a stage."""
         return self.traced.touched(self.plan.stages[stage])
-
-    def weighted(self, weights: Sequence[float]) -> Compiled:
-        """The same call, with kernels that discard the gradients of micro-batches of weight 0."""
-        zeros = self.program.replicas > 1
-        kernels = [
-            kernels if weight else [Discarding(kernel, zeros=zeros) for kernel in kernels]
-            for kernels, weight in zip(self.kernels, weights, strict=True)
-        ]
-        return replace(self, kernels=kernels)
 
 
 def exchanged(traced: Traced, plan: Plan) -> tuple[object, ...]:

@@ -211,9 +211,11 @@ class Compiler:
         batch, wants = micro.batch, micro.batch.wants(kind.purpose)
         return state, batch.key, batch.size, wants, len(micro), kind
 
-    def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
+    def weighed(self, compiled: Compiled, micro: MicroBatches) -> tuple[Compiled, MicroBatches]:
         """See ``Weighing.weighed``; the same micro-batches if there is no loss."""
-        return micro if compiled.traced.loss is None else self._weighing.weighed(compiled, micro)
+        if compiled.traced.loss is None:
+            return compiled, micro
+        return self._weighing.weighed(compiled, micro)
 
     def measured(self, compiled: Compiled) -> Compiled:
         """Return the same call with the costs of its stages, which are measured now if the cut did

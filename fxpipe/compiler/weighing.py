@@ -25,25 +25,19 @@ class Weighing:
         flat inputs of which each micro-batch has a part."""
         return ()
 
-    def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
-        """The same micro-batches, each with the weight of its loss in the batch's loss.
+    def weighed(self, compiled: Compiled, micro: MicroBatches) -> tuple[Compiled, MicroBatches]:
+        """The same call, and micro-batches each with the weight of its loss in the batch's loss.
 
         In a step the batch is that of all replicas, and in a call, which has a loss only if the
         model returns one, that of this replica. Raises InputError as ``Objective.counts`` and
         ``Objective.weights``.
         """
         if self.options.objective.averages and self.replicas(compiled) == 1:
-            if not self.counts_others(compiled, len(micro)):
-                return micro  # weighted by samples already
-        return self.joined(compiled, micro)
-
-    def counts_others(self, compiled: Compiled, microbatches: int) -> bool:
-        """Whether the loss may be a mean over others than samples, so that its value for so many
-        micro-batches is not that of the batch."""
-        return False
+            return compiled, micro  # weighted by samples already
+        return compiled, self.joined(compiled, micro)
 
     def joined(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
-        """``weighed`` where micro-batches are not just weighted by their samples."""
+        """The micro-batches, where they are not just weighted by their samples."""
         objective = self.options.objective
         parts = self.exchanged(compiled, objective.counts(micro))
         return with_weights(micro, objective.weights([x for part in parts for x in part]))

@@ -17,6 +17,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.weighing import Weighing, with_weights
 from fxpipe.errors import InputError
 from fxpipe.extensions.loss_weight.copies import current_copy
+from fxpipe.extensions.loss_weight.discarding import discarding
 from fxpipe.extensions.loss_weight.terms import Divisor, loss_terms
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.batch import Batch, MicroBatches
@@ -35,7 +36,19 @@ class ByDivisors(Weighing):
         """The divisor of each term of a loss; see ``loss_terms``."""
         return loss_terms(traced, split)
 
-    def counts_others(self, compiled: Compiled, microbatches: int) -> bool:
+    def weighed(self, compiled: Compiled, micro: MicroBatches) -> tuple[Compiled, MicroBatches]:
+        """See ``Weighing.weighed``. In a step, those of weight 0 add no gradients."""
+        averages = self.options.objective.averages and self.replicas(compiled) == 1
+        if not averages or self._counts_others(compiled, len(micro)):
+            micro = self.joined(compiled, micro)
+        weights = micro.weights
+        if compiled.purpose == "step" and not isinstance(weights, Tensor) and not all(weights):
+            compiled = discarding(compiled, weights)
+        return compiled, micro
+
+    def _counts_others(self, compiled: Compiled, microbatches: int) -> bool:
+        """Whether the loss may be a mean over others than samples, so that its value for so many
+        micro-batches is not that of the batch."""
         terms, replicas = compiled.terms, self.replicas(compiled)
         counted = microbatches * replicas > 1 and any(map(any, terms))
         if self._warned and replicas == 1:  # only means over targets change the weights
@@ -44,7 +57,7 @@ class ByDivisors(Weighing):
 
     def joined(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
         objective, terms, replicas = self.options.objective, compiled.terms, self.replicas(compiled)
-        counted = self.counts_others(compiled, len(micro))
+        counted = self._counts_others(compiled, len(micro))
         if not counted and replicas == 1:
             return super().joined(compiled, micro)
         buffers = known_buffers(compiled.traced, self.options.model)
