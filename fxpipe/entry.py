@@ -143,8 +143,7 @@ def compile(
             ``"target[0]"``. A call must have every input that is named here, except for optional
             inputs of the model.
         partition: "auto"; the names of submodules at each of which a stage begins; or a
-            ``fxpipe.Partition`` with memory limits, device speeds, links, or submodules to keep
-            together.
+            ``fxpipe.Partition`` with memory limits, device speeds or links.
         extensions: parts of fxpipe, or of your own, that few pipes need; see docs/extensions.md.
             Such as ``[fxpipe.CudaGraphs()]``, or its name, ``["cuda_graphs"]``.
         removed: arguments of earlier versions, all of which are refused. See docs/removed.md.

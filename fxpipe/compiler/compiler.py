@@ -13,7 +13,7 @@ from fxpipe.compiler.compiled import Compiled, Kind, exchanged
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
-from fxpipe.compiler.plans import Graph, Plans
+from fxpipe.compiler.plans import Plans
 from fxpipe.compiler.residence import settle
 from fxpipe.compiler.timetable import Purpose, Timetable
 from fxpipe.compiler.weighing import weighing_of
@@ -237,14 +237,6 @@ class Compiler:
     def loads(self) -> Sequence[StageLoad]:
         """Stage → load; empty before the model is measured and partitioned."""
         return self._placement.loads
-
-    def resized(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> Compiled:
-        """The same call for micro-batches of another size; for predictions, never run."""
-        traced, plan = compiled.traced, compiled.plan
-        if samples != compiled.samples:
-            traced, plan = self.plans.any_size(graph, samples)
-        whole = partial(self.lowered, plan, compiled.schedule, compiled.purpose, updates)
-        return replace(compiled, traced=traced, plan=plan, whole=whole, samples=samples)
 
     def _peaks(self, compiled: Compiled, updates: bool) -> list[float]:
         """Device → the most bytes that it is predicted to hold in a step."""

@@ -98,17 +98,6 @@ class Call:
                 leaf.uniform_(generator=generator)
         return call
 
-    def resized(self, size: int) -> Call:
-        """The same call for micro-batches of another size, with zeros for data."""
-
-        def change(leaf: Any, dim: int | None) -> Any:
-            if dim is None or not isinstance(leaf, Tensor):
-                return leaf
-            return leaf.new_zeros((*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]))
-
-        leaves = list(map(change, self.leaves, self.batch.dims))
-        return replace(self, leaves=leaves, size=size)
-
     def facts(self, traced: Traced, model: nn.Module) -> dict[str, Any]:
         """The facts that passes need of a graph for this call: ``traced``, the graph itself;
         ``values``, input → the micro-batch's leaf, which requires a gradient if the call returns

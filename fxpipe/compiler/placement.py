@@ -95,7 +95,7 @@ class Placement:
         if self._budget is None:
             machine = partition.machine(schedule, options.names)
             self._budget = (
-                find("option", "memory_budget", "memory_limits=")(schedule.placement, machine)
+                find("option", "memory_budget", "memory_limits=")(schedule, machine)
                 if machine.limited
                 else Budget(machine)
             )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.residence import gathered, settle, settled
 from fxpipe.errors import told
 from fxpipe.extend import find, there
-from fxpipe.ir.plan import Plan, StageCosts
+from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced, with_dims
 from fxpipe.log import LOGGER
 from fxpipe.passes.partition.assignment import Assignment
@@ -50,6 +50,7 @@ class Plans:
     Attributes:
         front_end: traces the model.
         graphs: the graphs that plans were made from.
+        placement: assigns the nodes of graphs to stages.
         proven: whether some graph of the model was found to be right, here or before a checkpoint
             that was loaded. From then on, what may yet be rounding is a warning, not an error.
     """
@@ -62,7 +63,7 @@ class Plans:
         self._compare: Compare | None = None
         if there("option", "check"):
             self._compare = find("option", "check")(self)
-        self._placement = placement
+        self.placement = placement
         # kind of call → the first shapes, which have a graph of their own; None if they do not
         self._first: dict[Any, Shapes | None] = {}
         # kind of call → its dimensions whose sizes are no symbols in a graph that was to have them
@@ -113,7 +114,7 @@ class Plans:
         options, placement = self.options, call.schedule.placement
         key = *self._plan_key(call), placement
         if key not in self._placed_plans:
-            with self._gathered(call) as here:
+            with self.gathered(call) as here:
                 traced, plan = self._plan(here)
                 if not options.spread:
                     plan = self._compiled(plan)
@@ -141,33 +142,11 @@ class Plans:
         ):
             results.clear()
 
-    def graph_of(self, traced: Traced) -> Graph:
-        """The graph that a plan was made from."""
-        return next(g for g in self.graphs.values() if g.traced.module is traced.module)
-
-    def any_size(self, graph: Graph, size: int) -> tuple[Traced, Plan]:
-        """The same stages for micro-batches of another size; for any size if such a graph exists.
-
-        The plan is for predictions only: it is made for zeros, not checked, and not kept.
-
-        Raises:
-            FxpipeError: as ``plan``, or the model does not take zeros.
-        """
-        with self._followed(graph, size) as (here, traced, assignment):
-            resized = self._relayed(here, traced, assignment)
-            return resized.traced, self._differentiated(resized, here)
-
-    def costs_at(self, graph: Graph, size: int) -> Mapping[int, StageCosts]:
-        """Measure the stages for micro-batches of another size, of zeros; returns stage → its
-        costs. Raises FxpipeError as ``any_size``."""
-        with self._followed(graph, size) as (here, traced, assignment):
-            return self._placement.costs_of(here.as_trained(traced, self.options.model), assignment)
-
     def measure(self) -> None:
         """Measure the costs of stages if that was put off, with random data, as the data of the
         call is gone. If operations refuse both random numbers and zeros, nothing is measured, which
         the log says."""
-        if self._placement.costs:
+        if self.placement.costs:
             return
         graph = next(iter(self.graphs.values()))
         # whatever modes the caller is in
@@ -175,23 +154,10 @@ class Plans:
             for call in (graph.call.random(), graph.call.zeros()):
                 try:
                     facts = call.as_trained(graph.traced, self.options.model)
-                    self._placement.costs = self._placement.costs_of(facts, graph.assignment)
+                    self.placement.costs = self.placement.costs_of(facts, graph.assignment)
                     return
                 except Exception as error:
                     LOGGER.info("the stages are not measured: %s", told(error))
-
-    @contextmanager
-    def _followed(self, graph: Graph, size: int) -> Iterator[tuple[Call, Traced, Assignment]]:
-        """Yield the call of a graph for micro-batches of another size, of zeros, with a graph for
-        that size and its stages. Inside, the model is as in ``_gathered``."""
-        self.look()
-        call = replace(graph.call.zeros(), fixed=False)
-        with self._gathered(call) as here:
-            traced = self._trace(here)
-            if not traced.accepts(here.resized(size).shapes):
-                traced = self._trace(here.resized(size))
-            assignment = self._placement.follow(traced, graph.traced, graph.assignment)
-            yield here.resized(size), traced, assignment
 
     def output_dims(self, call: Call, traced: Traced) -> Traced:
         """The call's graph, completed by the batch dimensions of its outputs."""
@@ -199,23 +165,20 @@ class Plans:
             return traced
         key = self._graph_key(call), call.shapes
         if key not in self._dims:
-            with self._gathered(call) as here:
+            with self.gathered(call) as here:
                 self._dims[key] = self.front_end.output_dims(traced, here)
         dims = self._dims[key]
         return traced if dims is None else with_dims(traced, dims)
 
-    def gathered(self, graph: Graph) -> AbstractContextManager[Call]:
-        """Inside, the model is where the graph was traced, with stand-ins for what is elsewhere."""
-        return self._gathered(graph.call.zeros())
-
-    def _gathered(self, call: Call) -> AbstractContextManager[Call]:
+    def gathered(self, call: Call) -> AbstractContextManager[Call]:
+        """See ``residence.gathered``."""
         return gathered(self.options, call, [graph.traced for graph in self.graphs.values()])
 
     def _plan(self, call: Call) -> tuple[Traced, Plan]:
         graph = self._graph(call)
         key = self._plan_key(call)
         if key not in self._plans:
-            self._plans[key] = self._sized(graph, call) or self._differentiated(graph, call)
+            self._plans[key] = self._sized(graph, call) or self.differentiated(graph, call)
         return graph.traced, self._plans[key]
 
     def _sized(self, graph: Graph, call: Call) -> Plan | None:
@@ -228,7 +191,7 @@ class Plans:
             (kind, graph.call.shapes, call.purpose, call.wants, call.parted),
             graph.traced,
             call,
-            lambda named: self._differentiated(graph, named, sizeless=True),
+            lambda named: self.differentiated(graph, named, sizeless=True),
         )
         facts = {
             "plan": plan,
@@ -241,14 +204,15 @@ class Plans:
     def _replicated(self, call: Call) -> bool:
         return self.options.replicas > 1 and call.purpose != "infer"
 
-    def _differentiated(self, graph: Graph, call: Call, *, sizeless: bool = False) -> Plan:
+    def differentiated(self, graph: Graph, call: Call, *, sizeless: bool = False) -> Plan:
+        """The plan of a graph, with its kernels; in buckets unless it is for any size."""
         options = self.options
         replicated = self._replicated(call)
         facts = {
             **call.facts(graph.traced, options.model),
             "assignment": graph.assignment,
-            "owners": self._placement.owners,
-            "stage_costs": self._placement.costs,
+            "owners": self.placement.owners,
+            "stage_costs": self.placement.costs,
             "parted": call.parted,
             "functional": call.parted or replicated,
             "replicated": replicated and not sizeless,
@@ -292,16 +256,17 @@ class Plans:
         )
         if kept is not None:
             return kept
-        traced = self._trace(call)
+        traced = self.trace(call)
         facts = call.as_trained(traced, self.options.model)
-        assignment = self._placement.place(
+        assignment = self.placement.place(
             facts, call.schedule.microbatches, step=call.purpose == "step"
         )
-        graph = self.graphs[key, shapes] = self._relayed(call, traced, assignment)
+        graph = self.graphs[key, shapes] = self.relayed(call, traced, assignment)
         self._first.setdefault(self._class(call), key[-1])
         return graph
 
-    def _relayed(self, call: Call, traced: Traced, assignment: Assignment) -> Graph:
+    def relayed(self, call: Call, traced: Traced, assignment: Assignment) -> Graph:
+        """A graph whose nodes have stages, fit to be cut."""
         # a call without gradients uses the graph that was made for gradients
         wanted = replace(call, purpose="step" if call.with_loss else "call").wanted(traced)
         state = traced.state_of(self.options.model)
@@ -316,7 +281,8 @@ class Plans:
         fit = run_all(passes.of(self.options, "fit"), facts)
         return Graph(fit["traced"], fit["assignment"], call.without_data())
 
-    def _trace(self, call: Call) -> Traced:
+    def trace(self, call: Call) -> Traced:
+        """The graph of a call, which may be that of an earlier one."""
         key = self._graph_key(call)
         shapes = call.shapes
         kept = (t for k, t in self._traced.items() if k[0] == key and t.accepts(shapes))

@@ -1,17 +1,16 @@
-"""``fxpipe.Partition``, the constraints on how the model is cut, and how schedules fill memory."""
+"""``fxpipe.Partition``, the constraints on how the model is cut."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import permutations
 from numbers import Real
 from typing import Any
 
 from fxpipe.errors import InputError
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import Task
 from fxpipe.passes.partition.work import StageDevices
 
 Each = float | Sequence[float | None]
@@ -44,14 +43,6 @@ class Partition:
     device_speeds: Sequence[float] | None = None
     link_bandwidth: Pairs | None = None
     link_latency: Pairs | None = None
-    keep_together: InitVar[object] = None
-
-    def __post_init__(self, keep_together: object) -> None:
-        if keep_together is not None:
-            raise InputError(
-                "Partition takes keep_together no longer: write at=[...] with the submodules at "
-                "which stages begin, which parts no other"
-            )
 
     def check(self, devices: int) -> None:
         """Check the constraints.
@@ -82,7 +73,7 @@ class Partition:
         """Return the devices as the stages of a schedule see them.
 
         Args:
-            schedule: says where the stages are, and how many micro-batches they hold at once.
+            schedule: says where the stages are.
             names: device → its name in messages.
         """
         placement, devices = schedule.placement, schedule.devices
@@ -102,8 +93,6 @@ class Partition:
             limits=tuple(limits[device] / placement.count(device) for device in placement)
             if limits
             else (),
-            peaks=stash_peaks(schedule),
-            arrived=arrival_peaks(schedule),
             per_byte=between(lambda latency, bandwidth: 1 / bandwidth),
             per_message=between(lambda latency, bandwidth: latency),
             names=tuple(names[device] for device in placement),
@@ -137,47 +126,6 @@ def read_partition(partition: Any, memory_limits: Any = None) -> Partition:
             "which a stage begins, or a fxpipe.Partition"
         )
     return Partition(at=partition)
-
-
-def stash_peaks(schedule: Schedule) -> tuple[int, ...]:
-    """Stage → the most micro-batches whose saved values it holds at once.
-
-    It holds them from the forward, or the recompute if there is one, to the backward, except while
-    they are offloaded.
-    """
-    again = {(t.stage, t.microbatch) for row in schedule.rows for t in row if t.kind == "R"}
-    return _peaks(schedule, lambda t: t.kind == "R" or (t.stage, t.microbatch) not in again)
-
-
-def arrival_peaks(schedule: Schedule) -> tuple[int, ...]:
-    """Stage → the most micro-batches between forward and backward at once, but not offloaded."""
-    return _peaks(schedule, lambda task: task.kind in "FP")
-
-
-def _peaks(schedule: Schedule, begins: Callable[[Task], bool]) -> tuple[int, ...]:
-    """Stage → the most micro-batches at once that a task has begun, by ``begins``, and that have
-    not had their backward."""
-    peaks = [0] * schedule.stages
-    for row in schedule.rows:
-        held = [0] * schedule.stages
-        last = "W" if any(task.kind == "W" for task in row) else "B"
-        leaving: list[int] = []  # the stages whose offloads overlap the next task
-        for step in range(schedule.depth + 1):
-            for task in row:
-                stage = task.stage
-                if stage is None or step + task.batch < 0:
-                    continue
-                if task.kind == "O" and begins(replace(task, kind="P")):
-                    leaving.append(stage)
-                    continue
-                if task.kind in "FRP" and begins(task):
-                    held[stage] += 1
-                elif task.kind in ("B", last):
-                    held[stage] -= 1
-                peaks[stage] = max(peaks[stage], held[stage])
-                while leaving and task.kind != "P":
-                    held[leaving.pop()] -= 1
-    return tuple(peaks)
 
 
 def _are_names(value: Any) -> bool:

@@ -134,20 +134,9 @@ class StageDevices:
         return any(limit < math.inf for limit in self.limits)
 
     @property
-    def computes_alone(self) -> bool:
-        """Whether only compute time matters: links cost nothing and memory is not limited."""
-        return not self.linked and not self.limited
-
-    @property
     def held(self) -> tuple[tuple[int, int], ...]:
         """Stage → how many micro-batches' saved values it holds, and how many's received values."""
         return tuple(zip(self.peaks, self.arrived, strict=True))
-
-    @property
-    def rooms(self) -> tuple[float, ...]:
-        """Stage → bytes that its atoms may occupy; empty without limits."""
-        pairs = zip(self.limits, self.reserved, strict=False)
-        return tuple(limit - reserved for limit, reserved in pairs)
 
     def name_of(self, stage: int) -> str:
         return self.names[stage] if self.names else f"device {stage}"

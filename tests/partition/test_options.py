@@ -10,13 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import B, F, U
-from fxpipe.passes.partition.options import Partition, arrival_peaks, stash_peaks
-from fxpipe.passes.schedule import add_recompute
+from fxpipe.passes.partition.options import Partition
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, state_size
-from fxpipe.text.schedule import parse_schedule
 
 
 class Blocks(nn.Module):
@@ -50,7 +46,6 @@ def compiled(model: nn.Module, devices: int = 2, **options: Any) -> fxpipe.Pipel
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep_together": ["first"]}, r"keep_together no longer: write at=\[...\] with the"),
         ({"at": [3]}, r"at is \[3\]; give a list of submodule names"),
         ({"memory_limits": [1, 2, 3]}, "memory_limits is .*; give one number, or a list of 2"),
         ({"memory_limits": [1, -1]}, "memory_limits of device 1 is -1; give a positive number"),
@@ -70,19 +65,6 @@ def compiled(model: nn.Module, devices: int = 2, **options: Any) -> fxpipe.Pipel
 def test_wrong_options_are_refused_with_a_cure(options: dict[str, Any], message: str) -> None:
     with pytest.raises(fxpipe.InputError, match=message):
         compiled(Blocks(), **options)
-
-
-def test_a_schedule_that_holds_more_needs_more_memory() -> None:
-    """GPipe keeps all four micro-batches on both stages, 1F1B two and one."""
-    machine = Partition().machine(find_recipe("gpipe")(2, 4), ["a", "b"])
-    assert machine.peaks == (4, 4)
-    machine = Partition().machine(find_recipe("1f1b")(2, 4), ["a", "b"])
-    assert machine.peaks == (2, 1)
-
-
-def test_batches_that_overlap_are_counted_together() -> None:
-    rows = ((F(0, 0), F(1, 0), B(0, 0, batch=-1), B(1, 0, batch=-1), U(0)),)
-    assert stash_peaks(Schedule("overlapping", 2, (0,), rows)) == (4,)
 
 
 def test_stages_of_one_device_share_its_limit_and_send_for_nothing() -> None:
@@ -147,15 +129,3 @@ def test_a_tied_weight_has_one_owner_and_its_way_is_counted() -> None:
         assert owners == [0]
         sent = {edge.value for edge in pipe.plan.edges if edge.source == 0 and edge.target == 1}
         assert not any("embedding_weight" in value for value in sent)
-
-
-def test_what_is_recomputed_is_saved_for_one_micro_batch() -> None:
-    plain = find_recipe("gpipe")(2, 4)
-    again = add_recompute(plain, ["always", "never"])
-    assert stash_peaks(again) == (1, 4)
-    assert arrival_peaks(again) == stash_peaks(plain) == (4, 4)
-    partly = parse_schedule(
-        "schedule mine stages=1 microbatches=3 delay=0\nplace 0\n0: F0 F1 F2 B2 R1 B1 R0 B0 U\n"
-    )
-    assert stash_peaks(partly) == (1,)
-    assert arrival_peaks(partly) == (3,)

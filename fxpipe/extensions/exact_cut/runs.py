@@ -77,7 +77,9 @@ class _Sweep:
         self.cap = cap
         machine = runs.machine
         self.stages, self.length = machine.stages, runs.length
-        self.rooms, self.held = machine.rooms, machine.held
+        pairs = zip(machine.limits, machine.reserved, strict=False)
+        self.rooms = tuple(limit - reserved for limit, reserved in pairs)  # empty without limits
+        self.held = machine.held
         shape = (self.stages + 1, self.length + 1)
         self.best = torch.full(shape, math.inf, dtype=torch.float64)
         self.best[0, 0] = 0

@@ -73,7 +73,7 @@ def _fastest(
 ) -> list[int] | None:
     """Atom → stage for the best cut of an order into runs; None if none is as fast as ``best`` and
     keeps the limits."""
-    if machine.computes_alone:
+    if _computes_alone(machine):
         ends = _sums(work.seconds[atom] for atom in order)
         return _stages(order, even_runs(ends, machine.speeds))
     if best is not None:
@@ -85,6 +85,11 @@ def _fastest(
         if (found := runs.cut("seconds", cap)) is not None:
             return _stages(order, found)
     return None
+
+
+def _computes_alone(machine: StageDevices) -> bool:
+    """Whether only compute time matters: links cost nothing and memory is not limited."""
+    return not machine.linked and not machine.limited
 
 
 def _with_fewest_bytes(
@@ -104,7 +109,7 @@ def _with_fewest_bytes(
 
 def _between_layers(work: Work, machine: StageDevices, layers: Sequence[Hashable]) -> float:
     """The slowest stage of the best cut between layers; infinite unless only compute counts."""
-    if not machine.computes_alone or not layers:
+    if not _computes_alone(machine) or not layers:
         return math.inf
     sums, following = _sums(work.seconds), [*layers[1:], object()]
     borders = zip(sums[1:], layers, following, strict=True)

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from fxpipe.compiler.placement import Budget
 from fxpipe.errors import PartitionError
+from fxpipe.extensions.memory_limits.held import arrival_peaks, stash_peaks
 from fxpipe.formatting import bytes_text
+from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.partition.work import StageDevices, StageLoad
 
 _TRIES = 8
@@ -23,9 +25,11 @@ class MemoryBudget(Budget):
     the difference free.
     """
 
-    def __init__(self, placement: Sequence[int], machine: StageDevices) -> None:
-        super().__init__(machine)
-        self._placement = placement
+    def __init__(self, schedule: Schedule, machine: StageDevices) -> None:
+        """Limit what the stages of this schedule hold."""
+        peaks, arrived = stash_peaks(schedule), arrival_peaks(schedule)
+        super().__init__(replace(machine, peaks=peaks, arrived=arrived))
+        self._placement = schedule.placement
         self._reserved: dict[int, int] = {}
         self._left = _TRIES
 

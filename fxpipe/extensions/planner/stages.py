@@ -24,6 +24,7 @@ from fxpipe.extensions.planner.candidates import (
     library_over,
     microbatch_counts,
 )
+from fxpipe.extensions.planner.resized import Resized
 from fxpipe.extensions.simulator.away import away_rates
 from fxpipe.extensions.simulator.costs import Times, measured_costs
 from fxpipe.extensions.simulator.predict import (
@@ -68,7 +69,7 @@ class Stages:
         self.compiler, self._compiled, self._updates = compiler, compiled, updates
         self._placement = compiled.schedule.placement
         self._size, self._options = size, compiler.options
-        self._graph = compiler.plans.graph_of(compiled.traced)
+        self._resized = Resized(compiler, compiled)
         self._limits, self._links = limits, given_links(compiler.options)
         self._devices, self._limited = len(limits), any(limit < math.inf for limit in limits)
         group = compiler.options.group  # all ranks take the rates of the first: they choose alike
@@ -92,7 +93,7 @@ class Stages:
             if further == samples:
                 continue
             with suppress(FxpipeError):  # the graph may hold for one size of micro-batch only
-                costs = self.compiler.plans.costs_at(self._graph, further)
+                costs = self._resized.costs(further)
                 stages = [replace(s, costs=costs[s.index]) for s in self._compiled.plan.stages]
                 plan = replace(self._compiled.plan, stages=tuple(stages))
                 self._measured[further] = _of_operations(plan)
@@ -168,9 +169,7 @@ class Stages:
     def _at(self, samples: int) -> Compiled:
         """The same stages for micro-batches of another size."""
         if samples not in self._calls:
-            self._calls[samples] = self.compiler.resized(
-                self._compiled, self._graph, samples, self._updates
-            )
+            self._calls[samples] = self._resized.step(samples, self._updates)
         return self._calls[samples]
 
     def _held(self, samples: int) -> Sizes:

@@ -11,10 +11,9 @@ from fxpipe.errors import VerificationError
 from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.extensions.simulator import Sizes
 from fxpipe.extensions.streams.events import Streams
-from fxpipe.ir.recipe import RECIPES, find_recipe
+from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
-from fxpipe.passes.partition.options import arrival_peaks, stash_peaks
 from fxpipe.passes.schedule import add_recompute
 from tests.helpers.plans import chain_program
 from tests.helpers.profiles import some
@@ -89,15 +88,6 @@ def test_what_is_wrong_is_told_by_name(row: str, fault: str) -> None:
     with pytest.raises(VerificationError) as caught:
         Schedule.parse(text).verify()
     assert [fault in str(each) for each in caught.value.faults].count(True) == 1
-
-
-@pytest.mark.smoke
-def test_what_is_stored_elsewhere_is_held_for_three_micro_batches() -> None:
-    """One is fetched while one is stored and one computed."""
-    again = add_recompute(find_recipe("gpipe")(2, 6), ["always", "never"])
-    assert (stash_peaks(again), arrival_peaks(again)) == ((1, 6), (6, 6))
-    stored = add_offload(again, "always")
-    assert (stash_peaks(stored), arrival_peaks(stored)) == ((1, 3), (3, 3))
 
 
 @pytest.mark.smoke
