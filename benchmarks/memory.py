@@ -28,7 +28,8 @@ from benchmarks.models.gpt2 import GPT2, next_words
 from benchmarks.models.unet import UNet
 from benchmarks.report import RESULTS, Figure, Grid, Report
 from examples.plain import one_thread
-from fxpipe.formatting import bytes_text, time_text
+from fxpipe.extensions.tables import time_text
+from fxpipe.formatting import bytes_text
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "2bw")
 MODES = ("never", "except_last", "always")

@@ -1,20 +1,11 @@
-"""Quantities, lists of names and tables as short texts."""
+"""Quantities and lists of numbers as short texts, and what a notebook shows."""
 
 from __future__ import annotations
 
 import re
-import shutil
-import sys
 from collections.abc import Iterable, Sequence
-from html import escape
 from itertools import groupby
-from textwrap import fill, wrap
 from typing import Any
-
-import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from fxpipe.errors import FxpipeError
 from fxpipe.extend import find
@@ -43,20 +34,6 @@ def byte_unit(count: float) -> tuple[int, str]:
     return 1024**power, _UNITS[power - 1]
 
 
-def time_text(seconds: float) -> str:
-    """``3.2 ms``, with three digits."""
-    milliseconds = seconds * 1e3
-    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
-
-
-_STYLE = (
-    "white-space: pre; overflow-x: auto; line-height: 1.2; margin: 0; padding: 0.3em 0; "
-    "font-family: 'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
-)
-
-_PROSE = 100
-"""The width at which lines that are no rows of tables are wrapped."""
-
 _DRAWN = 4000
 """A notebook shows no picture of more things: it would take seconds and be unreadable."""
 
@@ -77,86 +54,9 @@ def shown(value: Any, things: int) -> dict[str, str]:
     return bundle
 
 
-def preformatted(text: str) -> str:
-    """Text as HTML that keeps its lines; only sentences are wrapped.
-
-    Text that is wider than the page gets smaller letters, down to 8 pixels, and then scrolls.
-    """
-    lines = [
-        part
-        for line in text.splitlines()
-        for part in (wrap(line, _PROSE) if line[:1].isalpha() else [line])
-    ]
-    # a letter is 0.61 times as wide as it is high
-    fitting = 100 / 0.61 / max(map(len, lines), default=1)
-    size = f"font-size: 85%; font-size: clamp(8px, {fitting:.3f}cqw, 85%)"
-    text = escape("\n".join(lines))
-    return (
-        '<div style="container-type: inline-size; width: 100%">'
-        f'<pre style="{_STYLE}; {size}">{text}</pre></div>'
-    )
-
-
-def plain_table(gap: int = 2) -> Table:
-    """An empty table without frames and with narrow gaps, so that much fits into a line."""
-    padding = (0, gap - 1, 0, 0)
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=padding)
-
-
-def screen_width() -> int:
-    """The columns of the terminal that standard output is; 80 where it is none."""
-    shown = sys.stdout is not None and sys.stdout.isatty()  # None if it is closed
-    return shutil.get_terminal_size((80, 24)).columns if shown else 80
-
-
-def table_text(table: Table) -> str:
-    """A table as plain text, as wide as the screen at most."""
-    # else rich would also show an empty output in a notebook
-    console = Console(width=screen_width(), color_system=None, force_jupyter=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
-
-
-def wrapped(text: str, indent: str = "", *, whole_words: bool = False) -> str:
-    """Text in lines as wide as the screen; further lines are indented. ``whole_words`` keeps a word
-    in one line even if that is too long, as a path that is to be copied."""
-    return fill(
-        text,
-        screen_width(),
-        subsequent_indent=indent,
-        break_long_words=not whole_words,
-        break_on_hyphens=False,
-    )
-
-
-_told: set[str] = set()
-
-
-def first_time(text: str) -> bool:
-    """Whether this process has not shown a text yet, such as a legend; it has from now on."""
-    new = text not in _told
-    _told.add(text)
-    return new
-
-
-def count_text(count: int) -> str:
-    """``1.2 M``; small numbers exactly."""
-    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= max(0.99995 * size, 10**4):  # never 1000.0 of the unit below
-            return f"{count / size:.1f} {unit}"
-    return str(count)
-
-
 def plural(count: int, word: str) -> str:
     """``1 node``, ``2 nodes``."""
     return f"{count} {word}{'' if count == 1 else 's'}"
-
-
-def shape_text(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """``8×64×32×32 float32``."""
-    sizes = "×".join(map(str, shape)) or "scalar"
-    return f"{sizes} {str(dtype).removeprefix('torch.')}"
 
 
 def stages_text(stages: Sequence[int]) -> str:
@@ -171,42 +71,3 @@ def numbers_text(numbers: Iterable[int]) -> str:
         run = [number for _, number in group]
         words.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def runs(names: Iterable[str]) -> list[str]:
-    """Names, with runs of numbers abbreviated: ``blocks.0–3`` for blocks.0 to blocks.3."""
-    texts = []
-    for _, group in groupby(enumerate(names), _run):
-        run = [name for _, name in group]
-        end = f"–{run[-1].rpartition('.')[2]}" if len(run) > 1 else ""
-        texts.append(run[0] + end)
-    return texts
-
-
-def _run(indexed: tuple[int, str]) -> tuple[str, int | None]:
-    """A key that the names of one run share: number minus index is the same for all of them."""
-    index, name = indexed
-    parent, _, last = name.rpartition(".")
-    if last.isascii() and last.isdecimal():
-        return parent, int(last) - index
-    return name, None
-
-
-def lines(names: Sequence[str], width: int, most: int) -> list[str]:
-    """Names separated by commas, in at most ``most`` lines of at most ``width`` characters.
-
-    A further line tells how many names are left out. A name that is wider than a line keeps its
-    end, which distinguishes it best.
-    """
-    short = [name if len(name) <= width else "…" + name[1 - width :] for name in names]
-    rows = [""]
-    for index, name in enumerate(short):
-        joined = f"{rows[-1]}, {name}" if rows[-1] else name
-        if len(joined) <= width:
-            rows[-1] = joined
-            continue
-        rows[-1] += ","
-        if len(rows) == most:
-            return [*rows, f"… and {len(short) - index} more"]
-        rows.append(name)
-    return rows

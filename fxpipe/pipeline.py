@@ -18,7 +18,6 @@ from fxpipe.compiler.residence import homes
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.extend import View, find, there
-from fxpipe.formatting import preformatted
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
@@ -296,9 +295,6 @@ class Pipeline(nn.Module):
         table = find("option", "table")
         text: str = table(self._model, shown, places, loads, peaks, replicas)
         return text
-
-    def _repr_html_(self) -> str:
-        return preformatted(repr(self))
 
     simulate = View()
     """``pipe.simulate()`` predicts the time and the memory of a step:

@@ -20,8 +20,8 @@ from unittest.mock import patch
 
 import pytest
 
-from fxpipe import formatting
 from fxpipe.errors import FxpipeError
+from fxpipe.extensions import tables
 from fxpipe.extensions.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -78,7 +78,7 @@ def console_output(text: str) -> str:
             with (
                 contextlib.redirect_stdout(shown),
                 contextlib.redirect_stderr(shown),
-                patch.object(formatting, "_told", set()),  # a command is a process
+                patch.object(tables, "_told", set()),  # a command is a process
             ):
                 main(arguments)
     return shown.getvalue()

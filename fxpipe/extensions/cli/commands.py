@@ -15,7 +15,7 @@ import fxpipe
 from fxpipe.errors import FxpipeError, InputError, VerificationError
 from fxpipe.extend import commands
 from fxpipe.extensions.cli.read import DEVICES, MICROBATCHES, named_schedule, read_costs, read_file
-from fxpipe.formatting import plain_table, screen_width, table_text, wrapped
+from fxpipe.extensions.tables import plain_table, screen_width, table_text, wrapped
 from fxpipe.ir.recipe import PARTIAL, RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 

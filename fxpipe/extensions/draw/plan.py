@@ -22,7 +22,8 @@ from fxpipe.extensions.draw.picture import (
     blank,
     markup,
 )
-from fxpipe.formatting import bytes_text, count_text, lines, plural, runs, shape_text, time_text
+from fxpipe.extensions.tables import count_text, lines, runs, shape_text, time_text
+from fxpipe.formatting import bytes_text, plural
 from fxpipe.ir.plan import Argument, Plan, Stage
 from fxpipe.ir.value import HOST, Edge
 

@@ -35,7 +35,7 @@ from fxpipe.extensions.simulator.costs import Costs
 from fxpipe.extensions.simulator.simulate import simulate
 from fxpipe.extensions.simulator.simulation import Simulation, TransferSpan
 from fxpipe.extensions.simulator.sums import Sum
-from fxpipe.formatting import time_text
+from fxpipe.extensions.tables import time_text
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.draws import Draws
 from fxpipe.random import SEEDED, UNSEEDED, draws, mix, with_defaults
-from fxpipe.random.modes import Draws
 
 TAKES_TURNS = "fxpipe.takes_turns"
 """Metadata key of a node that calls a module: whether that calls ``torch.cond`` or the like.

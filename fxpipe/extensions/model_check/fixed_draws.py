@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe import random
-from fxpipe.random.modes import Draws
+from fxpipe.extensions.draws import Draws
 
 
 def pattern(like: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from math import inf, prod
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.simulator.costs import Times
-from fxpipe.formatting import time_text
+from fxpipe.extensions.tables import time_text
 from fxpipe.ir.recipe import Placement, Recipe, find_recipe, one_each
 from fxpipe.passes.schedule import Recompute
 from fxpipe.schedules import library

@@ -16,15 +16,8 @@ from typing import Any
 from fxpipe.errors import InputError
 from fxpipe.extensions.simulator.holding import PARTS
 from fxpipe.extensions.simulator.simulation import Simulation, task_of
-from fxpipe.formatting import (
-    byte_unit,
-    bytes_text,
-    first_time,
-    plain_table,
-    plural,
-    table_text,
-    wrapped,
-)
+from fxpipe.extensions.tables import first_time, plain_table, table_text, wrapped
+from fxpipe.formatting import byte_unit, bytes_text, plural
 from fxpipe.ir.task import KINDS
 from fxpipe.text.program import print_instruction
 

@@ -14,7 +14,8 @@ from fxpipe.extend import View
 from fxpipe.extensions.simulator.pairs import Pairs, joins
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.extensions.simulator.sums import GATHERING, Sum
-from fxpipe.formatting import plural, preformatted
+from fxpipe.extensions.tables import preformatted
+from fxpipe.formatting import plural
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import Task

@@ -8,15 +8,8 @@ from itertools import takewhile
 from torch import nn
 
 from fxpipe.compiler.compiled import Compiled
-from fxpipe.formatting import (
-    bytes_text,
-    count_text,
-    first_time,
-    plain_table,
-    runs,
-    table_text,
-    wrapped,
-)
+from fxpipe.extensions.tables import count_text, first_time, plain_table, runs, table_text, wrapped
+from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import GraphKernel, is_compiled
 from fxpipe.passes.partition.work import StageLoad

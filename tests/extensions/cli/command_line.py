@@ -7,13 +7,13 @@ from unittest.mock import patch
 
 import pytest
 
-from fxpipe import formatting
+from fxpipe.extensions import tables
 from fxpipe.extensions.cli import main
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
     """Exit status, what was printed and what was complained of."""
-    with patch.object(formatting, "_told", set()):  # a command is a process
+    with patch.object(tables, "_told", set()):  # a command is a process
         status = main([str(argument) for argument in arguments])
     shown = capsys.readouterr()
     return status, shown.out, shown.err

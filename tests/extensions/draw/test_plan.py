@@ -13,7 +13,8 @@ from torch import fx
 from fxpipe.errors import VerificationError
 from fxpipe.extensions.draw.picture import FAULT, SKIP, Picture
 from fxpipe.extensions.draw.plan import draw_plan
-from fxpipe.formatting import bytes_text, count_text, lines, runs, time_text
+from fxpipe.extensions.tables import count_text, lines, runs, time_text
+from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Argument, Plan, Stage, StageCosts, ValueSpec
 from fxpipe.ir.value import HOST, Edge
 from tests.helpers.plans import chain, plan_of, skipping

@@ -31,7 +31,7 @@ from fxpipe.extensions.simulator.costs import (
     Link,
     times_of,
 )
-from fxpipe.formatting import time_text
+from fxpipe.extensions.tables import time_text
 from fxpipe.ir.recipe import Placement, one_each, round_robin, vee
 from tests.helpers.profiles import DEEP, deep
 from tests.oracles.loop import train

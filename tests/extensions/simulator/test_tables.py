@@ -12,8 +12,9 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam
 
 import fxpipe
-from fxpipe import formatting
-from fxpipe.formatting import bytes_text, count_text
+from fxpipe.extensions import tables
+from fxpipe.extensions.tables import count_text
+from fxpipe.formatting import bytes_text
 from tests.extensions.stage_table.test_table import columns
 
 pytestmark = pytest.mark.models
@@ -88,7 +89,7 @@ def test_a_table_and_a_simulation_fit_80_columns() -> None:
 
 @pytest.mark.deep
 def test_what_its_columns_mean_is_told_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formatting, "_told", set())  # as in a new process
+    monkeypatch.setattr(tables, "_told", set())  # as in a new process
     with fxpipe.compile(nn.Linear(6, 6), 1, microbatches=2, loss=mse_loss) as pipe:
         pipe.step(torch.ones(4, 6), target=torch.ones(4, 6))
         first, second = (f"{pipe} {pipe.simulate()}" for _ in range(2))
