@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from os import PathLike, fspath
 from typing import Any, cast, get_args
 
 import torch
@@ -16,12 +14,10 @@ from torch.nn.parameter import is_lazy
 from fxpipe.compiler.objective import Objective, Reduction
 from fxpipe.errors import InputError, near
 from fxpipe.extend import Extension, LateSchedule, find, names, there
-from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, fixed
+from fxpipe.ir.recipe import Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import Recompute, RecomputeLike
 from fxpipe.runtime.batch import BatchDims
-
-_FILE = re.compile(r"\.(py(:[^:/]+)?|txt)$")
 
 ScheduleLike = str | Schedule | Recipe | LateSchedule | Callable[..., Any]
 
@@ -59,14 +55,6 @@ def given_schedule(
 def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
     if isinstance(schedule, str) and "\n" in schedule:
         schedule = Schedule.parse(schedule)
-    if isinstance(schedule, PathLike) or (
-        isinstance(schedule, str) and schedule not in RECIPES and _FILE.search(schedule)
-    ):
-        raise InputError(
-            f"schedule {fspath(schedule)!r} is in a file, which compile does not run; import the "
-            "function or the schedule from there, or give the text of the file: "
-            "Path(...).read_text()"
-        )
     if isinstance(schedule, str):
         return find_recipe(schedule)
     if isinstance(schedule, Recipe):

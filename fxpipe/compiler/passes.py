@@ -15,8 +15,7 @@ from typing import Any
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.preflight import (
     refuse_hooks,
-    refuse_lazy,
-    refuse_sparse,
+    refuse_tensors,
     run_loss,
     run_model,
     tell_checkpoints,
@@ -91,8 +90,7 @@ SCHEDULE = (
 """A recipe and a number of micro-batches → the schedule of a step or a call."""
 
 ADMIT = (
-    Pass(refuse_lazy, "model", ""),
-    Pass(refuse_sparse, "model", ""),
+    Pass(refuse_tensors, "model", ""),
     Pass(refuse_hooks, "model, is_called", ""),
 )
 """Refuse buffers without shapes, sparse tensors, and hooks that no graph could hold."""

@@ -24,6 +24,7 @@ from fxpipe.compiler.objective import Objective
 from fxpipe.errors import InputError, TraceError, told, way_out
 from fxpipe.formatting import plural
 from fxpipe.log import LOGGER
+from fxpipe.passes.tracing.attach_loss import own_loss
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import detached, taken_apart
 from fxpipe.torchtools.state import hooked, same_sizes, tried
@@ -84,26 +85,20 @@ def tell_checkpoints(
         )
 
 
-def refuse_lazy(model: nn.Module) -> None:
-    """Check that all buffers have shapes.
-
-    Those of ``nn.LazyBatchNorm1d`` get theirs in the first run, with the statistics of that run.
+def refuse_tensors(model: nn.Module) -> None:
+    """Check that all parameters and buffers are dense, and that all buffers have shapes. Those of
+    ``nn.LazyBatchNorm1d`` get theirs in the first run, with the statistics of that run.
 
     Raises:
-        InputError: a buffer has no shape yet.
+        InputError: a tensor is sparse, or a buffer has no shape yet.
     """
-    for name, buffer in model.named_buffers():
-        if is_lazy(buffer):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor) and not isinstance(tensor, nn.Parameter):
             raise InputError(
                 f"the model's buffer {name!r} has no shape before the model has run; run the model "
                 "once in evaluation mode, which gives shapes to all that is lazy: model.eval(), "
                 "model(one micro-batch), model.train()"
             )
-
-
-def refuse_sparse(model: nn.Module) -> None:
-    """Check that all parameters and buffers are dense. Raises InputError."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout is not torch.strided:
             raise InputError(
                 f"{name!r} of the model is {tensor.layout}, and stages keep dense tensors; keep "
@@ -289,12 +284,6 @@ def try_own_loss(output: Any) -> None:
             ".loss; give compile(..., loss=function)"
         )
     _check_scalar(value, "the loss that the model returns")
-
-
-def own_loss(output: Any) -> Any:
-    """The loss in a model's output: its ``loss``, or else the output itself."""
-    loss = output.get("loss", output) if isinstance(output, dict) else output
-    return getattr(loss, "loss", loss)
 
 
 def _check_signature(loss: Callable[..., Any], targets: Sequence[Any]) -> None:

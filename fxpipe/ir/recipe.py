@@ -28,7 +28,7 @@ parameter ``placement``, the device of every stage.
 Placement = Callable[[int], tuple[int | tuple[int, ...], ...]]
 """Number of devices → stage → its device, or a tuple of its device and those of its copies."""
 
-DelayRule = Delay | Callable[..., Delay]
+DelayRule = Delay | Callable[[int, int], Delay]
 """A delay, or a function that gives it; see Recipe."""
 
 _TASKS_PER_STAGE_AND_MICROBATCH = 16
@@ -68,11 +68,9 @@ class Recipe:
     Attributes:
         name: the name that ``fxpipe.compile(schedule=...)`` takes.
         tasks: the author's generator.
-        delay: how many versions older than the newest the weights are that a batch reads: a number,
-            one for each stage, or a function. A function with a parameter ``microbatch`` or
-            ``stage``, and perhaps ``devices`` and ``microbatches``, gives the delay of each
-            micro-batch on each stage. Any other function is called with the numbers of devices and
-            micro-batches and gives the whole delay.
+        delay: how many versions older than the newest the weights are that a batch reads: a number;
+            a tuple with one for each stage, or with a tuple of one for each micro-batch; or a
+            function of the numbers of devices and micro-batches that gives this.
         placement: the devices of the stages and of their copies.
         microbatches: the only number of micro-batches that it works for, or None for any.
         slices: the parts of each micro-batch's sequence, each with stages of its own; see Schedule.
@@ -110,7 +108,7 @@ class Recipe:
                 f"there are {len(places)} stages and microbatches is {microbatches}; a schedule is "
                 f"made for at most {_MOST} forwards"
             )
-        delay = self._delay(devices, microbatches, len(places))
+        delay = self._delay(devices, microbatches)
         placement, copies = tuple(at[0] for at in places), tuple(at[1:] for at in places)
         extra = _parameters(self.tasks)[3:]
         rows: list[tuple[Task, ...]] = []
@@ -179,27 +177,16 @@ class Recipe:
                 "their number, such as lambda devices: tuple(range(devices))"
             ) from error
 
-    def _delay(self, devices: int, microbatches: int, stages: int) -> Delay:
+    def _delay(self, devices: int, microbatches: int) -> Delay:
         try:
-            if not callable(self.delay):
-                return _whole(self.delay, microbatches)
-            names = _parameters(self.delay)
-            if "microbatch" not in names and "stage" not in names:
-                return _whole(self.delay(devices, microbatches), microbatches)
-            rules: list[tuple[int, ...]] = []
-            offered = {"devices": devices, "microbatches": microbatches}
-            for stage in range(stages):
-                rule: list[Any] = []
-                for i in range(microbatches):
-                    offered |= {"stage": stage, "microbatch": i}
-                    rule.append(self.delay(**{n: offered[n] for n in names if n in offered}))
-                rules.append(tuple(map(index, rule)))
-            return tuple(rules)
+            rule = self.delay
+            delay = rule(devices, microbatches) if callable(rule) else rule
+            return _whole(delay, microbatches)
         except Exception as error:
             raise InputError(
                 f"schedule {self.name!r}: its delay is {self.delay!r}, which gives no whole number "
-                f"({told(error)}); give one, a tuple with one for each stage, a function of the "
-                "numbers of devices and micro-batches, or one such as lambda microbatch, stage: 1"
+                f"({told(error)}); give one, a tuple with one for each stage, or a function of the "
+                "numbers of devices and micro-batches that returns either"
             ) from error
 
     def _row(
@@ -348,7 +335,7 @@ def schedule(
     Args:
         name: the name that ``fxpipe.compile(schedule=...)`` takes.
         delay: how many versions behind the newest the weights are that a batch reads, such as 1,
-            or ``lambda microbatch, stage: 0 if microbatch else 1``; see Recipe.
+            or ``lambda devices, microbatches: (1,) * devices``; see Recipe.
         placement: number of devices → for each stage its device, or, if it has copies, a tuple of
             its own device and theirs.
         slices: the parts of each micro-batch's sequence; the placement then gives the stages of

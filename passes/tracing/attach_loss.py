@@ -61,7 +61,7 @@ def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) 
 
     Raises:
         TraceError: the loss writes a buffer.
-        InputError: the loss has parameters, or is not a scalar.
+        InputError: the loss has parameters.
     """
     if loss.parameters:
         trained = ", ".join(argument.target for argument in loss.parameters)
@@ -73,8 +73,8 @@ def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) 
         raise TraceError(
             f"the loss writes its buffer {loss.writes[0].target!r}; let it only read its buffers"
         )
-    if len(loss.outputs) != 1 or not isinstance(loss.outputs[0], Value):
-        raise InputError("the loss must return one tensor; return a scalar such as its mean")
+    (returned,) = loss.outputs  # one scalar, as in the trial run
+    assert isinstance(returned, Value)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     copy_nodes(traced.graph.find_nodes(op="placeholder"), graph, copies)
@@ -100,21 +100,19 @@ def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) 
     copies.update((node, ours[passed[node.name]]) for node in placeholders if node.name in passed)
     copy_nodes(compute_nodes(loss.graph), graph, copies)
     theirs = {node.name: copy for node, copy in copies.items() if node.graph is loss.graph}
-    value = theirs[loss.outputs[0].name]
-    returned = (*(write.value for write in traced.writes), *filter(None, outputs))
-    graph.output((*(ours[name] for name in returned), value))
+    value = theirs[returned.name]
+    names = (*(write.value for write in traced.writes), *filter(None, outputs))
+    graph.output((*(ours[name] for name in names), value))
     graph.lint()
     added = (name and theirs[name].name for name in loss.inputs[len(outputs) :])
-    return with_loss(
-        replace(
-            traced,
-            module=lazy_module(traced.module, graph),
-            buffers=(*traced.buffers, *buffers),
-            constants=constants,
-            inputs=(*traced.inputs, *added),
-            accepts=_both_accept(traced, loss),
-        ),
-        value.name,
+    return replace(
+        traced,
+        module=lazy_module(traced.module, graph),
+        buffers=(*traced.buffers, *buffers),
+        constants=constants,
+        inputs=(*traced.inputs, *added),
+        accepts=_both_accept(traced, loss),
+        loss=value.name,
     )
 
 
@@ -137,33 +135,9 @@ def _both_accept(
     return accepts
 
 
-def with_loss(traced: Traced, name: str) -> Traced:
-    """The same graph, whose loss is the value ``name``.
-
-    Raises:
-        InputError: the value is not a scalar.
-    """
-    node = next(node for node in traced.graph.nodes if node.name == name)
-    value = node.meta.get("val")
-    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-    if shape:
-        raise InputError(f"the loss has shape {shape}; reduce it to a scalar, as with .mean()")
-    return replace(traced, loss=name)
-
-
 def declare_own_loss(traced: Traced) -> Traced:
-    """The same graph, whose loss is what the model returns: one tensor, or an output's ``.loss``.
-
-    Raises:
-        InputError: the model returns no loss.
-    """
-    name = _named_loss(traced)
-    if name is None:
-        raise InputError(
-            "there is no loss: the model returns neither one tensor nor something with .loss; "
-            "give compile(..., loss=function)"
-        )
-    return with_loss(traced, name)
+    """The same graph, whose loss is the tensor that the model returns, or its ``.loss``."""
+    return replace(traced, loss=_named_loss(traced))
 
 
 def returned_loss(traced: Traced) -> str | None:
@@ -175,11 +149,14 @@ def returned_loss(traced: Traced) -> str | None:
 
 
 def _named_loss(traced: Traced) -> str | None:
-    output = together(traced.outputs, traced.out_spec)
-    if isinstance(output, dict):
-        output = output.get("loss", output)
-    output = getattr(output, "loss", output)
-    return output.name if isinstance(output, Value) else None
+    loss = own_loss(together(traced.outputs, traced.out_spec))
+    return loss.name if isinstance(loss, Value) else None
+
+
+def own_loss(output: Any) -> Any:
+    """The loss in a model's output: its ``loss``, or else the output itself."""
+    loss = output.get("loss", output) if isinstance(output, dict) else output
+    return getattr(loss, "loss", loss)
 
 
 def copy_nodes(nodes: Iterable[fx.Node], graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:

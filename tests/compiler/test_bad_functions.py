@@ -176,10 +176,14 @@ ROW = "F0 F1 B0 B1 U"
 
 
 @pytest.mark.parametrize(
-    "named", ["mine.py:all_first", "mine.py", Path("a/mine.py:all_first"), "a/mine.txt"]
+    ("named", "part"),
+    [
+        ("mine.py:all_first", "there is no schedule 'mine.py:all_first'"),
+        ("a/mine.txt", "there is no schedule 'a/mine.txt'"),
+        (Path("a/mine.txt"), 'give a name such as "1f1b", a Schedule, its text, or a function'),
+    ],
 )
-def test_a_schedule_in_a_file_is_read_by_its_user(named: str | Path) -> None:
-    part = "which compile does not run; import the function or the schedule from there"
+def test_a_path_is_no_schedule(named: Any, part: str) -> None:
     refused(InputError, lambda: compiled(schedule=named), part)
 
 

@@ -21,7 +21,7 @@ from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, DrawsWatched, draw
 from fxpipe.ir.plan import Argument
 from fxpipe.ir.traced import AUTOCAST, DRAWS, Literal, Traced
 from fxpipe.passes.partition.assignment import compute_nodes
-from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH, LossModule, copy_nodes, with_loss
+from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH, LossModule, copy_nodes
 from fxpipe.random.others import other_states
 from fxpipe.torchtools import source
 from fxpipe.torchtools.state import autocasts
@@ -76,16 +76,14 @@ def attach_leaf_loss(
     graph.lint()
     module.graph = graph
     held = {f"{LEAF_LOSS}.{name}": buffer for name, buffer in loss_module.named_buffers()}
-    return with_loss(
-        replace(
-            traced,
-            module=module,
-            buffers=(*traced.buffers, *(Argument(name, name) for name in held)),
-            constants={**traced.constants, **held},
-            inputs=(*traced.inputs, *names),
-            accepts=lambda shapes: traced.accepts(shapes[: len(traced.inputs)]),
-        ),
-        value.name,
+    return replace(
+        traced,
+        module=module,
+        buffers=(*traced.buffers, *(Argument(name, name) for name in held)),
+        constants={**traced.constants, **held},
+        inputs=(*traced.inputs, *names),
+        accepts=lambda shapes: traced.accepts(shapes[: len(traced.inputs)]),
+        loss=value.name,
     )
 
 

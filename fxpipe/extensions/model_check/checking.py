@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.plans import Plans
-from fxpipe.compiler.preflight import own_loss, trained_by
+from fxpipe.compiler.preflight import trained_by
 from fxpipe.errors import TraceError, told
 from fxpipe.extensions.model_check.check import CloseError, check
 from fxpipe.extensions.model_check.following import Following, is_of_devices
@@ -21,6 +21,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
 from fxpipe.passes.runner import Pass, run_all
+from fxpipe.passes.tracing.attach_loss import own_loss
 from fxpipe.torchtools.functions import checkpoints_opened
 from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.state import (

@@ -23,9 +23,13 @@ from fxpipe.ir.recipe import schedule
 from fxpipe.ir.task import Task
 
 
-def newest(microbatch: int, stage: int, devices: int, microbatches: int) -> int:
-    """How many updates the stage still lacks when the forward reaches it: ⌈(p − 1 − s − i)/m⌉."""
-    return -((microbatch + stage + 1 - devices) // microbatches)
+def newest(devices: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """Stage → micro-batch → how many updates the stage still lacks when the forward reaches it:
+    ⌈(p − 1 − s − i)/m⌉."""
+    return tuple(
+        tuple(-((i + stage + 1 - devices) // microbatches) for i in range(microbatches))
+        for stage in range(devices)
+    )
 
 
 @schedule("cdp-v1", delay=1)
