@@ -90,14 +90,6 @@ class Call:
         """The same call with zeros for data, on the CPU."""
         return self._mapped(lambda tensor: torch.zeros_like(tensor, device="cpu"))
 
-    def random(self) -> Call:
-        """The same call with random floating-point data, and zeros for whole numbers."""
-        call, generator = self.zeros(), torch.Generator()
-        for leaf in call.leaves:
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                leaf.uniform_(generator=generator)
-        return call
-
     def facts(self, traced: Traced, model: nn.Module) -> dict[str, Any]:
         """The facts that passes need of a graph for this call: ``traced``, the graph itself;
         ``values``, input → the micro-batch's leaf, which requires a gradient if the call returns

@@ -39,7 +39,7 @@ from fxpipe.passes.partition.measure import measure, spread
 from fxpipe.passes.runner import Pass
 from fxpipe.passes.schedule import add_recompute, write_schedule
 from fxpipe.passes.tracing.attach_loss import attach_loss, declare_own_loss
-from fxpipe.passes.tracing.explain import refuse_control_flow, refuse_sparse_values, refuse_values
+from fxpipe.passes.tracing.explain import refuse_unheld, refuse_values
 from fxpipe.passes.tracing.trace import export
 
 
@@ -109,8 +109,7 @@ TRACE = (
         "model, args, kwargs, free, calls",
         "program, accepts",
     ),
-    Pass(refuse_control_flow, "model, program", ""),
-    Pass(refuse_sparse_values, "model, program", ""),
+    Pass(refuse_unheld, "model, program", ""),
     Pass(
         functionalise,
         "program, accepts, model, dims",

@@ -143,21 +143,18 @@ class Plans:
             results.clear()
 
     def measure(self) -> None:
-        """Measure the costs of stages if that was put off, with random data, as the data of the
-        call is gone. If operations refuse both random numbers and zeros, nothing is measured, which
-        the log says."""
+        """Measure the costs of stages if that was put off, with zeros, as the data of the call is
+        gone. If operations refuse them, nothing is measured, which the log says."""
         if self.placement.costs:
             return
         graph = next(iter(self.graphs.values()))
         # whatever modes the caller is in
         with torch.inference_mode(False), torch.enable_grad(), under(()):
-            for call in (graph.call.random(), graph.call.zeros()):
-                try:
-                    facts = call.as_trained(graph.traced, self.options.model)
-                    self.placement.costs = self.placement.costs_of(facts, graph.assignment)
-                    return
-                except Exception as error:
-                    LOGGER.info("the stages are not measured: %s", told(error))
+            try:
+                facts = graph.call.zeros().as_trained(graph.traced, self.options.model)
+                self.placement.costs = self.placement.costs_of(facts, graph.assignment)
+            except Exception as error:
+                LOGGER.info("the stages are not measured: %s", told(error))
 
     def output_dims(self, call: Call, traced: Traced) -> Traced:
         """The call's graph, completed by the batch dimensions of its outputs."""

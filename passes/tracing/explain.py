@@ -113,36 +113,26 @@ def _is_trained(node: fx.Node) -> bool:
     return any(n.op == "placeholder" and n.meta["val"].requires_grad for n in seen)
 
 
-def refuse_sparse_values(model: nn.Module, program: ExportedProgram) -> None:
-    """Check that no line of a program makes a sparse tensor.
-
-    A trace has no data, so that its sparse tensors have no entries.
+def refuse_unheld(model: nn.Module, program: ExportedProgram) -> None:
+    """Check that no line of a program, also inside of ``no_grad`` regions, makes a sparse tensor,
+    which would have no entries in a trace, or calls ``torch.cond`` or the like.
 
     Raises:
         TraceError: a line does so; names it.
     """
     regions = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     for node in chain.from_iterable(region.graph.nodes for region in regions):
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.layout is not torch.strided:
-            reason = "a sparse tensor, which no stage's graph can hold"
-            cure = "make it dense (to_dense()), or put the line into a submodule of its own"
-            raise _error(model, source.of_node(node), reason, cure, _paths(node))
-
-
-def refuse_control_flow(model: nn.Module, program: ExportedProgram) -> None:
-    """Check that a program has no ``torch.cond`` or the like, also inside ``no_grad`` regions.
-
-    Raises:
-        TraceError: the program has such an operation; names its line.
-    """
-    regions = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
-    for node in chain.from_iterable(region.graph.nodes for region in regions):
-        if isinstance(node.target, HigherOrderOperator) and node.target.name() in _CONTROL_FLOW:
-            name = node.target.name().removesuffix("_impl")
-            reason = f"control flow of torch's own, {name}, which no stage's graph can hold"
+        value, target = node.meta.get("val"), node.target
+        if isinstance(target, HigherOrderOperator) and target.name() in _CONTROL_FLOW:
+            what = f"control flow of torch's own, {target.name().removesuffix('_impl')}"
             cure = "choose with torch.where, or write a Python loop of a fixed number of turns"
-            raise _error(model, source.of_node(node), reason, cure, _paths(node))
+        elif isinstance(value, Tensor) and value.layout is not torch.strided:
+            what = "a sparse tensor"
+            cure = "make it dense (to_dense()), or put the line into a submodule of its own"
+        else:
+            continue
+        reason = f"{what}, which no stage's graph can hold"
+        raise _error(model, source.of_node(node), reason, cure, _paths(node))
 
 
 def at_node(message: str, node: fx.Node, reason: str) -> TraceError:
