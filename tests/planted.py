@@ -69,7 +69,7 @@ LOWERING = {
         "tests/passes/lowering/test_lower.py tests/extensions/clipping/test_clipping.py",
     ),
     "a sum of gradients is not waited for": Fault(
-        LOWER,
+        "fxpipe/extensions/sums.py",
         "                if waits or reads or later.kind",
         "                if reads or later.kind",
         "tests/extensions/replicas",

@@ -60,7 +60,7 @@ def checkpoints_opened(*, refuses: bool = False) -> Iterator[None]:
     _HERE.refuses, _HERE.opens = refuses, True
     torch.autograd.Function.apply = classmethod(_applied)  # type: ignore[method-assign,assignment]
     Tensor.register_hook = _register_hook  # type: ignore[method-assign]
-    Tensor.retain_grad = _retain_grad  # type: ignore[method-assign,assignment]
+    Tensor.retain_grad = _retain_grad  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -85,18 +85,15 @@ def _applied(function: Any, *args: Any, **kwargs: Any) -> Any:
     return _APPLY.__get__(None, function)(*args, **kwargs)
 
 
-def _register_hook(self: Tensor, hook: Any) -> Any:
-    """Replaces ``Tensor.register_hook`` while it is patched."""
-    if _HERE.refuses and source.is_users(sys._getframe(1).f_code.co_filename):
-        raise _unheld("registers a hook on the gradient of a value")
-    return _REGISTER_HOOK(self, hook)
+def _refusing(method: Any, does: str) -> Any:
+    """Replaces a method of tensors that gives them hooks, while it is patched."""
 
+    def called(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _HERE.refuses and source.is_users(sys._getframe(1).f_code.co_filename):
+            raise _unheld(does)
+        return method(self, *args, **kwargs)
 
-def _retain_grad(self: Tensor) -> None:
-    """Replaces ``Tensor.retain_grad`` while it is patched."""
-    if _HERE.refuses and source.is_users(sys._getframe(1).f_code.co_filename):
-        raise _unheld("retains the gradient of a value")
-    _RETAIN_GRAD(self)
+    return called
 
 
 def _unheld(does: str) -> TraceError:
@@ -106,3 +103,7 @@ def _unheld(does: str) -> TraceError:
     return TraceError(
         f"the model {does}, at {where}, which no graph has; leave that line out, or {way_out('')}"
     )
+
+
+_register_hook = _refusing(_REGISTER_HOOK, "registers a hook on the gradient of a value")
+_retain_grad = _refusing(_RETAIN_GRAD, "retains the gradient of a value")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
+from fxpipe.errors import InputError
 from fxpipe.extend import find
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import BESIDE, BUILT_IN, KINDS, Task
-from fxpipe.passes.lowering.lowerable import check_lowering
+from fxpipe.ir.task import BESIDE, BUILT_IN, Task
 from fxpipe.torchtools.state import without_collection
 
 
@@ -73,7 +72,7 @@ class Lower:
             InputError: the numbers of stages differ; it does not sum the gradients of replicas or
                 copies; or a task needs summed gradients, of which each replica has only a part.
         """
-        check_lowering(schedule, self.plan, self.replicas)
+        _check(schedule, self.plan, self.replicas)
         edges = self.plan.edges
         if not schedule.trains:
             edges = tuple(replace(edge, gradient=False) for edge in edges)
@@ -126,6 +125,32 @@ class Lower:
             yield from behind
 
 
+def _check(schedule: Schedule, plan: Plan, replicas: int) -> None:
+    """Check that a schedule can be lowered over a plan; see ``Lower``.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if schedule.stages != len(plan.stages):
+        raise InputError(
+            f"schedule {schedule.name!r} is for {schedule.stages} stages and the plan has "
+            f"{len(plan.stages)}; cut the model into {schedule.stages} stages or make "
+            f"the schedule for {len(plan.stages)}"
+        )
+    copied = any(schedule.working)
+    if (replicas > 1 or copied) and schedule.trains and "A" not in schedule.kinds:
+        who = "copies of a stage" if copied else f"{replicas} replicas"
+        raise InputError(
+            f"schedule {schedule.name!r} has no A, and the gradients of {who} would never be "
+            "summed; add them with add_reduce, or write A yourself"
+        )
+    if replicas > 1 and schedule.copies:
+        raise InputError(
+            f"schedule {schedule.name!r} has copies of stages, and {replicas} replicas of "
+            "the pipeline; use a schedule without copies, or one replica"
+        )
+
+
 class Beside(Protocol):
     """What makes the instructions of the tasks that run beside others, of a schedule and a plan."""
 
@@ -161,6 +186,10 @@ class Sums(Protocol):
         """What waits for the sum of a stage's gradients, unless nothing sums them."""
         ...
 
+    def needed(self, device: int, position: int) -> Sequence[tuple[int, int]]:
+        """The stages, each with its batch, whose sums are first needed at a position of a row."""
+        ...
+
 
 class _Instructions:
     """The instructions of each task of a schedule."""
@@ -191,9 +220,7 @@ class _Instructions:
         if lower.replicas > 1 or any(schedule.working):
             name = "sum_replicas" if lower.replicas > 1 else "sum_copies"
             make = find("option", name, f"schedule {schedule.name!r}")
-            self._sums = make(schedule, lower.plan)
-        summed = self._sums is not None and self._trains
-        self._gathers = _gathers(schedule, lower.updates) if summed else {}
+            self._sums = make(schedule, lower.plan, lower.updates)
 
     def begin(self, device: int) -> Iterator[ins.Instruction]:
         """Yield what a device's list begins with."""
@@ -248,7 +275,7 @@ class _Instructions:
         """Yield what a position waits for: sums, with their norms if stages clip."""
         if self._sums is None:
             return
-        for stage, batch in self._gathers.get((device, position), ()):
+        for stage, batch in self._sums.needed(device, position):
             if (waits := self._sums.waits(stage, batch)) is None:
                 continue
             yield waits
@@ -267,28 +294,3 @@ def _clipping(opcode: str, stage: int, batch: int) -> ins.Instruction:
     """An instruction of clipping, which its extension has."""
     clipping: ins.Instruction = find("instruction", opcode, "a schedule with C")(stage, batch)
     return clipping
-
-
-def _gathers(schedule: Schedule, updates: bool) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
-    """(Device, position in its row) → the stages, each with its batch, whose sums are first needed
-    there. The position behind the last task is the end of the row."""
-    gathers: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for device, row in enumerate(schedule.rows):
-        life = sorted(enumerate(row), key=lambda entry: -entry[1].batch)
-        for at, (_, task) in enumerate(life):
-            if task.kind != "A":
-                continue
-            assert task.stage is not None
-            if device != schedule.placement[task.stage]:
-                continue  # a copy, which gives its gradients away
-            position, batch = len(row), task.batch
-            for there, later in life[at + 1 :]:
-                kind = KINDS[later.kind]
-                same = later.stage == task.stage
-                waits = same and later.kind == "U" and updates and schedule.overlaps
-                reads = same and "gradients" in (*kind.reads, *kind.writes)
-                if waits or reads or later.kind == "C":
-                    position, batch = there, later.batch
-                    break
-            gathers[device, position].append((task.stage, batch))
-    return gathers

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fxpipe.errors import CheckpointError
 from fxpipe.extensions.checkpoint.content import OptimizerState, ParameterState
 from fxpipe.runtime.weights.live import settings
-from fxpipe.runtime.weights.optimizer_state import placed
+from fxpipe.runtime.weights.optimizer import placed
 from fxpipe.runtime.weights.optimizers import Optimizers
 
 Names = Mapping[nn.Parameter, str]

@@ -8,6 +8,7 @@ import torch
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.copies.opcodes import Add, Give, Share
+from fxpipe.extensions.sums import Needed
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.recipe import Recipe
@@ -16,7 +17,7 @@ from fxpipe.ir.task import Task
 from fxpipe.ir.traced import DeferredNorm
 
 
-class SumCopies:
+class SumCopies(Needed):
     """A stage with copies shares its weights with them at the beginning of the step. An A on a copy
     gives the copy's gradients to the stage's own device, which adds them as late as possible.
     Before, with ``place 0 | +0``::
@@ -40,7 +41,8 @@ class SumCopies:
           barrier
     """
 
-    def __init__(self, schedule: Schedule, plan: Plan) -> None:
+    def __init__(self, schedule: Schedule, plan: Plan, updates: bool) -> None:
+        super().__init__(schedule, updates)
         self._copies, self._homes = schedule.working, schedule.placement
 
     def begin(self, device: int) -> Iterator[ins.Instruction]:

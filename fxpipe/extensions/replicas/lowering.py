@@ -12,6 +12,7 @@ from fxpipe.extensions.replicas.opcodes import (
     PartialBackward,
     ReduceScatter,
 )
+from fxpipe.extensions.sums import Needed
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
@@ -19,7 +20,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BUILT_IN, Task
 
 
-class SumReplicas:
+class SumReplicas(Needed):
     """An A begins to sum a stage's gradients, and the device waits for the sum as late as possible.
 
     If the gradients go in buckets and an A comes right behind a backward, that runs bucket by
@@ -31,7 +32,8 @@ class SumReplicas:
           reduce_scatter s1
     """
 
-    def __init__(self, schedule: Schedule, plan: Plan) -> None:
+    def __init__(self, schedule: Schedule, plan: Plan, updates: bool) -> None:
+        super().__init__(schedule, updates)
         buckets = [len(stage.buckets) for stage in plan.stages]
         self._parts = {
             (task.kind, task.stage, task.microbatch): buckets[task.stage] - 1

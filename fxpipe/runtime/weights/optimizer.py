@@ -1,7 +1,8 @@
-"""Makes the optimizers of stages from what a user gives as ``optimizer=``."""
+"""Makes the optimizers of stages from what a user gives as ``optimizer=``, and places state."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,7 +13,6 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import InputError, told
 from fxpipe.runtime.weights.live import settings
-from fxpipe.runtime.weights.optimizer_state import placed
 from fxpipe.torchtools.optimizers import copy_alone
 
 OptimizerLike = (
@@ -221,3 +221,30 @@ def _refuse_without_data(optimizer: Optimizer, kept: Mapping[Any, Any]) -> None:
             "model had no data; give a function of parameters, and look at pipe.optimizer only "
             "after the first step"
         )
+
+
+def bring(optimizer: Optimizer) -> None:
+    """Bring state that was loaded before its parameters came to their devices there, too."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            kept = optimizer.state.get(parameter, {})
+            values = [x for x in kept.values() if isinstance(x, Tensor) and x.dim()]
+            if any(not x.is_meta and x.device != parameter.device for x in values):
+                optimizer.state[parameter] = placed(kept, parameter, group)
+
+
+def placed(
+    state: Mapping[str, Any], parameter: Tensor, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A copy of a parameter's state on the device and in the layout of the parameter. Step counts
+    stay on the CPU, as in torch's optimizers, unless a kernel on the device reads them."""
+    on_device = settings.get("capturable") or settings.get("fused")
+
+    def place(key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or (key == "step" and not on_device):
+            return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        if value.shape != parameter.shape:
+            return value.to(parameter.device, copy=True)
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+    return {key: place(key, value) for key, value in state.items()}

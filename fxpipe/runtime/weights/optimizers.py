@@ -19,8 +19,7 @@ from fxpipe.errors import InputError
 from fxpipe.extend import find
 from fxpipe.ir.plan import Plan
 from fxpipe.runtime.weights.live import Mark, differs, marked, setting_text, settings, unshared
-from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_step_hooks
-from fxpipe.runtime.weights.optimizer_state import bring
+from fxpipe.runtime.weights.optimizer import GivenOptimizer, bring, refuse_step_hooks
 
 
 class Optimizers:
