@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from fxpipe.compiler.objective import Objective, Reduction
 from fxpipe.errors import InputError, near
-from fxpipe.extend import Extension, LateSchedule, find, names, there
+from fxpipe.extend import Extension, LateSchedule, find, names, option
 from fxpipe.ir.recipe import Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import Recompute, RecomputeLike
@@ -178,9 +178,8 @@ def check_slices(recipe: Recipe, extensions: Sequence[Extension]) -> None:
 def with_automatic(extensions: Sequence[Extension]) -> tuple[Extension, ...]:
     """The extensions, and the one of the option "fallback" if it is there. It comes last: so its
     passes come right after those that they stand in for."""
-    if not there("option", "fallback"):
+    if (automatic := option("fallback")) is None:
         return tuple(extensions)
-    automatic = find("option", "fallback")
     others = [each for each in extensions if not isinstance(each, automatic)]
     given = [each for each in extensions if isinstance(each, automatic)]
     return (*others, *(given or [automatic()]))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
 from fxpipe.errors import RESTORE, EndedError, InputError
-from fxpipe.extend import find, there
+from fxpipe.extend import find, option
 from fxpipe.ir.traced import Traced
 from fxpipe.locks import PipeLock, locked
 from fxpipe.runtime.backend import Backend, Worker
@@ -146,11 +146,11 @@ class Engine:
     def peaks(self, compiled: Compiled) -> Sequence[int] | None:
         """Device → the most bytes that it is predicted to hold in a step, on all ranks; None
         without the simulator."""
-        if not there("option", "peaks"):
+        if (peaks := option("peaks")) is None:
             return None
         state = self.progress.state_of(compiled.traced)
         optimizers = self.progress.optimizers_of(compiled.plan)
-        found: Sequence[int] = find("option", "peaks")(compiled, self._options, state, optimizers)
+        found: Sequence[int] = peaks(compiled, self._options, state, optimizers)
         return found
 
     def joins(self, compiled: Compiled) -> bool:

@@ -260,6 +260,11 @@ def find(door: Door, name: str, what: str = "") -> Any:
         ) from error
 
 
+def option(name: str, otherwise: Any = None) -> Any:
+    """What the door "option" knows by a name, or ``otherwise`` where its extension is not there."""
+    return find("option", name) if there("option", name) else otherwise
+
+
 def _package(target: str) -> str:
     """The extension that has a target: a folder of ``fxpipe/extensions``, or somebody's package."""
     parts = target.partition(":")[0].split(".")

@@ -17,7 +17,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.residence import homes
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.extend import View, find, there
+from fxpipe.extend import View, find, option
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
@@ -283,7 +283,7 @@ class Pipeline(nn.Module):
     def __repr__(self) -> str:
         """The table of stages, which measures nothing: after a cut by names it has times from the
         first ``simulate`` on. Without its extension, one line."""
-        if not there("option", "table"):
+        if (table := option("table")) is None:
             model = type(self._model).__name__
             return f"fxpipe.Pipeline of {model} over {len(self.devices)} devices"
         shown = self._calls.shown
@@ -292,7 +292,6 @@ class Pipeline(nn.Module):
         places = self._group.places or [*map(str, self.devices)]
         peaks = None if shown is None or ended else self._engine.peaks(shown)
         replicas = self._options.replicas
-        table = find("option", "table")
         text: str = table(self._model, shown, places, loads, peaks, replicas)
         return text
 

@@ -16,9 +16,9 @@ from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Plans
 from fxpipe.compiler.residence import settle
 from fxpipe.compiler.timetable import Purpose, Timetable
-from fxpipe.compiler.weighing import weighing_of
+from fxpipe.compiler.weighing import Weighing
 from fxpipe.errors import InputError
-from fxpipe.extend import find
+from fxpipe.extend import find, option
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
@@ -64,7 +64,7 @@ class Compiler:
         self._guard = self.plans.front_end.guard
         self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]]]] = {}
         self._programs: dict[Any, Program] = {}
-        self._weighing = weighing_of(options)
+        self._weighing: Weighing = option("weighing", Weighing)(options)
         self.state: tuple[Any, ...] = (None,)
 
     def known(self, micro: MicroBatches, kind: Kind) -> Compiled | None:

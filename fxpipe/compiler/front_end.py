@@ -15,12 +15,12 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.fallback import fallback_of
-from fxpipe.compiler.guard import guard_of
+from fxpipe.compiler.guard import Guard
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.preflight import output_dims
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.errors import FxpipeError, TraceError
-from fxpipe.extend import find
+from fxpipe.extend import find, option
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED, Traced, Value, with_dims
 from fxpipe.passes.differentiate.differentiate import Wanted
@@ -138,7 +138,7 @@ class FrontEnd:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.fallback = fallback_of(options)
-        self.guard = guard_of(options, self.fallback.called)
+        self.guard: Guard = option("guard", Guard)(options, self.fallback.called)
         self._told: set[str] = set()  # other warnings that were given
 
     def trace(self, call: Call, *, free: Dims = ()) -> Traced:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fxpipe.compiler.options import Options
-from fxpipe.extend import find, there
 
 T = TypeVar("T")
 
@@ -92,11 +91,3 @@ def parameters_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     parameters: list[Tensor] = [*model.parameters()]
     kept = (each for each in parameters if not is_lazy(each))
     return parameters, [each for each in kept if each.layout is torch.strided]
-
-
-def guard_of(options: Options, called: Mapping[str, nn.Module]) -> Guard:
-    """The guard of the extension that has one, or the plain one."""
-    if not there("option", "guard"):
-        return Guard(options, called)
-    made: Guard = find("option", "guard")(options, called)
-    return made

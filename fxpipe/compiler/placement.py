@@ -12,7 +12,7 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import told
-from fxpipe.extend import find, there
+from fxpipe.extend import find, option
 from fxpipe.ir.plan import StageCosts
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
@@ -174,8 +174,8 @@ class Placement:
         """Measure a graph as ``measure`` does, or each of its different operations once if an
         extension can; returns node → its costs."""
         traced = facts["traced"]
-        reducible = there("option", "reducible") and find("option", "reducible")(traced)
-        if traced.under_autograd or not reducible:
+        reducible = option("reducible")
+        if traced.under_autograd or reducible is None or not reducible(traced):
             measured = self.measure(facts)
             costs: Mapping[str, NodeCost] = measured["costs"]
             return costs

@@ -15,7 +15,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.residence import gathered, settle, settled
 from fxpipe.errors import told
-from fxpipe.extend import find, there
+from fxpipe.extend import option
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced, with_dims
 from fxpipe.log import LOGGER
@@ -60,9 +60,8 @@ class Plans:
         self.front_end = FrontEnd(options)
         self.graphs: dict[Any, Graph] = {}
         self.proven = False
-        self._compare: Compare | None = None
-        if there("option", "check"):
-            self._compare = find("option", "check")(self)
+        check = option("check")
+        self._compare: Compare | None = check and check(self)
         self.placement = placement
         # kind of call → the first shapes, which have a graph of their own; None if they do not
         self._first: dict[Any, Shapes | None] = {}
@@ -181,9 +180,11 @@ class Plans:
     def _sized(self, graph: Graph, call: Call) -> Plan | None:
         """The plan for the sizes of this call, from a plan for any, if an extension has one."""
         kind = self._graph_key(call)
-        if graph.traced.under_autograd or kind[-1] is not None or not there("option", "any_size"):
+        if graph.traced.under_autograd or kind[-1] is not None:
             return None
-        plan = find("option", "any_size")(
+        if (sized := option("any_size")) is None:
+            return None
+        plan = sized(
             self._sizeless,
             (kind, graph.call.shapes, call.purpose, call.wants, call.parted),
             graph.traced,
@@ -195,8 +196,8 @@ class Plans:
             "replicated": self._replicated(call),
             "bucket_bytes": self.options.bucket_bytes,
         }
-        sized: Plan | None = plan and run_all(passes.of(self.options, "size"), facts)["plan"]
-        return sized
+        made: Plan | None = plan and run_all(passes.of(self.options, "size"), facts)["plan"]
+        return made
 
     def _replicated(self, call: Call) -> bool:
         return self.options.replicas > 1 and call.purpose != "infer"

@@ -8,7 +8,6 @@ from typing import Any
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
-from fxpipe.extend import find, there
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.batch import MicroBatches
 
@@ -61,11 +60,3 @@ def with_weights(micro: MicroBatches, weights: Sequence[float]) -> MicroBatches:
         return replace(micro, weights=weights)
     cut = [weights[first : first + len(micro)] for first in range(0, len(weights), len(micro))]
     return replace(micro, weights=cut[micro.replica], all_weights=cut)
-
-
-def weighing_of(options: Options) -> Weighing:
-    """The weighing of the extension that has one, or the plain one."""
-    if not there("option", "weighing"):
-        return Weighing(options)
-    made: Weighing = find("option", "weighing")(options)
-    return made

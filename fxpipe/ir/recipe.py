@@ -221,9 +221,11 @@ class Recipe:
                     "stage; give a placement that gives each device a stage, or fewer devices"
                 )
             else:
+                some = ", ".join(map(str, held[:_SHOWN])) + (", …" if len(held) > _SHOWN else "")
+                index = "" if task.microbatch is None else f"{task.microbatch}, "
                 raise InputError(
                     f"{where} {position}: {task} names no stage and the device holds "
-                    f"{len(held)}: {_some(held)}; {_cure(task, held)}"
+                    f"{len(held)}: {some}; name one, such as {task.kind}({index}{held[0]})"
                 )
 
     def _tasks(
@@ -254,18 +256,6 @@ def fixed(schedule: Schedule) -> Recipe:
         schedule.microbatches,
         schedule.slices,
     )
-
-
-def _some(held: list[int]) -> str:
-    more = ", …" if len(held) > _SHOWN else ""
-    return (", ".join(map(str, held[:_SHOWN])) or "none") + more
-
-
-def _cure(task: Task, held: list[int]) -> str:
-    if not held:
-        return "let a device without stages yield nothing"
-    index = "" if task.microbatch is None else f"{task.microbatch}, "
-    return f"name one, such as {task.kind}({index}{held[0]})"
 
 
 def _parameters(function: Callable[..., object]) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.errors import TraceError
-from fxpipe.extend import find, there
+from fxpipe.extend import option
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.traced import AUTOCAST
 from fxpipe.ir.value import Edge
@@ -181,8 +181,8 @@ class JointTrace:
         self._recorder: Recorder | None = None
         self._given: Sequence[Any] = self._arguments
         try:
-            if there("option", "recorder"):
-                self._recorder = find("option", "recorder")()
+            if (recorder := option("recorder")) is not None:
+                self._recorder = recorder()
                 self._given = self._recorder.place(self._arguments)
             with self._recorder or nullcontext():
                 self._result = self._forward(self._given, self._recorder)

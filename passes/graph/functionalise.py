@@ -23,7 +23,7 @@ from torch.export.graph_signature import (
 )
 
 from fxpipe.errors import TraceError
-from fxpipe.extend import find, there
+from fxpipe.extend import option
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Literal, Traced, Value
 from fxpipe.passes.graph.aliasing import same_layout
@@ -80,10 +80,10 @@ def _functional(
     first_name = _first_names(program)
     samples = _samples(program, dims)
     casts = autocasts()
-    rewritten = None
+    rewritten, rewrite = None, option("rewrite")
     # run_decompositions makes an operation of each cast, which the stages can then share
-    if there("option", "rewrite") and not (casts and _shares_parameters(program)):
-        rewritten = find("option", "rewrite")(program)
+    if rewrite is not None and not (casts and _shares_parameters(program)):
+        rewritten = rewrite(program)
     if rewritten is None:
         program = functional(program)
     module, written = rewritten or (program.graph_module, [])

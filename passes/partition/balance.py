@@ -20,6 +20,7 @@ from dataclasses import replace
 from torch import fx, nn
 
 from fxpipe.errors import PartitionError, near
+from fxpipe.extend import option
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.assignment import (
@@ -34,7 +35,6 @@ from fxpipe.passes.partition.work import (
     Division,
     Partitioner,
     StageDevices,
-    default_partitioner,
     weigh,
 )
 
@@ -68,7 +68,7 @@ def balance(
             f"the model can be cut into at most {len(atoms.nodes)} stages, not {stages}; "
             "give fewer devices"
         )
-    partitioner = partitioner or default_partitioner()
+    partitioner = partitioner or option("partitioner", Partitioner)()
     division = partitioner.divide(atoms.work, machine, atoms.layers)
     if division is None:
         division = partitioner.nearest(atoms.work, machine)

@@ -15,8 +15,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from fxpipe.extend import find, there
-
 
 @dataclass(frozen=True)
 class Transfer:
@@ -220,14 +218,6 @@ class Partitioner:
         """The division that comes nearest to the memory limits, where ``divide`` finds none."""
         cuts = even_runs([0.0, *accumulate(work.seconds)], machine.speeds)
         return weigh(work, machine, [bisect_right(cuts, atom) for atom in range(len(work))])
-
-
-def default_partitioner() -> Partitioner:
-    """The partitioner of the extension that has one, or the plain one."""
-    if not there("option", "partitioner"):
-        return Partitioner()
-    made: Partitioner = find("option", "partitioner")()
-    return made
 
 
 def even_runs(ends: Sequence[float], speeds: Sequence[float]) -> list[int]:
