@@ -222,10 +222,10 @@ class Recipe:
                 )
             else:
                 some = ", ".join(map(str, held[:_SHOWN])) + (", …" if len(held) > _SHOWN else "")
-                index = "" if task.microbatch is None else f"{task.microbatch}, "
+                which = "" if task.microbatch is None else f"{task.microbatch}, "
                 raise InputError(
                     f"{where} {position}: {task} names no stage and the device holds "
-                    f"{len(held)}: {some}; name one, such as {task.kind}({index}{held[0]})"
+                    f"{len(held)}: {some}; name one, such as {task.kind}({which}{held[0]})"
                 )
 
     def _tasks(
