@@ -24,6 +24,7 @@ from fxpipe.errors import FxpipeError, PassError, TraceError
 from fxpipe.log import LOGGER
 from fxpipe.runtime.backend import Worker, is_worker
 from fxpipe.signals import HeldSignals, raise_held
+from fxpipe.torchtools.source import called_by_ours
 
 POLL = 0.01
 """Seconds after which a thread that waits to trace checks again, also for signals."""
@@ -124,6 +125,8 @@ def locked(method: M) -> M:
             error.__traceback__ = None
             if isinstance(error, TraceError):
                 raise error from None
+            if error.__cause__ is not None:
+                error.__cause__.__traceback__ = called_by_ours(error.__cause__.__traceback__)
             raise error
 
     return cast(M, _disable_dynamo(call_locked))

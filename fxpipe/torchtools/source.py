@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ _OURS = tuple(
     str(path) + os.sep
     for path in (_FXPIPE, (_FXPIPE / "passes").resolve(), (_FXPIPE / "schedules").resolve())
 )
+_CONTEXTS = contextlib.__file__
 # file names that Python, IPython, doctest and the code module give to code without a file
 _TYPED = ("<stdin", "<python-input", "<ipython", "<doctest", "<console")
 # what torch.export calls the module of nodes that it adds itself
@@ -118,6 +119,20 @@ def refusing_failures(what: str = "the model", gradients: bool = True) -> Iterat
             f"{'with gradients enabled' if gradients else 'without gradients'}, at "
             f"{of_exception(error) or what} ({told(error).splitlines()[0]}); correct that line"
         ) from error
+
+
+def called_by_ours(tb: TracebackType | None) -> TracebackType | None:
+    """Cut a traceback so that it starts at the first line of the user's own code. If there is none,
+    it starts where this library calls PyTorch; if it does not, return all of it."""
+    first, below = None, tb
+    while below is not None:
+        file = below.tb_frame.f_code.co_filename
+        if not file.startswith((*_OURS, _CONTEXTS)):
+            if is_users(file):
+                return below
+            first = first or below
+        below = below.tb_next
+    return first or tb
 
 
 def of_frame(frame: FrameType, line: int) -> str:

@@ -5,6 +5,7 @@ It reports all faults at once, in time proportional to the numbers of nodes and 
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,6 +17,14 @@ from fxpipe.ir.plan import Argument, Plan, Stage, Write
 from fxpipe.ir.value import HOST, Edge, outputs_of
 from fxpipe.text.graph import print_function
 from fxpipe.text.scan import is_name
+
+_WRITING = frozenset(
+    (
+        *(operator.setitem, operator.delitem, operator.iadd, operator.isub, operator.imul),
+        *(operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul),
+        *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+    )
+)
 
 
 def verify_plan(plan: Plan) -> Plan:
@@ -173,9 +182,10 @@ class _StageGraph:
         if self.stage.under_autograd:
             return
         for node in self.graph.nodes:
-            if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            if _writes_in_place(node):
+                called = node.target if node.op == "call_method" else print_function(node.target)
                 yield self._fault(
-                    f"{print_function(node.target)} writes in place",
+                    f"{called} writes in place",
                     "make the graph functional before it is cut",
                     node.name,
                 )
@@ -237,3 +247,12 @@ class _StageGraph:
                 yield self._fault(
                     f"an edge takes {name!r}, which no node makes", "name the node that makes it"
                 )
+
+
+def _writes_in_place(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    if isinstance(node.target, OpOverload):
+        return bool(node.target._schema.is_mutable)
+    return node.op == "call_function" and node.target in _WRITING

@@ -184,7 +184,8 @@ ROW = "F0 F1 B0 B1 U"
     ],
 )
 def test_a_path_is_no_schedule(named: Any, part: str) -> None:
-    refused(InputError, lambda: compiled(schedule=named), part)
+    with pytest.raises(InputError, match=part):
+        compiled(schedule=named)
 
 
 def test_a_schedule_for_another_number_of_devices_is_refused() -> None:
