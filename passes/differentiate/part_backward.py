@@ -13,7 +13,7 @@ operations of the whole on the same operands, so that the gradients are equal to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,12 @@ def _parted(stage: Stage) -> Kernel | None:
     gradients = arguments[len(arguments) - len(kernel.gradient_outputs) :]
     of_inputs = output.args[0][: kernel.input_gradients]
     of_parameters = output.args[0][kernel.input_gradients :]
-    chain = _chain(graph, gradients, of_parameters)
+    weights = [
+        weight
+        for weight, has in zip(_weights(stage), kernel.parameter_gradients, strict=True)
+        if has
+    ]
+    chain = _chain(graph, gradients, zip(of_parameters, weights, strict=True))
     early = ancestors([*of_inputs, *chain])
     early.update(arguments)
     for of_input, of_weight in pairs:
@@ -115,19 +120,21 @@ def _mask(convolution: fx.Node) -> list[bool]:
     return list(mask)
 
 
-def _chain(graph: fx.Graph, gradients: Sequence[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]:
+def _chain(
+    graph: fx.Graph, gradients: Sequence[fx.Node], ends: Iterable[tuple[fx.Node, int]]
+) -> list[fx.Node]:
     """The nodes that carry the gradient from layer to layer: those on which the gradients of
-    several parameters depend.
+    several weights depend.
 
     Args:
         graph: the backward.
         gradients: the gradients of outputs, from which the chain starts.
-        ends: the gradients of parameters.
+        ends: the gradient of each parameter, with the number of its weight.
     """
-    # node → parameters that it leads to; two are enough to know
+    # node → weights that it leads to; two are enough to know
     leads: dict[fx.Node, set[int]] = {node: set() for node in graph.nodes}
-    for number, node in enumerate(ends):
-        leads[node].add(number)
+    for node, weight in ends:
+        leads[node].add(weight)
     for node in reversed(graph.nodes):
         for user in node.users:
             if len(leads[node]) < 2:
@@ -143,3 +150,27 @@ def _chain(graph: fx.Graph, gradients: Sequence[fx.Node], ends: Sequence[fx.Node
         for node in graph.nodes
         if node in carriers and len(leads[node]) > 1 and not any(map(is_part, node.users))
     ]
+
+
+def _weights(stage: Stage) -> list[int]:
+    """For each parameter the number of its weight; parameters that make up one weight share it.
+
+    Weight norm's direction and magnitude make up one weight. A gradient that only these two depend
+    on is that of the weight, not of a layer's output.
+    """
+    index = {argument.name: k for k, argument in enumerate(stage.parameters)}
+    constants = {argument.name for argument in (*stage.parameters, *stage.buffers)}
+    fixed: set[fx.Node] = set()  # nodes that depend on no input of the stage
+    for node in stage.graph.graph.nodes:
+        if node.op == "placeholder":
+            fixed.update([node] if node.name in constants else [])
+        elif node.op == "call_function":
+            fixed.update([node] if all(n in fixed for n in node.all_input_nodes) else [])
+    groups = [{k} for k in index.values()]
+    for node in fixed:
+        if any(user.op == "call_function" and user not in fixed for user in node.users):
+            merged = (groups[index[n.name]] for n in ancestors([node]) if n.name in index)
+            group = set[int]().union(*merged)
+            for k in group:
+                groups[k] = group
+    return [min(group) for group in groups]
