@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -18,12 +18,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import fxpipe
 from fxpipe.extensions.leaf_modules.counting import Counting
-from fxpipe.extensions.ranks.log import Log
+from fxpipe.extensions.ranks import log
 from fxpipe.ir import instruction as ins
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 
 Handler = Callable[[Machine, Any], None]
+
+R = TypeVar("R")
 
 
 class Counted:
@@ -90,10 +92,10 @@ def counted(pipe: fxpipe.Pipeline) -> Iterator[list[Counted]]:
 
         return handle
 
-    def uncounted(method: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any) -> None:
+    def uncounted(method: Callable[..., R]) -> Callable[..., R]:
+        def call(*args: Any) -> R:
             with _disable_current_modes():
-                method(*args)
+                return method(*args)
 
         return call
 
@@ -101,7 +103,7 @@ def counted(pipe: fxpipe.Pipeline) -> Iterator[list[Counted]]:
     handlers = {kind: counting(interpreter.HANDLERS[kind]) for kind in kinds}
     with (
         patch.object(interpreter, "HANDLERS", handlers),
-        patch.object(Log, "tell", uncounted(Log.tell)),
+        patch.object(log, "pack", uncounted(log.pack)),
     ):
         yield found
 

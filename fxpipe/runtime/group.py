@@ -79,7 +79,7 @@ class Group:
 
     def share(self, about: str, make: Callable[[], Any]) -> Any:
         """Call ``make`` on rank 0, and return its result on all ranks."""
-        return make()
+        return self.exchange(about, make() if self.rank == 0 else None)[0]
 
     def settle(self, value: Any) -> list[Any]:
         """``exchange`` at the end of a call: when it returns, all ranks have done their work.

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import compress
-from math import inf
-from time import perf_counter_ns
+from time import perf_counter_ns, time_ns
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.engine import Engine
 from fxpipe.extend import find
-from fxpipe.extensions.ranks.devices import RankBackend
+from fxpipe.extensions.ranks.channels import RankBackend
 from fxpipe.extensions.ranks.group import RankGroup
 from fxpipe.extensions.ranks.owned import Owned, owned
 from fxpipe.extensions.ranks.program import OwnProgram
@@ -36,8 +35,8 @@ from fxpipe.runtime.batch import MicroBatches
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.meta import become
 
-_ROUNDS = 8
-"""How many rounds of messages are exchanged to compare clocks."""
+_READINGS = 8
+"""How often two clocks are read to compare them."""
 
 
 class Ranks(RankGroup):
@@ -73,21 +72,16 @@ class Ranks(RankGroup):
         random numbers are drawn must be alike as each step of all ranks shares their seed."""
         first = plans[0]
         trained = [[each.target for each in stage.parameters] for stage in first.stages]
-        own = [s.index for s in first.stages if options.owns(s.index)]
+        graphs = [g for plan in plans for stage in plan.stages for g in _graphs(stage)]
         answers = self.agree(
             "the compiled plan",
             f"{schedule}\n{trained}\nthe model draws random numbers: {traced.seeded}",
             own=str(first),
-            value=[
-                {index: [*map(is_compiled, _graphs(plan.stages[index]))] for index in own}
-                for plan in plans
-            ],
+            value=[*map(is_compiled, graphs)],
         )
         for rank in self.pipeline:
-            for plan, compiled in zip(plans, answers[rank], strict=True):
-                for index, of_stage in compiled.items():
-                    for graph in compress(_graphs(plan.stages[index]), of_stage):
-                        graph.meta[COMPILED] = True
+            for graph in compress(graphs, answers[rank]):
+                graph.meta[COMPILED] = True
 
     def same_program(self, made: Program | None, known: Program | None, plan: Plan) -> Program:
         # another replica may have to make what this rank knows
@@ -129,13 +123,10 @@ class Ranks(RankGroup):
         since = "new" if known is None else f"those of call {known.call}"
         own += [
             "it is compiled anew" if compiles else "it is compiled already",
-            *(
-                f"{name}: {tuple(leaf.shape)} {leaf.dtype}, {digest(leaf)}"
-                for name, leaf in leaves
-                if compiles and isinstance(leaf, Tensor)
-            ),
             f"attributes, globals and hooks that its code reads: {since}",
         ]
+        tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
+        own += [f"{name}: {_leaf_text(x)}, {digest(x)}" for name, x in tensors if compiles]
         flushes = known is not None and not engine.joins(known)
         ranks = self.agree(
             "the call", "\n".join(common), own="\n".join(own), value=(compiles, flushes)
@@ -172,29 +163,16 @@ class Ranks(RankGroup):
         return owned(model, compiled, options.owns)
 
     def timed(self, times: Sequence[Sequence[int]]) -> list[list[int]]:
-        ahead, every = self.clocks(), self.exchange("times", times)
+        """Clocks are as far apart as they show different times of the day."""
+        # a rank that is interrupted between the two readings has read the first one too early
+        ahead = max(perf_counter_ns() - time_ns() for _ in range(_READINGS))
+        every = self.exchange("times", (ahead, times))
         found: list[list[int]] = [[] for _ in times]
         for rank in self.pipeline:
-            for device, stamps in enumerate(every[rank]):
-                found[device] += [stamp - ahead[rank] for stamp in stamps]
+            later, theirs = every[rank]
+            for device, stamps in enumerate(theirs):
+                found[device] += [stamp - later + every[0][0] for stamp in stamps]
         return found
-
-    def clocks(self) -> list[int]:
-        """Rank → by how many nanoseconds its clock is ahead of rank 0's.
-
-        Ranks compare clocks by messages that cross, as the Network Time Protocol does. The result
-        is 0 unless the messages prove that the clocks differ; on one host they cannot, as all
-        processes have the same clock. Otherwise it is off by at most half the time of a message.
-        """
-        least = [inf] * self.size
-        for _ in range(_ROUNDS):
-            sent = self.exchange("clock", perf_counter_ns())
-            now = perf_counter_ns()
-            least = [min(known, now - stamp) for known, stamp in zip(least, sent, strict=True)]
-        # receiver → sender → the least time of a message, and how far the receiver's clock is ahead
-        seen = self.exchange("delays", least)
-        ways = [(delays[0], seen[0][rank]) for rank, delays in enumerate(seen)]
-        return [0 if -back <= 0 <= there else (there - back) // 2 for there, back in ways]
 
 
 def options_text(options: Options) -> str:
@@ -206,10 +184,9 @@ def options_text(options: Options) -> str:
         f"model: {type(model).__qualname__}",
         f"devices: {', '.join(device.type for device in options.torch_devices)}",
     ]
-    for name, parameter in model.named_parameters():
-        trained = "trained" if parameter.requires_grad else "not trained"
-        lines.append(f"{name}: {tuple(parameter.shape)}, {parameter.dtype}, {trained}")
-    lines += [f"{n}: {tuple(b.shape)}, {b.dtype}" for n, b in model.named_buffers()]
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        trained = "trained" if x.requires_grad else "not trained"
+        lines.append(f"{name}: {tuple(x.shape)}, {x.dtype}, {trained}")
     lines.append(f"optimizer: {'none' if options.optimizer is None else 'given'}")
     lines.append(f"scaler: {scaler and (scaler.is_enabled(), scaler.get_scale())}")
     names = [option.name for option in fields(options) if option.name not in apart]
@@ -220,16 +197,13 @@ def options_text(options: Options) -> str:
 def state_text(model: nn.Module, state: tuple[Any, ...]) -> list[str]:
     """The state that ``Guard.state`` returned as lines of text, without the values that the
     model's code reads."""
-    _, flags, trained, _, cast, dtype = state
-    mode = f"{'training' if model.training else 'evaluation'} mode"
-    if any(flag != model.training for flag in flags):
-        others = [name for name, each in model.named_modules() if each.training != model.training]
-        mode += f", but for {', '.join(others)}"
-    frozen: list[str] = []
-    if not all(trained):
-        frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
+    *_, cast, dtype = state
+    mode = model.training
+    others = [name for name, each in model.named_modules() if each.training != mode]
+    frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
     return [
-        f"the pipe is in {mode}",
+        f"the pipe is in {'training' if mode else 'evaluation'} mode"
+        + (f", but for {', '.join(others)}" if others else ""),
         f"parameters without gradients: {', '.join(frozen) or 'none'}",
         f"autocast: {cast or 'none'}",
         f"the default type of numbers: {dtype}",

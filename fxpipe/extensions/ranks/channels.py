@@ -1,4 +1,4 @@
-"""Channels from this rank's device to those of the other ranks of its replica.
+"""What runs the list of a rank's device on a CPU, and its channels to the other ranks' devices.
 
 Tensors whose shapes the plan says go from device to device over ``PairGroups``, in the order of the
 lists. Receives are posted ahead, into the memory in which the values stay. Everything else (losses,
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError, RankError
@@ -24,8 +25,9 @@ from fxpipe.extensions.ranks.log import Entry
 from fxpipe.extensions.ranks.pairs import PairGroups
 from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.ir.plan import ValueSpec
+from fxpipe.ir.program import Program
 from fxpipe.ir.value import CROSSING, Buffer
-from fxpipe.runtime.backend import Channels
+from fxpipe.runtime.backend import Backend, Channels
 from fxpipe.runtime.host import Job, in_own_storage
 from fxpipe.runtime.interpreter import Machine, Stopped
 
@@ -278,6 +280,40 @@ class RankChannels(Channels):
             self.failure = error
             self._failed(error)  # before the devices report that they have been stopped
             self.stop()
+
+
+class RankBackend(Backend):
+    """Runs the list of this rank's device, on a CPU."""
+
+    group: RankGroup
+    between: type[RankChannels] = RankChannels
+
+    def __init__(self, group: RankGroup, device: torch.device, in_order: bool) -> None:
+        """Make no process groups yet. ``in_order`` is as in RankChannels."""
+        super().__init__(group)
+        self.pairs, self._in_order = PairGroups(group, device), in_order
+
+    def devices(self, program: Program) -> Sequence[int]:
+        return (self.group.device,)
+
+    def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Any:
+        """Also makes the process groups that the program needs and that do not exist yet; all anew
+        after a failure. Raises like PairGroups.connect."""
+        assert isinstance(program, OwnProgram)
+        if self.pairs.number != self.group.epoch:
+            self.pairs.abort()
+            self.pairs.drained()
+            self.pairs = PairGroups(self.group, self.pairs.device)
+        self.pairs.connect(program)
+        return self.between(program, self.group, jobs, self.pairs, self._in_order)
+
+    def end(self) -> None:
+        self.pairs.drained()  # after a failure, until no stream waits for other ranks
+        super().end()
+
+    def close(self) -> None:
+        self.pairs.abort()
+        super().close()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,16 +52,14 @@ class RankGroup(Group):
         names: rank → what messages call it, ``rank 1 (host, process 4711)``.
         store: a store of torch.distributed that belongs to this pipe.
         timeout: seconds that a rank may be late.
-        own_backend: the name of the user's own backend for tensors; empty for torch's.
         epoch: how often the process groups of devices were given up after a failure: those of this
             number are used, once a call has begun on all ranks.
         summed: the bytes that this rank has sent to sum gradients over the replicas.
         closed: whether ``close`` was called.
+        tell: tells some ranks something, see ``Log.tell``.
         changed: the lock to hold for any change by what other ranks tell; those that wait for it
             hear of each.
     """
-
-    own_backend = ""
 
     def __init__(
         self, rank: int, names: Sequence[str], store: Any, group: Any, timeout: float, replicas: int
@@ -90,13 +88,8 @@ class RankGroup(Group):
         self._told = False  # whether this rank has announced that the call failed
         self._outcome_told = False  # whether it has sent, in this call, how far it has come
         self._failed: Callable[[], str] = lambda: ""
-        alive = weakref.ref(self)
-
-        def deliver(rank: int, entry: Entry) -> None:
-            if (group := alive()) is not None:
-                group._deliver(rank, entry)
-
-        self._log = Log(rank, self.size, store, group, deliver)
+        self._log = Log(rank, self.size, store, group, weakref.WeakMethod(self._deliver))
+        self.tell = self._log.tell
         weakref.finalize(self, self._log.end).atexit = False
 
     # calls
@@ -222,9 +215,6 @@ class RankGroup(Group):
                     rank=rank,
                 )
 
-    def share(self, about: str, make: Callable[[], Any]) -> Any:
-        return self.exchange(about, make() if self.rank == 0 else None)[0]
-
     def settle(self, value: Any) -> list[Any]:
         """It cannot be interrupted, as other ranks may have returned already. An error that this
         rank raises afterwards is no failure of the call."""
@@ -281,14 +271,6 @@ class RankGroup(Group):
                         rank=rank,
                     )
         return [answer[-1] for answer in answers]
-
-    def tell(self, entry: Entry, ranks: Collection[int] | None = None) -> None:
-        """Tell some ranks something, by default all, this one included; waits for none.
-
-        Raises:
-            InputError: it has something that cannot be pickled.
-        """
-        self._log.tell(entry, ranks)
 
     def refuse(self, what: str, cure: str) -> None:
         raise InputError(f"{what} is not possible over several ranks; {cure}")

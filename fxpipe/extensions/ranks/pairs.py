@@ -16,17 +16,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import RankError, told
-from fxpipe.extensions.ranks.connecting import interruptibly, within
 from fxpipe.extensions.ranks.group import RankGroup
 from fxpipe.extensions.ranks.log import poison
 from fxpipe.extensions.ranks.program import OwnProgram
@@ -47,6 +48,11 @@ of a U-Net whose micro-batches send 2 MiB each takes 7 % less than with 1 MiB po
 BLOCKS = 8
 """Multiprocessors that a communicator may occupy, of an H100's 132. A receive that is posted early
 holds them until its value has come; the communicator's other receives are queued behind it."""
+
+LOOK = 0.05
+"""Seconds between two looks at what happens while a thread waits inside of torch."""
+
+T = TypeVar("T")
 
 Members = tuple[int, ...]
 """The ranks of a group: the twins, or the sending rank and the receiving one."""
@@ -133,31 +139,16 @@ class PairGroups:
     def make(self, store: Any, member: int, size: int = 2) -> Any:
         """Make a process group, in which this process has the number ``member``."""
         timeout = timedelta(seconds=self._ranks.timeout)
-        if self._ranks.own_backend:
-            plugin = dist.Backend._plugins[self._ranks.own_backend]
-            if not plugin.extended_api:
-                return plugin.creator_fn(store, member, size, timeout)
-            c10d: Any = dist.distributed_c10d
-            options = c10d._DistributedBackendOptions()
-            options.store, options.timeout = store, timeout
-            options.group_rank, options.group_size = member, size
-            return plugin.creator_fn(options, None)
         if self._on_cpu:
             with in_the_background():
                 return dist.ProcessGroupGloo(store, member, size, timeout)
         nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined,unused-ignore]
-        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-        before = os.environ.get(name)
-        os.environ[name] = "0"  # else torch ends this process when another rank has died
-        try:
-            options = nccl.Options(is_high_priority_stream=True)
-            options._timeout = timeout
-            options.config.max_ctas = BLOCKS
+        options = nccl.Options(is_high_priority_stream=True)
+        options._timeout = timeout
+        options.config.max_ctas = BLOCKS
+        # else torch ends this process when another rank has died
+        with patch.dict(os.environ, TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
             return nccl(store, member, size, options)
-        finally:
-            del os.environ[name]
-            if before is not None:
-                os.environ[name] = before
 
     def _pair(self, source: int, target: int) -> Members:
         return self._ranks.pipeline[source], self._ranks.pipeline[target]
@@ -237,3 +228,26 @@ def _schedule(policy: int) -> None:
 def _bytes(dense: Tensor) -> Tensor:
     """Return the memory of a dense tensor as bytes, whatever its dtype and order of dimensions."""
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def within(store: Any, name: str) -> Any:
+    """Return the part of a torch.distributed store whose keys begin with a name."""
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined,unused-ignore]
+
+
+def interruptibly(work: Callable[[], T], look: Callable[[], None]) -> T:
+    """Call ``work`` in another thread and return its result: it may block without letting Python
+    handle signals. ``look`` is called repeatedly meanwhile; an error that it raises ends the wait.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="fxpipe-meeting", daemon=True).start()
+    while not wait([future], LOOK).done:
+        look()
+    return future.result()

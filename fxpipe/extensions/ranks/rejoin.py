@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxpipe.errors import InputError, RankError
-from fxpipe.extensions.ranks.connecting import within
+from fxpipe.extensions.ranks.pairs import within
 
 POLL = 0.05
 """Seconds between two looks for the other ranks."""

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.extensions.ranks.channels import RankChannels, explained
-from fxpipe.extensions.ranks.devices import RankBackend
+from fxpipe.extensions.ranks.channels import RankBackend, RankChannels, explained
 from fxpipe.extensions.ranks.group import RankGroup
 from fxpipe.extensions.ranks.pairs import PairGroups
 from fxpipe.extensions.streams.lanes import Lanes
