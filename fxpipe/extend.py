@@ -16,7 +16,6 @@ from fxpipe.errors import InputError, near
 
 if TYPE_CHECKING:
     from fxpipe.compiler.compiler import Compiler
-    from fxpipe.compiler.fallback import Fallback
     from fxpipe.compiler.options import Options
     from fxpipe.ir.plan import Plan
     from fxpipe.ir.program import Program
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from fxpipe.kernels.kernel import Kernel
     from fxpipe.passes.partition.work import Partitioner
     from fxpipe.passes.runner import Pass
-    from fxpipe.passes.tracing.tracer import Tracer
+    from fxpipe.passes.tracing.tracer import Fallback, Tracer
     from fxpipe.runtime.choice import ThreadChoice
 
 Door = Literal[

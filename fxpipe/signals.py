@@ -6,7 +6,6 @@ import signal
 import threading
 from _signal import getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -107,10 +106,3 @@ def _users(number: int, handler: Any) -> Any:
     """The user's handler, which the handler of a surrounding block stands for."""
     owner = getattr(handler, "__self__", None)
     return owner._called[number] if isinstance(owner, HeldSignals) else handler
-
-
-def held_once() -> AbstractContextManager[object]:
-    """A ``HeldSignals``, unless a surrounding block holds signals already."""
-    around = HeldSignals._innermost
-    main = threading.current_thread() is threading.main_thread()
-    return nullcontext() if main and around is not None else HeldSignals()

@@ -11,12 +11,12 @@ from typing import Any
 from fxpipe.compiler import passes
 from fxpipe.compiler.compiled import Compiled, Kind, exchanged
 from fxpipe.compiler.front_end import Call
+from fxpipe.compiler.objective import Weighing
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Plans
 from fxpipe.compiler.residence import settle
 from fxpipe.compiler.timetable import Purpose, Timetable
-from fxpipe.compiler.weighing import Weighing
 from fxpipe.errors import InputError
 from fxpipe.extend import find, option
 from fxpipe.ir.plan import Plan

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.compiler import passes
-from fxpipe.compiler.fallback import fallback_of
 from fxpipe.compiler.guard import Guard
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.preflight import output_dims
@@ -28,7 +27,7 @@ from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import LossModule
 from fxpipe.passes.tracing.explain import untraceable
 from fxpipe.passes.tracing.trace import Dims, is_free, shapes_of
-from fxpipe.passes.tracing.tracer import UntracedCalls
+from fxpipe.passes.tracing.tracer import Fallback, UntracedCalls
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import taken_apart
@@ -137,7 +136,8 @@ class FrontEnd:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.fallback = fallback_of(options)
+        made = (each.fallback(options) for each in options.extensions)
+        self.fallback = next(filter(None, made), None) or Fallback(options.model)
         self.guard: Guard = option("guard", Guard)(options, self.fallback.called)
         self._told: set[str] = set()  # other warnings that were given
 

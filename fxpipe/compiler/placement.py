@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from fxpipe.compiler import passes
@@ -162,40 +161,58 @@ class Placement:
         → its costs. It is measured as for training, whatever the call is for, unless backwards fail
         and the call needs none."""
         with self._measuring():
-            facts = _trying_gradients(
-                self._facts(facts),
-                lambda facts: run_all(passes.of(self._options, "single"), facts),
-            )
-            run = partial(_measured, self._options)
-            costs = self._options.group.share("costs", lambda: _trying_stand_ins(facts, run))
-        return {"traced": facts["traced"], "plan": facts["plan"], "costs": _node_costs(costs)}
+            facts = _trying_gradients(self._facts(facts), self._single)
+            share = self._options.group.share
+            costs = share("costs", lambda: _trying_stand_ins(facts, self._timed))
+        return {"traced": facts["traced"], "plan": facts["plan"], "costs": costs}
 
     def node_costs(self, facts: Mapping[str, Any]) -> Mapping[str, NodeCost]:
         """Measure a graph as ``measure`` does, or each of its different operations once if an
         extension can; returns node → its costs."""
         traced = facts["traced"]
         reducible = option("reducible")
+        costs: Mapping[str, NodeCost]
         if traced.under_autograd or reducible is None or not reducible(traced):
-            measured = self.measure(facts)
-            costs: Mapping[str, NodeCost] = measured["costs"]
+            costs = self.measure(facts)["costs"]
             return costs
 
-        def costs_of(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
-            facts = run_all(passes.of(self._options, "single"), facts)
-            return _measured(self._options, facts)
-
-        def run(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
-            return _trying_stand_ins(facts, costs_of)
+        def run(facts: Mapping[str, Any]) -> Mapping[str, NodeCost]:
+            return _trying_stand_ins(facts, lambda facts: self._timed(self._single(facts)))
 
         facts = self._facts(facts, reduced=True)
         with self._measuring():
-            share = self._options.group.share
-            return _node_costs(share("costs", lambda: _trying_gradients(facts, run)))
+            costs = self._options.group.share("costs", lambda: _trying_gradients(facts, run))
+        return costs
+
+    def _single(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The facts with a plan of one stage that can be measured."""
+        return run_all(passes.of(self._options, "single"), facts)
+
+    def _timed(self, facts: Mapping[str, Any]) -> Mapping[str, NodeCost]:
+        """Node → its costs, by the plan of one stage."""
+        with under(()):  # as the graphs run
+            costs: Mapping[str, NodeCost]
+            costs = run_all(passes.of(self._options, "measure"), facts)["costs"]
+        return costs
 
     def _by_stage(
         self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]
     ) -> dict[int, StageCosts]:
-        return _by_stage(traced, assignment, costs, halves=self._parted or traced.under_autograd)
+        """Stage → the sum of its nodes' costs."""
+        halves = self._parted or traced.under_autograd  # else those of halves are not known
+        by_stage: list[dict[str, NodeCost]] = [{} for _ in range(assignment.stages)]
+        for node in compute_nodes(traced.graph):
+            by_stage[assignment.nodes[node.name]][node.name] = costs[node.name]
+        return {
+            stage: StageCosts(
+                forward=sum(cost.forward for cost in nodes.values()),
+                backward=sum(cost.backward for cost in nodes.values()),
+                input_grad=sum(cost.input_grad for cost in nodes.values()) if halves else None,
+                weight_grad=sum(cost.weight_grad for cost in nodes.values()) if halves else None,
+                nodes={name: (cost.backward, cost.weight_grad) for name, cost in nodes.items()},
+            )
+            for stage, nodes in enumerate(by_stage)
+        }
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
@@ -257,12 +274,6 @@ class Placement:
         return max(schedule.delays) + 2 + state
 
 
-def _measured(options: Options, facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
-    with under(()):  # as the graphs run
-        costs: Mapping[str, NodeCost] = run_all(passes.of(options, "measure"), facts)["costs"]
-    return {name: tuple(vars(cost).values()) for name, cost in costs.items()}
-
-
 def _trying_stand_ins(facts: Mapping[str, Any], run: Callable[[Mapping[str, Any]], T]) -> T:
     """What ``run`` makes of the facts where operations get numbers that share memory, so that no
     activations are kept and a device holds the operands of one operation. If one refuses such
@@ -277,10 +288,6 @@ def _trying_stand_ins(facts: Mapping[str, Any], run: Callable[[Mapping[str, Any]
     return run({**facts, "scratches": None})
 
 
-def _node_costs(costs: Mapping[str, Any]) -> dict[str, NodeCost]:
-    return {name: NodeCost(*cost) for name, cost in costs.items()}
-
-
 def _trying_gradients(facts: Mapping[str, Any], run: Callable[[Mapping[str, Any]], T]) -> T:
     """What ``run`` makes of the facts. If backwards fail, as an operation has no derivative or
     memory is short, and the call needs none, it is what ``run`` makes without them."""
@@ -291,22 +298,3 @@ def _trying_gradients(facts: Mapping[str, Any], run: Callable[[Mapping[str, Any]
             raise
         LOGGER.info("stages are measured without gradients: %s", told(error))
     return run({**facts, "wanted": facts["needed"]})
-
-
-def _by_stage(
-    traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost], *, halves: bool
-) -> dict[int, StageCosts]:
-    """Stage → the sum of its nodes' costs; ``halves``: whether those of halves are known."""
-    by_stage: list[dict[str, NodeCost]] = [{} for _ in range(assignment.stages)]
-    for node in compute_nodes(traced.graph):
-        by_stage[assignment.nodes[node.name]][node.name] = costs[node.name]
-    return {
-        stage: StageCosts(
-            forward=sum(cost.forward for cost in nodes.values()),
-            backward=sum(cost.backward for cost in nodes.values()),
-            input_grad=sum(cost.input_grad for cost in nodes.values()) if halves else None,
-            weight_grad=sum(cost.weight_grad for cost in nodes.values()) if halves else None,
-            nodes={name: (cost.backward, cost.weight_grad) for name, cost in nodes.items()},
-        )
-        for stage, nodes in enumerate(by_stage)
-    }

@@ -23,7 +23,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.batch import ordinary
 from fxpipe.torchtools.meta import lent, standing_in
-from fxpipe.torchtools.state import move, returned_if_failed, to_device, whole_on_device
+from fxpipe.torchtools.state import move, to_device, whole_on_device
 
 
 @contextmanager
@@ -53,13 +53,8 @@ def gathered(options: Options, call: Call, graphs: Iterable[Traced]) -> Iterator
 
 @contextmanager
 def settled(options: Options, call: Call, traced: Traced, plan: Plan) -> Iterator[Call]:
-    """Settle the stages, and yield the call with its tensors on the first device. If the block
-    fails, the tensors of the stages are where they were."""
-    with (
-        returned_if_failed(tensor for tensor, _ in _homes(options, traced, plan, call.schedule)),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
+    """Settle the stages, and yield the call with its tensors on the first device."""
+    with torch.inference_mode(False), torch.enable_grad():
         settle(options, traced, plan, call.schedule)
         yield _on_first(options, call)
 

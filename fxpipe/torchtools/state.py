@@ -207,22 +207,6 @@ def whole_on_device(
             tensor.grad = gradient
 
 
-@contextmanager
-def returned_if_failed(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """If the block fails, tensors that it has moved are again where they were."""
-    # data on the host stay there meanwhile; those on a device give way
-    before = [(x, x.data if x.is_cpu else None, x.device) for x in tensors]
-    try:
-        yield
-    except BaseException:
-        for tensor, data, device in before:
-            if data is None or tensor.grad is not None:
-                move(tensor, device)
-            else:
-                tensor.data = data
-        raise
-
-
 def move(tensor: Tensor, device: torch.device) -> None:
     """Move a tensor and its gradient to a device. It stays the same object."""
     if tensor.device == device:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, fx, nn
 
+from fxpipe.errors import TraceError
 from fxpipe.ir.traced import Traced
 
 
@@ -45,6 +46,38 @@ class UntracedCalls(Protocol):
 
     def opaque(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, each of these calls is one operation, for the model to be traced."""
+
+
+class Fallback:
+    """Traces a model, and decides about lines that cannot be traced. This one refuses them; that
+    of an extension may have parts of a model called as they are, without being traced.
+
+    Attributes:
+        model: the model.
+        called: name → submodule that graphs call as it is. No trace looks into it. It may grow.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.called: dict[str, nn.Module] = {}
+
+    def begin(self) -> None:
+        """Look at the model before it is traced again, as it may have changed."""
+
+    def trace(self, trace: Callable[[], Traced]) -> Traced:
+        """The model's graph, which ``trace`` makes. Raises TraceError if a line cannot be
+        traced."""
+        return trace()
+
+    def take_loss(self, error: TraceError) -> None:
+        """Have the loss called as it is from now on. Raises ``error``, with which it could not be
+        traced, if it cannot be."""
+        raise error
+
+    @contextmanager
+    def calls(self) -> Iterator[UntracedCalls | None]:
+        """Inside, the model is traced: the calls that its graph is to have; None if it has none."""
+        yield None
 
 
 def tensors_read(module: fx.GraphModule) -> dict[str, list[fx.Node]]:

@@ -16,8 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
-from fxpipe.compiler import placement
-from fxpipe.compiler.options import Options
+from fxpipe.compiler.placement import Placement
 from fxpipe.passes.partition.measure import OPERANDS
 
 ROWS = 64
@@ -89,15 +88,15 @@ class Chain(nn.Module):
 
 def most_held(*, refuses: bool) -> int:
     held = Held()
-    measured = placement._measured
+    timed = Placement._timed
 
-    def watched(options: Options, facts: Mapping[str, Any]) -> Any:
+    def watched(self: Placement, facts: Mapping[str, Any]) -> Any:
         with held:
-            return measured(options, facts)
+            return timed(self, facts)
 
     x = torch.randn(2 * ROWS, WIDTHS[0])
     with (
-        patch.object(placement, "_measured", watched),
+        patch.object(Placement, "_timed", watched),
         fxpipe.compile(Chain(refuses), ["cpu"] * 2, microbatches=2, loss=mse_loss) as pipe,
     ):
         pipe.step(x, target=x)

@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fxpipe.compiler.fallback import Fallback
 from fxpipe.errors import TraceError
 from fxpipe.extensions.leaf_modules.calls import LeafCalls
 from fxpipe.extensions.leaf_modules.nests import UnfitLeaf
 from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
 from fxpipe.passes.tracing.explain import called
+from fxpipe.passes.tracing.tracer import Fallback
 
 _COST = (
     "autograd drives backward in every stage, no backward comes in halves, and no stage is "

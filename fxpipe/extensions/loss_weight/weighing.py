@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.compiler.compiled import Compiled
-from fxpipe.compiler.objective import Objective
+from fxpipe.compiler.objective import Objective, Weighing, with_weights
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.weighing import Weighing, with_weights
 from fxpipe.errors import InputError
 from fxpipe.extensions.loss_weight.copies import current_copy
 from fxpipe.extensions.loss_weight.discarding import discarding

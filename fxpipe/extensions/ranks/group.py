@@ -8,14 +8,14 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe.errors import InputError, RankError, told
 from fxpipe.extensions.ranks.log import STORE, Entry, Log
 from fxpipe.runtime.group import Group
-from fxpipe.signals import held_once, raise_held
+from fxpipe.signals import HeldSignals, raise_held
 
 if TYPE_CHECKING:
     from fxpipe.extensions.ranks.channels import RankChannels
@@ -111,7 +111,7 @@ class RankGroup(Group):
                 self._settled = False  # the outer call goes on
             return
         self._check_open()
-        with held_once():
+        with _held_once():
             self.call, self._exchanges = self.call + 1, 0
             self._what, self._told, self._settled, self._outcome_told = what, False, False, False
             with self.changed:
@@ -387,6 +387,13 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     if isinstance(error, RankError):
         return {**value, "error": str(error), "rank": error.rank}
     return {**value, "error": told(error)}
+
+
+def _held_once() -> AbstractContextManager[object]:
+    """A ``HeldSignals``, unless a surrounding block holds signals already."""
+    around = HeldSignals._innermost
+    main = threading.current_thread() is threading.main_thread()
+    return nullcontext() if main and around is not None else HeldSignals()
 
 
 def difference(names: Sequence[str], first: int, rank: int, texts: Sequence[str]) -> str:
