@@ -61,6 +61,9 @@ DEFAULT = (
 )
 """The extensions that ``compile`` uses if they are there."""
 
+SHARED = ("fxpipe.extensions.draws", "fxpipe.extensions.sums", "fxpipe.extensions.tables")
+"""What extensions share, which is none of them."""
+
 
 MEMORY_LIMITS = "fxpipe.extensions.memory_limits"
 METRICS = "fxpipe.extensions.metrics"
@@ -75,7 +78,9 @@ def extensions(but: Sequence[str] = ()) -> list[str]:
     return [
         name
         for name in sys.modules
-        if name.startswith("fxpipe.extensions.") and not name.startswith((*DEFAULT, *but))
+        if name.startswith("fxpipe.extensions.")
+        and name not in SHARED
+        and not name.startswith((*DEFAULT, *but))
     ]
 
 
