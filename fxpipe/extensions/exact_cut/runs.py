@@ -1,24 +1,29 @@
 """Cut one order of atoms into runs, one for each stage, in the best way.
 
-This is a dynamic program over the places between atoms. A tensor holds the costs of all runs that
-begin in a block of places, so that Python works once for each block, not for each pair of places.
+This is a dynamic program over the places between atoms. From one place after the other, it tries
+all runs that begin there: of each stage that can, and to each place at once.
+
+A value arrives at a run that begins after the value's source and holds one of its readers. A value
+leaves the run that holds its source if a reader comes after the run's end. So for a fixed begin,
+what crosses is a step function of the end: it changes where the first reader of a value enters the
+run, and where the last one does. Moving the begin past an atom only moves steps of that atom's
+values.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fxpipe.extensions.exact_cut.flows import Flows, Steps, arriving_bytes, rates_of
 from fxpipe.passes.partition.work import StageDevices, Transfer, Work
 
-Goal = Literal["seconds", "bytes"]
+Goal = Literal["seconds", "bytes", "memory"]
 
 _ROUNDING = 1 + 1e-9
 
@@ -29,177 +34,124 @@ class Runs:
     def __init__(self, work: Work, machine: StageDevices, sequence: Sequence[int]) -> None:
         """Index a sequence of all atoms, each of which comes after those that it reads."""
         self.machine, self.length = machine, len(sequence)
-        self.seconds = [0.0, *itertools.accumulate(work.seconds[atom] for atom in sequence)]
         position = {atom: place for place, atom in enumerate(sequence)}
         resident = [work.resident[atom] for atom in sequence]
-        crossing: list[tuple[list[int], Transfer]] = []
-        for transfer in work.transfers:
-            uses = sorted(position[reader] for reader in transfer.readers)
-            if transfer.source is None:
-                resident[uses[0]] += transfer.resident
-                crossing.append((uses, transfer))
+        uses: list[list[int]] = []
+        for value in work.transfers:
+            readers = sorted({position[reader] for reader in value.readers})
+            if value.source is None:
+                resident[readers[0]] += value.resident
+                uses.append(readers)
             else:
-                crossing.append(([position[transfer.source], *uses], transfer))
-        self.steps = Steps(crossing, self.length)
-        saved = [work.saved[atom] for atom in sequence]
+                birth = position[value.source]
+                uses.append([birth, *(reader for reader in readers if reader != birth)])
+        self.ends = [0.0, *accumulate(work.seconds[atom] for atom in sequence)]
+        self.seconds = torch.tensor(self.ends, dtype=torch.float64)
         self.resident = _summed(resident)
-        self.saved = _summed(saved)
-        fewest = min(machine.peaks)
-        held = (stays + fewest * kept for stays, kept in zip(resident, saved, strict=True))
-        self.bytes = [0, *itertools.accumulate(held)]
+        self.saved = _summed(work.saved[atom] for atom in sequence)
+        self._find_steps(uses, work.transfers)
+
+    def _find_steps(self, uses: Sequence[Sequence[int]], values: Sequence[Transfer]) -> None:
+        """Find the steps of what crosses, in the order of ``places``: the atom that the begin must
+        move past for the step to count, or -1. ``columns`` has one more than the place from which
+        on it counts. ``changes`` has its seconds for each stage, and the bytes that arrive."""
+        steps: list[tuple[int, int, int, int]] = []
+        for number, (birth, *readers) in enumerate(uses):
+            if readers:
+                arrives, leaves, last = 2 * number, 2 * number + 1, readers[-1]
+                steps += [(-1, birth, leaves, 1), (-1, last, leaves, -1)]
+                steps += [(birth, birth, leaves, -1), (birth, last, leaves, 1)]
+                steps += [(use, after, arrives, 1) for use, after in pairwise((birth, *readers))]
+                steps += [(reader, reader, arrives, -1) for reader in readers]
+        steps.sort()
+        self.places = [step[0] for step in steps]
+        columns = torch.tensor(steps, dtype=torch.int64).reshape(-1, 4).T
+        self.columns = columns[1] + 1
+        # row 0 has what the first stage receives, the last row what the last one sends
+        borders = torch.zeros((self.machine.stages + 1, len(values)), dtype=torch.float64)
+        for stage in range(1, self.machine.stages if self.machine.linked else 0):
+            seconds = [self.machine.transfer_seconds(stage - 1, stage, value) for value in values]
+            borders[stage] = torch.tensor(seconds, dtype=torch.float64)
+        size = torch.tensor([[float(value.bytes) for value in values]], dtype=torch.float64)
+        arriving = torch.cat([borders[:-1], size])
+        leaving = torch.cat([borders[1:], torch.zeros_like(size)])
+        crossing = torch.stack([arriving, leaving], 2).flatten(1)
+        self.changes = crossing[:, columns[2]] * columns[3]
 
     def cut(self, goal: Goal, cap: float) -> list[int] | None:
         """Return the places where the stages after the first begin, or None if no cut keeps ``cap``
         and the limits.
 
         Args:
-            goal: what to minimise: the seconds of the slowest stage, or the bytes that cross.
+            goal: what to minimise: the seconds of the slowest stage, the bytes that cross, or the
+                memory of the fullest stage, as a share of its limit, which it may then exceed.
             cap: seconds that no stage may exceed.
         """
-        return _Sweep(self, goal, cap * _ROUNDING).cuts()
-
-
-class _Sweep:
-    """One pass of the dynamic program over the places, a block at a time.
-
-    Within a block the stages go in order, because a stage begins where the one before it ends. All
-    runs of a stage that begin in the block are tried at once.
-
-    Attributes:
-        best: (number of stages, place) → the best value of the goal when so many stages end there.
-        parent: (number of stages, place) → where the last of these stages begins.
-        begins: stage → the first and the last place where it can begin.
-    """
-
-    def __init__(self, runs: Runs, goal: Goal, cap: float) -> None:
-        self.runs = runs
-        self.goal = goal
-        self.cap = cap
-        machine = runs.machine
-        self.stages, self.length = machine.stages, runs.length
-        pairs = zip(machine.limits, machine.reserved, strict=False)
-        self.rooms = tuple(limit - reserved for limit, reserved in pairs)  # empty without limits
-        self.held = machine.held
-        shape = (self.stages + 1, self.length + 1)
-        self.best = torch.full(shape, math.inf, dtype=torch.float64)
-        self.best[0, 0] = 0
-        self.parent = torch.zeros(shape, dtype=torch.int32)
-        self.seconds = torch.tensor(runs.seconds, dtype=torch.float64)
-        self.begins = list(self._begins())
-        rates = rates_of(machine)
-        self.mix = rates.mix.tolist()
-        self.counted = goal == "bytes" or machine.limited
-        rows = torch.cat([rates.rows, *[arriving_bytes()] * self.counted])
-        self.flows = Flows(runs.steps, self.length, rows)
-
-    def cuts(self) -> list[int] | None:
-        first = 0
-        while first < self.length:
-            width = max(self.end(first, stage) for stage in range(self.stages)) - first
-            last = min(first + min(max(width // 2, 16), 256), self.length) - 1
-            self._runs_from(first, last)
-            first = last + 1
-        if not self.best[self.stages, self.length] < math.inf:
+        machine, stages, cap = self.machine, self.machine.stages, cap * _ROUNDING
+        speeds, saving, receiving, reserved, limits = (
+            torch.tensor(numbers, dtype=torch.float64)[:, None]
+            for numbers in (
+                machine.speeds,
+                machine.peaks,
+                machine.arrived,
+                machine.reserved,
+                machine.limits or (math.inf,) * stages,
+            )
+        )
+        # the best value of the goal when so many stages end at a place, and where the last begins
+        best = torch.full((stages + 1, self.length + 1), math.inf, dtype=torch.float64)
+        best[0, 0] = 0
+        parent = torch.zeros(best.shape, dtype=torch.int64)
+        steps = torch.zeros((stages + 1, self.length + 2), dtype=torch.float64)
+        passed, begins = 0, self._begins(cap)
+        for begin in range(self.length):
+            able = [k for k, (first, last) in enumerate(begins) if first <= begin <= last]
+            able = [k for k in able if best[k, begin] < math.inf]
+            if not able:
+                continue
+            moved = slice(passed, bisect_left(self.places, begin))
+            steps.index_add_(1, self.columns[moved], self.changes[:, moved])
+            passed = moved.stop
+            own, then = slice(able[0], able[-1] + 1), slice(able[0] + 1, able[-1] + 2)
+            reach = self.ends[begin] + cap * max(machine.speeds[own])
+            to = slice(begin + 1, bisect_right(self.ends, reach))
+            crossing = steps[:, to].cumsum(1)
+            seconds = (self.seconds[to] - self.seconds[begin]) / speeds[own] + crossing[own]
+            fits = seconds <= cap
+            memory = reserved[own] + saving[own] * (self.saved[to] - self.saved[begin])
+            memory += self.resident[to] - self.resident[begin] + receiving[own] * crossing[-1]
+            if goal != "memory":
+                fits &= memory <= limits[own]
+            reached = best[own, begin, None]
+            if goal == "seconds":
+                values = torch.maximum(reached, seconds)
+            elif goal == "memory":
+                values = torch.maximum(reached, memory / limits[own])
+            else:
+                # among equal bytes, prefer balance: the last term stays below one byte in all
+                values = reached + crossing[-1] + (seconds / cap).square() / (2 * stages)
+            better = (values < best[then, to]) & fits
+            best[then, to] = torch.where(better, values, best[then, to])
+            parent[then, to][better] = begin
+        if not best[stages, self.length] < math.inf:
             return None
         cuts = [self.length]
-        for stage in range(self.stages, 1, -1):
-            cuts.append(int(self.parent[stage, cuts[-1]]))
+        for stage in range(stages, 1, -1):
+            cuts.append(int(parent[stage, cuts[-1]]))
         return cuts[:0:-1]
 
-    def _begins(self) -> Iterator[tuple[int, int]]:
+    def _begins(self, cap: float) -> list[tuple[int, int]]:
         """Stage → the first and the last place where it can begin, by what the stages before it and
-        from it on can take in."""
-        runs = self.runs
-        spans = [
-            _span(runs.seconds, [self.cap * speed for speed in runs.machine.speeds]),
-            _span(runs.bytes, self.rooms),
-        ]
-        for stage in range(self.stages):
-            first, last = stage, self.length - self.stages + stage
-            limits = [span[stage] for span in spans if span]
-            yield max(first, *(a for a, _ in limits)), min(last, *(b for _, b in limits))
-
-    def end(self, begin: int, stage: int) -> int:
-        """Return the last place where a stage that begins at ``begin`` can end."""
-        runs = self.runs
-        reach = runs.seconds[begin] + self.cap * runs.machine.speeds[stage]
-        end = bisect.bisect_right(runs.seconds, reach) - 1
-        if runs.machine.limited:
-            reach = runs.bytes[begin] + self.rooms[stage]
-            end = min(end, bisect.bisect_right(runs.bytes, reach) - 1)
-        return end
-
-    def _runs_from(self, first: int, last: int) -> None:
-        """Try every run that begins in the block ``first`` … ``last``, for every stage."""
-        spans = [(max(a, first), min(b, last)) for a, b in self.begins]
-        furthest = max((self.end(b, k) for k, (a, b) in enumerate(spans) if a <= b), default=0)
-        table: Tensor | None = None
-        for stage, span in enumerate(spans):
-            if span[0] > span[1]:
-                continue
-            begins = slice(span[0], span[1] + 1)
-            reached = (self.best[stage, begins] < math.inf).nonzero()
-            if not len(reached):
-                continue
-            begins = slice(span[0] + int(reached[0]), span[0] + int(reached[-1]) + 1)
-            ends = self._ends(stage, begins)
-            if ends.start >= ends.stop:
-                continue
-            if table is None:
-                table = self.flows.table(first, last, furthest)
-            rows = slice(begins.start - first, begins.stop - first)
-            columns = slice(ends.start - first - 1, ends.stop - first - 1)
-            self._try(stage, begins, ends, table[:, rows, columns])
-
-    def _ends(self, stage: int, begins: slice) -> slice:
-        """The places where a stage that begins in ``begins`` can end and the next one can begin."""
-        first, last = begins.start + 1, self.end(begins.stop - 1, stage)
-        following = [*self.begins, (self.length, self.length)][stage + 1]
-        return slice(max(first, following[0]), min(last, following[1]) + 1)
-
-    def _try(self, stage: int, begins: slice, ends: slice, flows: Tensor) -> None:
-        """Try all runs of a stage between ``begins`` and ``ends``."""
-        machine = self.runs.machine
-        seconds = (self.seconds[ends] - self.seconds[begins, None]).clamp_min_(0)
-        seconds /= machine.speeds[stage]
-        for row, part in zip(flows, self.mix[stage], strict=False):
-            if part:
-                seconds.add_(row, alpha=part)
-        fits = seconds <= self.cap
-        if begins.stop > ends.start:  # some pairs end before they begin
-            fits.triu_(begins.start + 1 - ends.start)
-        if machine.limited:
-            saved, resident = (
-                table[ends] - table[begins, None] for table in (self.runs.saved, self.runs.resident)
+        from it on can compute."""
+        speeds, ends, stages = self.machine.speeds, self.ends, self.machine.stages
+        return [
+            (
+                max(k, bisect_left(ends, ends[-1] - cap * sum(speeds[k:]))),
+                min(self.length - stages + k, bisect_right(ends, cap * sum(speeds[:k])) - 1),
             )
-            saving, receiving = self.held[stage]
-            kept = saving * saved + receiving * flows[-1]
-            fits &= resident + kept <= self.rooms[stage]
-        reached = self.best[stage, begins, None]
-        if self.goal == "seconds":
-            values = torch.maximum(reached, seconds)
-        else:
-            # among equal bytes, prefer balance: the last term stays below one byte in all
-            values = reached + flows[-1] + (seconds / self.cap).square() / (2 * self.stages)
-        values.masked_fill_(~fits, math.inf)
-        least, place = values.min(0)
-        best = self.best[stage + 1, ends]
-        better = least < best
-        best[better] = least[better]
-        parents = self.parent[stage + 1, ends]
-        parents[better] = (place[better] + begins.start).to(parents.dtype)
-
-
-def _span(amounts: Sequence[float], rooms: Sequence[float]) -> list[tuple[int, int]]:
-    """Stage → the first and the last place where it can begin, if stages can take ``rooms``;
-    ``amounts`` has what comes before each place."""
-    before = [0.0, *itertools.accumulate(rooms)]
-    after = [0.0, *itertools.accumulate(reversed(rooms))][:0:-1]
-    return [
-        (bisect.bisect_left(amounts, amounts[-1] - rest), bisect.bisect_right(amounts, done) - 1)
-        for done, rest in zip(before, after, strict=False)
-    ]
+            for k in range(stages)
+        ]
 
 
 def _summed(amounts: Iterable[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(amounts)], dtype=torch.float64)
+    return torch.tensor([0, *accumulate(amounts)], dtype=torch.float64)

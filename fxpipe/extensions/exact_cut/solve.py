@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-from fxpipe.extensions.exact_cut.orders import orders
 from fxpipe.extensions.exact_cut.runs import Runs
-from fxpipe.passes.partition.work import Division, StageDevices, Work, even_runs, weigh
+from fxpipe.passes.partition.work import (
+    Division,
+    Partitioner,
+    StageDevices,
+    Work,
+    even_runs,
+    sorted_by_rank,
+    weigh,
+)
 from fxpipe.torchtools.state import intra_op_threads
 
 SLACK = 0.01
@@ -48,24 +54,25 @@ def solve(work: Work, machine: StageDevices, layers: Sequence[Hashable] = ()) ->
 def least_limits(work: Work, machine: StageDevices) -> Division:
     """Return the cut of the program's order that comes nearest to the memory limits: it keeps them
     once all are scaled by the least common factor."""
-    low, high = 1.0, 2.0
-    best: Division | None = None
-    while best is None or high > low * 1.001:
-        scale = high if best is None else math.sqrt(low * high)
-        eased = replace(
-            machine,
-            limits=tuple(limit * scale for limit in machine.limits),
-            per_byte=(),
-            per_message=(),
-        )
-        cuts = Runs(work, eased, range(len(work))).cut("bytes", math.inf)
-        if cuts is not None:
-            best = weigh(work, machine, _stages(range(len(work)), cuts))
-            pairs = zip(best.loads, machine.limits, strict=True)
-            high = min(scale, max(load.memory / limit for load, limit in pairs))
-        else:
-            low, high = scale, scale * 4 if best is None else high
-    return best
+    order = range(len(work))
+    cuts = Runs(work, machine, order).cut("memory", math.inf)
+    assert cuts is not None
+    return weigh(work, machine, _stages(order, cuts))
+
+
+def orders(work: Work) -> Iterator[Sequence[int]]:
+    """Yield orders of the atoms, which lay out the branches of a graph in different ways."""
+
+    def listed(rank: Callable[[int, int], tuple[float, int]]) -> list[int]:
+        return list(sorted_by_rank(dict(enumerate(work.before)), rank))
+
+    yield range(len(work))  # the program's
+    yield listed(lambda atom, step: (-step, atom))  # branch by branch: the last ready first
+    # abreast: the atom with the most work left on a path to the end first
+    left = [0.0] * len(work)
+    for atom in reversed(range(len(work))):
+        left[atom] = work.seconds[atom] + max((left[r] for r in work.after[atom]), default=0.0)
+    yield listed(lambda atom, step: (-left[atom], atom))
 
 
 def _fastest(
@@ -132,3 +139,19 @@ def _stages(order: Sequence[int], cuts: Sequence[int]) -> list[int]:
         for atom in order[start:end]:
             stage_of[atom] = stage
     return stage_of
+
+
+class ExactCut(Partitioner):
+    """The partitioner that ``compile`` uses where this extension is there: it cuts several orders
+    of the operations in the best way, within links and limits."""
+
+    def divide(
+        self, work: Work, machine: StageDevices, layers: Sequence[Hashable] = ()
+    ) -> Division | None:
+        """See Partitioner. Of divisions whose slowest stage is within one hundredth of the best
+        found, it is the one that sends the fewest bytes."""
+        return solve(work, machine, layers)
+
+    def nearest(self, work: Work, machine: StageDevices) -> Division:
+        """See Partitioner. It keeps the limits once all are scaled by the least common factor."""
+        return least_limits(work, machine)
