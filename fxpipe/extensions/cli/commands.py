@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import re
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import fxpipe
 from fxpipe.errors import FxpipeError, InputError, VerificationError
 from fxpipe.extend import commands
-from fxpipe.extensions.cli.read import DEVICES, MICROBATCHES, named_schedule, read_costs, read_file
 from fxpipe.extensions.tables import plain_table, screen_width, table_text, wrapped
-from fxpipe.ir.recipe import PARTIAL, RECIPES, Recipe
+from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import PARTIAL, RECIPES, Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
 
 DONE, FAULTY, WRONG = 0, 1, 2
@@ -24,6 +25,15 @@ DONE, FAULTY, WRONG = 0, 1, 2
 
 _INTERRUPTED = 130
 _CLOSED = 141
+
+DEVICES, MICROBATCHES = 4, 8
+"""The default numbers of devices and micro-batches of a schedule that works with any."""
+
+T = TypeVar("T")
+
+_COST = re.compile(
+    r"(?P<letter>\w(?:&\w)?)(?:(?P<microbatch>[0-9]{1,9})?@(?P<stage>[0-9]{1,9}))?=(?P<time>\S+)"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,13 +80,6 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-_WHAT = (
-    "a name from 'fxpipe list'; a file with a schedule's text (- for standard input); or "
-    "path/to/file.py:name, where name is a Schedule, a function, or a recipe made with "
-    "@fxpipe.schedule"
-)
-
-
 class _Parser(argparse.ArgumentParser):
     """A parser that raises InputError with one line, like the rest of the library."""
 
@@ -100,8 +103,12 @@ def make_parser() -> argparse.ArgumentParser:
         description="Show a schedule over time, and its figures. Exits with 1 if it has faults.",
     )
     add = shown.add_argument
-    add("schedule", metavar="SCHEDULE", help=_WHAT)
-    _add_counts(shown)
+    given = "a name from 'fxpipe list', or a file with a schedule's text (- for standard input)"
+    add("schedule", metavar="SCHEDULE", help=given)
+    given = f"number of devices, if the schedule leaves it open; by default {DEVICES}"
+    add("-p", "--devices", type=int, metavar="N", help=given)
+    given = f"micro-batches per step, if it leaves them open; by default {MICROBATCHES}"
+    add("-m", "--microbatches", type=int, metavar="N", help=given)
     add("--text", action="store_true", help="print only its text")
     add("--csv", metavar="FILE", help="write it as the CSV of torch.distributed.pipelining")
     add("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
@@ -138,21 +145,13 @@ def make_parser() -> argparse.ArgumentParser:
     checked.add_argument(
         "file",
         metavar="FILE",
-        help="the text of a schedule or program (- for standard input), or path/to/file.py:name",
+        help="the text of a schedule or program (- for standard input)",
     )
-    _add_counts(checked)
     checked.set_defaults(run=verify_file)
 
     for add_command in commands():
         add_command(added)
     return parser
-
-
-def _add_counts(parser: argparse.ArgumentParser) -> None:
-    given = f"number of devices, if the schedule leaves it open; by default {DEVICES}"
-    parser.add_argument("-p", "--devices", type=int, metavar="N", help=given)
-    given = f"micro-batches per step, if it leaves them open; by default {MICROBATCHES}"
-    parser.add_argument("-m", "--microbatches", type=int, metavar="N", help=given)
 
 
 def list_schedules(given: Namespace) -> bool:
@@ -209,7 +208,7 @@ def compare_schedules(given: Namespace) -> bool:
 
 def verify_file(given: Namespace) -> bool:
     """``fxpipe verify``: all faults of a schedule or program."""
-    value = read_file(given.file, given.devices, given.microbatches)
+    value = read_file(given.file)
     try:
         value.verify()
     except VerificationError as error:
@@ -236,3 +235,89 @@ def _summary(recipe: Recipe) -> str:
     """The first sentence of the generator's description."""
     text = " ".join((inspect.getdoc(recipe.tasks) or "").split("\n\n")[0].split())
     return text.partition(". ")[0].rstrip(".:")
+
+
+def read_costs(text: str | None) -> dict[Any, float] | None:
+    """Parse ``F=1,B@3=2.5,F0@3=4``: the time of a kind of task, of those on stage 3, and of
+    micro-batch 0 there.
+
+    Raises:
+        InputError: the text has another form, or gives the same time twice.
+    """
+    if text is None:
+        return None
+    costs: dict[Any, float] = {}
+    for item in text.split(","):
+        match = _COST.fullmatch(item.strip())
+        try:
+            assert match is not None
+            time = float(match["time"])
+        except (AssertionError, ValueError):
+            raise InputError(
+                f"--costs has {item.strip()!r:.99}; write a kind of task and its time, such as "
+                "F=1, or of one stage alone, F@3=1.5, or of micro-batch 0 there, F0@3=2"
+            ) from None
+        letter, *at = match.group("letter", "stage", "microbatch")
+        key = (letter, *map(int, filter(None, at))) if any(at) else letter
+        if key in costs:
+            raise InputError(f"--costs has {item.strip()!r} after another time of it; give one")
+        costs[key] = time
+    return costs
+
+
+def named_schedule(named: str, devices: int | None, microbatches: int | None) -> Schedule:
+    """Return the schedule that a name or the path of a text means.
+
+    Raises:
+        InputError: there is no such schedule, its text does not parse, or it is for other numbers.
+    """
+    path = Path(named)
+    known = named in (*PARTIAL, *RECIPES)
+    if known or not (path.exists() or path.suffix or path.name != named or named == "-"):
+        return find_recipe(named)(
+            DEVICES if devices is None else devices,
+            MICROBATCHES if microbatches is None else microbatches,
+        )
+    schedule = _parsed(named, Schedule.parse, _text(path))
+    for word, wanted, number in (
+        ("devices", devices, schedule.devices),
+        ("microbatches", microbatches, schedule.microbatches),
+    ):
+        if wanted not in (None, number):
+            raise InputError(f"{named} is for {number} {word} and not {wanted}; leave that out")
+    return schedule
+
+
+def read_file(named: str) -> Schedule | Program:
+    """Read a schedule or program from a file.
+
+    Raises:
+        InputError: its text does not parse, or is none of these.
+    """
+    text = _text(Path(named))
+    lines = (line.split("#")[0].split() for line in text.splitlines())
+    first = next((words[0] for words in lines if words), "")
+    if first == "schedule":
+        return _parsed(named, Schedule.parse, text)
+    if first == "program":
+        return _parsed(named, Program.parse, text)
+    what = f"begins with {first!r}" if first else "is empty"
+    raise InputError(f"{named} {what}; give a text that begins with 'schedule' or 'program'")
+
+
+def _text(path: Path) -> str:
+    try:
+        if str(path) == "-":
+            if sys.stdin is None:
+                raise InputError("nothing is piped in; name a text file")
+            return sys.stdin.read().removeprefix("\ufeff")
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}; name a text file") from error
+
+
+def _parsed(named: str, parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except FxpipeError as error:
+        raise InputError(f"{named}: {error}") from error

@@ -14,15 +14,14 @@ from pathlib import Path
 import pytest
 
 import fxpipe
-from fxpipe import InputError
 from fxpipe.extensions.cli import main
-from fxpipe.extensions.cli.python_file import of_python
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import gpipe
 from tests.extensions.cli.command_line import run
+from tests.extensions.cli.conftest import PLAIN
 from tests.helpers.plans import chain
 
 ROOT = Path(__file__).parents[3]
@@ -38,14 +37,12 @@ def test_the_list_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_faults_are_told_and_the_shell_is_told(
-    capsys: pytest.CaptureFixture[str], own: Path
+    capsys: pytest.CaptureFixture[str], faulty: Path
 ) -> None:
-    status, out, err = run(capsys, "verify", f"{own}:plain", "-p", "2", "-m", "2")
+    status, out, err = run(capsys, "verify", faulty)
     assert (status, err) == (1, "")
     with pytest.raises(fxpipe.VerificationError) as caught:
-        fxpipe.Recipe("plain", lambda d, p, m: [fxpipe.F(0), fxpipe.B(0), fxpipe.U()])(
-            2, 2
-        ).verify()
+        PLAIN.verify()
     assert out == f"{caught.value}\n"
 
 
@@ -91,18 +88,12 @@ def test_programs_are_checked(
         (f"schedule 1f1b --costs F={'9' * 5000}", "at most 1e+100"),
         (f"schedule 1f1b --costs F@{'9' * 5000}=1", "write a kind of task and its time"),
         ("schedule 1f1b --draw x.docx", "no format 'docx'"),
-        ("schedule 1f1b --draw own.py/x.svg", "own.py: File exists"),
+        ("schedule 1f1b --draw faulty.txt/x.svg", "faulty.txt: File exists"),
         ("schedule 1f1b --trace nowhere/x.json", "cannot be written"),
         ("schedule 1f1b --steps 0", "steps is 0"),
         ("schedule 1f1b --width 3", "width is 3"),
         ("schedule missing.txt", "missing.txt cannot be read"),
-        ("schedule missing.py:one", "there is no file missing.py"),
-        ("schedule own.py:other", "own.py has no schedule 'other': "),
-        ("schedule own.py:ready -p 3", "own.py:ready is for 2 devices and not 3"),
-        ("schedule raises.py", "raises.py cannot be run: ValueError: no luck (…/raises.py:2, in"),
-        ("schedule syntax.py", "syntax.py cannot be run: SyntaxError: "),
-        ("schedule exits.py", "exits.py cannot be run: SystemExit: 3"),
-        ("schedule two.py", "two.py holds these schedules: one, two; name one"),
+        ("schedule faulty.txt -p 3", "faulty.txt is for 2 devices and not 3"),
         ("schedule text.txt", "text.txt: line 3, column 4: there is no kind of task 'X'"),
         ("schedule zeros.txt", "expected 'schedule', as in"),
         ("verify missing.txt", "missing.txt cannot be read"),
@@ -117,17 +108,12 @@ def test_what_cannot_be_done_is_told_in_lines_that_fit_and_by_exit_code_2(
     line: str,
     message: str,
     capsys: pytest.CaptureFixture[str],
-    own: Path,
+    faulty: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in {
-        "raises.py": "def fail():\n    raise ValueError('no luck')\n\n\nfail()\n",
-        "syntax.py": "def\n",
-        "exits.py": "raise SystemExit(3)\n",
-        "two.py": "import fxpipe\none = fxpipe.Schedule.parse('''schedule a stages=1 "
-        "microbatches=1 delay=0\nplace 0\n0: F0 B0 U\n''')\ntwo = one.parse(str(one) + '#')\n",
         "text.txt": "schedule a stages=1 microbatches=1 delay=0\nplace 0\n0: X0\n",
         "other.txt": "hello\n",
         "empty.txt": "# nothing here\n",
@@ -242,21 +228,6 @@ def test_closed_and_narrow_streams_are_told(
         check=False,
     )
     assert (done.returncode, done.stderr) == (status, err)
-
-
-def test_a_file_that_fails_leaves_no_schedules_behind(tmp_path: Path) -> None:
-    file = tmp_path / "half.py"
-    file.write_text(
-        "import fxpipe\n"
-        "@fxpipe.schedule(name='half-made')\n"
-        "def rows(device, devices, microbatches):\n"
-        "    yield fxpipe.F(0)\n"
-        "raise ValueError\n"
-    )
-    before = dict(RECIPES)
-    with pytest.raises(InputError, match="cannot be run: ValueError"):
-        of_python(str(file))
-    assert before == RECIPES
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:

@@ -84,19 +84,10 @@ def test_a_trace_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert (status, err) == (2, f"fxpipe: {nowhere}: No such file or directory\n")
 
 
-def test_schedules_of_a_python_file(capsys: pytest.CaptureFixture[str], own: Path) -> None:
-    _, expected, _ = run(capsys, "schedule", "gpipe", "-p", "2", "-m", "3", "--text")
-    for name in (f"{own}:mine", f"{own}:own-gpipe", f"{own}:ready", str(own)):
-        numbers = () if name.endswith("ready") else ("-p", "2", "-m", "3")
-        status, out, _ = run(capsys, "schedule", name, *numbers, "--text")
-        assert (status, out) == (0, expected.replace("gpipe", "own-gpipe"))
-    assert run(capsys, "verify", f"{own}:plain", "-p", "2", "-m", "1")[0] == 0
-
-
 def test_a_schedule_with_faults_is_shown_with_them(
-    capsys: pytest.CaptureFixture[str], own: Path, golden: Golden, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], faulty: Path, golden: Golden, tmp_path: Path
 ) -> None:
-    line = ["schedule", f"{own}:plain", "-p", "2", "-m", "2"]
+    line = ["schedule", str(faulty)]
     status, out, err = run(capsys, *line)
     assert (status, err) == (1, "")
     golden("cli_faults.txt", out)
