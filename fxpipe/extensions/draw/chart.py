@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fxpipe.errors import Fault, VerificationError
 from fxpipe.extensions.draw.canvas import ArrowStyle, BoxStyle, Canvas, Point, text_width
@@ -126,20 +127,20 @@ class Chart:
         end: float,
         scale: float,
         *,
-        start: float = 0.0,
-        top: float = 0.0,
-        gap: float = 0.2,
-        height: float = 0.0,
-        wrong: Collection[int] = (),
+        start: float,
+        top: float,
+        gap: float,
+        height: float,
+        marks: FaultMarks,
     ) -> None:
-        """Draw the frame, for the times from ``start`` to ``end``, with red labels for the rows
-        ``wrong``.
+        """Draw the frame, for the times from ``start`` to ``end``, with red labels for rows at
+        fault.
 
-        ``scale`` is in points per unit of time, ``gap`` is a fraction of the row height, and
-        ``height`` replaces the usual row height. A chart without a title has no room for one.
+        ``scale`` is in points per unit of time, and ``gap`` is a fraction of the rows' ``height``.
+        A chart without a title has no room for one.
         """
         self.canvas = canvas
-        self.row_height = height or row_height(len(labels))
+        self.row_height = height
         self._pitch = self.row_height * (1 + gap)
         self._rows = len(labels)
         self.start, self.end = start, end
@@ -152,7 +153,7 @@ class Chart:
             wide = max((end - start) * scale, 1)
             canvas.band((self._left, self.y(row)), wide, self.row_height, IDLE)
         for row, label in enumerate(labels):
-            colour, wide = FAULT if row in wrong else INK, self._left - 8
+            colour, wide = FAULT if marks.of_row(row) else INK, self._left - 8
             canvas.text((0, self.y(row)), wide, self.row_height, label, size=size, colour=colour)
         if title:
             wide = text_width(title, _TITLE, bold=True) + _SLACK
@@ -165,12 +166,9 @@ class Chart:
         """The upper edge of a row."""
         return self._top + row * self._pitch
 
-    def ends(
-        self, source: int, start: float, target: int, stop: float, inset: float = 0.0
-    ) -> tuple[Point, Point]:
+    def ends(self, source: int, start: float, target: int, stop: float) -> tuple[Point, Point]:
         """The ends of an arrow between two rows, at the edges that face each other."""
-        down = target > source
-        near, far = (self.row_height - inset, inset) if down else (inset, self.row_height - inset)
+        near, far = (self.row_height, 0.0) if target > source else (0.0, self.row_height)
         return (start, self.y(source) + near), (stop, self.y(target) + far)
 
     @property
@@ -219,14 +217,6 @@ class Chart:
                 self.canvas.arrow(ends[0], ends[1], path, stroke)
 
 
-def fault_entries(marks: FaultMarks, *, stuck: bool) -> list[LegendEntry]:
-    """The legend entries for faults, and for tasks that never run."""
-    entries = [LegendEntry("at fault", FAULTY, "1")] if marks.faults else []
-    if stuck:
-        entries += [LegendEntry("waits for ever", WAITING), LegendEntry("never runs", NEVER)]
-    return entries
-
-
 def row_height(devices: int, lines: int = 1) -> float:
     """The height of a row whose labels have ``lines`` lines; many devices get lower rows, so that
     the picture fits on a screen."""
@@ -260,17 +250,18 @@ _PITCH = 12.0
 
 @dataclass(frozen=True)
 class FaultMarks:
-    """The faults of a schedule or program, numbered from 1.
+    """The faults of a schedule, program or plan, numbered from 1."""
 
-    Attributes:
-        faults: all of them.
-        at: (device, position) → the numbers of the faults there.
-        rows: device → the numbers of its faults that have no position.
-    """
+    faults: tuple[Fault, ...] = ()
 
-    faults: tuple[Fault, ...]
-    at: Mapping[Place, Sequence[int]]
-    rows: Mapping[int, Sequence[int]]
+    @cached_property
+    def at(self) -> Mapping[tuple[int | None, int | None], Sequence[int]]:
+        """(device, position) → the numbers of the faults there; without a position, or without
+        either, None."""
+        at = defaultdict[tuple[int | None, int | None], list[int]](list)
+        for number, fault in enumerate(self.faults, start=1):
+            at[fault.device, fault.position].append(number)
+        return dict(at)
 
     @property
     def count(self) -> str:
@@ -284,10 +275,10 @@ class FaultMarks:
             shown[_LISTED:] = [f"… and {len(shown) - _LISTED} more"]
         return shown
 
-    def label(self, device: int, text: str) -> str:
-        """A row's label, followed by the numbers of the row's faults."""
-        numbers = self.rows.get(device)
-        return f"{text} [{_some(numbers)}]" if numbers else text
+    def of_row(self, device: int) -> str:
+        """What follows a row's label: the numbers of its faults that have no position."""
+        numbers = self.at.get((device, None))
+        return f" [{_some(numbers)}]" if numbers else ""
 
     def number(self, chart: Chart, place: Place, x: float) -> None:
         """Draw the numbers of a place's faults above its box, whose left edge is ``x``."""
@@ -313,22 +304,10 @@ def _some(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:3])) + (", …" if len(numbers) > 3 else "")
 
 
-def number_faults(faults: Sequence[Fault]) -> FaultMarks:
-    """Number the faults and group them by their position."""
-    at: dict[Place, list[int]] = defaultdict(list)
-    rows: dict[int, list[int]] = defaultdict(list)
-    for number, fault in enumerate(faults, start=1):
-        if fault.device is not None and fault.position is not None:
-            at[Place(fault.device, fault.position)].append(number)
-        elif fault.device is not None:
-            rows[fault.device].append(number)
-    return FaultMarks(tuple(faults), at, rows)
-
-
-def faults_of(verified: Plan | Schedule | Program) -> tuple[Fault, ...]:
+def marks_of(verified: Plan | Schedule | Program) -> FaultMarks:
     """The faults that the verifier finds."""
     try:
         verified.verify()
     except VerificationError as error:
-        return error.faults
-    return ()
+        return FaultMarks(error.faults)
+    return FaultMarks()

@@ -71,7 +71,7 @@ class _Grid:
         self._marks = marks
         self._never = set(timeline.unrun)
         self._end, self._beside = timeline.end, timeline.beside
-        spans = [s for s in (*timeline.spans, *timeline.unrun) if s.end > s.start]
+        spans = [s for s in timeline.bars if s.end > s.start]
         times = [s.end - s.start for s in spans if s.task.microbatch is not None] or [1.0]
         least = _SHORT * median(times)
         usual = [

@@ -7,8 +7,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from fxpipe.errors import Fault
-from fxpipe.extensions.draw.chart import faults_of, number_faults
+from fxpipe.extensions.draw.chart import FaultMarks, marks_of
 from fxpipe.extensions.draw.picture import (
     FAINT,
     FAULT,
@@ -39,8 +38,8 @@ def draw_plan(plan: Plan) -> Picture:
     Values between the same two stages share an arrow, with a ring at its tail if gradients come
     back. In an invalid plan, stages and edges at fault are red, and the faults are listed below.
     """
-    faults = faults_of(plan)
-    wrong = {fault.subject.partition(",")[0] for fault in faults}
+    marks = marks_of(plan)
+    wrong = {fault.subject.partition(",")[0] for fault in marks.faults}
     picture = blank("plan", rankdir="TB", nodesep="0.4", ranksep="0.35", labelloc="b")
     seconds = _seconds(plan)
     for at, stage in enumerate(plan.stages):
@@ -62,7 +61,7 @@ def draw_plan(plan: Plan) -> Picture:
         ways.setdefault((tail, head, edge.gradient), []).append(edge)
     for (tail, head, gradient), edges in ways.items():
         _draw_way(picture, plan, tail, head, gradient, edges, wrong)
-    picture.graph_attr["label"] = _caption(plan, faults)
+    picture.graph_attr["label"] = _caption(plan, marks)
     return picture
 
 
@@ -158,7 +157,7 @@ def _cells(plan: Plan, edge: Edge) -> str:
     return "".join(f'<TD ALIGN="LEFT">&#160;{_small(text)}&#160;</TD>' for text in texts)
 
 
-def _caption(plan: Plan, faults: Sequence[Fault]) -> str:
+def _caption(plan: Plan, marks: FaultMarks) -> str:
     """The caption: counts, the meaning of the arrows, and the faults."""
     parameters = sum(len(stage.parameters) for stage in plan.stages)
     rows = [
@@ -176,7 +175,7 @@ def _caption(plan: Plan, faults: Sequence[Fault]) -> str:
         meanings.append(f"slowest stage: {ratio:.2f} times the mean")
     if meanings:
         rows.append(_wide(_small(" · ".join(meanings))))
-    for text in number_faults(faults).listed:
+    for text in marks.listed:
         rows.append(_wide(_small(f'<FONT COLOR="{FAULT}">{markup(text)}</FONT>')))
     return _table(rows, padding=1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fxpipe.errors import InputError
@@ -17,8 +17,6 @@ from fxpipe.extensions.draw.chart import (
     ChartScale,
     FaultMarks,
     LegendEntry,
-    fault_entries,
-    number_faults,
     row_height,
     scale_for,
 )
@@ -80,66 +78,95 @@ def draw_schedule(
     timeline, marks = timeline_of(schedule, costs, steps)
     simulation = timeline.simulation
     boxes = boxes_of(schedule) if simulation is None else simulation_boxes(simulation)
-    fitted = _fit([(timeline, boxes)])
-    canvas, charts = Canvas("schedule"), list[Chart]()
-    for start, end in _lines(timeline.end, fitted):
-        chart = Chart(
-            canvas,
-            "" if charts else _title(schedule, timeline, marks),
-            _row_labels(schedule, timeline, marks),
-            end,
-            fitted.scale,
-            start=start,
-            top=charts[-1].axis() if charts else 0.0,
-            gap=GAP if marks.faults else 0.2,
-            height=fitted.height,
-            wrong=marks.rows,
-        )
-        charts.append(chart)
-    whole = _draw_tasks(charts, timeline, boxes, fitted, marks)
-    below = charts[-1].axis(_caption(timeline))
-    below = charts[-1].legend(below, _legend(boxes, timeline, marks, whole))
-    marks.list(charts[-1], below)
+    title = _title(schedule, timeline, marks)
+    return _draw("schedule", [_Shown(title, schedule, timeline, boxes, marks)], _caption(timeline))
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What one chart shows: the tasks of a schedule or program, its faults, and transfers."""
+
+    title: str
+    drawn: Schedule | Program
+    timeline: Timeline[Task]
+    boxes: TaskStyles
+    marks: FaultMarks
+    transfers: Sequence[TransferSpan] = ()
+
+    @property
+    def gap(self) -> float:
+        return GAP if self.marks.faults else 0.6 if self.transfers else 0.2
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels of the devices' rows, then of the rows of their offloads and prefetches."""
+        devices, beside = range(self.drawn.devices), self.timeline.beside
+        labels = [_row_label(self.drawn, device) + self.marks.of_row(device) for device in devices]
+        return labels + [f"device {device} · {KINDS[letter].name}" for device, letter in beside]
+
+
+def _draw(name: str, shown: Sequence[_Shown], caption: str, unit: float = 1.0) -> Picture:
+    """Draw charts below each other at one scale, and what they have in common below the last.
+    Transfers are in times of this unit."""
+    fitted, end = _fit(shown), max(one.timeline.end for one in shown)
+    canvas, top = Canvas(name), 0.0
+    charts: list[list[Chart]] = [[] for _ in shown]
+    # Bands must be drawn before the first box, so all frames come first.
+    for line in range(fitted.lines):
+        if line:
+            top = charts[-1][-1].axis()
+        for one, own in zip(shown, charts, strict=True):
+            again = "" if len(shown) == 1 else f"{one.title}, continued"
+            chart = Chart(
+                canvas,
+                again if line else one.title,
+                one.labels,
+                (line + 1) * end / fitted.lines,
+                fitted.scale,
+                start=line * end / fitted.lines,
+                top=top,
+                gap=one.gap,
+                height=fitted.height,
+                marks=one.marks,
+            )
+            own.append(chart)
+            top = chart.bottom + _BETWEEN
+    whole = True
+    for one, own in zip(shown, charts, strict=True):
+        whole = _draw_tasks(own, one, fitted) and whole
+        _draw_transfers(own, one.transfers, unit)
+    last = charts[-1][-1]
+    below = last.legend(last.axis(caption), _legend(shown, whole))
+    shown[-1].marks.list(last, below)
     return canvas.picture
 
 
-def _lines(end: float, fitted: ChartScale) -> list[tuple[float, float]]:
-    """The start and the end of each line of a chart."""
-    long = end / fitted.lines
-    return [(line * long, (line + 1) * long) for line in range(fitted.lines)]
-
-
-def _fit(drawn: Sequence[tuple[Timeline[Task], TaskStyles]]) -> ChartScale:
-    """Choose a common scale for these timelines.
+def _fit(shown: Sequence[_Shown]) -> ChartScale:
+    """Choose a common scale.
 
     Tasks that run once per step, such as updates, do not count: they may be too short for their
     labels.
     """
     labels = {
-        (boxes.label(span.task), span.end - span.start)
-        for timeline, boxes in drawn
-        for span in (*timeline.spans, *timeline.unrun)
+        (one.boxes.label(span.task), span.end - span.start)
+        for one in shown
+        for span in one.timeline.bars
         if span.task.microbatch is not None
     }
-    devices = max(timeline.devices for timeline, _ in drawn)
-    end = max(timeline.end for timeline, _ in drawn)
+    devices = max(one.timeline.devices for one in shown)
+    end = max(one.timeline.end for one in shown)
     lines = max((label.count("\n") + 1 for label, _ in labels), default=1)
-    return scale_for(labels, end or 1.0, row_height(devices, lines), len(drawn) * devices)
+    return scale_for(labels, end or 1.0, row_height(devices, lines), len(shown) * devices)
 
 
-def _draw_tasks(
-    charts: Sequence[Chart],
-    timeline: Timeline[Task],
-    boxes: TaskStyles,
-    fitted: ChartScale,
-    marks: FaultMarks,
-) -> bool:
+def _draw_tasks(charts: Sequence[Chart], shown: _Shown, fitted: ChartScale) -> bool:
     """Draw the boxes of all tasks, each in the lines that it crosses; returns whether all labels
     fit completely."""
     whole = True
+    timeline, boxes, marks = shown.timeline, shown.boxes, shown.marks
     stuck = set(timeline.stuck)
     told = len(timeline.spans) <= _WITH_TOOLTIPS
-    for number, span in enumerate((*timeline.spans, *timeline.unrun)):
+    for number, span in enumerate(timeline.bars):
         place = Place(span.device, span.position)
         if span.end == span.start and place not in marks.at:
             continue
@@ -154,13 +181,13 @@ def _draw_tasks(
         crossed = _crossed(charts, span)
         longest = max(crossed, key=lambda part: part[2] - part[1])
         for chart, start, end in crossed:
-            shown, fitting = "", fitted
+            text, fitting = "", fitted
             if chart is longest[0]:
                 if len(crossed) > 1:  # its label fits into the part if it would into the whole
                     part = _PART * (end - start) / (span.end - span.start)
                     fitting = replace(fitted, size=fitted.size * part)
-                shown = fitting.label(label, end - start)
-                whole = whole and shown == label
+                text = fitting.label(label, end - start)
+                whole = whole and text == label
             corner = (chart.x(start), chart.y(span.device))
             width = (end - start) * fitted.scale
             # An outline is centred on the edge: without an inset those of neighbours overlap.
@@ -170,7 +197,7 @@ def _draw_tasks(
                 width - 2 * inset,
                 chart.row_height,
                 look,
-                label=shown,
+                label=text,
                 size=fitting.size,
                 tooltip=tooltip,
                 name=f"task{number}" + (f"at{chart.top:g}" if chart.top else ""),
@@ -185,11 +212,8 @@ def _draw_pairs(charts: Sequence[Chart], timeline: Timeline[Task]) -> None:
     for first, then in pairwise(timeline.spans if timeline.joined else ()):
         if (then.device, then.position) in timeline.joined:
             for chart, start, end in _crossed(charts, then._replace(start=first.start)):
-                corner, width = (
-                    (chart.x(start), chart.y(then.device)),
-                    chart.x(end) - chart.x(start),
-                )
-                chart.canvas.box(corner, width, chart.row_height, _PAIR)
+                corner = chart.x(start), chart.y(then.device)
+                chart.canvas.box(corner, chart.x(end) - corner[0], chart.row_height, _PAIR)
 
 
 def _crossed(charts: Sequence[Chart], span: Bar[Task]) -> list[tuple[Chart, float, float]]:
@@ -205,17 +229,7 @@ def _crossed(charts: Sequence[Chart], span: Bar[Task]) -> list[tuple[Chart, floa
     return [(chart, span.start, span.end)]
 
 
-def _row_labels(
-    drawn: Schedule | Program, timeline: Timeline[Task], marks: FaultMarks
-) -> list[str]:
-    """The labels of the devices' rows, then of the rows of their offloads and prefetches."""
-    labels = [marks.label(device, row_label(drawn, device)) for device in range(drawn.devices)]
-    return labels + [
-        f"device {device} · {KINDS[letter].name}" for device, letter in timeline.beside
-    ]
-
-
-def row_label(drawn: Schedule | Program, device: int) -> str:
+def _row_label(drawn: Schedule | Program, device: int) -> str:
     """``device 0``, with its stages unless it has just the stage of its own number."""
     held = drawn.held_by(device)
     if held == (device,):
@@ -245,7 +259,7 @@ def _title(schedule: Schedule, timeline: Timeline[Task], marks: FaultMarks) -> s
 def _caption(timeline: Timeline[Task]) -> str:
     """``time, with F = 1, B = 2``; if times differ, ``F = 1 to 1.5``."""
     times: dict[str, set[float]] = {letter: set() for letter in KINDS}
-    for span in (*timeline.spans, *timeline.unrun):
+    for span in timeline.bars:
         times.setdefault(span.task.kind, set()).add(round(span.end - span.start, 9))
     shown = [
         f"{letter} = " + " to ".join(f"{time:g}" for time in sorted({min(values), max(values)}))
@@ -255,18 +269,17 @@ def _caption(timeline: Timeline[Task]) -> str:
     return f"time, with {', '.join(shown)}" if shown else "time"
 
 
-def _legend(
-    boxes: TaskStyles, timeline: Timeline[Task], marks: FaultMarks, whole: bool
-) -> list[LegendEntry]:
-    entries = boxes.legend(span.task for span in (*timeline.spans, *timeline.unrun))
-    entries += _pair_entries(timeline)
-    entries += fault_entries(marks, stuck=bool(timeline.unrun))
+def _legend(shown: Sequence[_Shown], whole: bool) -> list[LegendEntry]:
+    boxes = max((one.boxes for one in shown), key=lambda boxes: boxes.versions is not None)
+    entries = boxes.legend(span.task for one in shown for span in one.timeline.bars)
+    if any(one.timeline.joined for one in shown):
+        entries.append(LegendEntry("a pair, which runs together", _PAIR))
+    entries += arrow_entries({t.buffer.kind for one in shown for t in one.transfers})
+    if any(one.marks.faults for one in shown):
+        entries.append(LegendEntry("at fault", FAULTY, "1"))
+    if any(one.timeline.unrun for one in shown):
+        entries += [LegendEntry("waits for ever", WAITING), LegendEntry("never runs", NEVER)]
     return entries if whole else [*entries, _LEFT_OUT]
-
-
-def _pair_entries(*timelines: Timeline[Task]) -> list[LegendEntry]:
-    joined = any(timeline.joined for timeline in timelines)
-    return [LegendEntry("a pair, which runs together", _PAIR)] if joined else []
 
 
 def draw_program(program: Program) -> Picture:
@@ -292,50 +305,21 @@ def draw_simulations(*simulations: Simulation) -> Picture:
         raise InputError("there is no simulation to draw; give at least one")
     measured = any(simulation.seconds for simulation in simulations)
     unit = _MILLISECONDS if measured else 1.0
-    drawn = [
-        (simulated(simulation, unit), simulation_boxes(simulation)) for simulation in simulations
+    shown = [
+        _Shown(
+            _simulation_title(each, measured),
+            each.program,
+            simulated(each, unit),
+            simulation_boxes(each),
+            FaultMarks(),
+            _visible(each),
+        )
+        for each in simulations
     ]
-    fitted = _fit(drawn)
-    end = max(timeline.end for timeline, _ in drawn)
-    canvas = Canvas("simulation")
-    charts: list[list[Chart]] = [[] for _ in simulations]
-    top = 0.0
-    # Bands must be drawn before the first box, so all frames come first.
-    for start, stop in _lines(end, fitted):
-        for simulation, (timeline, _), own in zip(simulations, drawn, charts, strict=True):
-            chart = Chart(
-                canvas,
-                simulation_title(simulation, measured) + (", continued" if start else ""),
-                _row_labels(simulation.program, timeline, number_faults(())),
-                stop,
-                fitted.scale,
-                start=start,
-                top=top,
-                gap=0.6 if _visible(simulation) else 0.2,
-                height=fitted.height,
-            )
-            own.append(chart)
-            top = chart.bottom + _BETWEEN
-        if stop < end * (1 - 1e-9):
-            top = chart.axis()
-    whole = True
-    for lines, simulation, (timeline, boxes) in zip(charts, simulations, drawn, strict=True):
-        whole = _draw_tasks(lines, timeline, boxes, fitted, number_faults(())) and whole
-        _draw_transfers(lines, simulation, unit)
-    last = charts[-1][-1]
-    below = last.axis("milliseconds" if measured else "time")
-    tasks = {span.task for timeline, _ in drawn for span in timeline.spans}
-    widest = max((boxes for _, boxes in drawn), key=lambda boxes: boxes.versions is not None)
-    entries = widest.legend(tasks)
-    entries += _pair_entries(*(timeline for timeline, _ in drawn))
-    entries += arrow_entries({t.buffer.kind for shown in simulations for t in _visible(shown)})
-    if not whole:
-        entries.append(_LEFT_OUT)
-    last.legend(below, entries)
-    return canvas.picture
+    return _draw("simulation", shown, "milliseconds" if measured else "time", unit)
 
 
-def simulation_title(simulation: Simulation, seconds: bool) -> str:
+def _simulation_title(simulation: Simulation, seconds: bool) -> str:
     program, makespan = simulation.program, simulation.makespan
     time = time_text(makespan) if seconds else f"{makespan:.4g}"
     parts = [
@@ -365,11 +349,13 @@ def _visible(simulation: Simulation) -> list[TransferSpan]:
     return taking if len(taking) <= WITH_ARROWS else []
 
 
-def _draw_transfers(charts: Sequence[Chart], simulation: Simulation, unit: float) -> None:
+def _draw_transfers(
+    charts: Sequence[Chart], transfers: Sequence[TransferSpan], unit: float
+) -> None:
     """Draw an arrow from where each value is sent to where it arrives, or above a device's row
     while its gradients are summed over the replicas. If it arrives in another line, the arrow
     begins at the edge of that line."""
-    for transfer in _visible(simulation):
+    for transfer in transfers:
         start, end = transfer.start * unit, transfer.end * unit
         chart = next((chart for chart in charts if end <= chart.end), charts[-1])
         xs = chart.x(max(start, chart.start)), chart.x(end)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from fxpipe.extensions.draw.canvas import ArrowStyle, BoxStyle
 from fxpipe.extensions.draw.chart import LegendEntry
@@ -28,7 +27,6 @@ from fxpipe.extensions.simulator.simulation import Simulation, task_of, version_
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
-from fxpipe.ir.value import BufferKind
 
 BORDERS = ((PAPER, 0.6, ""), (INK, 0.8, "dashed"), (INK, 1.0, ""))
 """Colour, width and style of the outline; batches use them in rotation."""
@@ -155,34 +153,24 @@ def simulation_boxes(simulation: Simulation) -> TaskStyles:
     return boxes_of(simulation.program, simulation.steps, versions.get if differ else None)
 
 
-ACT_ARROW = ArrowStyle(INK)
-SKIP_ARROW = ArrowStyle(SKIP, "dashed")
-GRADIENT_ARROW = ArrowStyle(GRADIENT)
-SUM_ARROW = ArrowStyle(SUM, "dashed")
-
-_BACK = ("grad", "sums")
-"""The kinds of buffers that hold gradients."""
-
-Moved = BufferKind | Literal["sum"]
-"""The kind of a transfer between devices or, for ``sum``, between replicas."""
+_ACT, _SKIP = ArrowStyle(INK), ArrowStyle(SKIP, "dashed")
+_GRADIENT, _SUM = ArrowStyle(GRADIENT), ArrowStyle(SUM, "dashed")
+_ARROWS = {"grad": _GRADIENT, "sums": _GRADIENT, "sum": _SUM, "skip": _SKIP}
 
 
-def arrow(kind: Moved) -> ArrowStyle:
-    """The look of the arrow for the transfer of a buffer of this kind."""
-    if kind == "sum":
-        return SUM_ARROW
-    if kind in _BACK:
-        return GRADIENT_ARROW
-    return SKIP_ARROW if kind == "skip" else ACT_ARROW
+def arrow(kind: str) -> ArrowStyle:
+    """The look of the arrow for a transfer: the kind of its buffer, or ``sum`` of gradients between
+    replicas."""
+    return _ARROWS.get(kind, _ACT)
 
 
-def arrow_entries(kinds: Collection[Moved]) -> list[LegendEntry]:
-    """The legend entries for arrows of these kinds of buffers."""
-    strokes = {arrow(kind) for kind in kinds}
+def arrow_entries(kinds: Collection[str]) -> list[LegendEntry]:
+    """The legend entries for arrows of these kinds."""
     meanings = {
-        ACT_ARROW: "value to the next stage",
-        SKIP_ARROW: "value that skips stages",
-        GRADIENT_ARROW: "gradient",
-        SUM_ARROW: "gradients are summed over the replicas",
+        _ACT: "value to the next stage",
+        _SKIP: "value that skips stages",
+        _GRADIENT: "gradient",
+        _SUM: "gradients are summed over the replicas",
     }
+    strokes = set(map(arrow, kinds))
     return [LegendEntry(text, stroke) for stroke, text in meanings.items() if stroke in strokes]

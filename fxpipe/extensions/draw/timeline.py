@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,16 +10,17 @@ from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
 from fxpipe.errors import InputError
-from fxpipe.extensions.draw.chart import FaultMarks, faults_of, number_faults
+from fxpipe.extensions.draw.chart import FaultMarks, marks_of
 from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.extensions.simulator.costs import Costs, each_of, times_of
 from fxpipe.extensions.simulator.pairs import pairs_in
 from fxpipe.extensions.simulator.simulate import simulate
 from fxpipe.extensions.simulator.simulation import Simulation, task_of
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS, Task, usual_cost
+from fxpipe.ir.task import Task, usual_cost
 from fxpipe.ir.value import Buffer
-from fxpipe.ir.walk import Place, Wait, Waits, key_index, needs_of, walk
+from fxpipe.ir.walk import Wait, Waits, needs_of, walk
+from fxpipe.verify.tasks import Window
 
 T = TypeVar("T")
 
@@ -62,6 +64,11 @@ class Timeline(Generic[T]):
         """How many steps were simulated, with batches numbered from 0; 0 for one window."""
         return 0 if self.simulation is None else self.simulation.steps
 
+    @property
+    def bars(self) -> tuple[Bar[T], ...]:
+        """All of them."""
+        return (*self.spans, *self.unrun)
+
     @cached_property
     def stuck(self) -> tuple[Bar[T], ...]:
         """The task at which each stuck device waits for ever."""
@@ -73,7 +80,7 @@ class Timeline(Generic[T]):
     @cached_property
     def end(self) -> float:
         """When the last task ends, including those that never run."""
-        return max((span.end for span in (*self.spans, *self.unrun)), default=0.0)
+        return max((span.end for span in self.bars), default=0.0)
 
 
 def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline[Task]:
@@ -109,7 +116,7 @@ def timeline_of(
     """
     if steps is not None and steps < 1:
         raise InputError(f"steps is {steps}; show at least 1")
-    marks = number_faults(faults_of(schedule))
+    marks = marks_of(schedule)
     if marks.faults:
         return _refused(schedule, costs), marks
     steps = steps_to_show(schedule) if steps is None else steps
@@ -125,25 +132,24 @@ def steps_to_show(schedule: Schedule) -> int:
 def sketch(rows: Sequence[Sequence[T]], cost: Callable[[T], float], waits: Waits) -> Timeline[T]:
     """Return the timeline of ``rows``, in which each item starts as soon as the item before it in
     its row and all items that it waits for are done."""
-    ends: list[list[float]] = [[] for _ in rows]
     spans: list[list[Bar[T]]] = [[] for _ in rows]
-    waited = [0] * len(rows)
-    for row, stop in walk(list(map(len, rows)), waits).turns:
-        row_waits, number, done = waits[row], waited[row], ends[row]
-        for position in range(len(done), stop):
-            start = done[-1] if done else 0.0
-            while number < len(row_waits) and row_waits[number][0] == position:
-                _, source, on = row_waits[number]
-                start = max(start, ends[source][on])
-                number += 1
-            item = rows[row][position]
-            done.append(start + cost(item))
-            spans[row].append(Bar(row, position, start, done[-1], item))
-        waited[row] = number
+    awaited = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
+    for row, own in enumerate(waits):
+        for position, source, on in own:
+            awaited[row, position].append((source, on))
+
+    def clock(row: int, position: int) -> float:
+        before = [*awaited[row, position], *([(row, position - 1)] if position else [])]
+        start = max((spans[source][on].end for source, on in before), default=0.0)
+        item = rows[row][position]
+        spans[row].append(Bar(row, position, start, start + cost(item), item))
+        return spans[row][-1].end
+
+    walk(list(map(len, rows)), waits, clock)
     unrun: list[Bar[T]] = []
     for row, items in enumerate(rows):
-        free = ends[row][-1] if ends[row] else 0.0
-        for position in range(len(ends[row]), len(items)):
+        free = spans[row][-1].end if spans[row] else 0.0
+        for position in range(len(spans[row]), len(items)):
             start, free = free, free + cost(items[position])
             unrun.append(Bar(row, position, start, free, items[position]))
     return Timeline(len(rows), tuple(chain.from_iterable(spans)), tuple(unrun))
@@ -168,34 +174,15 @@ def _waits(schedule: Schedule) -> list[list[Wait]]:
     """What each task waits for; one whose input nothing produces waits for itself, so for ever."""
     # The header may claim any number of micro-batches; at most as many as tasks have one here.
     few = min(schedule.microbatches, sum(map(len, schedule.rows)))
-    needs, stages = needs_of(replace(schedule, microbatches=few)), range(schedule.stages)
-    places: dict[tuple[str, int | None, int | None, int], Place] = {}
-    for device, row in enumerate(schedule.rows):
-        for position, task in enumerate(row):
-            key = task.kind, key_index(schedule, task, device), task.stage, task.batch
-            places.setdefault(key, Place(device, position))
-
-    def awaited(task: Task, here: Place) -> list[Place]:
-        stage, batch = task.stage, task.batch
-        if stage is None or stage not in stages or task.kind not in KINDS:
-            return []
-        sources: list[Place] = []
-        produced: bool | None = None  # whether another stage produces its input; None: none has to
-        for kind, i, there in needs((task.kind, key_index(schedule, task, here.device), stage)):
-            on = places.get((kind, i, there, batch))
-            if on is not None:
-                sources.append(on)
-            if there != stage and there in stages:
-                produced = produced or on is not None
-        if produced is False and batch >= 0 and task.microbatch is not None:
-            sources.append(here)
-        return sources
-
-    return [
-        [
-            (position, *on)
-            for position, task in enumerate(row)
-            for on in awaited(task, Place(device, position))
-        ]
-        for device, row in enumerate(schedule.rows)
-    ]
+    schedule = replace(schedule, microbatches=few)
+    spots, needs = Window(schedule).spots, needs_of(schedule)
+    waits: list[list[Wait]] = [[] for _ in schedule.rows]
+    for key, at in spots.items():
+        needed = [need for need in needs(key) if 0 <= need[2] < schedule.stages]
+        there = [spots[need] for need in needed if need in spots]
+        sources = [(on.device, on.position) for on in there if on.batch == at.batch]
+        elsewhere = [need for need in needed if need[2] != key[2]]
+        if elsewhere and not spots.keys() & set(elsewhere) and not at.batch and key[1] is not None:
+            sources.append((at.device, at.position))
+        waits[at.device] += [(at.position, *source) for source in sources]
+    return [sorted(own) for own in waits]
