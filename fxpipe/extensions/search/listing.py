@@ -26,7 +26,6 @@ class Habit(NamedTuple):
         gap: a weight gradient fills an idle time that is at least this many times as long as the
             weight gradient itself.
         room: the same as ``gap``, for when a forward waits for memory.
-        most: how many weight gradients may wait; with more of them, one goes first.
         hold: a forward waits if an input gradient is to arrive before this share of the forward
             would be done; on a device's first stage also for a forward of its later stages.
     """
@@ -36,7 +35,6 @@ class Habit(NamedTuple):
     back: float
     gap: float
     room: float
-    most: int
     hold: float
 
 
@@ -145,19 +143,16 @@ def order_by_policy(
         if code >= 0 and not code % 3:
             s = code // 3
             awaited = min(soon_i, soon_f) if s == first[d] else soon_i
-            if awaited < now + habits[s][6] * took_f[s][nf[s]]:
+            if awaited < now + habits[s][5] * took_f[s][nf[s]]:
                 code = -1
-        if waits >= 0:
-            if ni[waits] - nw[waits] > habits[waits][5]:
+        if waits >= 0 and code < 0:
+            gap = soon - now
+            least = habits[blocked][4] if blocked >= 0 else habits[waits][3]
+            patient = least == NEVER and blocked < 0 and nf[waits] < m
+            if (gap >= least * took_w[waits][nw[waits]] and not patient) or (
+                even and idled[d] + gap > max(idled)
+            ):
                 code = 3 * waits + 2
-            elif code < 0:
-                gap = soon - now
-                least = habits[blocked][4] if blocked >= 0 else habits[waits][3]
-                patient = least == NEVER and blocked < 0 and nf[waits] < m
-                if (gap >= least * took_w[waits][nw[waits]] and not patient) or (
-                    even and idled[d] + gap > max(idled)
-                ):
-                    code = 3 * waits + 2
         if code < 0:
             if since[d] < 0:
                 since[d] = now

@@ -1,4 +1,4 @@
-"""List schedules by many policies, and the best order that is found."""
+"""List schedules by many policies, swaps of neighbours, and the best order that is found."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from random import Random
 from fxpipe.extensions.search.bounds import lag, room, way_down
 from fxpipe.extensions.search.listing import NEVER, Habit, Policy, order_by_policy
 from fxpipe.extensions.search.problem import Order, Problem
+from fxpipe.extensions.search.timing import NumberedOrder, value_of
 
 FIRST, LAST = -1e9, 1e9
 _GAPS = (0.0, 0.5, 1.0, NEVER)
 _REPEATS = 3
+
+_SWAPS = 5
+"""Swaps that count as much as a list schedule."""
+
+_TABU = 10, 30
+"""For at least and at most how many further swaps two tasks are not swapped back."""
 
 
 @dataclass
@@ -28,7 +35,7 @@ class Local:
         value: the least time of an order that fits.
         best: that order.
         refused: the fastest order that is faster and does not fit, and its time.
-        passes: how many list schedules were made.
+        passes: how many list schedules were made, and swaps in proportion.
     """
 
     problem: Problem
@@ -38,9 +45,6 @@ class Local:
     best: Order | None = None
     refused: tuple[float, Order] | None = None
     passes: int = 0
-
-    def __post_init__(self) -> None:
-        self._seen: set[Policy] = set()
 
     def offer(self, value: float, order: Order) -> bool:
         """Take an order if it is better than the best so far and fits; return whether it does."""
@@ -66,12 +70,13 @@ class Local:
     def run(self, enough: float, go_on: Callable[[], bool]) -> None:
         """Try the given policies until a time is at most ``enough`` or ``go_on()`` is false, but
         one at least if there is no order yet."""
+        seen: set[Policy] = set()
         for policy in given_policies(self.problem):
             known = self.best is not None or self.refused is not None
             if known and (self.value <= enough or not go_on()):
                 return
-            if policy not in self._seen:
-                self._seen.add(policy)
+            if policy not in seen:
+                seen.add(policy)
                 self._offer_all(policy)
 
     def _offer_all(self, policy: Policy) -> None:
@@ -90,6 +95,33 @@ class Local:
             release = [time - min(done) for time in done]
 
 
+def improve(local: Local, enough: float, go_on: Callable[[], bool]) -> None:
+    """Swap tasks, from the best order on, until its time is at most ``enough`` or ``go_on()`` is
+    false. Two tasks are not swapped back for a while, unless that gives a new best order."""
+    problem, random = local.problem, local.random
+    rows = NumberedOrder(problem, local.first)
+    best, step = rows.value, 0
+    until: dict[tuple[int, int], int] = {}
+    while local.value > enough and go_on():
+        local.passes += 1
+        for _ in range(_SWAPS):
+            step += 1
+            times = {pair: rows.estimate(*pair) for pair in rows.moves(random)}
+            allowed = [p for p, time in times.items() if time < best or until.get(p, 0) < step]
+            least = min((times[pair] for pair in allowed), default=inf)
+            chosen = [pair for pair in allowed if times[pair] == least] or list(times)
+            if not chosen:
+                continue  # another longest path may have some
+            one, other = random.choice(chosen)
+            if rows.swap(one, other):
+                until[other, one] = step + random.randint(*_TABU)
+                if rows.value < best:
+                    order = rows.order()
+                    local.offer(value_of(problem, order), order)
+                    if local.fitting(order):
+                        best = rows.value
+
+
 def given_policies(problem: Problem) -> Iterator[Policy]:
     """Yield fixed policies, the most promising first, zero-bubble's heuristic among them."""
     single = all(len(stages) <= 1 for stages in problem.held)
@@ -101,7 +133,7 @@ def given_policies(problem: Problem) -> Iterator[Policy]:
         for gap, (room_gap, hold), style in product(_GAPS, others, styles):
             yield Policy(
                 tuple(
-                    Habit(limit, *delays_of(problem, style, s, limit), gap, room_gap, 10**6, hold)
+                    Habit(limit, *delays_of(problem, style, s, limit), gap, room_gap, hold)
                     for s, limit in enumerate(limits)
                 )
             )
@@ -126,7 +158,7 @@ def greedy_policies(problem: Problem) -> Iterator[Policy]:
                     most = min(problem.microbatches, room(problem, s))
                     limit = most if share else max(1, min(most, problem.stages - s))
                     put_off = delays_of(problem, "turns", s, limit)
-                    habits.append(Habit(limit, *put_off, 1.0, 0.0, 10**6, hold))
+                    habits.append(Habit(limit, *put_off, 1.0, 0.0, hold))
                 yield Policy(tuple(habits), even)
 
 

@@ -11,9 +11,8 @@ from time import perf_counter
 
 from fxpipe import schedules
 from fxpipe.errors import FxpipeError, InputError
-from fxpipe.extensions.search import swaps
 from fxpipe.extensions.search.bounds import best_bound
-from fxpipe.extensions.search.local import Local
+from fxpipe.extensions.search.local import Local, improve
 from fxpipe.extensions.search.problem import Order, Problem
 from fxpipe.extensions.search.read import Given, problems_of
 from fxpipe.extensions.search.timing import fits, peaks_of_order, value_of
@@ -293,7 +292,7 @@ def _solve(
     if local.best is not None:
         local.offer(value_of(problem, local.best), local.best)
     if swapped:
-        swaps.improve(local, enough, lasting(1.0))
+        improve(local, enough, lasting(1.0))
     return local
 
 

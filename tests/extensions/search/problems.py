@@ -49,16 +49,15 @@ def random_policy(problem: Problem, random: Random) -> Policy:
     shared = one_habit(random)
     habits = []
     for s, limit in enumerate(limits):
-        gap, room_gap, most, hold = shared if alike else one_habit(random)
-        habits.append(Habit(limit, *delays_of(problem, style, s, limit), gap, room_gap, most, hold))
+        gap, room_gap, hold = shared if alike else one_habit(random)
+        habits.append(Habit(limit, *delays_of(problem, style, s, limit), gap, room_gap, hold))
     return Policy(tuple(habits), random.random() < 0.15)
 
 
-def one_habit(random: Random) -> tuple[float, float, int, float]:
+def one_habit(random: Random) -> tuple[float, float, float]:
     return (
         random.choice(_GAPS),
         random.choice(_GAPS[:3]),
-        random.choice((10**6, 10**6, 10**6, 8, 4, 2, 1)),
         random.choice((0.0, 0.0, 0.5, 1.0)),
     )
 

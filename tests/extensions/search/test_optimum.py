@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fxpipe.extensions.search.bounds import best_bound, chain_bounds, work_bounds
 from fxpipe.extensions.search.problem import Order, Problem
 from fxpipe.extensions.search.read import Given, problems_of
-from fxpipe.extensions.search.timing import extents_of, fits, value_of
+from fxpipe.extensions.search.timing import NumberedOrder, fits, value_of
 from fxpipe.extensions.simulator.costs import Key
 from tests.extensions.search.problems import (
     all_bounds,
@@ -69,7 +69,7 @@ def test_a_device_may_begin_late_where_steps_follow_one_another() -> None:
     given = Given(times, 4, 2, None, None, None, None, None, False)
     problem = problems_of(given)[0]
     order = ((0, 0, 0, 0, 1, 2, 1, 2, 1, 2, 1, 2), (3, 4, 3, 4, 3, 4, 3, 4, 5, 5, 5, 5))
-    starts, ends = extents_of(problem, order, [0.0, 0.0])
+    starts, ends = NumberedOrder(problem, order).extents([0.0, 0.0])
     first = max(end - start for start, end in zip(starts, ends, strict=True))
     assert value_of(problem, order) == least_time(problem, named(problem, order)) < first
 

@@ -158,7 +158,7 @@ def test_a_first_stage_may_wait_for_a_forward_that_a_later_one_is_about_to_get(
     costs: dict[Key, float] = {"F": 3, ("F", 1): 4, "I": 3, "W": 3, "U": 0}
     given = Given(costs, 4, 2, (0, 1, 0), None, None, None, None, True)
     problem = problems_of(given)[0]
-    habit = Habit(4, 0.0, -1e9, 1.0, 0.0, 10**6, hold)
+    habit = Habit(4, 0.0, -1e9, 1.0, 0.0, hold)
     first = habit._replace(turn=10.0)
     _, order, _ = order_by_policy(problem, Policy((first, habit, habit)), [0.0, 0.0], inf)
     assert order[0][:3] == [0, 0, third]

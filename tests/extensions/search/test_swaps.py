@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 import fxpipe
 from fxpipe.extensions.search.bounds import best_bound
-from fxpipe.extensions.search.local import Local
+from fxpipe.extensions.search.local import Local, improve
 from fxpipe.extensions.search.problem import Problem
 from fxpipe.extensions.search.read import Given, problems_of
-from fxpipe.extensions.search.swaps import NumberedOrder, improve
-from fxpipe.extensions.search.timing import fits, value_of
+from fxpipe.extensions.search.timing import NumberedOrder, fits, value_of
 from fxpipe.extensions.simulator.costs import Key
 from tests.extensions.search.problems import larger, listed, problems, shared
 
