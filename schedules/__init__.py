@@ -25,51 +25,30 @@ from __future__ import annotations
 if __name__ != "fxpipe.schedules":
     raise ImportError(f"import this package as fxpipe.schedules, not as {__name__}")
 
+from fxpipe.extend import names
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.schedules.gpipe import gpipe, inference, looped_bfs, naive
 from fxpipe.schedules.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
 from fxpipe.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = [
-    "cdp_v1",
-    "cdp_v2",
-    "chimera",
-    "dualpipe_v",
     "gpipe",
-    "hanayo",
     "inference",
     "interleaved_one_f_one_b",
-    "interleaved_zb",
     "looped_bfs",
     "naive",
     "one_f_one_b",
-    "one_f_one_b_async",
-    "pipedream",
-    "pipedream_vertical",
-    "two_bw",
-    "v_half",
-    "v_min",
     "zb_h1",
     "zb_h2",
     "zb_v",
 ]
 
-
 _LATE = {
-    "cdp_v1": "cdp-v1",
-    "cdp_v2": "cdp-v2",
-    "chimera": "chimera",
-    "dualpipe_v": "dualpipe-v",
-    "hanayo": "hanayo",
-    "interleaved_zb": "interleaved-zb",
-    "one_f_one_b_async": "1f1b-async",
-    "pipedream": "pipedream",
-    "pipedream_vertical": "pipedream-vertical",
-    "two_bw": "2bw",
-    "v_half": "v-half",
-    "v_min": "v-min",
+    name.replace("-", "_").replace("1f1b", "one_f_one_b").replace("2bw", "two_bw"): name
+    for name in names("recipe")
 }
 """What this module calls the recipes of extensions → their names."""
+__all__ += list(_LATE)
 
 
 def __getattr__(name: str) -> Recipe:
