@@ -10,12 +10,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from heapq import heappop, heappush
+from itertools import product
 from numbers import Real
 from typing import Any
 
 from fxpipe.errors import InputError
 from fxpipe.ir.recipe import RECIPES, Placement, Recipe, one_each
+from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task, U
+from fxpipe.ir.walk import needs_of
 
 Urgency = Callable[[Task, int], Any]
 """The function that an author writes: ``(task, devices)`` → what sorts the task among others; the
@@ -110,7 +113,7 @@ def _rows(
     """Device → its tasks in the order in which they start, without updates."""
     costs = {**{kind: KINDS[kind].cost for kind in kinds}, **(costs or {})}
     frees = "W" if "W" in kinds else "B"
-    waits, then = _dependencies(kinds, microbatches, len(placement))
+    waits, then = _dependencies(kinds, microbatches, placement)
     home = {task: placement[task.stage or 0] for task in waits}
     entries = {
         task: (urgency(task, devices), task.stage, task.microbatch, task.kind, task)
@@ -180,27 +183,17 @@ def _rows(
 
 
 def _dependencies(
-    kinds: str, microbatches: int, stages: int
+    kinds: str, microbatches: int, placement: tuple[int, ...]
 ) -> tuple[dict[Task, int], dict[Task, list[Task]]]:
     """Each task → how many others it waits for, and each task → those that wait for it."""
-    waits = {
-        Task(kind, i, stage): 0
-        for kind in kinds
-        for stage in range(stages)
-        for i in range(microbatches)
-    }
-    then: dict[Task, list[Task]] = {task: [] for task in waits}
-    for task in waits:
-        kind, stage = KINDS[task.kind], task.stage
-        assert stage is not None
-        for letters, there in (
-            (kind.follows, stage),
-            (kind.previous, stage - 1),
-            (kind.next, stage + 1),
-        ):
-            for letter in letters:
-                need = Task(letter, task.microbatch, there)
-                if need in then:
-                    waits[task] += 1
-                    then[need].append(task)
+    keys = [*product(kinds, range(microbatches), range(len(placement)))]
+    tasks = [Task(*key) for key in keys]
+    then: dict[Task, list[Task]] = {task: [] for task in tasks}
+    waits = dict.fromkeys(tasks, 0)
+    needs = needs_of(Schedule("", microbatches, placement, (tuple(tasks),)))
+    for task, key in zip(tasks, keys, strict=True):
+        for need in (Task(*needed) for needed in needs(key)):
+            if need in then:
+                waits[task] += 1
+                then[need].append(task)
     return waits, then
