@@ -88,16 +88,20 @@ class Runs:
             cap: seconds that no stage may exceed.
         """
         machine, stages, cap = self.machine, self.machine.stages, cap * _ROUNDING
-        speeds, saving, receiving, reserved, limits = (
+        limits = machine.limits or (math.inf,) * stages
+        speeds, saving, receiving, reserved, most = (
             torch.tensor(numbers, dtype=torch.float64)[:, None]
             for numbers in (
                 machine.speeds,
                 machine.peaks,
                 machine.arrived,
                 machine.reserved,
-                machine.limits or (math.inf,) * stages,
+                limits,
             )
         )
+        # of each stage, before each place
+        spent, held = self.seconds / speeds, self.resident + saving * self.saved
+        limited = machine.limited and goal != "memory"
         # the best value of the goal when so many stages end at a place, and where the last begins
         best = torch.full((stages + 1, self.length + 1), math.inf, dtype=torch.float64)
         best[0, 0] = 0
@@ -106,7 +110,8 @@ class Runs:
         passed, begins = 0, self._begins(cap)
         for begin in range(self.length):
             able = [k for k, (first, last) in enumerate(begins) if first <= begin <= last]
-            able = [k for k in able if best[k, begin] < math.inf]
+            reached = best[:, begin].tolist() if able else []
+            able = [k for k in able if reached[k] < math.inf]
             if not able:
                 continue
             moved = slice(passed, bisect_left(self.places, begin))
@@ -116,23 +121,25 @@ class Runs:
             reach = self.ends[begin] + cap * max(machine.speeds[own])
             to = slice(begin + 1, bisect_right(self.ends, reach))
             crossing = steps[:, to].cumsum(1)
-            seconds = (self.seconds[to] - self.seconds[begin]) / speeds[own] + crossing[own]
+            seconds = spent[own, to] - spent[own, begin, None] + crossing[own]
             fits = seconds <= cap
-            memory = reserved[own] + saving[own] * (self.saved[to] - self.saved[begin])
-            memory += self.resident[to] - self.resident[begin] + receiving[own] * crossing[-1]
-            if goal != "memory":
-                fits &= memory <= limits[own]
-            reached = best[own, begin, None]
+            memory = reserved[own]
+            if goal == "memory" or limited:
+                memory = memory + held[own, to] - held[own, begin, None]
+                memory += receiving[own] * crossing[-1]
+            if limited:
+                fits &= memory <= most[own]
+            so_far = best[own, begin, None]
             if goal == "seconds":
-                values = torch.maximum(reached, seconds)
+                values = torch.maximum(so_far, seconds)
             elif goal == "memory":
-                values = torch.maximum(reached, memory / limits[own])
+                values = torch.maximum(so_far, memory / most[own])
             else:
                 # among equal bytes, prefer balance: the last term stays below one byte in all
-                values = reached + crossing[-1] + (seconds / cap).square() / (2 * stages)
-            better = (values < best[then, to]) & fits
+                values = so_far + crossing[-1] + (seconds / cap).square() / (2 * stages)
+            better = fits.logical_and_(values < best[then, to])
+            parent[then, to].masked_fill_(better, begin)
             best[then, to] = torch.where(better, values, best[then, to])
-            parent[then, to][better] = begin
         if not best[stages, self.length] < math.inf:
             return None
         cuts = [self.length]
