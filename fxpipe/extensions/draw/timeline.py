@@ -17,10 +17,9 @@ from fxpipe.extensions.simulator.pairs import pairs_in
 from fxpipe.extensions.simulator.simulate import simulate
 from fxpipe.extensions.simulator.simulation import Simulation, task_of
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import Task, usual_cost
+from fxpipe.ir.task import KINDS, Task, usual_cost
 from fxpipe.ir.value import Buffer
-from fxpipe.ir.walk import Wait, Waits, needs_of, walk
-from fxpipe.verify.tasks import Window
+from fxpipe.ir.walk import Place, Wait, Waits, key_index, needs_of, walk
 
 T = TypeVar("T")
 
@@ -174,15 +173,30 @@ def _waits(schedule: Schedule) -> list[list[Wait]]:
     """What each task waits for; one whose input nothing produces waits for itself, so for ever."""
     # The header may claim any number of micro-batches; at most as many as tasks have one here.
     few = min(schedule.microbatches, sum(map(len, schedule.rows)))
-    schedule = replace(schedule, microbatches=few)
-    spots, needs = Window(schedule).spots, needs_of(schedule)
-    waits: list[list[Wait]] = [[] for _ in schedule.rows]
-    for key, at in spots.items():
-        needed = [need for need in needs(key) if 0 <= need[2] < schedule.stages]
-        there = [spots[need] for need in needed if need in spots]
-        sources = [(on.device, on.position) for on in there if on.batch == at.batch]
-        elsewhere = [need for need in needed if need[2] != key[2]]
-        if elsewhere and not spots.keys() & set(elsewhere) and not at.batch and key[1] is not None:
-            sources.append((at.device, at.position))
-        waits[at.device] += [(at.position, *source) for source in sources]
-    return [sorted(own) for own in waits]
+    needs, stages = needs_of(replace(schedule, microbatches=few)), range(schedule.stages)
+    places: dict[tuple[str, int | None, int | None, int], Place] = {}
+    for device, row in enumerate(schedule.rows):
+        for position, task in enumerate(row):
+            key = task.kind, key_index(schedule, task, device), task.stage, task.batch
+            places.setdefault(key, Place(device, position))
+
+    def awaited(task: Task, here: Place) -> list[Place]:
+        stage, batch = task.stage, task.batch
+        if stage is None or stage not in stages or task.kind not in KINDS:
+            return []
+        sources: list[Place] = []
+        produced: bool | None = None  # whether another stage produces its input; None: none has to
+        for kind, i, there in needs((task.kind, key_index(schedule, task, here.device), stage)):
+            on = places.get((kind, i, there, batch))
+            if on is not None:
+                sources.append(on)
+            if there != stage and there in stages:
+                produced = produced or on is not None
+        if produced is False and batch >= 0 and task.microbatch is not None:
+            sources.append(here)
+        return sources
+
+    return [
+        [(at, *on) for at, task in enumerate(row) for on in awaited(task, Place(device, at))]
+        for device, row in enumerate(schedule.rows)
+    ]
