@@ -25,7 +25,6 @@ from __future__ import annotations
 if __name__ != "fxpipe.schedules":
     raise ImportError(f"import this package as fxpipe.schedules, not as {__name__}")
 
-from fxpipe.extend import names
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.schedules.gpipe import gpipe, inference, looped_bfs, naive
 from fxpipe.schedules.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
@@ -44,8 +43,10 @@ __all__ = [
 ]
 
 _LATE = {
-    name.replace("-", "_").replace("1f1b", "one_f_one_b").replace("2bw", "two_bw"): name
-    for name in names("recipe")
+    called: name
+    for name in RECIPES
+    if (called := name.replace("-", "_").replace("1f1b", "one_f_one_b").replace("2bw", "two_bw"))
+    not in __all__
 }
 """What this module calls the recipes of extensions → their names."""
 __all__ += list(_LATE)
