@@ -151,7 +151,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "fallback": f"{_HERE}.leaf_modules.extension:LeafModules",
         "footprint": f"{_HERE}.memory_limits.footprint:estimate_footprint",
         "memory_budget": f"{_HERE}.memory_limits.budget:MemoryBudget",
-        "guard": f"{_HERE}.python_state.variants:Variants",
+        "guard": f"{_HERE}.python_state.state_guard:StateGuard",
         "copies_faults": f"{_HERE}.copies.rules:copies_faults",
         "not_on_copies": f"{_HERE}.copies.rules:not_on_copies",
         "run_together": f"{_HERE}.copies.rules:run_together",

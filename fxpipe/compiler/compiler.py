@@ -201,12 +201,11 @@ class Compiler:
         return kernels
 
     def _key(self, micro: MicroBatches, kind: Kind) -> tuple[Any, ...]:
-        """Everything that the result of compiling a call depends on; the number of the variant
-        comes first."""
+        """Everything that the result of compiling a call depends on; how often Python state
+        has changed comes first."""
         state = self._guard.state()
         if state[0] != self.state[0]:
-            kept = self._guard.kept
-            self._known = {key: entry for key, entry in self._known.items() if key[0][0] in kept}
+            self._known.clear()
         self.state = state
         batch, wants = micro.batch, micro.batch.wants(kind.purpose)
         return state, batch.key, batch.size, wants, len(micro), kind

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from types import CodeType
@@ -21,13 +21,13 @@ class Present(NamedTuple):
     """A model as it is now.
 
     Attributes:
-        variant: the number of its Python state. Graphs of one variant serve no other.
+        changes: how often its Python state has changed. Earlier graphs serve no more.
         modules: its modules.
         parameters: its parameters.
         dense: its parameters that have strides.
     """
 
-    variant: int
+    changes: int
     modules: Sequence[nn.Module]
     parameters: Sequence[Tensor]
     dense: Sequence[Tensor]
@@ -59,17 +59,12 @@ class Guard:
         """Whether this code ran inside ``reading``, outside of the modules ``called``."""
         return False
 
-    @property
-    def kept(self) -> Collection[int]:
-        """The variants whose graphs are kept."""
-        return (0,)
-
     def settle(self) -> None:
-        """Let the current variant have the present state, as the first run may set attributes."""
+        """Let the present state count as unchanged, as the first run may set attributes."""
 
     def state(self) -> tuple[object, ...]:
-        """Everything that traces depend on besides the call; the variant's number comes first."""
-        variant, modules, parameters, dense = self.present()
+        """Everything that traces depend on besides the call; the number of changes comes first."""
+        changes, modules, parameters, dense = self.present()
         flags = tuple(map(attrgetter("training"), modules))
         trained = tuple([parameter.requires_grad for parameter in parameters])
         # ``.data`` may change these; strides and the number of entries together tell the shape
@@ -78,7 +73,7 @@ class Guard:
         dtypes = tuple([parameter.dtype for parameter in dense])
         device = self.options.places[0].type if self.options.places else "cpu"
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return variant, flags, trained, (strides, counts, dtypes), cast, torch.get_default_dtype()
+        return changes, flags, trained, (strides, counts, dtypes), cast, torch.get_default_dtype()
 
     def present(self) -> Present:
         """The model as it is now."""

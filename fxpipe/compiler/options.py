@@ -133,12 +133,6 @@ class Options:
         several = len(self.devices if self.ranks else set(self.places)) > 1
         return bool(self.places) and several and not (self.ranks and self.whole)
 
-    @property
-    def spread(self) -> bool:
-        """Whether the model itself can run with its stages on several devices, in this process: it
-        needs data for that."""
-        return self.apart and not self.ranks and not self.hollow
-
     def owns(self, stage: int) -> bool:
         """Whether this process runs a stage, updates its weights and keeps its state, which a
         process with a copy of the stage does not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,7 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.front_end import Call, FrontEnd
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
-from fxpipe.compiler.residence import gathered, settle, settled
+from fxpipe.compiler.residence import gathered, settle
 from fxpipe.errors import told
 from fxpipe.extend import option
 from fxpipe.ir.plan import Plan
@@ -74,34 +74,16 @@ class Plans:
         self._placed_plans: dict[Any, tuple[Traced, Plan]] = {}
         self._checked: set[tuple[int, bool, bool]] = set()
         self._traced: dict[Any, Traced] = {}
-        self._variants: Collection[int] = set()
         self._state: tuple[Any, ...] = ()
 
     def look(self) -> None:
         """Look at the state that traces depend on besides the call; to be called before ``plan``.
-
-        The graphs of variants that are no longer kept are forgotten.
-        """
-        guard = self.front_end.guard
-        self._state = guard.state()
-        if self._state[0] not in self._variants:
-            kept = self._variants = guard.kept
-            results: tuple[dict[Any, Any], ...]
-            results = (
-                self.graphs,
-                self._plans,
-                self._sizeless,
-                self._placed_plans,
-                self._traced,
-                self._dims,
-            )
-            for by_key in results:
-                for key in [key for key in by_key if key[0][0] not in kept]:
-                    del by_key[key]
-            self._first = {k: x for k, x in self._first.items() if k[0][0] in kept}
-            self._rigid = {k: x for k, x in self._rigid.items() if k[0] in kept}
-            known = {id(graph.traced) for graph in self.graphs.values()}
-            self._checked = {key for key in self._checked if key[0] in known}
+        If Python state has changed, all graphs are forgotten."""
+        before, self._state = self._state, self.front_end.guard.state()
+        if before[:1] != self._state[:1]:
+            self.forget()
+            for results in (self._traced, self._dims, self._first, self._rigid):
+                results.clear()
 
     def plan(self, call: Call) -> tuple[Traced, Plan]:
         """Make the graph of the model and its plan, whose stages are on their devices.
@@ -115,16 +97,13 @@ class Plans:
         if key not in self._placed_plans:
             with self.gathered(call) as here:
                 traced, plan = self._plan(here)
-                if not options.spread:
+                if not options.apart:
                     plan = self._compiled(plan)
-                    self._check(here, traced, plan)
+                self._check(here, traced, plan)
             if options.places:
                 stage_devices = tuple(options.places[device] for device in placement)
                 facts = {"plan": plan, "device": options.here, "stage_devices": stage_devices}
                 plan = self._compiled(run_all(passes.of(self.options, "devices"), facts)["plan"])
-            if options.spread:
-                with settled(options, call, traced, plan) as here:
-                    self._check(here, traced, plan)
             self._placed_plans[key] = traced, plan
         traced, plan = self._placed_plans[key]
         settle(options, traced, plan, call.schedule)
@@ -144,7 +123,7 @@ class Plans:
     def measure(self) -> None:
         """Measure the costs of stages if that was put off, with zeros, as the data of the call is
         gone. If operations refuse them, nothing is measured, which the log says."""
-        if self.placement.costs:
+        if self.placement.costs or not self.graphs:
             return
         graph = next(iter(self.graphs.values()))
         # whatever modes the caller is in
@@ -243,7 +222,7 @@ class Plans:
             return
         if self._compare is None or self._compare(call, traced, plan):
             self.proven = True
-            self.front_end.guard.settle()  # attributes that this run has set make no new variant
+            self.front_end.guard.settle()  # attributes that this run has set are no change
         self._checked.add(key)
 
     def _graph(self, call: Call) -> Graph:

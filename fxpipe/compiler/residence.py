@@ -1,9 +1,8 @@
 """Where a model's parameters and buffers are while it is compiled, and while it runs.
 
 On devices with memory of their own, no device ever holds parameters of a stage that it does not
-run. Until the stages are known, operations are traced and timed on the first device with numbers
-that stand for parameters: all of these share the memory of the largest. Then each stage moves to
-its device, where the finished plan is compared with the model.
+run. Meanwhile the model is traced, timed and compared with its plan on the first device, with
+numbers that stand for parameters: all of these share the memory of the largest.
 """
 
 from __future__ import annotations
@@ -49,14 +48,6 @@ def gathered(options: Options, call: Call, graphs: Iterable[Traced]) -> Iterator
                 place = lent if options.apart else whole_on_device
                 stack.enter_context(place(model, constants, here))
             yield _on_first(options, call)
-
-
-@contextmanager
-def settled(options: Options, call: Call, traced: Traced, plan: Plan) -> Iterator[Call]:
-    """Settle the stages, and yield the call with its tensors on the first device."""
-    with torch.inference_mode(False), torch.enable_grad():
-        settle(options, traced, plan, call.schedule)
-        yield _on_first(options, call)
 
 
 def settle(options: Options, traced: Traced, plan: Plan, schedule: Schedule) -> None:

@@ -7,12 +7,14 @@ and the gradient of every parameter. Random operations draw a fixed pattern in b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
@@ -20,14 +22,13 @@ from fxpipe import random
 from fxpipe.errors import TraceError
 from fxpipe.extend import find
 from fxpipe.extensions.model_check.fixed_draws import FixedDraws, pattern
-from fxpipe.extensions.model_check.serial import SerialResult, run_serially
+from fxpipe.extensions.model_check.serial import run_serially
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import AUTOCAST, Traced, Value
 from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.torchtools import source
-from fxpipe.torchtools.pytrees import taken_apart
-from fxpipe.torchtools.state import brought
+from fxpipe.torchtools.pytrees import memory, taken_apart
 
 _RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """How much two runs of the same operations may differ, as a part of the greatest entry; a wrong
@@ -71,7 +72,7 @@ def check(
     call: Callable[[], tuple[Any, Tensor | None]],
     differentiated: bool,
     own: Collection[int],
-    devices: Sequence[torch.device] = (),
+    apart: bool = False,
 ) -> None:
     """Compare a differentiated plan with the model; split backwards are run whole and in halves.
 
@@ -85,7 +86,8 @@ def check(
         differentiated: whether gradients are compared as well.
         own: the stages whose parameters' gradients are compared; a rank has no memory for those of
             other ranks.
-        devices: stage → the device of its parameters, if they are on several.
+        apart: whether the device has memory for one stage only. Gradients of the model, and what it
+            saves for its backward, wait in the host's memory.
 
     Raises:
         TraceError: the plan and the model differ; names the output or parameter.
@@ -94,6 +96,17 @@ def check(
     """
     narrow = _narrowest(traced, plan)
     cure = _CURE + ("" if differentiated else _WITHOUT_GRADIENTS)
+    parted = any(stage.input_grad is not None for stage in plan.stages)
+    written = {write.target for stage in plan.stages for write in stage.writes}
+    for norm in traced.deferred:
+        written |= {norm.running_mean, norm.running_var, norm.tracked or norm.running_mean}
+    before = {name: tensor.clone() for name, tensor in _buffers(state, written).items()}
+    held = set(map(memory, state.values()))
+
+    def pack(x: Tensor) -> tuple[Tensor, torch.device]:
+        return x if memory(x) in held else x.cpu(), x.device
+
+    on_host = saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1]))
 
     @contextmanager
     def draws() -> Iterator[None]:
@@ -105,142 +118,124 @@ def check(
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             yield
 
-    buffers = {write.target for stage in plan.stages for write in stage.writes}
-    for norm in traced.deferred:
-        buffers |= {norm.running_mean, norm.running_var, norm.tracked or norm.running_mean}
-    before = {name: state[name].clone() for name in sorted(buffers)}
-    kept = _kept(state, {id(state[name]) for name in before})
-
-    def run() -> tuple[list[tuple[str, Tensor]], Tensor | None]:
+    def run() -> tuple[dict[str, Tensor], Tensor | None]:
+        """Run the model with the buffers of before. Returns its outputs and its loss."""
+        for name in before.keys() & written:
+            state[name].copy_(before[name])
         refusing = source.refusing_failures(gradients=differentiated)
-        with torch.set_grad_enabled(differentiated), refusing:
+        with torch.set_grad_enabled(differentiated), refusing, on_host if apart else nullcontext():
             output, loss = call()
-        leaves = pytree.tree_leaves(taken_apart(output))
-        outputs = [
-            (out.name, leaf)
-            for out, leaf in zip(traced.outputs, leaves, strict=False)
+        leaves = zip(traced.outputs, pytree.tree_leaves(taken_apart(output)), strict=False)
+        return {
+            out.name: leaf
+            for out, leaf in leaves
             if isinstance(out, Value) and isinstance(leaf, Tensor)
-        ]
-        return outputs, loss
+        }, loss
 
-    parted = any(stage.input_grad is not None for stage in plan.stages)
-
-    def run_plan(
-        seeds: Mapping[str, Tensor], halves: bool, take: Callable[[str, Tensor], None]
-    ) -> SerialResult:
-        with torch.no_grad():
-            return run_serially(
-                plan,
-                values,
-                {**state, **before},
-                seeds,
-                halves=halves,
-                own=own,
-                devices=devices,
-                take=take,
-            )
-
-    def restart() -> None:
-        for name, tensor in before.items():
-            state[name].copy_(tensor)
-
-    def is_steady() -> bool:
-        """Whether the model computes the same in another run, at the same weights."""
-        restart()
-        with draws():
-            outputs, _ = run()
-        earlier = (first[f"output {name!r}", False][1] for name, _ in outputs)
-        return not any(
-            _difference(now, then, _allowed(narrow, then))
-            for (_, now), then in zip(outputs, earlier, strict=True)
-        )
-
-    def run_both(wanted: Collection[_What] = ()) -> _Compared:
-        """Run the model and the plan, from the same buffers. Returns what is wanted; by default the
-        outputs and all that differs, so that nothing else is kept in memory."""
-        ahead: dict[_What, _Pair] = {}
-        back: dict[_What, _Pair] = {}
-
-        def note(to: dict[_What, _Pair], what: _What, here: Tensor, there: Tensor) -> None:
-            keep = what in wanted if wanted else _difference(here, there, _allowed(narrow, there))
-            if keep:
-                to[what] = here, there
-
-        restart()
+    def run_both(compare: _Compare) -> dict[str, Tensor]:
+        """Run the model and the plan, and let all that they compute be compared. Returns the
+        model's outputs."""
         with draws():
             outputs, loss = run()
             # before the backward, in which a checkpoint in the model writes its buffers again
-            after = {name: state[name].clone() for name in before}
-            for name, tensor in kept.items():
-                difference = _difference(tensor, state[name], _allowed(None, state[name]))
+            after = {name: state[name].clone() for name in written}
+            for name in before.keys() - written:
+                difference = _difference(before[name], state[name], _allowed(None, state[name]))
                 if difference:
-                    raise _refusal(f"what is written to the buffer {name!r}", difference, cure)
+                    raise _refusal(_buffer(name), difference, cure)
             seeds: dict[str, Tensor] = {}
             of_model: dict[str, Tensor] = {}
             if differentiated:
-                seeds, of_model = _gradients(plan, state, own, traced.loss, outputs, loss)
-            if devices:  # which have no memory for two sets of gradients beside the weights
-                of_model = {name: gradient.cpu() for name, gradient in of_model.items()}
-                _let_go(devices)
+                seeds, of_model = _gradients(plan, state, own, traced.loss, outputs, loss, apart)
             for halves in (True, False) if parted else (False,):
                 left = dict(of_model)
                 if not halves:  # the last run
                     of_model.clear()
+                what = "the gradient of {!r}" + (" in halves" if halves else "")
 
-                def take(name: str, here: Tensor, halves: bool = halves, left: Any = left) -> None:
+                def take(name: str, here: Tensor, what: str = what, left: Any = left) -> None:
                     if name in left:
-                        note(back, (f"the gradient of {name!r}", halves), here, left.pop(name))
+                        compare(what.format(name), here, left.pop(name))
 
-                result = run_plan(seeds, halves, take)
+                with torch.no_grad():
+                    result = run_serially(
+                        plan,
+                        values,
+                        {**state, **before},
+                        seeds,
+                        halves=halves,
+                        own=own,
+                        take=take,
+                        again=apart,
+                    )
                 for name, there in [*left.items()]:
                     take(name, there.new_zeros(()).expand_as(there))
-        parameters = {a.name: state[a.target] for a in traced.parameters}
-        computed = {**values, **parameters, **result.values}
-        for name, there in outputs:
-            what = f"output {name!r}", False
-            if wanted:
-                note(ahead, what, computed[name], there)
-            else:
-                ahead[what] = computed[name], there
+        computed = {**values, **{a.name: state[a.target] for a in traced.parameters}}
+        computed |= result.values
+        for name, there in outputs.items():
+            compare(f"output {name!r}", computed[name], there)
         if loss is not None and traced.loss is not None:
-            note(ahead, ("the loss", False), computed[traced.loss], loss)
+            compare("the loss", computed[traced.loss], loss)
         writes: Mapping[str, Tensor] = result.state
         if traced.deferred:
             commit = find("option", "commit_moments", "deferred BatchNorm")
             writes = commit(traced.deferred, before, writes)
         for name, here in writes.items():
-            what = f"what is written to the buffer {name!r}", False
-            note(ahead, what, here, after[name])
-        return {**ahead, **back}
+            compare(_buffer(name), here, after[name])
+        return outputs
 
-    first = run_both()
-    allowed = {what: _allowed(narrow, there) for what, (_, there) in first.items()}
-    unlike = [what for what, pair in first.items() if _difference(*pair, allowed[what])]
+    first: dict[str, _Pair] = {}
+
+    def keep_unlike(what: str, here: Tensor, there: Tensor) -> None:
+        if _difference(here, there, _allowed(narrow, there)):
+            first[what] = here, there
+
+    earlier = run_both(keep_unlike)
+    if not first:
+        return
+    # what differs ahead says more than the gradients, which differ then, too
+    first = dict(sorted(first.items(), key=lambda item: item[0].startswith("the gradient")))
+    with draws():
+        outputs, _ = run()
+    if any(_difference(x, earlier[name], _allowed(narrow, x)) for name, x in outputs.items()):
+        # the model computes something else in another run, so that nothing nearby is rounding
+        what, pair = next(iter(first.items()))
+        raise _refusal(what, _difference(*pair, 0.0), cure)
     moved = {a.target: state[a.target] for s in plan.stages if s.index in own for a in s.parameters}
-    if unlike and not is_steady():  # so that nothing nearby is rounding
-        raise _refusal(unlike[0][0], _difference(*first[unlike[0]], 0.0), cure)
-    nearby = _nearby(lambda: run_both(unlike), moved, narrow) if unlike else []
+
+    def once_more() -> dict[str, _Pair]:
+        pairs: dict[str, _Pair] = {}
+
+        def keep_those(what: str, here: Tensor, there: Tensor) -> None:
+            if what in first:
+                pairs[what] = here, there
+
+        run_both(keep_those)
+        return pairs
+
+    nearby = _nearby(once_more, moved, narrow)
     found: list[tuple[str, str]] = []
     close = True
-    for what in unlike:
-        pair = first[what]
-        noise = max(_apart(other[what][1], pair[1]) for other in nearby)
-        bound = max(allowed[what], _NOISE * noise)
-        pairs = [pair, *(other[what] for other in nearby)]
-        if all(_difference(*each, bound) for each in pairs):
-            found.append((what[0], _difference(*pair, bound)))
-            close &= not all(_difference(*each, _CLOSE * bound, _FEW) for each in pairs)
+    for what, pair in first.items():
+        every = [pair, *(other[what] for other in nearby)]
+        noise = max(_apart(there, pair[1]) for _, there in every)
+        bound = max(_allowed(narrow, pair[1]), _NOISE * noise)
+        if all(_difference(*each, bound) for each in every):
+            found.append((what, _difference(*pair, bound)))
+            close &= not all(_difference(*each, _CLOSE * bound, _FEW) for each in every)
     if found:
         raise _doubt(*found[0]) if close else _refusal(*found[0], cure)
 
 
-_What = tuple[str, bool]
-"""What is compared, and whether it is of backwards in halves."""
+_Compare = Callable[[str, Tensor, Tensor], None]
+"""Gets what is compared, what the plan computes and what the model computes."""
 
 _Pair = tuple[Tensor, Tensor]
 """What the plan computes, and what the model computes."""
 
-_Compared = Mapping[_What, _Pair]
+
+def _buffer(name: str) -> str:
+    return f"what is written to the buffer {name!r}"
 
 
 def _narrowest(traced: Traced, plan: Plan) -> torch.dtype | None:
@@ -262,8 +257,8 @@ def _narrowest(traced: Traced, plan: Plan) -> torch.dtype | None:
 
 
 def _nearby(
-    run_both: Callable[[], _Compared], weights: Mapping[str, Tensor], narrow: torch.dtype | None
-) -> list[_Compared]:
+    run: Callable[[], dict[str, _Pair]], weights: Mapping[str, Tensor], narrow: torch.dtype | None
+) -> list[dict[str, _Pair]]:
     """What the model and the plan compute at three other sets of weights, moved by as much as sums
     round.
 
@@ -274,7 +269,7 @@ def _nearby(
     """
     nearby = []
     kept = {
-        name: weight.detach().clone()
+        name: weight.detach().to("cpu", copy=True)
         for name, weight in weights.items()
         if weight.is_floating_point()
     }
@@ -285,20 +280,20 @@ def _nearby(
                 off = _ROUNDING * torch.finfo(weight.dtype).eps
                 off = max(off, torch.finfo(narrow).eps if narrow else 0.0)
                 weights[name].detach().copy_(weight * (1 + signs * off))
-            nearby.append(run_both())
+            nearby.append(run())
     finally:
         for name, weight in kept.items():
             weights[name].detach().copy_(weight)
     return nearby
 
 
-def _kept(state: Mapping[str, Tensor], written: Collection[int]) -> dict[str, Tensor]:
-    """Copies of the buffers that no graph writes, each under its first name."""
+def _buffers(state: Mapping[str, Tensor], written: Collection[str]) -> dict[str, Tensor]:
+    """The buffers, each once: under the name by which a graph writes it, or its first."""
     names: dict[int, str] = {}
-    for name, tensor in state.items():
-        if not isinstance(tensor, nn.Parameter) and id(tensor) not in written:
-            names.setdefault(id(tensor), name)
-    return {name: state[name].clone() for name in names.values()}
+    for name in (*sorted(written), *state):
+        if not isinstance(state[name], nn.Parameter):
+            names.setdefault(id(state[name]), name)
+    return {name: state[name] for name in names.values()}
 
 
 def _gradients(
@@ -306,55 +301,52 @@ def _gradients(
     state: Mapping[str, Tensor],
     own: Collection[int],
     loss_name: str | None,
-    outputs: Sequence[tuple[str, Tensor]],
+    outputs: Mapping[str, Tensor],
     loss: Tensor | None,
+    apart: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Run the model's own backward; return the gradients that it starts from, and those of the
-    parameters of the stages ``own``."""
-    roots = {loss_name: loss} if loss is not None else dict(outputs)
+    parameters of the stages ``own``: in host memory if stages are ``apart``."""
+    roots: Mapping[str, Tensor] = outputs
+    if loss is not None and loss_name is not None:
+        roots = {loss_name: loss}
     back = {edge.value for edge in plan.edges if edge.gradient and edge.target == HOST}
-    started = {name: value for name, value in roots.items() if name in back and value is not None}
+    started = {name: value for name, value in roots.items() if name in back}
     # values that depend on inputs alone need no gradient in the model's run
     reaching = [name for name, value in started.items() if loss is not None or value.requires_grad]
-    seeds = {str(name): pattern(value).to(value) + 0.5 for name, value in started.items()}
-    trained = {
-        argument.target: state[argument.target]
-        for stage in plan.stages
-        for argument in stage.parameters
-        if stage.index in own and state[argument.target].requires_grad
-    }
-    if not started or not trained:
-        return seeds, {}
-    try:
-        gradients = torch.autograd.grad(
-            [started[name] for name in reaching],
-            list(trained.values()),
-            [seeds[str(name)] for name in reaching],
-            allow_unused=True,
-        )
-    except RuntimeError as error:
-        line = str(error).splitlines()[0]
-        raise TraceError(
-            f"the model's own backward fails without any pipeline ({line}); mend the model first"
-        ) from error
-    of_model = {}
-    for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
-        if gradient is not None and gradient.layout is not torch.strided:
+    seeds = {name: pattern(value).to(value) + 0.5 for name, value in started.items()}
+    names = [[a.target for a in stage.parameters] for stage in plan.stages if stage.index in own]
+    of_model: dict[str, Tensor] = {}
+    for group in names if apart else [[*chain(*names)]]:
+        trained = {n: state[n] for n in group if state[n].requires_grad and n not in of_model}
+        if not started or not trained:
+            continue
+        try:
+            # a thread of autograd's own would hold the gradients until its next backward
+            with torch.autograd.set_multithreading_enabled(False):
+                gradients = torch.autograd.grad(
+                    [started[name] for name in reaching],
+                    list(trained.values()),
+                    [seeds[name] for name in reaching],
+                    retain_graph=apart,
+                    allow_unused=True,
+                )
+        except RuntimeError as error:
+            line = str(error).splitlines()[0]
             raise TraceError(
-                f"the gradient of {name!r} is {gradient.layout}, which cannot be added up over "
-                "micro-batches here; make it dense, as with nn.Embedding(..., sparse=False)"
-            )
-        of_model[name] = torch.zeros_like(parameter) if gradient is None else gradient
+                "the model's own backward fails without any pipeline "
+                f"({line}); mend the model first"
+            ) from error
+        for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise TraceError(
+                    f"the gradient of {name!r} is {gradient.layout}, which cannot be added up over "
+                    "micro-batches here; make it dense, as with nn.Embedding(..., sparse=False)"
+                )
+            there = torch.zeros_like(parameter) if gradient is None else gradient
+            of_model[name] = there.cpu() if apart else there
+        del gradients
     return seeds, of_model
-
-
-def _let_go(devices: Sequence[torch.device]) -> None:
-    """Make autograd's thread of each device let go of the gradients of its last backward, which it
-    may hold until it begins another."""
-    with torch.enable_grad():
-        for device in {*devices}:
-            number = torch.zeros((), device=device, requires_grad=True)
-            torch.autograd.grad(2 * number, number)
 
 
 def _refusal(what: str, difference: str, cure: str) -> TraceError:
@@ -386,7 +378,7 @@ def _apart(here: Tensor, there: Tensor) -> float:
     """How far two tensors differ; 0 if that is no number, as for other shapes, or whole numbers."""
     if here.shape != there.shape or not _rounds(here):
         return 0.0
-    return _greatest(brought(here.detach(), there.device) - there.detach())
+    return _greatest(here.detach() - there.detach())
 
 
 def _rounds(tensor: Tensor) -> bool:
@@ -396,7 +388,7 @@ def _rounds(tensor: Tensor) -> bool:
 def _difference(here: Tensor, there: Tensor, allowed: float, few: float = 0.0) -> str:
     """How two tensors differ if it is by more than allowed, or in more than a part of ``few`` whole
     numbers; an empty string if they agree."""
-    here, there = brought(here.detach(), there.device), there.detach()
+    here, there = here.detach().to(there.device), there.detach()
     if here.shape != there.shape or here.dtype != there.dtype:
         return f"{tuple(here.shape)} {here.dtype}, not {tuple(there.shape)} {there.dtype}"
     if not _rounds(here):

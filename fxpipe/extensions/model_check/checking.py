@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ from fxpipe.compiler.plans import Plans
 from fxpipe.compiler.preflight import trained_by
 from fxpipe.errors import TraceError, told
 from fxpipe.extensions.model_check.check import CloseError, check
-from fxpipe.extensions.model_check.following import Following, is_of_devices
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
 from fxpipe.passes.runner import Pass, run_all
 from fxpipe.passes.tracing.attach_loss import own_loss
+from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import checkpoints_opened
 from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.state import (
@@ -34,7 +33,7 @@ from fxpipe.torchtools.state import (
 
 _CHECK = Pass(
     check,
-    "traced, plan, values, state, call, differentiated, own, devices",
+    "traced, plan, values, state, call, differentiated, own, apart",
     "",
     when="whole",
 )
@@ -44,15 +43,15 @@ class Checking:
     """Compares the plans of a model with it. The model's state is not changed."""
 
     def __init__(self, plans: Plans) -> None:
-        self._plans, self._options, self._front_end = plans, plans.options, plans.front_end
+        self._plans, self._options = plans, plans.options
         self._doubted = False  # whether there was a warning of what may be rounding
 
     def __call__(self, call: Call, traced: Traced, plan: Plan) -> bool:
         """Compare a plan with the model on the example of a call.
 
         Returns:
-            Whether it was compared, or cannot be as the model has no data; not if the model does
-            not run on several devices.
+            Whether it was compared, or cannot be as the model has no data; not if the first device
+            has no memory for the values of all stages.
 
         Raises:
             TraceError: they differ; names the line or the value if it can be found.
@@ -74,9 +73,7 @@ class Checking:
             "differentiated": gradients,
             "own": [s.index for s in plan.stages if options.owns(s.index)],
             "whole": options.whole,
-            "devices": [options.places[device] for device in call.schedule.placement]
-            if options.spread
-            else [],
+            "apart": options.apart,
         }
         left_out = f"the compiled {call.purpose} is not compared with the model, "
         cure = "; compile a smaller one of its kind to check it"
@@ -90,8 +87,8 @@ class Checking:
                 with under(()):  # in graphs, casts are operations
                     run_all((_CHECK,), facts)
             except Exception as error:
-                if options.spread and is_of_devices(error):
-                    why = f"which does not run on several devices: {told(error)}"
+                if options.apart and source.lacks_memory(error):
+                    why = f"for which {options.here} has no memory: {told(error)}"
                     LOGGER.info("%s%s%s", left_out, why, cure)
                     return False
                 if not isinstance(error, TraceError):
@@ -111,9 +108,8 @@ class Checking:
     def _called(self, call: Call, with_loss: bool) -> tuple[Any, Tensor | None]:
         """Call the model itself on one micro-batch; returns its output, and its loss or None."""
         args, kwargs, targets = call.batch.unflatten(call.leaves)
-        model, called = self._options.model, self._front_end.fallback.called.values()
-        spread = Following(model, called) if self._options.apart else nullcontext()
-        with assigned_in_place(model), checkpoints_opened(), spread:
+        model = self._options.model
+        with assigned_in_place(model), checkpoints_opened():
             output = model(*args, **kwargs)
             if not with_loss:
                 return output, None

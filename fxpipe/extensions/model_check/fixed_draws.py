@@ -5,12 +5,10 @@ Inside ``FixedDraws`` the model's own random operations and the seeded ones draw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fxpipe import random
 from fxpipe.extensions.draws import Draws
@@ -25,7 +23,7 @@ def pattern(like: Tensor) -> Tensor:
 class FixedDraws(Draws):
     """Inside, every random operation draws from a generator with one fixed seed.
 
-    Operations whose draws depend on values, which two runs may round differently, draw from the
+    Dropout has no generator. Its masks, and whatever else is zero or one by chance, come from the
     fixed ``pattern`` instead.
     """
 
@@ -38,41 +36,13 @@ class FixedDraws(Draws):
         seeded = func in random.OPERATORS
         if not seeded and torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        if name in _DRAWS:
-            out = func(*args, **kwargs)
-            given = _given(func, *pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
-            numbers = _DRAWS[name](pattern(out), next(iter(given.values())), given)
-            return out.copy_(numbers) if not out.requires_grad else numbers.to(out)
+        if name == "bernoulli":
+            chance = random.arguments_of(func, args, kwargs).get("p", args[0])
+            return func(*args, **kwargs).copy_(pattern(args[0]) < chance)
         if seeded:
             return func(*args[:-2], torch.tensor(0), 0, **kwargs)
         if (drawing := random.with_generator(func)) is None:
             return func(*args, **kwargs)
         device = args[0].device if args and isinstance(args[0], Tensor) else "cpu"
-        return drawing(
-            *random.with_defaults(func, args), **{**kwargs, "generator": _generator(device)}
-        )
-
-
-def _generator(device: Any) -> torch.Generator:
-    return torch.Generator(device).manual_seed(random.mix(0, 0))
-
-
-def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation that are not None, by name."""
-    arguments = random.arguments_of(func, args, kwargs)
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
-def _heaviest(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
-    order: Tensor = x.argsort(stable=True, dim=-1, descending=True)
-    count = given["num_samples"]
-    return order[..., torch.arange(count, device=order.device) % order.shape[-1]]
-
-
-_DRAWS: dict[str, Callable[[Tensor, Any, Mapping[str, Any]], Any]] = {
-    "bernoulli": lambda u, x, given: u < given.get("p", x),
-    "poisson": lambda u, x, given: (u * 2 * x).floor(),
-    "_standard_gamma": lambda u, x, given: (u + 0.5) * x,
-    "multinomial": _heaviest,
-}
-"""Operation → its draws, given the pattern, its first argument, and all arguments by name."""
+        generator = torch.Generator(device).manual_seed(random.mix(0, 0))
+        return drawing(*random.with_defaults(func, args), **{**kwargs, "generator": generator})

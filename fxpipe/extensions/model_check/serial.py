@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fxpipe.ir.plan import Plan
+from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.value import HOST, gradient_groups, outputs_of
-from fxpipe.kernels.kernel import BackwardResult
-from fxpipe.torchtools.state import brought
+from fxpipe.kernels.kernel import BackwardResult, ForwardResult
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,8 @@ def run_serially(
     *,
     halves: bool = False,
     own: Collection[int] | None = None,
-    devices: Sequence[torch.device] = (),
     take: Callable[[str, Tensor], None] | None = None,
+    again: bool = False,
 ) -> SerialResult:
     """Run one micro-batch through a differentiated plan, forward and, if asked, backward.
 
@@ -52,30 +50,29 @@ def run_serially(
         output_gradients: value → its gradient, for each output that carries one back.
         halves: whether to run every backward as its two halves.
         own: the stages whose parameters' gradients are wanted; by default all.
-        devices: stage → the device of its parameters and buffers, to which values are copied; by
-            default all is on one device.
         take: gets each parameter's gradient, with its name, as soon as its stage has run; by
             default they are kept in the result.
+        again: whether stages keep nothing for their backwards but run their forwards again.
     """
-
-    def here(value: Any, stage: int) -> Any:
-        on_cpu = not isinstance(value, Tensor) or value.is_cpu
-        return value if on_cpu or not devices else brought(value, devices[stage])
-
     crossed = dict(values)
+
+    def forward(stage: Stage) -> ForwardResult:
+        assert stage.kernel is not None, "differentiate the plan first"
+        return stage.kernel.forward(
+            [state[a.target] for a in stage.parameters],
+            [state[a.target] for a in stage.buffers],
+            [crossed[edge.value] for edge in plan.edges_into(stage.index)],
+        )
+
     written: dict[str, Tensor] = {}
     saved: list[list[Any]] = []
     for stage in plan.stages:
-        assert stage.kernel is not None, "differentiate the plan first"
-        result = stage.kernel.forward(
-            [state[a.target] for a in stage.parameters],
-            [state[a.target] for a in stage.buffers],
-            [here(crossed[edge.value], stage.index) for edge in plan.edges_into(stage.index)],
-        )
+        result = forward(stage)
         names = outputs_of(plan.edges_from(stage.index))
         crossed.update(zip(names, result.outputs, strict=True))
         written.update(zip((w.target for w in stage.writes), result.writes, strict=True))
-        saved.append(result.saved)
+        saved.append([] if again else result.saved)
+        del result
     gradients: dict[str, Tensor] = {}
     crossing: dict[tuple[str, int], Tensor] = {
         (name, HOST): gradient for name, gradient in output_gradients.items()
@@ -85,10 +82,10 @@ def run_serially(
     for stage in reversed(needed):
         assert stage.kernel is not None
         incoming = [
-            reduce(add, [here(crossing[edge.value, edge.target], stage.index) for edge in group])
+            reduce(add, [crossing[edge.value, edge.target] for edge in group])
             for group in gradient_groups(plan.edges_from(stage.index))
         ]
-        kernel, kept = stage.kernel, saved[stage.index]
+        kernel, kept = stage.kernel, forward(stage).saved if again else saved[stage.index]
         if halves:
             inputs, deferred = kernel.input_grad(kept, incoming)
             back = BackwardResult(inputs, kernel.weight_grad(deferred))

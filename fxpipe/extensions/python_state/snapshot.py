@@ -64,6 +64,7 @@ class StateSnapshot:
 
     Attributes:
         values: expression, such as ``model.scale`` → its value.
+        reads: what the code reads.
         modules: the model's modules.
         parameters: the model's parameters.
         dense: the parameters that have strides.
@@ -78,7 +79,7 @@ class StateSnapshot:
         self._dicts: list[tuple[Mapping[Any, Any], int | None, list[tuple[Any, Any]]]] = []
         self._lists: list[tuple[Any, list[Any]]] = []  # (a collection, a copy of it as a list)
         self._cells: list[tuple[CellType, Any]] = []  # (a variable of a closure, its value)
-        self._reads = reads
+        self.reads = reads
         self._tracer = options.tracer
         self._first: dict[int, str] = {}  # id → the first expression for the object
         self._rest: deque[tuple[str, Any]] = deque()  # expressions and values to enter
@@ -201,7 +202,7 @@ class StateSnapshot:
 
     def _function(self, path: str, function: FunctionType) -> None:
         """Visit the defaults and the closure of a function that ran."""
-        if function.__code__ in self._reads.codes:
+        if function.__code__ in self.reads.codes:
             self._at(f"{path}.__defaults__", function.__defaults__)
             self._at(f"{path}.__kwdefaults__", function.__kwdefaults__)
             names, cells = function.__code__.co_freevars, function.__closure__ or ()
@@ -211,7 +212,7 @@ class StateSnapshot:
                 self._at(f"{path}.{name}", content)
 
     def _attributes(self, path: str, held: Mapping[str, Any], but: Collection[str] = ()) -> None:
-        names = self._reads.names
+        names = self.reads.names
         items = [(n, v) for n, v in held.items() if n in names and n not in but]
         self._dicts.append((held, len(held), items))
         for name, value in items:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
@@ -364,3 +365,35 @@ def test_an_encoder_that_leaves_out_padding_is_refused_with_a_cure_that_works() 
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
     assert torch.equal(made, torch.cat(alone))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_the_check_keeps_no_gradients_of_a_stage_beside_those_of_the_next(schedule: str) -> None:
+    """Nor those of one run beside those of another."""
+    alive: list[weakref.ref[Tensor]] = []
+    most: list[int] = []
+
+    def watched(*args: Any, take: Callable[[str, Tensor], None], **options: Any) -> SerialResult:
+        def count(name: str, gradient: Tensor) -> None:
+            alive.append(weakref.ref(gradient))
+            most.append(sum(made() is not None for made in alive))
+            take(name, gradient)
+
+        return run_serially(*args, take=count, **options)
+
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
+    module = "fxpipe.extensions.model_check.check.run_serially"
+    with (
+        patch(module, watched),
+        fxpipe.compile(
+            model,
+            ["cpu"] * 3,
+            microbatches=4,
+            schedule=schedule,
+            partition=["2", "4"],
+            loss=nn.functional.mse_loss,
+        ) as pipe,
+    ):
+        pipe.prepare(torch.randn(8, 8), target=torch.randn(8, 8))
+    assert len(most) == (12 if schedule == "zb-h1" else 6)
+    assert max(most) == 2

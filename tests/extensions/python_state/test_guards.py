@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 
 import fxpipe
-from fxpipe.extensions.python_state.variants import VARIANTS
+from fxpipe.extensions.python_state.state_guard import OFTEN
 from tests.oracles import loop
 
 SLOPE = 1.0
@@ -278,28 +278,24 @@ def test_counters_that_no_code_reads_are_no_reason_to_trace(
 
 
 @pytest.mark.smoke
-def test_a_state_that_comes_back_has_its_graphs_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_change_is_traced_once_and_often_changes_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = Net()
     x, target = torch.randn(8, 4), torch.randint(3, (8,))
     with (
         caplog.at_level(logging.INFO, "fxpipe"),
         fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe,
     ):
-        for scale in (1.0, 2.0, 1.0, 2.0):
-            model.scale = scale
-            pipe.step(x, target=target)
-    assert caplog.text.count("anew") == 1
-    assert "Net is traced anew, as model.scale has changed" in caplog.text
-
-
-def test_graphs_of_old_states_are_forgotten() -> None:
-    model = Net()
-    x, target = torch.randn(4, 4), torch.randint(3, (4,))
-    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
-        for scale in range(VARIANTS + 3):
-            model.scale = float(scale)
-            pipe.step(x, target=target)
-        assert len(pipe._compiler.plans.graphs) == VARIANTS
+        for change in range(OFTEN + 2):
+            model.scale = float(change % 2)
+            for _ in range(2):
+                pipe.step(x, target=target)
+            assert len(pipe._compiler.plans.graphs) == 1  # earlier ones are forgotten
+            told = [r for r in caplog.records if "Net is traced anew" in r.getMessage()]
+            assert len(told) == change
+    assert "as model.scale has changed" in told[0].getMessage()
+    assert [r.levelno for r in told].count(logging.WARNING) == 1
 
 
 COLLECTED = 0

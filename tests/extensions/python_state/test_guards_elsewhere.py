@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.extensions.python_state.variants import VARIANTS
 from tests.extensions.leaf_modules.leaf_tracer import LeavesOnly
 from tests.oracles import loop
 
@@ -155,27 +154,6 @@ class Net(nn.Linear):
         assert torch.equal(pipe(x), 2 * before)
         mine["SLOPE"] = 4.0
         assert torch.equal(pipe(x), 8 * before)
-
-
-def test_a_state_that_is_used_again_and_again_stays_known(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Gained(nn.Linear):
-        gain = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.gain
-
-    model, x = Gained(4, 4), torch.randn(4, 4)
-    with (
-        caplog.at_level(logging.INFO, "fxpipe"),
-        fxpipe.compile(model, ["cpu"], microbatches=2) as pipe,
-        torch.no_grad(),
-    ):
-        for gain in range(1, VARIANTS + 4):
-            for model.gain in (0, gain):
-                pipe(x)
-    assert caplog.text.count("anew") == VARIANTS + 3
 
 
 @pytest.mark.smoke

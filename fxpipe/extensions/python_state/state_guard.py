@@ -1,9 +1,8 @@
 """Watch the Python state that traces have read; if it changes, the model is traced anew.
 
 A graph holds numbers, flags and submodules as they were when the model was traced: ``self.scale``,
-the ``p`` of a dropout, a weight of the loss in a closure. Each combination of their values is a
-variant, with graphs of its own. Only names that occur in code which ran are watched, so attributes
-that a trainer keeps in a module for itself never cause a new trace.
+the ``p`` of a dropout, a weight of the loss in a closure. Only names that occur in code which ran
+are watched, so attributes that a trainer keeps in a module for itself never cause a new trace.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -26,29 +24,18 @@ from fxpipe.log import LOGGER
 
 T = TypeVar("T")
 
-VARIANTS = 8
-"""The number of variants that are kept, each with its graphs."""
+OFTEN = 8
+"""After so many changes there is a warning."""
 
 
-@dataclass
-class _Variant:
-    """One combination of the values of all expressions that traces have read."""
-
-    number: int
-    reads: CodeReads
-    values: dict[str, Any]
-
-
-class Variants(Guard):
-    """The variants of a model and its loss."""
+class StateGuard(Guard):
+    """Watches what the code of a model and its loss reads."""
 
     def __init__(self, options: Options, leaves: Mapping[str, nn.Module]) -> None:
         super().__init__(options, leaves)
         self._reads = CodeReads()
-        self._variants: list[_Variant] = []
-        self._count = 0
-        self._current: _Variant | None = None
         self._seen: StateSnapshot | None = None
+        self._changes = 0
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -79,7 +66,6 @@ class Variants(Guard):
             yield
         finally:
             profile_again(before)
-            self._seen = None
 
     def checked(self, run: Callable[[], T]) -> T:
         """Run the model. Raises TraceError like ``refuse_changes``."""
@@ -90,66 +76,38 @@ class Variants(Guard):
         return code in self._reads.codes
 
     def present(self) -> Present:
-        variant, seen = self.variant(), self._seen
+        old = self._seen
+        if old is None or not old.holds():
+            self._seen = self._snapshot(self._reads if old is None else old.reads)
+            if old is not None and self._seen.values != old.values:
+                self._changes += 1
+                report = LOGGER.warning if self._changes == OFTEN else LOGGER.info
+                report(
+                    "%s is traced anew, as %s has changed; a number that changes often belongs "
+                    "into a buffer that is written in place",
+                    type(self.options.model).__name__,
+                    _changed(old.values, self._seen.values),
+                )
+        seen = self._seen
         assert seen is not None
-        return Present(variant, seen.modules, seen.parameters, seen.dense)
-
-    def variant(self) -> int:
-        """The number of the model's present variant, which is a new one if its state is new."""
-        if self._seen is not None and self._current is not None and self._seen.holds():
-            return self._current.number
-        snapshots: dict[int, StateSnapshot] = {}
-        for variant in reversed(self._variants):
-            snapshot = snapshots.get(id(variant.reads)) or self._snapshot(variant.reads)
-            snapshots[id(variant.reads)] = snapshot
-            if snapshot.values == variant.values:
-                self._variants.remove(variant)
-                self._variants.append(variant)  # the least recently used one comes first
-                break
-        else:
-            variant, snapshot = self._new()
-        self._current, self._seen = variant, snapshot
-        return variant.number
+        return Present(self._changes, seen.modules, seen.parameters, seen.dense)
 
     def settle(self) -> None:
-        assert self._current is not None
-        same_reads = self._current.reads is self._reads
-        if same_reads and self._seen is not None and self._seen.holds():
+        old = self._seen
+        again = old is not None and old.reads is self._reads
+        if old is not None and again and old.holds():
             return
-        snapshot = self._snapshot(self._reads)
-        if same_reads and snapshot.values != self._current.values:
+        self._seen = self._snapshot(self._reads)
+        if old is not None and again and self._seen.values != old.values:
             LOGGER.warning(
                 "%s changes %s itself while it runs; in its graphs that stays as it was when they "
                 "were traced, so keep it in a buffer (register_buffer) that is written in place",
                 type(self.options.model).__name__,
-                _changed(self._current.values, snapshot.values),
+                _changed(old.values, self._seen.values),
             )
-        self._current.reads, self._current.values = self._reads, snapshot.values
-        self._seen = snapshot
 
     def _snapshot(self, reads: CodeReads) -> StateSnapshot:
         return StateSnapshot(reads, self.options, self.called)
-
-    def _new(self) -> tuple[_Variant, StateSnapshot]:
-        if self._current is not None:
-            old, new = self._current.values, self._snapshot(self._current.reads).values
-            report = LOGGER.warning if self._count == VARIANTS else LOGGER.info
-            report(
-                "%s is traced anew, as %s has changed; a number that changes often belongs into a "
-                "buffer that is written in place",
-                type(self.options.model).__name__,
-                _changed(old, new),
-            )
-        snapshot = self._snapshot(self._reads)
-        variant = _Variant(self._count, self._reads, snapshot.values)
-        self._count += 1
-        self._variants.append(variant)
-        del self._variants[:-VARIANTS]
-        return variant, snapshot
-
-    @property
-    def kept(self) -> set[int]:
-        return {variant.number for variant in self._variants}
 
 
 def _read(code: CodeType, module: dict[str, Any], reads: CodeReads) -> None:
