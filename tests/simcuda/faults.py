@@ -359,7 +359,7 @@ FAULTS = {
     ),
     "ignored targets are counted on the host": Fault(
         "fxpipe.extensions.loss_weight.weighing",
-        "    if not terms:\n        return None\n",
+        "    if not means or len(counts) != len(terms):\n        return None\n",
         "    return None\n",
         ("ignored targets",),
     ),

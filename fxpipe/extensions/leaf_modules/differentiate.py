@@ -6,19 +6,19 @@ there are, and what memory a stage takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from fxpipe.extensions.leaf_modules.counting import Counting
 from fxpipe.extensions.leaf_modules.kernel import AutogradKernel, CountedBytes
 from fxpipe.ir.plan import Plan, Stage
-from fxpipe.ir.value import Edge
 from fxpipe.passes.differentiate.differentiate import Differentiator, Wanted
+from fxpipe.passes.differentiate.extract import extract
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import memory, size_in_bytes
@@ -87,8 +87,12 @@ class _Probe(Differentiator):
         """The kernel of a stage all of whose inputs and outputs may have gradients."""
         incoming, names = self.incoming(stage), self.returned(stage)
         flags = [self.needs_gradient(edge) for edge in incoming]
+        nodes = {node.name: node for node in stage.graph.graph.nodes if node.op != "output"}
+        inputs = [nodes[edge.value] for edge in incoming]
+        rest = [node for node in nodes.values() if node not in inputs]
+        graph = extract(inputs, rest, [nodes[name] for name in names])
         return AutogradKernel(
-            _callable(stage, incoming, names),
+            lazy_module(stage.graph, graph, f"Stage{stage.index}Forward"),
             parameters=[a.target for a in stage.parameters],
             buffers=[a.target for a in stage.buffers],
             written=[write.target for write in stage.writes],
@@ -97,20 +101,3 @@ class _Probe(Differentiator):
             output_gradients=[True] * len(names),
             recording=bool(self.wanted.outputs),
         )
-
-
-def _callable(stage: Stage, incoming: Sequence[Edge], returned: Sequence[str]) -> fx.GraphModule:
-    """The graph of a stage, with the values of ``incoming`` edges as inputs and
-    the ``returned`` values as outputs, both in order."""
-    graph = fx.Graph()
-    nodes = {node.name: node for node in stage.graph.graph.nodes}
-    copies: dict[fx.Node, fx.Node] = {}
-    for edge in incoming:
-        copies[nodes[edge.value]] = graph.placeholder(edge.value)
-    for node in stage.graph.graph.nodes:
-        if node in copies or node.op == "output":
-            continue
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
-    graph.output(tuple(copies[nodes[name]] for name in returned))
-    graph.lint()
-    return lazy_module(stage.graph, graph, f"Stage{stage.index}Forward")

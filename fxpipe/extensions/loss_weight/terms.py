@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxpipe.extensions.loss_weight.copies import current_copy
 from fxpipe.ir.traced import DRAWS, Traced
 from fxpipe.passes.differentiate.extract import ancestors, extract
 from fxpipe.passes.graph.lazy_module import lazy_module, move_constants
@@ -263,6 +263,26 @@ def _count(
     weights = current_copy(weight, target.device).double()[target.where(kept, 0)]
     total = weights.where(kept, 0).sum()
     return total.where((total != 0) | ~kept.any(), math.nan) if smooth else total
+
+
+_COPIES = WeakTensorKeyDictionary()
+"""Tensor → device → the tensor's version, and a copy of it."""
+
+
+def current_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, not to be written.
+
+    It is copied anew where it has been written since, so that the host waits for a device only
+    then.
+    """
+    if tensor.device == device:
+        return tensor
+    copies: dict[torch.device, tuple[int, Tensor]] = _COPIES.setdefault(tensor, {})
+    version, copy = copies.get(device, (-1, tensor))
+    if version != tensor._version:
+        copy = tensor.to(device)
+        copies[device] = tensor._version, copy
+    return copy
 
 
 def _moved(module: fx.GraphModule, graph: fx.Graph, device: torch.device) -> fx.GraphModule:

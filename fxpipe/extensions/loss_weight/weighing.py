@@ -15,9 +15,8 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.objective import Objective, Weighing, with_weights
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
-from fxpipe.extensions.loss_weight.copies import current_copy
 from fxpipe.extensions.loss_weight.discarding import discarding
-from fxpipe.extensions.loss_weight.terms import Divisor, loss_terms
+from fxpipe.extensions.loss_weight.terms import Divisor, current_copy, loss_terms
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.torchtools.source import users_level
@@ -59,10 +58,13 @@ class ByDivisors(Weighing):
         counted = self._counts_others(compiled, len(micro))
         if not counted and replicas == 1:
             return super().joined(compiled, micro)
-        buffers = known_buffers(compiled.traced, self.options.model)
-        if replicas == 1 and (there := on_device(terms, micro, buffers)) is not None:
-            return replace(micro, weights=there)
-        values = divided(terms, micro, buffers, alone=replicas == 1) if counted else []
+        values: list[Divided] = []
+        if counted:
+            buffers = known_buffers(compiled.traced, self.options.model)
+            found = divided(terms, micro, buffers, alone=replicas == 1)
+            if replicas == 1 and (there := on_device(terms, found)) is not None:
+                return replace(micro, weights=there)
+            values = as_numbers(found)
         parts = self.exchanged(compiled, (objective.counts(micro), values))
         weights = objective.weights([count for counts, _ in parts for count in counts])
         every, wrong = [values for _, values in parts], None
@@ -102,6 +104,9 @@ Divided = Sequence[float] | None
 """Micro-batch → the value that a term of its loss is divided by; empty if that is not known. None
 if these values are in proportion to the samples."""
 
+Found = Sequence[float | Tensor] | None
+"""The same, but values that are counted on a device are scalars there."""
+
 
 def weighed(
     terms: Sequence[Divisor | None], divided: Sequence[Divided], shares: Sequence[float]
@@ -139,52 +144,42 @@ def divided(
     buffer: Callable[[str, torch.device], Tensor],
     *,
     alone: bool,
-) -> list[Divided]:
+) -> list[Found]:
     """Compute the values that the terms of each micro-batch's loss are divided by.
-
-    Of targets on a device, all are counted there first, so that the host waits for it once.
 
     Args:
         terms: micro-batch → the divisor of each term.
         buffer: name, device → buffer or constant, there.
         alone: whether there is no other replica; then nothing is counted if no target is ignored.
     """
-    values = [
+    return [
         None
         if divisors[0] is None or (alone and _counts_all(divisors[0], micro.batch))
         else _values(divisors, micro.leaves, buffer)
         for divisors in zip(*terms, strict=True)
     ]
-    there = [x.double() for term in values for x in term or () if isinstance(x, Tensor)]
-    read = iter(torch.stack([x.to(there[0].device) for x in there]).tolist() if there else ())
-    return [
-        None if term is None else [next(read) if isinstance(x, Tensor) else x for x in term]
-        for term in values
-    ]
 
 
-def on_device(
-    terms: Sequence[Sequence[Divisor | None]],
-    micro: MicroBatches,
-    buffer: Callable[[str, torch.device], Tensor],
-) -> Tensor | None:
-    """The weights of micro-batches, computed on the device of the targets, so that the host does
-    not wait for it. None if a loss is not just a mean over targets that are not ignored, or if
-    these are on the CPU. NaN if all targets are ignored, as the loss is then."""
-    if not terms:
+def on_device(terms: Sequence[Sequence[Divisor | None]], found: Sequence[Found]) -> Tensor | None:
+    """The weights of micro-batches on the device of the targets, so that the host does not wait for
+    it. None if a loss is not just a mean over targets that are not ignored, or if these are on the
+    CPU. NaN if all targets are ignored, as the loss is then."""
+    counts = [x for term in found for x in term or () if isinstance(x, Tensor)]
+    means = all(len(each) == 1 and each[0] is not None and each[0].counts for each in terms)
+    if not means or len(counts) != len(terms):
         return None
-    counts: list[Tensor] = []
-    for divisors, leaves in zip(terms, micro.leaves, strict=True):
-        if len(divisors) != 1 or divisors[0] is None:
-            return None
-        divisor, arguments = divisors[0], [leaves[i] for i in divisors[0].leaves]
-        if not divisor.counts or _place(arguments).type == "cpu":
-            return None
-        if not isinstance(count := _value(divisor, arguments, buffer), Tensor):
-            return None
-        counts.append(count)
     stacked = torch.stack(counts).double()
     return stacked / stacked.sum()
+
+
+def as_numbers(found: Sequence[Found]) -> list[Divided]:
+    """What was found, as numbers. The host waits for a device once."""
+    there = [x.double() for term in found for x in term or () if isinstance(x, Tensor)]
+    numbers = iter(torch.stack([x.to(there[0].device) for x in there]).tolist() if there else ())
+    return [
+        None if term is None else [next(numbers) if isinstance(x, Tensor) else x for x in term]
+        for term in found
+    ]
 
 
 def joined_terms(parts: Sequence[Sequence[Divided]]) -> list[Divided]:
@@ -204,8 +199,9 @@ def _values(
     parts: Sequence[Sequence[Any]],
     buffer: Callable[[str, torch.device], Tensor],
 ) -> list[float | Tensor] | None:
-    """The value that a term is divided by in each micro-batch, on a device where it is counted
-    there. None if computing it fails: the run will then fail with its own error."""
+    """The value that a term is divided by in each micro-batch: a scalar on a device, for which the
+    host does not wait, if the inputs that it depends on are there. None if computing it fails: the
+    run will then fail with its own error."""
     values: list[float | Tensor] = []
     try:
         for divisor, leaves in zip(divisors, parts, strict=True):
@@ -213,22 +209,16 @@ def _values(
             if divisor.made is None:
                 return []
             inputs = [leaves[i] for i in divisor.leaves]
-            values.append(_value(divisor, inputs, buffer))
+            place = _place(inputs)
+            buffers = [buffer(name, place) for name in divisor.buffers]
+            value = divisor.made(*inputs, *buffers, device=place)
+            if isinstance(value, Tensor) and place.type != "cpu":
+                values.append(value.view(()))
+            else:
+                values.append(float(value))
     except Exception:
         return None
     return values
-
-
-def _value(
-    divisor: Divisor, inputs: Sequence[Any], buffer: Callable[[str, torch.device], Tensor]
-) -> float | Tensor:
-    """The value of a divisor; a scalar on a device, for which the host does not wait, if the
-    inputs that it depends on are there."""
-    assert divisor.made is not None
-    place = _place(inputs)
-    buffers = [buffer(name, place) for name in divisor.buffers]
-    value = divisor.made(*inputs, *buffers, device=place)
-    return value.view(()) if isinstance(value, Tensor) and place.type != "cpu" else float(value)
 
 
 def _place(arguments: Sequence[Any]) -> torch.device:

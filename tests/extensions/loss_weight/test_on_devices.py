@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fxpipe
-from fxpipe.extensions.loss_weight.weighing import divided, on_device
+from fxpipe.extensions.loss_weight.weighing import as_numbers, divided
 from tests.helpers.profiles import deep
 from tests.simcuda.process import on_devices, simulated
 from tests.simcuda.test_steps import PLACES, Tokens, tokens
@@ -76,11 +76,10 @@ def for_replicas() -> tuple[Any, Any, int]:
     cuda.configure(cuda.Mode.LAZY)
     x, y = tokens(2)
     with fxpipe.compile(Tokens("plain"), PLACES, microbatches=4, optimizer=sgd) as pipe:
-        with patch("fxpipe.extensions.loss_weight.weighing.on_device", wraps=on_device) as asked:
+        with patch("fxpipe.extensions.loss_weight.weighing.divided", wraps=divided) as asked:
             pipe.step(x, y.to("cuda:0"))
-        terms, micro, _ = asked.call_args.args
         cuda.take()
-        counts = divided(terms, micro, lambda name, device: torch.empty(0), alone=False)
+        counts = as_numbers(divided(*asked.call_args.args, alone=False))
         waits = sum(cuda.take().waits.values())
     return counts, [(part != -100).sum().item() for part in y.split(2)], waits
 
