@@ -13,7 +13,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from html import escape
 from pathlib import Path
 from typing import overload
 
@@ -238,12 +237,6 @@ def quoted(text: str) -> str:
     lines = [graphviz.escape(_printable(line).replace("&", "&amp;")) for line in text.split("\n")]
     label: str = graphviz.nohtml(r"\n".join(lines))
     return label
-
-
-def markup(text: str) -> str:
-    """Quote ``text`` for use inside an HTML-like label."""
-    # Graphviz expands escapes such as \N there too, and has no way to quote a backslash.
-    return escape(_printable(text)).replace("\\", "\\\N{ZERO WIDTH SPACE}")
 
 
 def _printable(text: str) -> str:

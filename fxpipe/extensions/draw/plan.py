@@ -12,14 +12,13 @@ from fxpipe.extensions.draw.picture import (
     FAINT,
     FAULT,
     FORWARD,
-    IDLE,
+    INK,
     INPUT,
-    PAPER,
-    PARAMETER,
     SKIP,
     Picture,
     blank,
-    markup,
+    quoted,
+    tint,
 )
 from fxpipe.extensions.tables import count_text, lines, runs, shape_text, time_text
 from fxpipe.formatting import bytes_text, plural
@@ -28,8 +27,8 @@ from fxpipe.ir.value import HOST, Edge
 
 _LINE, _MODULE_LINES = 44, 4
 _NAME, _VALUES = 28, 6
-_TINT = "50"
-"""The alpha channel of colours behind text."""
+_RED = {"color": FAULT, "penwidth": "2.5"}
+"""The look of what is at fault."""
 
 
 def draw_plan(plan: Plan) -> Picture:
@@ -44,7 +43,14 @@ def draw_plan(plan: Plan) -> Picture:
     seconds = _seconds(plan)
     for at, stage in enumerate(plan.stages):
         share = f"{100 * seconds[at] / sum(seconds):.0f} % of the work" if seconds[1:] else ""
-        picture.node(f"stage{stage.index}", label=_stage(stage, share, wrong), shape="plain")
+        picture.node(
+            f"stage{stage.index}",
+            label=_left(_stage(stage, share)),
+            style="filled",
+            fillcolor=tint(FORWARD, 1, 2),
+            margin="0.1,0.05",
+            **(_RED if f"stage {stage.index}" in wrong else {}),
+        )
     for before, after in pairwise(plan.stages):
         # Keeps the stages below each other even where no value goes from one to the next.
         picture.edge(f"stage{before.index}", f"stage{after.index}", style="invis", weight="20")
@@ -61,7 +67,8 @@ def draw_plan(plan: Plan) -> Picture:
         ways.setdefault((tail, head, edge.gradient), []).append(edge)
     for (tail, head, gradient), edges in ways.items():
         _draw_way(picture, plan, tail, head, gradient, edges, wrong)
-    picture.graph_attr["label"] = _caption(plan, marks)
+    picture.graph_attr.update(label=_left(_caption(plan, marks)), labeljust="l")
+    picture.graph_attr["fontcolor"] = FAULT if marks.faults else INK
     return picture
 
 
@@ -72,31 +79,20 @@ def _seconds(plan: Plan) -> list[float]:
     return seconds if len(seconds) == len(costs) and any(seconds) else []
 
 
-def _stage(stage: Stage, share: str, wrong: Collection[str]) -> str:
-    """The label of a stage's box: number, share of the work, costs, modules and counts."""
-    name = f"stage {stage.index}"
-    costs = ""
+def _stage(stage: Stage, share: str) -> list[str]:
+    """The lines of a stage's box: number, share of the work, costs, modules and counts."""
+    rows = [f"stage {stage.index}", share]
     if stage.costs is not None:
         forward, backward = time_text(stage.costs.forward), time_text(stage.costs.backward)
-        costs = f"forward {forward} · backward {backward}"
-    modules = lines(runs(stage.modules), _LINE, _MODULE_LINES)
+        rows.append(f"forward {forward} · backward {backward}")
     state = [_arguments(stage, stage.parameters, "parameter")]
     if stage.buffers:
         state.append(_arguments(stage, stage.buffers, "buffer"))
     work = [plural(sum(n.op.startswith("call") for n in stage.graph.graph.nodes), "operation")]
     if stage.under_autograd:
         work.append("leaf modules, under autograd")
-    rows = [
-        f'<TR><TD BGCOLOR="{FORWARD}" ALIGN="LEFT"><B>{name}</B>'
-        f"{_small('&#160;' + share if share else '')}</TD>"
-        f'<TD BGCOLOR="{FORWARD}" ALIGN="RIGHT">{_small(costs)}</TD></TR>',
-        _wide("".join(f'{markup(line)}<BR ALIGN="LEFT"/>' for line in modules if line)),
-        _wide(_small(" · ".join(state)), PARAMETER + _TINT),
-        _wide(_small(" · ".join(work)), IDLE),
-    ]
-    if name in wrong:
-        return _table(rows, padding=3, border=3, fill=PAPER, colour=FAULT)
-    return _table(rows, padding=3, border=1, fill=PAPER)
+    modules = lines(runs(stage.modules), _LINE, _MODULE_LINES)
+    return [*rows, *modules, " · ".join(state), " · ".join(work)]
 
 
 def _arguments(stage: Stage, arguments: Sequence[Argument], word: str) -> str:
@@ -112,10 +108,8 @@ def _arguments(stage: Stage, arguments: Sequence[Argument], word: str) -> str:
 
 def _draw_value(picture: Picture, plan: Plan, node: str, word: str, edge: Edge) -> None:
     """Draw an input from the caller or an output to it."""
-    label = _table([f"<TR><TD>&#160;{word}</TD>{_cells(plan, edge)}</TR>"], padding=1)
-    picture.node(
-        node, label=label, style="filled,rounded", fillcolor=INPUT, color=FAINT, height="0.3"
-    )
+    style = {"style": "filled,rounded", "fillcolor": INPUT, "color": FAINT, "margin": "0.08,0.03"}
+    picture.node(node, label=_left([word, _value(plan, edge)]), **style)
 
 
 def _draw_way(
@@ -129,40 +123,36 @@ def _draw_way(
 ) -> None:
     """Draw one arrow for all values between the same two stages."""
     attributes: dict[str, str] = {"weight": "10"}
-    rows = [f"<TR>{_cells(plan, edge)}</TR>" for edge in edges[:_VALUES]]
+    rows = [_value(plan, edge) for edge in edges[:_VALUES]]
     if rest := edges[_VALUES:]:
         sizes = [plan.bytes_of(edge) for edge in rest]
         known = [size for size in sizes if size is not None]
         total = f", {bytes_text(sum(known))}" if len(known) == len(sizes) else ""
-        rows.append(_wide(_small(f"&#160;… and {len(rest)} more{total}"), span=3))
+        rows.append(f"… and {len(rest)} more{total}")
     if edges[0].kind == "skip":
-        rows.insert(0, _wide(f'<FONT COLOR="{SKIP}">&#160;past stages</FONT>', span=3))
+        rows.insert(0, "past stages")
         attributes = {"style": "dashed", "color": SKIP, "weight": "1"}
     if HOST not in (edges[0].source, edges[0].target):
-        attributes["label"] = _table(rows, padding=1)
+        attributes["label"] = _left(f"  {row}" for row in rows)  # apart from the arrow
     if gradient:
         attributes |= {"dir": "both", "arrowtail": "odot"}
     if any(f"edge {edge}" in wrong or f"value {edge.value}" in wrong for edge in edges):
-        attributes |= {"color": FAULT, "penwidth": "2.5"}
+        attributes |= _RED
     picture.edge(tail, head, **attributes)
 
 
-def _cells(plan: Plan, edge: Edge) -> str:
-    """The table cells with the name, shape and bytes of a value."""
-    spec = plan.specs.get(edge.value)
-    name = lines([edge.value], _NAME, 1)[0]
-    texts = [markup(name)]
-    if spec is not None:
-        texts += [shape_text(spec.shape, spec.dtype), bytes_text(spec.bytes)]
-    return "".join(f'<TD ALIGN="LEFT">&#160;{_small(text)}&#160;</TD>' for text in texts)
+def _value(plan: Plan, edge: Edge) -> str:
+    """The name, shape and bytes of a value."""
+    spec, name = plan.specs.get(edge.value), lines([edge.value], _NAME, 1)[0]
+    if spec is None:
+        return name
+    return " · ".join([name, shape_text(spec.shape, spec.dtype), bytes_text(spec.bytes)])
 
 
-def _caption(plan: Plan, marks: FaultMarks) -> str:
+def _caption(plan: Plan, marks: FaultMarks) -> list[str]:
     """The caption: counts, the meaning of the arrows, and the faults."""
     parameters = sum(len(stage.parameters) for stage in plan.stages)
-    rows = [
-        _wide(f"<B>{plural(len(plan.stages), 'stage')} · {plural(parameters, 'parameter')}</B>")
-    ]
+    counts = f"{plural(len(plan.stages), 'stage')} · {plural(parameters, 'parameter')}"
     meanings = []
     if any(edge.kind == "skip" for edge in plan.edges):
         meanings.append("dashed: past the stages between")
@@ -173,29 +163,9 @@ def _caption(plan: Plan, marks: FaultMarks) -> str:
     if len(seconds := _seconds(plan)) > 1:
         ratio = max(seconds) * len(seconds) / sum(seconds)
         meanings.append(f"slowest stage: {ratio:.2f} times the mean")
-    if meanings:
-        rows.append(_wide(_small(" · ".join(meanings))))
-    for text in marks.listed:
-        rows.append(_wide(_small(f'<FONT COLOR="{FAULT}">{markup(text)}</FONT>')))
-    return _table(rows, padding=1)
+    return [counts, " · ".join(meanings), *marks.listed]
 
 
-def _wide(html: str, fill: str = "", span: int = 2) -> str:
-    """A table row with a single cell."""
-    background = f' BGCOLOR="{fill}"' if fill else ""
-    return f'<TR><TD COLSPAN="{span}" ALIGN="LEFT"{background}>{html}</TD></TR>' if html else ""
-
-
-def _small(html: str) -> str:
-    return f'<FONT POINT-SIZE="8">{html}</FONT>' if html else ""
-
-
-def _table(
-    rows: Iterable[str], *, padding: int, border: int = 0, fill: str = "", colour: str = ""
-) -> str:
-    background = f' BGCOLOR="{fill}"' if fill else ""
-    background += f' COLOR="{colour}"' if colour else ""
-    return (
-        f'<<TABLE BORDER="{border}" CELLBORDER="0" CELLSPACING="0" '
-        f'CELLPADDING="{padding}"{background}>{"".join(rows)}</TABLE>>'
-    )
+def _left(rows: Iterable[str]) -> str:
+    """A label of these lines, but for empty ones, each from the left."""
+    return "".join(quoted(row) + r"\l" for row in rows if row)
