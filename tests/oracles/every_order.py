@@ -81,9 +81,7 @@ def least_time(problem: Any, rows: Sequence[Row]) -> float:
 
 def took(problem: Any, task: Work) -> float:
     """The time of a task."""
-    letter, i, s = task
-    if problem.each:
-        return float(problem.each[3 * s + "FIW".index(letter)][i])
+    letter, _, s = task
     return float({"F": problem.forward, "I": problem.backward, "W": problem.weight}[letter][s])
 
 

@@ -1,8 +1,4 @@
-"""Lower bounds: times below which no schedule of a problem can be.
-
-Where micro-batches take different times, work counts all of them, and all else the least: no
-schedule is slower when every task takes only as long as the shortest of its kind.
-"""
+"""Lower bounds: times below which no schedule of a problem can be."""
 
 from __future__ import annotations
 
@@ -132,11 +128,11 @@ def _forwards(problem: Problem, device: int) -> float:
     """
     held, left, time = problem.held[device], problem.memory[device], 0.0
     if len(held) == 1:
-        return room(problem, held[0]) * problem.longest[held[0]]
+        return room(problem, held[0]) * problem.forward[held[0]]
     m, saved = problem.microbatches, problem.saved
-    for s in sorted(held, key=lambda s: -problem.longest[s] / max(saved[s], 1e-300)):
+    for s in sorted(held, key=lambda s: -problem.forward[s] / max(saved[s], 1e-300)):
         count = m if m * saved[s] <= left else left / saved[s]
-        time, left = time + count * problem.longest[s], left - count * saved[s]
+        time, left = time + count * problem.forward[s], left - count * saved[s]
     return time
 
 

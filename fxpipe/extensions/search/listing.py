@@ -63,7 +63,7 @@ def order_by_policy(
     placement, held = problem.placement, problem.held
     deferred, keeps = problem.deferred, problem.keeps
     splits = not problem.whole
-    took_f, took_i, took_w = (problem.times[kind::3] for kind in range(3))
+    took_f, took_i, took_w = problem.forward, problem.backward, problem.weight
     down, up = problem.down, problem.up
     habits = policy.habits
     need = _needs(problem)
@@ -143,13 +143,13 @@ def order_by_policy(
         if code >= 0 and not code % 3:
             s = code // 3
             awaited = min(soon_i, soon_f) if s == first[d] else soon_i
-            if awaited < now + habits[s][5] * took_f[s][nf[s]]:
+            if awaited < now + habits[s][5] * took_f[s]:
                 code = -1
         if waits >= 0 and code < 0:
             gap = soon - now
             least = habits[blocked][4] if blocked >= 0 else habits[waits][3]
             patient = least == NEVER and blocked < 0 and nf[waits] < m
-            if (gap >= least * took_w[waits][nw[waits]] and not patient) or (
+            if (gap >= least * took_w[waits] and not patient) or (
                 even and idled[d] + gap > max(idled)
             ):
                 code = 3 * waits + 2
@@ -172,7 +172,7 @@ def order_by_policy(
             begun[d] = now
         if kind == 0:
             i = nf[s]
-            took = took_f[s][i]
+            took = took_f[s]
             end = now + took
             nf[s] = i + 1
             level[d] += keeps[s]
@@ -184,7 +184,7 @@ def order_by_policy(
                 at_f[s + 1][i] = arrives
         elif kind == 1:
             j = ni[s]
-            took = took_i[s][j]
+            took = took_i[s]
             end = now + took
             ni[s] = j + 1
             level[d] -= keeps[s] - deferred[s]
@@ -193,7 +193,7 @@ def order_by_policy(
                 e, arrives = placement[s - 1], end + up[s - 1]
                 at_i[s - 1][j] = arrives
         else:
-            took = took_w[s][nw[s]]
+            took = took_w[s]
             end = now + took
             nw[s] += 1
             level[d] -= deferred[s]

@@ -40,8 +40,7 @@ class Problem:
     Attributes:
         microbatches: how many a step has.
         placement: stage → device.
-        forward: stage → time of a micro-batch's forward; the least, where ``each`` tells them
-            apart.
+        forward: stage → time of a micro-batch's forward.
         backward: stage → time of its input gradient, or, where ``whole``, of its backward.
         weight: stage → time of its weight gradient; 0 where ``whole``.
         update: stage → time of its update.
@@ -55,8 +54,6 @@ class Problem:
         flush: whether to minimize the time of one step, from its first task to its last. Otherwise
             batches overlap, with weights that are one version old, and the time of each of many
             steps is minimized: the longest that a device takes from its first task to its last.
-        each: kind of task, numbered as in an ``Order`` → the time of each micro-batch; empty where
-            all are alike.
     """
 
     microbatches: int
@@ -73,7 +70,6 @@ class Problem:
     whole: bool = False
     flush: bool = True
     sums: tuple[float, ...] = ()
-    each: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for device, least in enumerate(self.least_memory):
@@ -100,15 +96,10 @@ class Problem:
         )
 
     @cached_property
-    def times(self) -> tuple[tuple[float, ...], ...]:
-        """Kind of task, numbered as in an ``Order`` → the time of each micro-batch."""
-        alike = zip(self.forward, self.backward, self.weight, strict=True)
-        return self.each or tuple((t,) * self.microbatches for of in alike for t in of)
-
-    @cached_property
-    def longest(self) -> tuple[float, ...]:
-        """Stage → the longest time of a micro-batch's forward."""
-        return tuple(map(max, self.times[::3]))
+    def times(self) -> tuple[float, ...]:
+        """Kind of task, numbered as in an ``Order`` → its time."""
+        stages = zip(self.forward, self.backward, self.weight, strict=True)
+        return tuple(time for stage in stages for time in stage)
 
     @cached_property
     def takes(self) -> tuple[float, ...]:
@@ -143,10 +134,7 @@ class Problem:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """Device → the time that it computes in a step, without updates."""
-        alike = zip(self.forward, self.backward, self.weight, strict=True)
-        times = [self.microbatches * sum(of) for of in alike]
-        if self.each:
-            times = [sum(map(sum, self.each[3 * s : 3 * s + 3])) for s in range(self.stages)]
+        times = [self.microbatches * sum(self.times[3 * s : 3 * s + 3]) for s in range(self.stages)]
         return tuple(sum(times[s] for s in stages) for stages in self.held)
 
     @cached_property

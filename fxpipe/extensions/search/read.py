@@ -12,12 +12,10 @@ from fxpipe.errors import InputError
 from fxpipe.extensions.search.problem import NoRoom, Problem
 from fxpipe.extensions.simulator.costs import (
     Costs,
-    Each,
     Links,
     Times,
     check_keys,
     check_links,
-    each_of,
     link_between,
     times_of,
 )
@@ -50,6 +48,11 @@ class Given:
         if self.costs is None:
             raise InputError("costs is None; map letters of tasks to times, such as {'F': 1.0}")
         check_keys(self.costs)
+        if apart := [key for key in self.costs if not isinstance(key, str) and len(key) == 3]:
+            raise InputError(
+                f"costs has {apart[0]}, and a search takes the same times for all micro-batches; "
+                "leave the micro-batch out, and simulate what is found with times of each"
+            )
         check_links(self.links)
         if self.sizes is not None and not isinstance(self.sizes, Sizes):
             raise InputError(f"sizes is {self.sizes!r}; give Sizes(...)")
@@ -107,7 +110,6 @@ def problems_of(given: Given) -> list[Problem]:
     Raises:
         InputError: an argument is not valid.
     """
-    each = each_of(given.costs, given.microbatches)
     letters = {key if isinstance(key, str) else key[0] for key in given.costs}
     whole = given.whole
     kinds = [whole] if whole is not None else [False] if "B" not in letters else [True]
@@ -119,7 +121,7 @@ def problems_of(given: Given) -> list[Problem]:
         times = times_of(len(placement), _LETTERS, given.costs)
         for whole in kinds:
             try:
-                problems.append(_problem(given, placement, times, each, whole))
+                problems.append(_problem(given, placement, times, whole))
             except NoRoom as error:
                 refused.append(error)
     if not problems:
@@ -169,7 +171,7 @@ def _placed(placement: Sequence[int] | Placement, given: Given) -> Places:
     return recipe.place(devices)
 
 
-def _problem(given: Given, placement: Places, times: Times, each: Each, whole: bool) -> Problem:
+def _problem(given: Given, placement: Places, times: Times, whole: bool) -> Problem:
     stages, devices = range(len(placement)), max(placement) + 1
     saved = deferred = (1.0,) * len(placement)
     sums: tuple[float, ...] = ()
@@ -183,13 +185,11 @@ def _problem(given: Given, placement: Places, times: Times, each: Each, whole: b
         if given.flush:
             sums = tuple(float(sizes.gradients.get(s, 0)) for s in stages)
 
-    def lasting(letter: str, stage: int) -> tuple[float, ...]:
-        """Micro-batch → the time of its task: a whole backward takes as long as its halves, if
-        costs have none."""
-        usual = [times[letter, stage]] * given.microbatches
+    def lasting(letter: str, stage: int) -> float:
+        """The time of a task: a whole backward takes as long as its halves, if costs have none."""
         if letter == "B" and not {"B", ("B", stage)} & given.costs.keys():
-            usual = [*map(sum, zip(lasting("I", stage), lasting("W", stage), strict=True))]
-        return tuple(each.get((letter, stage, i), time) for i, time in enumerate(usual))
+            return times["I", stage] + times["W", stage]
+        return times[letter, stage]
 
     limits = given.limits(devices)
     for device, (most, always) in enumerate(zip(limits, fixed, strict=True)):
@@ -198,18 +198,12 @@ def _problem(given: Given, placement: Places, times: Times, each: Each, whole: b
                 f"device {device} may hold {most:g}, and its parameters and optimizer state take "
                 f"{always:g}; allow more"
             )
-    forward, backward, weight = (
-        [lasting(letter, s) for s in stages] for letter in ("F", "B" if whole else "I", "W")
-    )
-    if whole:
-        weight = [(0.0,) * given.microbatches for _ in stages]
-    kinds = zip(forward, backward, weight, strict=True)
     return Problem(
         given.microbatches,
         placement,
-        tuple(map(min, forward)),
-        tuple(map(min, backward)),
-        tuple(map(min, weight)),
+        tuple(lasting("F", s) for s in stages),
+        tuple(lasting("B" if whole else "I", s) for s in stages),
+        tuple(0.0 if whole else lasting("W", s) for s in stages),
         tuple(times["U", s] for s in stages),
         tuple(_ways(given, [(placement[s], placement[s + 1], s) for s in stages[:-1]])),
         tuple(_ways(given, [(placement[s + 1], placement[s], s) for s in stages[:-1]])),
@@ -219,7 +213,6 @@ def _problem(given: Given, placement: Places, times: Times, each: Each, whole: b
         whole,
         given.flush,
         sums,
-        tuple(times for stage in kinds for times in stage) if each else (),
     )
 
 

@@ -83,10 +83,9 @@ def search_schedule(
     Library schedules that fit are among the candidates, so none of them is faster than the result.
 
     Args:
-        costs: letter of a kind of task, (letter, stage) or (letter, stage, micro-batch) → time, as
-            for ``simulate``. If there is no "B", it takes as long as its halves. Micro-batches go
-            through each stage in their order, whatever times they have. Or the plan of a pipe whose
-            stages were measured.
+        costs: letter of a kind of task, or (letter, stage) → time, as for ``simulate``. If there is
+            no "B", it takes as long as its halves. Or the plan of a pipe whose stages were
+            measured.
         microbatches: how many a step has.
         devices: how many there are; by default one for each stage that ``costs`` names.
         placement: the device of each stage, or a function such as ``fxpipe.vee``. By default each

@@ -83,7 +83,7 @@ class NumberedOrder:
         self.count = count = len(number)
         ends = range(count, count + problem.devices)
         self.none = none = ends.stop
-        self.took = [problem.times[code][i] for code, i in number]
+        self.took = [problem.times[code] for code in self.codes]
         self.needs, self.wait = [none] * count, [0.0] * count
         self.feeds, self.pause = [none] * count, [0.0] * count
         for node, task in number.items():

@@ -97,29 +97,8 @@ def problem_of(
     )
 
 
-def apart(problem: Problem, numbers: list[int]) -> Problem:
-    """The problem, with a time of its own for each task where there are numbers, which are gone
-    through in turn."""
-    if not numbers:
-        return problem
-    turn = iter(numbers * 20)
-    each = [
-        tuple(
-            0.0 if problem.whole and code % 3 == 2 else next(turn)
-            for _ in range(problem.microbatches)
-        )
-        for code in range(3 * problem.stages)
-    ]
-    least = [tuple(map(min, each[kind::3])) for kind in range(3)]
-    return replace(problem, forward=least[0], backward=least[1], weight=least[2], each=tuple(each))
-
-
-def some_apart(problems: st.SearchStrategy[Problem]) -> st.SearchStrategy[Problem]:
-    return st.builds(apart, problems, st.lists(st.integers(1, 9), min_size=7) | st.just([]))
-
-
 def problems(stages: tuple[int, int], microbatches: tuple[int, int]) -> st.SearchStrategy[Problem]:
-    alike = st.builds(
+    return st.builds(
         problem_of,
         st.integers(*stages),
         st.integers(*microbatches),
@@ -128,7 +107,6 @@ def problems(stages: tuple[int, int], microbatches: tuple[int, int]) -> st.Searc
         st.booleans(),
         st.booleans(),
     )
-    return some_apart(alike)
 
 
 def all_bounds(problem: Problem) -> list[float]:
