@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -85,14 +84,7 @@ class Engine:
     def grad_norm(self) -> float | None:
         """The gradient norm of the last batch; with batches in flight, of the newest batch that all
         devices have certainly finished. None before there is one, and without clipping."""
-        if self.clipping is None:
-            return None
-        self.backend.end()  # batches may be in flight
-        run = self.in_flight
-        # Batch count - 2 has left the last device's forward, so all devices have finished the lists
-        # of the step before it.
-        before = inf if run is None else run.count - 2 - run.program.depth
-        norm: float | None = self.clipping.norm(before)
+        norm: float | None = None if self.clipping is None else self.clipping.shown(self)
         return norm
 
     def step(

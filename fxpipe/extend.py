@@ -6,7 +6,7 @@ which is imported when it is first used. docs/extensions.md shows each door in u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import MethodType
@@ -315,12 +315,6 @@ def view(cls: type, name: str) -> Callable[[_T], _T]:
         return function
 
     return put
-
-
-def commands() -> Iterator[Callable[..., Any]]:
-    """What adds the commands of all extensions that are there to the command line."""
-    given = (name for name in names("command") if name != "main")
-    return (find("command", name) for name in given if there("command", name))
 
 
 class LateSchedule:

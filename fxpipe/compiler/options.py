@@ -12,7 +12,6 @@ from torch import nn
 
 from fxpipe.compiler.objective import Objective
 from fxpipe.extend import Extension
-from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
 from fxpipe.passes.partition.options import Partition
 from fxpipe.passes.schedule import RecomputeLike
@@ -147,11 +146,6 @@ class Options:
     def ranks(self) -> bool:
         """Whether the devices are those of several ranks."""
         return self.group.size > 1
-
-    def early(self, program: Program) -> int:
-        """How many values from each other device may be in a device's memory before it receives
-        them, see ``Sizes``."""
-        return program.window if self.ranks else 0
 
     @property
     def names(self) -> tuple[str, ...]:

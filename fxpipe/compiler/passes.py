@@ -153,7 +153,7 @@ MEASURE = (
 """A graph and that plan → what each node costs. Over several ranks, only rank 0 runs this."""
 
 PARTITION = (
-    Pass(_FOOTPRINT, "traced, plan, costs, state, copies", "footprint", when="limited"),
+    Pass(_FOOTPRINT, "traced, plan, costs, state, options, schedule", "footprint", when="limited"),
     Pass(
         balance,
         "traced, stages, costs, machine, footprint, nearest, partitioner",

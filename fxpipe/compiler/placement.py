@@ -21,7 +21,6 @@ from fxpipe.passes.partition.atoms import Footprint
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.work import StageDevices, StageLoad
 from fxpipe.passes.runner import run_all
-from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.torchtools.state import intra_op_threads, under, untouched
 
 T = TypeVar("T")
@@ -113,6 +112,8 @@ class Placement:
         facts = {
             **({"traced": traced} if later else self._measured),
             "state": facts["state"],
+            "options": options,
+            "schedule": schedule,
             "stages": schedule.stages,
             "machine": machine,
             "limited": machine.limited,
@@ -124,8 +125,6 @@ class Placement:
             "partitioner": next(filter(None, (e.partitioner() for e in options.extensions)), None),
             "model": options.model,
         }
-        if machine.limited:  # else memory does not matter, and no optimizer has to be made
-            facts["copies"] = self._copies(schedule)
         assignment: Assignment = run_all(passes.of(self._options, "partition"), facts)["assignment"]
         if partition.at is not None:
             self._budget.way_out = "begin stages at other submodules, raise memory_limits"
@@ -265,13 +264,6 @@ class Placement:
     def forget(self) -> None:
         """Cut the next graph as if it were the first."""
         self._reference = self._budget = None
-
-    def _copies(self, schedule: Schedule) -> float:
-        """How many tensors of its size each trained parameter needs in memory: versions, gradient,
-        optimizer state."""
-        options = self._options
-        state = state_size(options.optimizer) / (options.replicas if options.shards else 1)
-        return max(schedule.delays) + 2 + state
 
 
 def _trying_stand_ins(facts: Mapping[str, Any], run: Callable[[Mapping[str, Any]], T]) -> T:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.partition.options import Partition
-from fxpipe.runtime.weights.optimizer import GivenOptimizer, state_size
 
 
 class Blocks(nn.Module):
@@ -76,25 +75,6 @@ def test_stages_of_one_device_share_its_limit_and_send_for_nothing() -> None:
     assert machine.names == ("a", "b", "b", "a")
     assert machine.per_message[0] == (0, 0.5, 0.5, 0)
     assert machine.per_message[1] == (0.5, 0, 0, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("factory", "copies"),
-    [
-        (torch.optim.Adam, 2.0),
-        (torch.optim.SGD, 0.0),
-        (lambda p: torch.optim.SGD(p, momentum=0.9), 1.0),
-        (lambda p: torch.optim.Adam(p, amsgrad=True), 3.0),
-        (lambda p: 1 / 0, 2.0),
-    ],
-)
-def test_the_state_of_an_optimizer_is_known_from_a_step(factory: Any, copies: float) -> None:
-    model = nn.Linear(2, 2)
-    assert state_size(GivenOptimizer(factory, model)) == copies
-    if copies != 2.0:
-        given = GivenOptimizer(factory(model.parameters()), model)
-        assert state_size(given) == copies
-    assert state_size(None) == 2.0
 
 
 class Tied(nn.Module):

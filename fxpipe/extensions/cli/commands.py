@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import fxpipe
 from fxpipe.errors import FxpipeError, InputError, VerificationError
-from fxpipe.extend import commands
+from fxpipe.extend import find, names, there
 from fxpipe.extensions.tables import plain_table, screen_width, table_text, wrapped
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import PARTIAL, RECIPES, Recipe, find_recipe
@@ -149,8 +149,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     checked.set_defaults(run=verify_file)
 
-    for add_command in commands():
-        add_command(added)
+    for name in names("command"):
+        if name != "main" and there("command", name):
+            find("command", name)(added)
     return parser
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from fxpipe.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from fxpipe.engine import Engine
 
 
 class Clipping:
@@ -44,6 +47,14 @@ class Clipping:
         self.skipped = 0
         self._scales: dict[int, float] = {}
         self._finite: dict[int, bool] = {}
+
+    def shown(self, engine: Engine) -> float | None:
+        """See ``Engine.grad_norm``."""
+        engine.backend.end()  # batches may be in flight
+        run = engine.in_flight
+        # Batch count - 2 has left the last device's forward, so all devices have finished the lists
+        # of the step before it.
+        return self.norm(math.inf if run is None else run.count - 2 - run.program.depth)
 
     def norm(self, before: float = math.inf) -> float | None:
         """The norm, before clipping, of the last batch whose number is less than ``before``; None

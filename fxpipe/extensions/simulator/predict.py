@@ -19,7 +19,6 @@ from fxpipe.extensions.simulator.held import plan_sizes
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
-from fxpipe.runtime.weights.optimizer import state_size
 
 
 def predict_step(
@@ -114,7 +113,7 @@ def held_sizes(
         plan,
         state,
         optimizers,
-        early=options.early(compiled.program),
+        early=compiled.program.window if options.ranks else 0,
         elsewhere=elsewhere,
     )
 
@@ -135,5 +134,5 @@ def step_sizes(compiled: Compiled, options: Options, updates: bool) -> Sizes:
     sizes = held_sizes(compiled, options, state, None, stepping=updates)
     if updates:
         return sizes
-    adam = {s: int(state_size(None) * size) for s, size in sizes.gradients.items()}
+    adam = {s: 2 * size for s, size in sizes.gradients.items()}
     return replace(sizes, optimizer={s: size + adam[s] for s, size in sizes.optimizer.items()})

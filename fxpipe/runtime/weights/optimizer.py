@@ -70,7 +70,7 @@ class GivenOptimizer:
                 one whose step needs a closure or has hooks.
         """
         if self.whole is None:
-            self.whole = self._checked(self._call([*self._model.parameters()]), _RETURNED)
+            self.whole = self._checked(self.over([*self._model.parameters()]), _RETURNED)
         return self.whole
 
     def of(self, parameters: Mapping[str, Tensor]) -> Optimizer:
@@ -97,16 +97,8 @@ class GivenOptimizer:
         optimizer.state.update(state)
         return optimizer
 
-    def of_one(self, parameter: nn.Parameter) -> Any:
-        """An optimizer like a stage's over one parameter that is not the model's, for a trial."""
-        if self.whole is None:
-            return self._call([parameter])
-        return copy_alone(
-            self.whole, [{**settings(self.whole.param_groups[0]), "params": [parameter]}]
-        )
-
-    def _call(self, parameters: list[Any]) -> Optimizer:
-        """Call the user's function. Raises InputError, see ``all``."""
+    def over(self, parameters: list[Any]) -> Optimizer:
+        """What the user's function makes of parameters. Raises InputError, see ``all``."""
         return _optimizer(_called(self._given, parameters))
 
     def _checked(self, optimizer: Optimizer, what: str) -> Optimizer:
@@ -146,26 +138,6 @@ def step_of(optimizer: Optimizer) -> Any:
     step = vars(optimizer).get("step")
     same = getattr(step, "__func__", None) is type(optimizer).step
     return None if same or hasattr(step, "_wrapped_by_lr_sched") else step
-
-
-def state_size(given: GivenOptimizer | None) -> float:
-    """The size of an optimizer's state, in multiples of the size of its parameters.
-
-    A trial step on a small parameter tells it. Without an optimizer, or where the trial fails, it
-    is Adam's, 2.0.
-    """
-    if given is None:
-        return 2.0
-    parameter = nn.Parameter(torch.zeros(4096))
-    parameter.grad = torch.zeros(4096)
-    try:
-        optimizer = given.of_one(parameter)
-        type(optimizer).step(optimizer)
-        values = [x for state in optimizer.state.values() for x in state.values()]
-    except Exception:
-        return 2.0
-    sizes = [x.numel() for x in values if isinstance(x, Tensor) and x.numel() > 1]
-    return sum(sizes) / parameter.numel()
 
 
 def _called(factory: Callable[[Any], object], given: list[Any]) -> object:
