@@ -10,6 +10,15 @@ after:   a = add(x, y);  b = relu_(a);  return (b,)
 
 That saves memory, and the time of first touching new memory. Only values that the graph computes
 are written over, never its arguments, and none that a result, a view or a later operation needs.
+
+``accumulate`` adds every gradient of a parameter to its sum over micro-batches at once.
+
+before:  a = mm(g, x);  b = sum(g);  c = mm(g, w);  return (c, a, b)
+after:   a = mm(g, x);  t = onto(total_a, a);  b = sum(g);  u = onto(total_b, b);  c = mm(g, w);
+         return (c, t, u)                      total_a and total_b are inputs, None at first
+
+A gradient is then added while it is in the cache, and freed at once: the gradients never exist all
+together beside their sums. The sums are the same to the bit.
 """
 
 from __future__ import annotations
@@ -22,10 +31,13 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from fxpipe.passes.differentiate.accumulate import accumulate
+from fxpipe.kernels.graph import onto
 from fxpipe.passes.graph.aliasing import may_alias, same_layout
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import is_part
+
+STRIDES_OF_SUM = "fxpipe.strides_of_sum"
+"""Key of the metadata of a parameter's gradient: see ``kernels.graph.strides_of_sum``."""
 
 
 def results(graph: fx.Graph) -> list[Any]:
@@ -112,6 +124,32 @@ def _transpose_once(graph: fx.Graph) -> None:
             graph.erase_node(node)
             if not source.users:
                 graph.erase_node(source)
+
+
+def accumulate(graph: fx.Graph, inputs: int) -> None:
+    """Let a graph add the gradients of parameters, which it returns after those of so many
+    ``inputs``, to sums. Each of its results must have memory of its own."""
+    output = graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    gradients = results[inputs:]
+    *_, last = graph.find_nodes(op="placeholder")
+    totals = []
+    for gradient in gradients:
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"total_{gradient.name}")
+        last.target = last.name
+        totals.append(last)
+    for index, (total, gradient) in enumerate(zip(totals, gradients, strict=True), inputs):
+        meta: dict[str, Any] = gradient.meta
+        args: tuple[Any, ...] = total, gradient
+        if (strides := meta.get(STRIDES_OF_SUM)) is not None:
+            value, args = meta["val"], (*args, strides)
+            meta = {**meta, "val": value.new_empty_strided(value.shape, strides)}
+        with graph.inserting_after(last if gradient.op == "placeholder" else gradient):
+            results[index] = graph.call_function(onto, args)
+        for node in (total, results[index]):
+            node.meta.update(meta)
+    output.args = (tuple(results),)
 
 
 _ROUNDS_ALIKE = {torch.ops.aten.mul.Scalar: "Tensor"}

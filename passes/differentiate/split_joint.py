@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.kernels.graph import strides_of_sum
-from fxpipe.passes.differentiate.accumulate import STRIDES_OF_SUM
 from fxpipe.passes.differentiate.extract import (
+    STRIDES_OF_SUM,
     ancestors,
     crossing,
     extract,
