@@ -79,7 +79,6 @@ __all__ = [
     "F",
     "Fault",
     "FxpipeError",
-    "Generator",
     "I",
     "Inductor",
     "InputError",

@@ -217,9 +217,6 @@ def attention(
     return (native_dropout(weights, p, True, seed, node)[0] @ value).to(dtype)
 
 
-FUNCTIONS = native_dropout, attention
-"""The seeded forms that are Python functions, not operators."""
-
 SEEDED: Mapping[Any, Callable[..., Any]] = {
     **_OF_LAYOUTS,
     **_OF_VALUES,

@@ -50,14 +50,6 @@ class Accelerator:
     span: Callable[[str], AbstractContextManager[Any]] = torch.profiler.record_function
     generator: Callable[[torch.device], torch.Generator] = _default_generator
 
-    def memory(self, device: torch.device) -> tuple[int | None, int | None]:
-        """The most bytes that this process has allocated on a device, and its bytes in all; None
-        where torch does not tell."""
-        module: Any = torch.get_device_module(self.kind)
-        most = getattr(module, "max_memory_allocated", None)
-        info = getattr(module, "mem_get_info", None)
-        return most and most(device), info and info(device)[1]
-
     def is_late(self, error: BaseException) -> bool:
         """Whether an error may be a device's late report of an earlier failure."""
         if self.blocking and os.environ.get(self.blocking) == "1":

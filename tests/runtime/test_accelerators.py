@@ -47,22 +47,18 @@ def test_a_kind_that_is_not_in_the_table_is_asked_by_the_names_of_cuda(
 
     found(
         "privateuseone",
-        max_memory_allocated=told("most", 5),
-        mem_get_info=told("info", (1, 7)),
         can_device_access_peer=told("peer", 1),
         default_generators=[one, two],
     )
     kind = kind_of(OTHER)
     assert kind == Accelerator("privateuseone")
-    assert kind.memory(OTHER) == (5, 7)
     assert kind.generator(OTHER) is two
     assert reaches(OTHER, torch.device("privateuseone:0")) is True
-    assert asked == [("most", OTHER), ("info", OTHER), ("peer", 1, 0)]
+    assert asked == [("peer", 1, 0)]
 
 
 def test_what_torch_does_not_tell_about_a_kind_is_unknown(found: Callable[..., None]) -> None:
     found("privateuseone")
-    assert kind_of(OTHER).memory(OTHER) == (None, None)
     assert reaches(OTHER, torch.device("privateuseone:0")) is False  # so through the host
 
 
