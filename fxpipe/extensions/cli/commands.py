@@ -90,7 +90,7 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """The parser. The parsed arguments have the command's function as ``run``, which returns True
     if the schedule or program has no faults."""
-    parser = _Parser(prog="fxpipe", description="Show, compare and check schedules.")
+    parser = _Parser(prog="fxpipe", description="Show and check schedules.")
     parser.add_argument("--version", action="version", version=f"fxpipe {fxpipe.__version__}")
     added = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -110,32 +110,13 @@ def make_parser() -> argparse.ArgumentParser:
     given = f"micro-batches per step, if it leaves them open; by default {MICROBATCHES}"
     add("-m", "--microbatches", type=int, metavar="N", help=given)
     add("--text", action="store_true", help="print only its text")
-    add("--csv", metavar="FILE", help="write it as the CSV of torch.distributed.pipelining")
     add("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
-    add("--trace", metavar="FILE", help="write a trace that https://ui.perfetto.dev opens")
     given = "how long tasks take: all F=1, on stage 3 F@3=1.5, of micro-batch 0 there F0@3=2"
     add("--costs", metavar="F=1,B=2", help=given)
     add("--steps", type=int, metavar="N", help="the number of consecutive steps")
     given = "characters per line; by default the width of the terminal, and 80 in a pipe"
     add("--width", type=int, metavar="N", help=given)
     shown.set_defaults(run=show_schedule)
-
-    compared = added.add_parser(
-        "compare",
-        help="compare all library schedules in one table",
-        description="Compare the library's schedules, and mark the best for a memory limit.",
-    )
-    add = compared.add_argument
-    add("-p", "--devices", type=int, metavar="N", default=DEVICES, help=f"by default {DEVICES}")
-    given = f"micro-batches per step; by default {MICROBATCHES}"
-    add("-m", "--microbatches", type=int, metavar="N", default=MICROBATCHES, help=given)
-    add(
-        "--costs",
-        metavar="F=1,B=2",
-        help="how long tasks take, for all stages of a device together",
-    )
-    add("--memory", type=float, metavar="N", help="how many micro-batches fit on a device")
-    compared.set_defaults(run=compare_schedules)
 
     checked = added.add_parser(
         "verify",
@@ -171,21 +152,13 @@ def show_schedule(given: Namespace) -> bool:
     """``fxpipe schedule``: the grid and the figures of one schedule."""
     schedule = named_schedule(given.schedule, given.devices, given.microbatches)
     costs = read_costs(given.costs)
-    sound = _is_sound(schedule)
-    for option in ("csv", "trace") if not sound else ():
-        if vars(given)[option] is not None:
-            raise InputError(
-                f"schedule {schedule.name!r} has faults, and is not written; leave --{option} out "
-                "to see them"
-            )
-    if given.csv is not None:
-        Path(given.csv).write_text(schedule.csv(), encoding="utf-8")
-        _wrote(given.csv)
+    try:
+        sound = bool(schedule.verify())
+    except VerificationError:
+        sound = False
     if given.draw is not None:
-        _wrote(schedule.draw(costs=costs, steps=given.steps).render(given.draw))
-    if given.trace is not None:
-        schedule.simulate(costs, steps=given.steps).trace(given.trace)
-        _wrote(given.trace)
+        path = schedule.draw(costs=costs, steps=given.steps).render(given.draw)
+        print(f"wrote {path}", file=sys.stderr)  # apart from the command's output
     if given.text:
         print(schedule, end="")
         return sound
@@ -194,17 +167,6 @@ def show_schedule(given: Namespace) -> bool:
     if sound:
         print(f"\n{schedule.simulate(costs, steps=given.steps)}")
     return sound
-
-
-def compare_schedules(given: Namespace) -> bool:
-    """``fxpipe compare``: all schedules of the library in one table."""
-    costs = read_costs(given.costs)
-    print(
-        fxpipe.compare(
-            devices=given.devices, microbatches=given.microbatches, costs=costs, memory=given.memory
-        )
-    )
-    return True
 
 
 def verify_file(given: Namespace) -> bool:
@@ -216,19 +178,6 @@ def verify_file(given: Namespace) -> bool:
         print(error)
         return False
     print(f"{given.file}: a valid {type(value).__name__.lower()}")
-    return True
-
-
-def _wrote(path: str) -> None:
-    """Report a written file on standard error, apart from the command's output."""
-    print(f"wrote {path}", file=sys.stderr)
-
-
-def _is_sound(schedule: Schedule) -> bool:
-    try:
-        schedule.verify()
-    except VerificationError:
-        return False
     return True
 
 

@@ -80,7 +80,6 @@ def test_programs_are_checked(
         ("schedule 1f1b --costs F@1=1,F@01=2", "--costs has 'F@01=2' after another time of it"),
         ("schedule 1f1b --costs F1=1", "or of micro-batch 0 there, F0@3=2"),
         ("schedule 1f1b --costs F8@1=1", "the micro-batches are 0 to 7"),
-        ("compare --costs F8@1=1", "leave out the stage: F=1"),
         ("schedule 1f1b --costs Q=1", "no kind of task 'Q'"),
         ("schedule 1f1b --costs F@9=1", "is for stage 9; the stages are 0 to 3"),
         ("schedule 1f1b --costs F=-1", "at least 0"),
@@ -89,7 +88,6 @@ def test_programs_are_checked(
         (f"schedule 1f1b --costs F@{'9' * 5000}=1", "write a kind of task and its time"),
         ("schedule 1f1b --draw x.docx", "no format 'docx'"),
         ("schedule 1f1b --draw faulty.txt/x.svg", "faulty.txt: File exists"),
-        ("schedule 1f1b --trace nowhere/x.json", "cannot be written"),
         ("schedule 1f1b --steps 0", "steps is 0"),
         ("schedule 1f1b --width 3", "width is 3"),
         ("schedule missing.txt", "missing.txt cannot be read"),
@@ -153,15 +151,6 @@ def test_a_file_may_begin_with_a_byte_order_mark(
         assert run(capsys, "schedule", path, "--text") == (0, str(schedule), "")
 
 
-def test_a_csv_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "own.csv"
-    line = ["schedule", "gpipe", "-p", "2", "-m", "2", "--text", "--csv"]
-    assert run(capsys, *line, path) == (0, str(gpipe(2, 2)), f"wrote {path}\n")
-    status, _, err = run(capsys, "schedule", "2bw", "--csv", path)
-    assert (status, "cannot be written as the CSV" in " ".join(err.split())) == (2, True)
-    assert path.read_text() == gpipe(2, 2).csv()
-
-
 @pytest.mark.parametrize("line", ["verify a\0b", "schedule a\0b", "schedule gpipe --draw a\0.svg"])
 def test_no_name_of_a_file_holds_a_nul(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, *line.split(" "))
@@ -183,7 +172,7 @@ def test_the_module_and_the_console_script_are_the_same(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("line", ["list > /dev/full", "schedule 1f1b --text --csv /dev/full"])
+@pytest.mark.parametrize("line", ["list > /dev/full", "schedule 1f1b --text > /dev/full"])
 def test_a_full_disk_is_one_line_and_exit_code_2(line: str) -> None:
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} -m fxpipe {line}"],
@@ -201,9 +190,9 @@ def test_a_full_disk_is_one_line_and_exit_code_2(line: str) -> None:
     [
         ("list >&-", 0, ""),
         (
-            "schedule 1f1b --text --csv /dev/null/x >&-",
+            "schedule 1f1b --draw /dev/null/x.svg >&-",
             2,
-            "fxpipe: /dev/null/x: Not a directory\n",
+            "fxpipe: /dev/null: File exists\n",
         ),
         ("verify - <&-", 2, "fxpipe: nothing is piped in; name a text file\n"),
         (
@@ -242,7 +231,7 @@ def test_help_tells_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
     assert caught.value.code == 0
-    assert {"compare", "list", "schedule", "verify"} <= set(capsys.readouterr().out.split())
+    assert {"list", "schedule", "verify"} <= set(capsys.readouterr().out.split())
 
 
 def test_the_version_is_that_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:

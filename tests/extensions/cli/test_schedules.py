@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import sys
 from pathlib import Path
@@ -74,16 +73,6 @@ def test_a_picture_is_written(
     assert path.read_bytes() == gpipe(1, 2).draw().pipe(ending)
 
 
-def test_a_trace_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    assert run(capsys, "schedule", "gpipe", "-p", "2", "-m", "2", "--trace", path, "--text")[0] == 0
-    events = json.loads(path.read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == 10
-    nowhere = tmp_path / "nowhere" / "schedule.csv"
-    status, _, err = run(capsys, "schedule", "gpipe", "-p", "2", "-m", "2", "--csv", nowhere)
-    assert (status, err) == (2, f"fxpipe: {nowhere}: No such file or directory\n")
-
-
 def test_a_schedule_with_faults_is_shown_with_them(
     capsys: pytest.CaptureFixture[str], faulty: Path, golden: Golden, tmp_path: Path
 ) -> None:
@@ -92,18 +81,3 @@ def test_a_schedule_with_faults_is_shown_with_them(
     assert (status, err) == (1, "")
     golden("cli_faults.txt", out)
     assert run(capsys, *line, "--text")[0] == 1
-    for option in ("--trace", "--csv"):
-        status, out, err = run(capsys, *line, option, tmp_path / "file")
-        assert (status, out) == (2, "")
-        assert f"has faults, and is not written; leave {option} out" in err
-
-
-def test_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("compare", "-p", "3", "-m", "6", "--costs", "F=1,B=2", "--memory", "3")
-    status, out, err = run(capsys, *given)
-    assert (status, err) == (0, "")
-    assert out.startswith("3 devices, 6 micro-batches, stages cut evenly\n")
-    (best,) = (line for line in out.splitlines() if "best with at most 3" in line)
-    assert best.split()[0] == "interleaved-zb"
-    status, _, err = run(capsys, "compare", "--costs", "F@1=2")
-    assert (status, " ".join(err.split()).count("leave out the stage: F=2")) == (2, 1)
