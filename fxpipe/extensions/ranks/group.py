@@ -194,10 +194,11 @@ class RankGroup(Group):
         """Check that ranks are at the same place of the same call."""
         names = self.names
         for (first, own), (rank, other) in pairwise(sorted(said.items())):
-            if other.what != own.what:
+            if (other.what, other.about) != (own.what, own.about):
                 raise RankError(
-                    f"{names[rank]} calls {other.what} while {names[first]} calls {own.what}; "
-                    "let every rank make the same calls in the same order",
+                    f"{names[rank]} calls {other.what} and is at {other.about}, while "
+                    f"{names[first]} calls {own.what} and is at {own.about}; let every rank make "
+                    "the same calls in the same order, with the same model and options",
                     rank=rank,
                 )
             if other.kept != own.kept:
@@ -205,13 +206,6 @@ class RankGroup(Group):
                     f"{names[rank]} has kept the results of {other.kept} runs and {names[first]} "
                     f"those of {own.kept}: a rank failed after others had kept the results of "
                     "the same run, so their stages do not match; load a checkpoint on every rank",
-                    rank=rank,
-                )
-            if other.about != own.about:
-                raise RankError(
-                    f"{names[rank]} is at another place of the call ({other.about}) than "
-                    f"{names[first]} ({own.about}); let every rank make the same calls with the "
-                    "same model and options",
                     rank=rank,
                 )
 

@@ -36,6 +36,9 @@ from fxpipe.signals import raise_held
 ABORTING = 30.0
 """Seconds that aborting the process groups may take."""
 
+PATIENCE = 5.0
+"""Seconds to wait, after a failed transfer, for the other rank's own error, which says more."""
+
 MEETING = 0.005
 """Seconds between two looks for the other members of a group."""
 
@@ -97,8 +100,12 @@ class PairGroups:
         try:
             if new:
                 self._groups |= interruptibly(lambda: {m: self._open(m) for m in new}, self._look)
-        except BaseException:
+        except BaseException as error:
             self.abort()
+            if isinstance(error, RankError) and self._ranks.failure is None:
+                with self._ranks.changed:
+                    self._ranks.changed.wait_for(lambda: self._ranks.failure, PATIENCE)
+                self._look()
             raise
 
     @property

@@ -30,12 +30,8 @@ from fxpipe.passes.differentiate.extract import (
     runnable,
     shares_memory,
 )
-from fxpipe.passes.differentiate.joint import ORIGIN
 from fxpipe.passes.partition.assignment import is_part
 from fxpipe.torchtools.pytrees import size_in_bytes
-
-_HALVES = {"B": 0, "W": 1}
-"""Letter of a backward task → index of its time in ``Costs.nodes``."""
 
 
 def into_buckets(plan: Plan, bucket_bytes: float) -> Plan:
@@ -67,7 +63,8 @@ def _parted(stage: Stage, bucket_bytes: float) -> Stage:
     ):
         if graph is None:
             continue
-        graphs[kind], costs = _split(deepcopy(graph), members, trained, inputs, stage, kind)
+        name = f"Stage{stage.index}Bucket{kind}"
+        graphs[kind], costs = _split(deepcopy(graph), members, trained, inputs, name)
         total = sum(costs)
         for share, cost in zip(shares, costs, strict=True):
             share[kind] = cost / total if total else 1 / len(members)
@@ -97,10 +94,9 @@ def _split(
     buckets: Sequence[Sequence[int]],
     trained: Sequence[int],
     inputs: int,
-    stage: Stage,
-    kind: str,
-) -> tuple[list[BucketGraph], list[float]]:
-    """The graph of each bucket, and its cost.
+    name: str,
+) -> tuple[list[BucketGraph], list[int]]:
+    """The graph of each bucket, and the bytes that it computes, which its time goes by.
 
     A graph computes what its gradients need and no graph before it has computed; the last graph
     computes all the rest.
@@ -110,17 +106,15 @@ def _split(
         buckets: the parameters of each bucket.
         trained: the parameters with a gradient, in the order of the graph's results.
         inputs: how many results come before these gradients.
-        stage: the stage, with the costs of its nodes.
-        kind: "B" or "W".
+        name: what the graphs are called.
     """
     returned = results(graph)
     of_inputs, gradient_of = returned[:inputs], dict(zip(trained, returned[inputs:], strict=True))
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     early = set(arguments)
     rest = [node for node in graph.nodes if node.op == "call_function"]
-    cost_of = _costs(rest, stage, kind)
     graphs: list[BucketGraph] = []
-    costs: list[float] = []
+    costs: list[int] = []
     for number, bucket in enumerate(buckets):
         parameters = tuple([index for index in sorted(bucket) if index in gradient_of])
         gradients = [gradient_of.pop(index) for index in parameters]
@@ -134,30 +128,11 @@ def _split(
         later = [*of_inputs, *gradient_of.values()]
         handed_on = of_inputs if last else crossing(rest, later, early)
         taken = extract(arguments, nodes, [*handed_on, *gradients])
-        module = runnable(taken, f"Stage{stage.index}Bucket{kind}", len(handed_on))
+        module = runnable(taken, name, len(handed_on))
         graphs.append(BucketGraph(module, len(handed_on), parameters))
-        costs.append(sum(cost_of[node] for node in nodes))
+        costs.append(sum(map(_bytes, nodes)))
         arguments = handed_on
     return graphs, costs
-
-
-def _costs(nodes: Sequence[fx.Node], stage: Stage, kind: str) -> Mapping[fx.Node, float]:
-    """Node → its cost: its share of the time measured for the node it comes from, by bytes.
-
-    If no time was measured, the cost is the bytes of its result.
-    """
-    origins = [node.meta.get("custom", {}).get(ORIGIN, "") for node in nodes]
-    sizes = [1.0 + _bytes(node) for node in nodes]
-    total: dict[str, float] = {}
-    for origin, size in zip(origins, sizes, strict=True):
-        total[origin] = total.get(origin, 0.0) + size
-    measured = {} if stage.costs is None else stage.costs.nodes
-    if not any(measured[origin][_HALVES[kind]] for origin in total if origin in measured):
-        return dict(zip(nodes, sizes, strict=True))
-    return {
-        node: measured.get(origin, (0.0, 0.0))[_HALVES[kind]] * size / total[origin]
-        for node, origin, size in zip(nodes, origins, sizes, strict=True)
-    }
 
 
 def _bytes(node: fx.Node) -> int:

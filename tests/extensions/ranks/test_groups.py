@@ -201,7 +201,8 @@ def test_ranks_at_other_places_of_a_call_and_ranks_that_do_not_come_are_named(gr
     apart = together(
         ranks, lambda g: called(g, "step", lambda: g.exchange("left" if g.rank else "right"))
     )
-    assert all("is at another place of the call" in str(error) for error in apart), apart
+    told = "rank 1 (host, process 1) calls step and is at left, while rank 0 (host, process 0) "
+    assert all(told in str(error) for error in apart), apart
 
     def absent(group: RankGroup) -> Any:
         with group.calling("step"):
