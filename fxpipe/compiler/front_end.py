@@ -155,7 +155,6 @@ class FrontEnd:
             "args": args,
             "kwargs": kwargs,
             "targets": targets,
-            "tracer": options.tracer,
             "inputs": dict(zip(call.batch.names, call.leaves, strict=True)),
             "size": size,
             "is_called": self._is_called,

@@ -149,12 +149,6 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     return flatten(value)
 
 
-def versions(value: Any) -> list[int]:
-    """The version counters of the tensors in a pytree; inference tensors have none."""
-    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
-
-
 def bytes_of(value: Any) -> int:
     """The bytes of all tensors in a pytree."""
     tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))

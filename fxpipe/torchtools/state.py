@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
+import random
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,13 +17,14 @@ from torch import Tensor, nn
 from torch._C import _autograd
 
 from fxpipe.errors import TraceError
-from fxpipe.random.others import others_kept
 from fxpipe.signals import HeldSignals
 from fxpipe.torchtools.accelerator import kind_here, random_kept, reaches
 from fxpipe.torchtools.source import lacks_memory
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes in which a module keeps its hooks."""
+
+_PYTHON, _NUMPY = "Python's random", "numpy.random"
 
 
 @contextmanager
@@ -133,6 +137,28 @@ def assigned_in_place(model: nn.Module) -> Iterator[None]:
             if new is not None and new is not buffer and new.shape == buffer.shape:
                 with torch.no_grad():
                     buffer.copy_(new)
+
+
+def other_states() -> dict[str, bytes]:
+    """Name of a random generator that is not torch's, Python's or NumPy's, which all threads share
+    → its state; without NumPy's if NumPy has not been imported."""
+    states = {_PYTHON: pickle.dumps(random.getstate())}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states[_NUMPY] = pickle.dumps(numpy.random.get_state(legacy=False))
+    return states
+
+
+@contextmanager
+def others_kept() -> Iterator[None]:
+    """Restore the ``other_states`` after the block."""
+    before = other_states()
+    try:
+        yield
+    finally:
+        random.setstate(pickle.loads(before[_PYTHON]))
+        if _NUMPY in before:
+            sys.modules["numpy"].random.set_state(pickle.loads(before[_NUMPY]))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
-from fxpipe.extensions.leaf_modules.graph import Example, reserve_names
+from fxpipe.extensions.leaf_modules.graph import Example, reserve_names, versions
 from fxpipe.extensions.leaf_modules.nests import (
     TensorPlace,
     UnfitLeaf,
@@ -34,7 +34,6 @@ from fxpipe.extensions.leaf_modules.nests import (
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Traced, Value
 from fxpipe.passes.tracing.tracer import tensors_read
-from fxpipe.torchtools.pytrees import versions
 from fxpipe.torchtools.state import Autocasts, autocasts, tried
 
 _LIBRARY = torch.library.Library("fxpipe", "FRAGMENT")

@@ -19,7 +19,7 @@ from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, DrawsWatched, draw
 from fxpipe.extensions.leaf_modules.nests import UnfitLeaf
 from fxpipe.ir.traced import AUTOCAST, DRAWS
 from fxpipe.torchtools import source
-from fxpipe.torchtools.pytrees import detached, versions
+from fxpipe.torchtools.pytrees import detached
 from fxpipe.torchtools.state import assigned_in_place, tried, under
 
 _DROPOUTS = (_DropoutNd, nn.RNNBase, nn.MultiheadAttention)
@@ -116,3 +116,9 @@ class Example(fx.Interpreter):
             for key, value in vars(part).items()
             if self._read and key not in ("_parameters", "_buffers", "_modules")
         }
+
+
+def versions(value: Any) -> list[int]:
+    """The version counters of the tensors in a pytree; inference tensors have none."""
+    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]

@@ -22,9 +22,8 @@ from fxpipe.ir.plan import Argument
 from fxpipe.ir.traced import AUTOCAST, DRAWS, Literal, Traced
 from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH, LossModule, copy_nodes
-from fxpipe.random.others import other_states
 from fxpipe.torchtools import source
-from fxpipe.torchtools.state import autocasts
+from fxpipe.torchtools.state import autocasts, other_states
 
 LEAF_LOSS = "fxpipe_loss"
 """The name of the loss among leaf modules."""

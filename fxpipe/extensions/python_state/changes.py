@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from fxpipe.errors import TraceError, way_out
-from fxpipe.random.others import other_states
+from fxpipe.torchtools.state import other_states
 
 _OWN = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
