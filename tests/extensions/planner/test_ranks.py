@@ -9,13 +9,13 @@ import torch
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.compiler import placement
+from fxpipe.compiler.placement import Placement
 from fxpipe.extensions.planner import stages
 from fxpipe.extensions.simulator.costs import Times
 from fxpipe.ir.plan import Plan
 from tests.extensions.ranks.test_compiling import layers
 from tests.helpers.ranks import DeviceMesh, on_ranks
-from tests.helpers.works import measured_alike
+from tests.helpers.works import timed_alike
 from tests.oracles.loop import train
 
 
@@ -31,8 +31,8 @@ def decided(mesh: DeviceMesh) -> tuple[str, set[str], bool]:
     rates = (1e9, 1e9) if mesh.get_rank() == 0 else (1.0, 1.0)
     patched: Any = stages
     patched.measured_costs, patched.away_rates = times, lambda place: rates
-    cuts: Any = placement
-    cuts._measured = measured_alike
+    cuts: Any = Placement
+    cuts._timed = timed_alike
     torch.manual_seed(0)
     model, x = layers(width=16, count=4), torch.randn(256, 16)
     alone = copy.deepcopy(model)
