@@ -113,12 +113,23 @@ def repeat(
     forwards = [2 * microbatches] * devices  # that have not run yet
     kept = [0] * devices
     done: set[Task] = set()
+
+    def following(device: int) -> Task | None:
+        """The F or I that the device can run now, of those that it has left."""
+        room, opening, closing = limit - kept[device], I(0, 0) not in done, not forwards[device]
+        for place, task in enumerate(orders[device]):
+            turn = place == 0 or (opening if task.kind == "F" else closing)
+            if turn and (task.kind == "I" or room > 0) and done >= _needs(task, devices):
+                return task
+            room -= task.kind == "F"
+            if not closing and (not opening or room <= 0):
+                break
+        return None
+
     while any(orders) or any(waiting):
         now = []
         for device, order in enumerate(orders):
-            opening, closing = I(0, 0) not in done, not forwards[device]
-            task = _next(order, devices, done, limit - kept[device], opening, closing)
-            if task:
+            if task := following(device):
                 order.remove(task)
             elif waiting[device]:
                 task = waiting[device].popleft()
@@ -134,26 +145,6 @@ def repeat(
             raise ValueError(f"a stash of {limit} is too little for the block; raise the limit")
         done.update(now)
     return tuple(map(tuple, rows))
-
-
-def _next(
-    order: list[Task], devices: int, done: set[Task], room: int, opening: bool, closing: bool
-) -> Task | None:
-    """The F or I that a device can run now, of those that it has left; ``repeat`` has the rules.
-
-    Args:
-        room: for how many more F there is memory.
-        opening: whether an F may overtake.
-        closing: whether an I may.
-    """
-    for place, task in enumerate(order):
-        turn = place == 0 or (opening if task.kind == "F" else closing)
-        if turn and (task.kind == "I" or room > 0) and done >= _needs(task, devices):
-            return task
-        room -= task.kind == "F"
-        if not closing and (not opening or room <= 0):
-            break
-    return None
 
 
 def _order(block: _Block, device: int, devices: int, microbatches: int) -> list[Task]:
