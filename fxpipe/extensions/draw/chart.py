@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +14,6 @@ from fxpipe.formatting import plural
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.walk import Place
 
 _LARGEST, _LEGIBLE, _SMALLEST = 9.0, 6.0, 5.0
 _WIDEST, _NARROWEST = 1500.0, 360.0
@@ -153,7 +151,7 @@ class Chart:
             wide = max((end - start) * scale, 1)
             canvas.band((self._left, self.y(row)), wide, self.row_height, IDLE)
         for row, label in enumerate(labels):
-            colour, wide = FAULT if marks.of_row(row) else INK, self._left - 8
+            colour, wide = FAULT if (row, None) in marks.at else INK, self._left - 8
             canvas.text((0, self.y(row)), wide, self.row_height, label, size=size, colour=colour)
         if title:
             wide = text_width(title, _TITLE, bold=True) + _SLACK
@@ -241,11 +239,10 @@ NEVER = BoxStyle(PAPER, FAINT, 0.6, "dotted")
 """The look of a task that never runs because its device waits for ever before it."""
 
 GAP = 0.55
-"""The space between rows, as a fraction of their height, if fault numbers are above the boxes."""
+"""The space between rows, as a fraction of their height, if arrows go between them."""
 
 _LISTED = 16
-_SIZE, _NUMBER = 8.0, 7.0
-_PITCH = 12.0
+_SIZE, _PITCH = 8.0, 12.0
 
 
 @dataclass(frozen=True)
@@ -255,13 +252,9 @@ class FaultMarks:
     faults: tuple[Fault, ...] = ()
 
     @cached_property
-    def at(self) -> Mapping[tuple[int | None, int | None], Sequence[int]]:
-        """(device, position) → the numbers of the faults there; without a position, or without
-        either, None."""
-        at = defaultdict[tuple[int | None, int | None], list[int]](list)
-        for number, fault in enumerate(self.faults, start=1):
-            at[fault.device, fault.position].append(number)
-        return dict(at)
+    def at(self) -> Set[tuple[int | None, int | None]]:
+        """Device and position of each; of some, without a position, or without either."""
+        return {(fault.device, fault.position) for fault in self.faults}
 
     @property
     def count(self) -> str:
@@ -275,33 +268,12 @@ class FaultMarks:
             shown[_LISTED:] = [f"… and {len(shown) - _LISTED} more"]
         return shown
 
-    def of_row(self, device: int) -> str:
-        """What follows a row's label: the numbers of its faults that have no position."""
-        numbers = self.at.get((device, None))
-        return f" [{_some(numbers)}]" if numbers else ""
-
-    def number(self, chart: Chart, place: Place, x: float) -> None:
-        """Draw the numbers of a place's faults above its box, whose left edge is ``x``."""
-        numbers = self.at.get(place)
-        if numbers:
-            text = _some(numbers)
-            wide = text_width(text, _NUMBER, bold=True) + 1
-            corner = (x, chart.y(place[0]) - _NUMBER - 2)
-            chart.canvas.text(
-                corner, wide, _NUMBER + 1, text, size=_NUMBER, bold=True, colour=FAULT
-            )
-
     def list(self, chart: Chart, y: float) -> None:
         """Draw the list of the faults, from ``y`` down."""
         for line, text in enumerate(self.listed):
             wide = text_width(text, _SIZE) + 2
             corner = (chart.x(0), y + line * _PITCH)
             chart.canvas.text(corner, wide, _PITCH, text, size=_SIZE, colour=FAULT)
-
-
-def _some(numbers: Sequence[int]) -> str:
-    """The first three numbers, as ``1, 3, 4, …``."""
-    return ", ".join(map(str, numbers[:3])) + (", …" if len(numbers) > 3 else "")
 
 
 def marks_of(verified: Plan | Schedule | Program) -> FaultMarks:

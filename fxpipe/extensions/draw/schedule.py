@@ -62,7 +62,7 @@ def draw_schedule(
 ) -> Picture:
     """Draw when each task runs, with communication that takes no time.
 
-    Faults of an invalid schedule are red: a number over each task at fault, and the list below.
+    In an invalid schedule, tasks at fault have red borders, and the faults are listed below.
     If the schedule deadlocks, the tasks that never run follow the one at which their device waits.
 
     Args:
@@ -95,13 +95,13 @@ class _Shown:
 
     @property
     def gap(self) -> float:
-        return GAP if self.marks.faults else 0.6 if self.transfers else 0.2
+        return GAP if self.transfers else 0.2
 
     @property
     def labels(self) -> list[str]:
         """The labels of the devices' rows, then of the rows of their offloads and prefetches."""
         devices, beside = range(self.drawn.devices), self.timeline.beside
-        labels = [_row_label(self.drawn, device) + self.marks.of_row(device) for device in devices]
+        labels = [_row_label(self.drawn, device) for device in devices]
         return labels + [f"device {device} · {KINDS[letter].name}" for device, letter in beside]
 
 
@@ -202,7 +202,6 @@ def _draw_tasks(charts: Sequence[Chart], shown: _Shown, fitted: ChartScale) -> b
                 tooltip=tooltip,
                 name=f"task{number}" + (f"at{chart.top:g}" if chart.top else ""),
             )
-        marks.number(crossed[0][0], place, crossed[0][0].x(crossed[0][1]))
     _draw_pairs(charts, timeline)
     return whole
 
@@ -276,7 +275,7 @@ def _legend(shown: Sequence[_Shown], whole: bool) -> list[LegendEntry]:
         entries.append(LegendEntry("a pair, which runs together", _PAIR))
     entries += arrow_entries({t.buffer.kind for one in shown for t in one.transfers})
     if any(one.marks.faults for one in shown):
-        entries.append(LegendEntry("at fault", FAULTY, "1"))
+        entries.append(LegendEntry("at fault", FAULTY))
     if any(one.timeline.unrun for one in shown):
         entries += [LegendEntry("waits for ever", WAITING), LegendEntry("never runs", NEVER)]
     return entries if whole else [*entries, _LEFT_OUT]

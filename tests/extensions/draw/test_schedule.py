@@ -213,7 +213,11 @@ def test_every_fault_is_marked_in_red_and_listed_below() -> None:
     }
     placed = {(f.device, f.position) for f in faults if f.position is not None}
     assert red == placed == {(0, 1), (1, 2)}
-    assert {"device 1 [3]", "broken · p = 2 · m = 1 · 3 faults"} <= shown
+    assert "broken · p = 2 · m = 1 · 3 faults" in shown
+    # the third has no position: the label of its device is red
+    assert [(f.device, f.position) for f in faults][2] == (1, None)
+    labels = {n["label"]: n.get("fontcolor") for n in json.loads(picture.pipe("json"))["objects"]}
+    assert labels[r"device 1\l"] == FAULT != labels[r"device 0\l"]
 
 
 def test_faults_beyond_a_page_are_counted() -> None:
