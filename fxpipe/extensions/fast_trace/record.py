@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
-from fxpipe.extensions.fast_trace.known_results import KnownResults
 from fxpipe.extensions.fast_trace.variants import functional_variant, keeps_type
 from fxpipe.passes.differentiate.extract import created
 from fxpipe.passes.differentiate.joint import NotRecorded
@@ -43,7 +42,6 @@ class GraphRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.meta: Mapping[str, Any] = {}
-        self._known = KnownResults.shared()
         self._last: fx.Node | None = None
         self._same: dict[int, list[Tensor]] = {}  # tensor → itself and all that detach made of it
         self._shared: set[int] = set()  # tensors that may share their memory with others
@@ -98,7 +96,7 @@ class GraphRecorder(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        result = self._known.result(func, args, kwargs)
+        result = func(*args, **kwargs)
         several = isinstance(result, list | tuple)
         if not any(isinstance(leaf, Tensor) for leaf in (result if several else (result,))):
             return result
