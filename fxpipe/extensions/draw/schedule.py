@@ -25,7 +25,6 @@ from fxpipe.extensions.draw.styles import (
     TaskStyles,
     arrow,
     arrow_entries,
-    boxes_of,
     simulation_boxes,
 )
 from fxpipe.extensions.draw.timeline import Bar, Timeline, simulated, timeline_of
@@ -77,7 +76,7 @@ def draw_schedule(
     """
     timeline, marks = timeline_of(schedule, costs, steps)
     simulation = timeline.simulation
-    boxes = boxes_of(schedule) if simulation is None else simulation_boxes(simulation)
+    boxes = TaskStyles(schedule) if simulation is None else simulation_boxes(simulation)
     title = _title(schedule, timeline, marks)
     return _draw("schedule", [_Shown(title, schedule, timeline, boxes, marks)], _caption(timeline))
 
@@ -269,7 +268,7 @@ def _caption(timeline: Timeline[Task]) -> str:
 
 
 def _legend(shown: Sequence[_Shown], whole: bool) -> list[LegendEntry]:
-    boxes = max((one.boxes for one in shown), key=lambda boxes: boxes.versions is not None)
+    boxes = max((one.boxes for one in shown), key=lambda boxes: bool(boxes.versions))
     entries = boxes.legend(span.task for one in shown for span in one.timeline.bars)
     if any(one.timeline.joined for one in shown):
         entries.append(LegendEntry("a pair, which runs together", _PAIR))

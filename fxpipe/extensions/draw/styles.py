@@ -5,9 +5,9 @@ A task's colour shows its kind, the tint its stage, the border its batch.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from fxpipe.extensions.draw.canvas import ArrowStyle, BoxStyle
 from fxpipe.extensions.draw.chart import LegendEntry
@@ -37,27 +37,36 @@ class TaskStyles:
     """The looks and labels of the tasks of one timeline.
 
     Attributes:
-        chunks: stage and micro-batch (None if the task has none) → the stage's index among the
-            stages of its device.
-        tags_stages: whether labels name the stage, for devices that hold several stages.
-        count: how many such indices there are.
-        copied: whether stages have copies, which come after a device's own stages.
+        drawn: what has these tasks.
         steps: see ``Timeline.steps``.
-        versions: task → the weight version that it reads, or that an update writes; None if
+        versions: task → the weight version that it reads, or that an update writes; empty if
             versions are not shown.
     """
 
-    chunks: Callable[[int, int | None], int]
-    tags_stages: bool
-    count: int = 1
-    copied: bool = False
+    drawn: Schedule | Program
     steps: int = 0
-    versions: Callable[[Task], int | None] | None = None
+    versions: Mapping[Task, int | None] = field(default_factory=dict)
+
+    @cached_property
+    def tags_stages(self) -> bool:
+        """Whether labels name the stage, for devices that hold several stages."""
+        return self.drawn.stages > self.drawn.devices or any(self.drawn.copies)
+
+    @cached_property
+    def _shades(self) -> Mapping[int | None, int]:
+        """Stage → its number among the stages of its device."""
+        homes = self.drawn.placement
+        return {stage: homes[:stage].count(home) for stage, home in enumerate(homes)}
 
     def look(self, task: Task) -> BoxStyle:
-        chunk = 0 if task.stage is None else self.chunks(task.stage, task.microbatch)
+        shade, copied = self._shades.get(task.stage, 0), any(self.drawn.copies)
+        count = max(self._shades.values(), default=0) + 1 + copied
+        stage, i = task.stage, task.microbatch
+        if copied and stage is not None and stage in self._shades and i is not None:
+            if self.drawn.device_of(stage, i) != self.drawn.placement[stage]:
+                shade = count - 1
         border, width, style = BORDERS[abs(task.batch) % len(BORDERS)]
-        return BoxStyle(tint(TASKS.get(task.kind, OTHER), chunk, self.count), border, width, style)
+        return BoxStyle(tint(TASKS.get(task.kind, OTHER), shade, count), border, width, style)
 
     def label(self, task: Task) -> str:
         """``F3``, then stage, batch and version if the picture needs them.
@@ -71,14 +80,10 @@ class TaskStyles:
             tags.append(f"@{task.stage}")
         if self.steps > 1:
             tags.append(f"b{task.batch}")
-        version = self.version(task)
+        version = self.versions.get(task)
         if version is not None:
             tags.append(f"{'→' if task.kind == 'U' else ''}v{version}")
         return "\n".join([name, *tags])
-
-    def version(self, task: Task) -> int | None:
-        """The weight version to show for a task, or None."""
-        return None if self.versions is None else self.versions(task)
 
     def tell(self, task: Task, start: float, end: float) -> str:
         """The tooltip of a task."""
@@ -88,7 +93,7 @@ class TaskStyles:
         parts.append(f"stage {task.stage}")
         if self.steps > 1 or task.batch:
             parts.append(f"batch {task.batch}")
-        version = self.version(task)
+        version = self.versions.get(task)
         if version is not None:
             parts.append(f"{'writes' if task.kind == 'U' else 'reads'} version {version}")
         return f"{', '.join(parts)}: {start:g} to {end:g}"
@@ -104,12 +109,12 @@ class TaskStyles:
         ]
         entries.append(LegendEntry("idle", BoxStyle(IDLE, FAINT)))
         if self.tags_stages:
-            which = "copies of stages" if self.copied else "later stages of a device"
+            which = "copies of stages" if any(self.drawn.copies) else "later stages of a device"
             entries.append(LegendEntry(f"lighter: {which}; @: the stage"))
         for batch in sorted({task.batch for task in tasks}, reverse=not self.steps):
             if batch or self.steps > 1:
                 entries.append(self._batch(batch))
-        if self.versions is not None:
+        if self.versions:
             entries.append(LegendEntry("v: the version of the weights"))
         return entries
 
@@ -122,35 +127,12 @@ class TaskStyles:
         return LegendEntry(before, look, str(Task("B", 3, None, batch)))
 
 
-def boxes_of(
-    drawn: Schedule | Program, steps: int = 0, versions: Callable[[Task], int | None] | None = None
-) -> TaskStyles:
-    """The styles of the tasks of a schedule or a program."""
-    before: Counter[int] = Counter()
-    chunks: dict[int, int] = {}
-    for stage, home in enumerate(drawn.placement):
-        chunks[stage] = before[home]
-        before[home] += 1
-
-    def chunk(stage: int, microbatch: int | None) -> int:
-        """The stage's index among the stages of its device; copies come after these."""
-        if stage not in chunks or microbatch is None:
-            return chunks.get(stage, 0)
-        device = drawn.device_of(stage, microbatch)
-        return before[device] if device != drawn.placement[stage] else chunks[stage]
-
-    copied = any(drawn.copies)
-    count = max(before.values(), default=1) + copied
-    several = drawn.stages > drawn.devices or copied
-    return TaskStyles(chunk, several, count, copied, steps, versions)
-
-
 def simulation_boxes(simulation: Simulation) -> TaskStyles:
     """The styles of a simulation's tasks, with weight versions if a task reads an older one."""
     tasks = [span.instruction for span in simulation.spans]
     versions = {task_of(x): version_of(x) for x in tasks}
     differ = any(task.kind != "U" and v != task.batch for task, v in versions.items())
-    return boxes_of(simulation.program, simulation.steps, versions.get if differ else None)
+    return TaskStyles(simulation.program, simulation.steps, versions if differ else {})
 
 
 _ACT, _SKIP = ArrowStyle(INK), ArrowStyle(SKIP, "dashed")
