@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import InputError, VerificationError
 from fxpipe.extensions.draw.chart import nice_step
-from fxpipe.extensions.draw.picture import BACKWARD, FAULT, FORWARD, TASKS, UPDATE, Picture
+from fxpipe.extensions.draw.picture import BACKWARD, FAULT, FORWARD, TASKS, UPDATE, Picture, tint
 from fxpipe.extensions.draw.schedule import draw_schedule
 from fxpipe.extensions.draw.timeline import steps_to_show
 from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
@@ -141,6 +141,10 @@ def test_stages_of_a_device_are_evenly_lighter_and_copies_are_told() -> None:
     assert "lighter: later stages of a device; @: the stage" in picture.source
     copied = draw_schedule(find_recipe("chimera")(4, 8))
     assert "lighter: copies of stages; @: the stage" in copied.source
+    first = boxes(copied)
+    forwards = {b.label: b.fill for b in first[min(first)] if b.label[:1] == "F"}
+    assert forwards[r"F0\n@0"] == forwards[r"F2\n@0"] == FORWARD
+    assert forwards[r"F1\n@3"] == forwards[r"F3\n@3"] == tint(FORWARD, 1, 2)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (8, 64), (64, 4)])
