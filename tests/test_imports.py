@@ -252,7 +252,7 @@ def extensions_of(tree: ast.AST) -> set[str]:
     """The extensions that a test imports, or whose tests it does, or whose methods it calls."""
     names = [name.split(".") for name in imported(tree)]
     found = {name[2] for name in names if name[1:2] == ["extensions"] and len(name) > 2}
-    found -= {"draws", "sums", "tables"}  # which all extensions share
+    found -= {"attributes", "constants", "draws", "sums", "tables"}  # which extensions share
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in ("simulate", "profile"):
             if ast.unparse(node) != "torch.profiler.profile":

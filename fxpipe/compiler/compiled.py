@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -73,17 +72,3 @@ def exchanged(traced: Traced, plan: Plan) -> tuple[object, ...]:
     graphs if these are equal."""
     outputs = [out.name if isinstance(out, Value) else None for out in traced.outputs]
     return plan.edges, plan.buckets, traced.loss, outputs
-
-
-def restoring(parts: Sequence[object]) -> Callable[[], None]:
-    """Remember the attributes of these objects; returns a function that restores them."""
-    before = [(part, {**vars(part)}) for part in parts]
-    for part, values in before:
-        vars(part).update({k: copy(v) for k, v in values.items() if type(v) in (dict, set)})
-
-    def restore() -> None:
-        for part, values in before:
-            vars(part).clear()
-            vars(part).update(values)
-
-    return restore

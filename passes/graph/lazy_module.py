@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import linecache
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph_module import _loader as _sources
 
@@ -71,17 +70,3 @@ def _forget(name: str) -> None:
     _sources.eval_cache.pop(name, None)
     linecache.cache.pop(name, None)
     _owned.discard(name)
-
-
-def move_constants(
-    module: fx.GraphModule,
-    home: torch.device,
-    moves: Callable[[torch.device], bool] = lambda device: True,
-) -> None:
-    """Move the constants of a graph to a device: all, or those whose device ``moves``."""
-    for node in module.graph.find_nodes(op="get_attr"):
-        owner, _, name = str(node.target).rpartition(".")
-        holder = module.get_submodule(owner)
-        value = getattr(holder, name)
-        if isinstance(value, Tensor) and moves(value.device):
-            setattr(holder, name, value.to(home))

@@ -61,7 +61,9 @@ DEFAULT = (
 )
 """The extensions that ``compile`` uses if they are there."""
 
-SHARED = ("fxpipe.extensions.draws", "fxpipe.extensions.sums", "fxpipe.extensions.tables")
+SHARED = {
+    f"fxpipe.extensions.{name}" for name in ("attributes", "constants", "draws", "sums", "tables")
+}
 """What extensions share, which is none of them."""
 
 

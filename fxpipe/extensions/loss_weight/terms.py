@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxpipe.extensions.constants import move_constants
 from fxpipe.ir.traced import DRAWS, Traced
 from fxpipe.passes.differentiate.extract import ancestors, extract
-from fxpipe.passes.graph.lazy_module import lazy_module, move_constants
+from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH
 from fxpipe.random import arguments_of
 from fxpipe.torchtools import source

@@ -8,12 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fxpipe.compiler.compiled import Kind, restoring
+from fxpipe.compiler.compiled import Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import InputError, PartitionError
 from fxpipe.extend import LateSchedule
+from fxpipe.extensions.attributes import restoring
 from fxpipe.extensions.planner import offloading
 from fxpipe.extensions.planner.candidates import EXACT, Predicted
 from fxpipe.extensions.planner.stages import FAMILIES, Stages

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.compiler.compiled import Compiled, Kind, restoring
+from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.engine import Engine
 from fxpipe.extend import find
+from fxpipe.extensions.attributes import restoring
 from fxpipe.extensions.ranks.channels import RankBackend
 from fxpipe.extensions.ranks.group import RankGroup
 from fxpipe.extensions.ranks.owned import Owned, owned
