@@ -151,7 +151,7 @@ class Stage:
     @property
     def text(self) -> str:
         """The graph as text, one node a line."""
-        from fxpipe.text.graph import print_graph
+        from fxpipe.text.plan import print_graph
 
         return print_graph(self.graph.graph)
 

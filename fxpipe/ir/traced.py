@@ -123,7 +123,7 @@ class Traced:
     @property
     def text(self) -> str:
         """The graph as text, one node a line."""
-        from fxpipe.text.graph import print_graph
+        from fxpipe.text.plan import print_graph
 
         return print_graph(self.graph)
 

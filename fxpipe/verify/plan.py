@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir.plan import Argument, Plan, Stage, Write
 from fxpipe.ir.value import HOST, Edge, outputs_of
-from fxpipe.text.graph import print_function
+from fxpipe.text.plan import print_function
 from fxpipe.text.scan import is_name
 
 _WRITING = frozenset(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxpipe.random
-from fxpipe.text.graph import print_function, print_graph, print_value
+from fxpipe.text.plan import print_function, print_graph, print_value
 from tests.helpers.written import graph as read
 
 

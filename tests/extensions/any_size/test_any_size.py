@@ -26,7 +26,7 @@ from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.partition.assignment import first_readers
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.tracing.trace import accepts, trace
-from fxpipe.text.graph import print_graph
+from fxpipe.text.plan import print_graph
 from tests.helpers.fronted import in_stages, values_of
 from tests.passes.differentiate.test_differentiate import made, some_cases
 

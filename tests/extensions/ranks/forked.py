@@ -25,7 +25,6 @@ from tests.helpers.tiny import CUTS, batch, pipe_of
 for name in (
     "_pytest.config",
     "encodings.idna",
-    "fxpipe.text.graph",
     "fxpipe.text.plan",
     "hypothesis",
     "pytest",
