@@ -43,10 +43,8 @@ __all__ = [
 ]
 
 _LATE = {
-    called: name
-    for name in RECIPES
-    if (called := name.replace("-", "_").replace("1f1b", "one_f_one_b").replace("2bw", "two_bw"))
-    not in __all__
+    name.replace("-", "_").replace("1f1b", "one_f_one_b").replace("2bw", "two_bw"): name
+    for name in RECIPES.late
 }
 """What this module calls the recipes of extensions → their names."""
 __all__ += list(_LATE)

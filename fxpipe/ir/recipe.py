@@ -294,11 +294,16 @@ class Recipes(UserDict[str, Recipe]):
         return name in self.data or (isinstance(name, str) and there(self._door, name))
 
     def __iter__(self) -> Iterator[str]:
-        late = (name for name in names(self._door) if there(self._door, name))
+        late = (name for name in self.late if there(self._door, name))
         return iter(dict.fromkeys((*self.data, *late)))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    @property
+    def late(self) -> tuple[str, ...]:
+        """The names of those of extensions, whether these are there or not."""
+        return names(self._door)
 
     def clear(self) -> None:
         self.data.clear()
