@@ -32,17 +32,14 @@ class Owned:
     rest: bool
     compiled: bool
 
-    def keeps(self, value: Any) -> bool:
-        """Whether this process keeps a value of the model's state dict."""
-        return self.names[id(value)] in self.kept if id(value) in self.names else self.rest
-
     def part(
         self, model: nn.Module, state: Mapping[str, Any], prefix: str = ""
     ) -> OrderedDict[str, Any]:
         """The entries of the model's state dict that this process keeps."""
         real = model.state_dict(keep_vars=True, prefix=prefix)
-        part = {name: value for name, value in state.items() if self.keeps(real.get(name))}
-        return state_like(state, part)
+        first = {name: self.names.get(id(real.get(name))) for name in state}
+        kept = [n for n in state if (self.rest if first[n] is None else first[n] in self.kept)]
+        return state_like(state, {name: state[name] for name in kept})
 
     def needed(self, model: nn.Module) -> dict[int, Tensor]:
         """Id → parameter or buffer, for those whose values this process needs.
