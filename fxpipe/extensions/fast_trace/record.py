@@ -5,8 +5,7 @@ after:   mm = aten.mm.default(x, w);  relu = aten.relu.default(mm);  return (rel
 
 It does what ``make_fx`` does, but faster: without proxies, symbols and constants. A function that
 needs these is refused, and left to ``make_fx``. With ``make_fx`` alone, compiling and the first
-step take 1.5 times the processor time for a U-Net, 1.6 times for GPT-2 with twelve blocks and
-3 times for AmoebaNet-D.
+step take 1.3 to 2 times the processor time for GPT-2 with twelve blocks and for AmoebaNet-D.
 """
 
 from __future__ import annotations
