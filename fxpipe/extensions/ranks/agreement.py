@@ -122,10 +122,7 @@ class Ranks(RankGroup):
         # before the first batch, a rank may have no optimizer yet
         common += engine.progress.settings() if engine.batches else ()
         since = "new" if known is None else f"those of call {known.call}"
-        own += [
-            "it is compiled anew" if compiles else "it is compiled already",
-            f"attributes, globals and hooks that its code reads: {since}",
-        ]
+        own.append(f"attributes, globals and hooks that its code reads: {since}")
         tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
         own += [f"{name}: {_leaf_text(x)}, {digest(x)}" for name, x in tensors if compiles]
         flushes = known is not None and not engine.joins(known)
