@@ -37,9 +37,6 @@ WAYS: Mapping[str, Mapping[str, Any] | None] = {
     "1F1B": {"schedule": "1f1b"},
     "2BW": {"schedule": "2bw"},
     "PipeDream": {"schedule": "pipedream"},
-    "2BW, predicted": {"schedule": "2bw", "extensions": ["prediction"]},
-    "CDP-v1": {"schedule": "cdp-v1", "devices": ["cpu"] * MICROBATCHES},
-    "CDP-v2": {"schedule": "cdp-v2", "devices": ["cpu"] * MICROBATCHES},
 }
 """Way to train → what ``fxpipe.compile`` is given; None for a loop on one device."""
 
@@ -178,7 +175,7 @@ def main() -> int:
         "U-Net": "examples.unet.UNet(base=8, depth=2), noise of 8 crops of 32×32 a step",
         "transformer": "3 blocks of width 48, 8 pieces of 48 characters of pydoc_data.topics",
         "optimizer": "Adam, lr=2e-3",
-        "devices": f"{DEVICES}; for CDP {MICROBATCHES}, as many as micro-batches",
+        "devices": DEVICES,
         "micro-batches": f"{MICROBATCHES}; for PipeDream 1, so its updates are as many",
         "steps": steps,
         "seeds": ", ".join(map(str, SEEDS)),

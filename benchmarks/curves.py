@@ -18,9 +18,9 @@ Curves = Mapping[str, Sequence[Sequence[float]]]
 
 FIRST = {"color": "#b8bcc4", "linewidth": 4.0}
 """The way that the others stand beside: wide, so that one that equals it can be seen on it."""
-OTHERS = ("#222222", "#c25b2a", "#3b6fb6", "#3f8f5f", "#e0b03a", "#8a4fae")
-DASHES = ((0, (4, 3)), "solid", "solid", "solid", (0, (1, 2)), "solid")
-"""Dashes for those that may lie on another line: 1F1B on the loop, CDP-v1 on 2BW."""
+OTHERS = ("#222222", "#c25b2a", "#3b6fb6")
+DASHES = ((0, (4, 3)), "solid", "solid")
+"""Dashes for one that may lie on another line: 1F1B on the loop."""
 
 
 def draw(tasks: Mapping[str, Curves], path: Path) -> None:

@@ -101,8 +101,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     "recipe": {
         "1f1b-async": f"{_HERE}.overlapping.one_f_one_b_async:one_f_one_b_async",
         "2bw": f"{_HERE}.overlapping.one_f_one_b_async:two_bw",
-        "cdp-v1": f"{_HERE}.overlapping.cyclic:cdp_v1",
-        "cdp-v2": f"{_HERE}.overlapping.cyclic:cdp_v2",
         "chimera": f"{_HERE}.copies.chimera:chimera",
         "dualpipe-v": f"{_HERE}.more_schedules.dualpipe_v:dualpipe_v",
         "hanayo": f"{_HERE}.list_schedules.planned:hanayo",

@@ -49,7 +49,7 @@ HALVES = "fxpipe/passes/differentiate/part_backward.py"
 LOWERING = {
     "every task reads the newest weights": Fault(
         LOWER,
-        "        version = batch - self._delay_of(stage, i)\n        if kind not in BUILT_IN:",
+        "        version = batch - self._delays[stage]\n        if kind not in BUILT_IN:",
         "        version = batch\n        if kind not in BUILT_IN:",
         "tests/passes/lowering/test_lower.py",
     ),

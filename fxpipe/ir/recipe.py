@@ -68,9 +68,9 @@ class Recipe:
     Attributes:
         name: the name that ``fxpipe.compile(schedule=...)`` takes.
         tasks: the author's generator.
-        delay: how many versions older than the newest the weights are that a batch reads: a number;
-            a tuple with one for each stage, or with a tuple of one for each micro-batch; or a
-            function of the numbers of devices and micro-batches that gives this.
+        delay: how many versions older than the newest the weights are that a batch reads: a number,
+            one for each stage, or a function of the numbers of devices and micro-batches that gives
+            these.
         placement: the devices of the stages and of their copies.
         microbatches: the only number of micro-batches that it works for, or None for any.
         slices: the parts of each micro-batch's sequence, each with stages of its own; see Schedule.
@@ -178,15 +178,15 @@ class Recipe:
             ) from error
 
     def _delay(self, devices: int, microbatches: int) -> Delay:
+        """The delay as plain integers."""
         try:
-            rule = self.delay
-            delay = rule(devices, microbatches) if callable(rule) else rule
-            return _whole(delay, microbatches)
+            given = self.delay(devices, microbatches) if callable(self.delay) else self.delay
+            return tuple(map(index, given)) if isinstance(given, Sequence) else index(given)
         except Exception as error:
             raise InputError(
                 f"schedule {self.name!r}: its delay is {self.delay!r}, which gives no whole number "
-                f"({told(error)}); give one, a tuple with one for each stage, or a function of the "
-                "numbers of devices and micro-batches that returns either"
+                f"({told(error)}); give one, a tuple with one for each stage, or a function of "
+                "the numbers of devices and micro-batches, such as lambda p, m: 1"
             ) from error
 
     def _row(
@@ -266,16 +266,6 @@ def _parameters(function: Callable[..., object]) -> list[str]:
         return []
 
 
-def _whole(delay: Delay, microbatches: int) -> Delay:
-    """Return the delay as plain integers, cut to this number of micro-batches."""
-    if not isinstance(delay, Sequence):
-        return index(delay)
-    return tuple(
-        tuple(map(index, rule[:microbatches])) if isinstance(rule, Sequence) else index(rule)
-        for rule in delay
-    )
-
-
 class Recipes(UserDict[str, Recipe]):
     """Recipes by name. Those of extensions are imported when they are first asked for."""
 
@@ -329,8 +319,8 @@ def schedule(
 
     Args:
         name: the name that ``fxpipe.compile(schedule=...)`` takes.
-        delay: how many versions behind the newest the weights are that a batch reads, such as 1,
-            or ``lambda devices, microbatches: (1,) * devices``; see Recipe.
+        delay: how many versions behind the newest the weights are that a batch reads, such as 1;
+            see Recipe.
         placement: number of devices → for each stage its device, or, if it has copies, a tuple of
             its own device and theirs.
         slices: the parts of each micro-batch's sequence; the placement then gives the stages of

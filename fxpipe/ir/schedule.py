@@ -20,11 +20,8 @@ if TYPE_CHECKING:
     from fxpipe.verify.schedule import StashCounts
 
 
-Rule = int | tuple[int, ...]
-"""A stage's delay: a number, or one for each micro-batch; the last one holds for all others."""
-
-Delay = int | tuple[Rule, ...]
-"""A schedule's delay: a number for all stages, or a rule for each stage."""
+Delay = int | tuple[int, ...]
+"""A schedule's delay: a number for all stages, or one for each stage."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,7 @@ class Schedule:
         microbatches: the micro-batches of a step, m.
         placement: stage → device; its length is the number of stages.
         rows: device → its tasks in order, each with its stage.
-        delay: batch t reads weight version max(t − delay, 0). A number; or one for each stage; or,
-            in place of a stage's number, one for each micro-batch; the last one holds for all
-            others.
+        delay: batch t reads weight version max(t − delay, 0). A number, or one for each stage.
         copies: stage → the further devices that compute it, in order; empty if no stage has any.
             Each micro-batch is computed on the device whose row holds its tasks. The stage's own
             device holds the weights, and updates them once the gradients of all are summed.
@@ -69,10 +64,8 @@ class Schedule:
         object.__setattr__(self, "copies", ordered_copies(self.copies))
         object.__setattr__(self, "paired", frozenset(self.paired))
         # Bring the delay into one form, so that equal schedules compare equal.
-        if isinstance(self.delay, tuple):
-            rules = tuple(map(_shortest, self.delay))
-            alone = len(rules) == self.stages == 1 and not isinstance(rules[0], tuple)
-            object.__setattr__(self, "delay", rules[0] if alone else rules)
+        if isinstance(self.delay, tuple) and len(self.delay) == self.stages == 1:
+            object.__setattr__(self, "delay", self.delay[0])
 
     @property
     def stages(self) -> int:
@@ -110,26 +103,9 @@ class Schedule:
         return bool(self.kinds - {"F"})
 
     @cached_property
-    def rules(self) -> tuple[Rule, ...]:
-        """Stage → its delay, or the delays of its micro-batches where they differ."""
-        if isinstance(self.delay, tuple):
-            return self.delay
-        return (self.delay,) * self.stages
-
-    @cached_property
     def delays(self) -> tuple[int, ...]:
-        """Stage → the greatest delay of its micro-batches."""
-        return tuple(max(rule) if isinstance(rule, tuple) else rule for rule in self.rules)
-
-    def delay_of(self, stage: int, microbatch: int | None) -> int:
-        """The delay of a micro-batch on a stage.
-
-        For a task that comes once a step, None, it is the greatest of all micro-batches.
-        """
-        rule = self.rules[stage]
-        if isinstance(rule, tuple):
-            return max(rule) if microbatch is None else rule[min(microbatch, len(rule) - 1)]
-        return rule
+        """Stage → its delay."""
+        return self.delay if isinstance(self.delay, tuple) else (self.delay,) * self.stages
 
     @cached_property
     def depth(self) -> int:
@@ -232,20 +208,5 @@ def ordered_copies(copies: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...]
 
 
 def delay_text(delay: Delay) -> str:
-    """``1``; ``2,1,0`` for three stages; ``1/1/0,0`` where a stage's micro-batches differ."""
-    if not isinstance(delay, tuple):
-        return str(delay)
-    return ",".join(
-        "/".join(map(str, rule)) if isinstance(rule, tuple) else str(rule)
-        for rule in map(_shortest, delay)
-    )
-
-
-def _shortest(rule: Rule) -> Rule:
-    """Drop numbers at the end that repeat the one before them."""
-    if not isinstance(rule, tuple) or not rule:
-        return rule
-    end = len(rule)
-    while end > 1 and rule[end - 2] == rule[-1]:
-        end -= 1
-    return rule[:end] if end > 1 else rule[0]
+    """``1``; ``2,1,0`` for three stages."""
+    return ",".join(map(str, delay)) if isinstance(delay, tuple) else str(delay)

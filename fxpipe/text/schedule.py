@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fxpipe.errors import near
-from fxpipe.ir.schedule import Delay, Rule, Schedule, delay_text
+from fxpipe.ir.schedule import Delay, Schedule, delay_text
 from fxpipe.ir.task import KINDS, Task, TaskKind
 from fxpipe.text.form import Form, options
 from fxpipe.text.scan import Line, end_of, lines_of, print_title
@@ -65,7 +65,7 @@ def parse_schedule(text: str) -> Schedule:
     if not lines:
         raise end.error(f"expected a header such as {_HEADER.example}, got nothing")
     name, stages, microbatches, first = _HEADER.read(lines[0]).values()
-    delay = _delay(lines[0], first, stages, microbatches)
+    delay = _delay(lines[0], first, stages)
     slices = 1
     for _ in options(lines[0], "slices="):
         slices = lines[0].integer("the number of slices")
@@ -102,29 +102,17 @@ def parse_schedule(text: str) -> Schedule:
     )
 
 
-def _delay(line: Line, first: int, stages: int, microbatches: int) -> Delay:
+def _delay(line: Line, first: int, stages: int) -> Delay:
     """Read the rest of the delay, after its first number."""
     start = line.at
-    delays = [_rule(line, first, microbatches)]
+    delays = [first]
     while line.skip(","):
-        first = line.integer("the delay of the next stage")
-        delays.append(_rule(line, first, microbatches))
-    if isinstance(delays[0], int) and len(delays) == 1:
-        return delays[0]
+        delays.append(line.integer("the delay of the next stage"))
+    if len(delays) == 1:
+        return first
     if len(delays) != stages:
         raise line.error(f"there are {len(delays)} delays for {stages} stages", start - 1)
     return tuple(delays)
-
-
-def _rule(line: Line, first: int, microbatches: int) -> Rule:
-    """Read the rest of a stage's delays, after the first."""
-    start = line.at
-    rule = [first]
-    while line.skip("/"):
-        rule.append(line.integer("the delay of the next micro-batch"))
-    if len(rule) > max(microbatches, 1):
-        raise line.error(f"there are {len(rule)} delays for {microbatches} micro-batches", start)
-    return tuple(rule) if len(rule) > 1 else first
 
 
 def _tasks(

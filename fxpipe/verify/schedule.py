@@ -103,18 +103,11 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
                 what, cure = "it is not a task with whole numbers", "write F(0) or Task('F', 0)"
                 yield Fault(what, cure, device, position, repr(task))
                 return
-    rules = [rule if isinstance(rule, tuple) else (rule,) for rule in schedule.rules]
-    for number in (schedule.microbatches, *schedule.placement, *chain(*rules, *schedule.copies)):
+    counts = schedule.microbatches, *schedule.placement, *schedule.delays
+    for number in chain(counts, *schedule.copies):
         if not isinstance(number, Integral):
             what = f"a count, a device or a delay is {number!r}"
             yield Fault(what, "give whole numbers")
-            return
-    for stage, rule in enumerate(rules):
-        if not 1 <= len(rule) <= max(schedule.microbatches, 1):
-            yield Fault(
-                f"stage {stage} has {len(rule)} delays for {schedule.microbatches} micro-batches",
-                "give one for all of them, or one for each",
-            )
             return
     held = sum(map(len, schedule.rows))
     reach = max(schedule.depth, *schedule.delays, 0)
@@ -139,7 +132,7 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
         )
     elif slices > 1 and schedule.copies:
         yield Fault("it has slices and copies of stages", "leave one of them out")
-    if min(chain(*rules), default=0) < 0:
+    if min(schedule.delays, default=0) < 0:
         yield Fault(f"its delay is {delay_text(schedule.delay)}", "give at least 0")
     if schedule.copies:
         misplaced = find("option", "copies_faults", f"schedule {schedule.name!r}")

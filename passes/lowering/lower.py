@@ -196,7 +196,7 @@ class _Instructions:
 
     def __init__(self, schedule: Schedule, lower: Lower) -> None:
         self._trains = schedule.trains
-        self._delay_of = schedule.delay_of
+        self._delays = schedule.delays
         self._clips = "C" in schedule.kinds
         # stage → the task that completes its gradients
         self._last = {
@@ -236,7 +236,7 @@ class _Instructions:
         """The instruction that runs a task at a position of its row."""
         kind, stage, i, batch = task.kind, task.stage, task.microbatch, task.batch
         assert stage is not None
-        version = batch - self._delay_of(stage, i)
+        version = batch - self._delays[stage]
         if kind not in BUILT_IN:
             update = self._updates.get(stage)
             if update is not None and update < (-batch, position):
@@ -265,7 +265,7 @@ class _Instructions:
         if self._beside is not None:
             yield from self._beside.before(task)
         if self._sums is not None:
-            version = task.batch - self._delay_of(task.stage, task.microbatch)
+            version = task.batch - self._delays[task.stage]
             yield from self._sums.parts(task, version)
 
     def _rest(self, task: Task) -> bool:

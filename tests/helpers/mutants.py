@@ -83,17 +83,11 @@ def schedule_mutants(schedule: Schedule) -> Iterator[tuple[str, str, Schedule]]:
             if device != home:
                 moved = (*schedule.placement[:stage], device, *schedule.placement[stage + 1 :])
                 yield "change placement", "-", replace(schedule, placement=moved)
-        rules = schedule.rules
-        each = tuple(schedule.delay_of(stage, i) for i in range(schedule.microbatches))
+        own = schedule.delays
         for delay in range(-1, max(schedule.delays) + 2):
-            if delay != rules[stage]:
-                delays = (*rules[:stage], delay, *rules[stage + 1 :])
+            if delay != own[stage]:
+                delays = (*own[:stage], delay, *own[stage + 1 :])
                 yield "change delay", "-", replace(schedule, delay=delays)
-            for i, own in enumerate(each):
-                if delay != own and len(each) > 1:
-                    rule = (*each[:i], delay, *each[i + 1 :])
-                    each_own = (*rules[:stage], rule, *rules[stage + 1 :])
-                    yield "change a micro-batch's delay", "-", replace(schedule, delay=each_own)
 
 
 def _other_tasks(schedule: Schedule, task: Task) -> Iterator[tuple[str, Task]]:

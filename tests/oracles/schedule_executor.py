@@ -129,9 +129,9 @@ class _Run:
     def _reads(self, kind: str, s: int, i: int | None, batch: int) -> int:
         """The version that a task reads: the newest for an update, none for a reduce."""
         if not self.schedule.trains:
-            late = any(self.schedule.delay_of(s, j) for j in self.every)
+            late = self.schedule.delays[s] > 0
             return self.steps if late else 0
-        return max(batch - self.schedule.delay_of(s, i), 0) if kind not in "AU" else 0
+        return max(batch - self.schedule.delays[s], 0) if kind not in "AU" else 0
 
     def _own(self, kind: str, s: int, i: int | None, batch: int) -> bool:
         """Run a user-defined task: its gradients must exist, and all that it follows be done."""

@@ -12,10 +12,8 @@ import pytest
 from fxpipe.errors import VerificationError
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import B, F, Task, U
+from fxpipe.ir.task import Task
 from fxpipe.schedules import (
-    cdp_v1,
-    cdp_v2,
     one_f_one_b,
     one_f_one_b_async,
     pipedream,
@@ -38,7 +36,7 @@ BOX = some((p, m) for p in range(1, 7) for m in range(1, 14))
 
 overlapping = pytest.mark.parametrize(
     "recipe",
-    [two_bw, pipedream, pipedream_vertical, one_f_one_b_async, cdp_v1, cdp_v2],
+    [two_bw, pipedream, pipedream_vertical, one_f_one_b_async],
     ids=lambda r: r.name,
 )
 
@@ -53,22 +51,16 @@ def row_of(schedule: Schedule, stage: int) -> tuple[Task, ...]:
     return run_of(alone, 3 * STEPS).rows[0]
 
 
-def smallest_delays(schedule: Schedule, stage: int) -> list[int]:
-    """Micro-batch → by how many updates its forward on the stage is ahead of those before it."""
-    updates, behind = 0, [0] * schedule.microbatches
+def smallest_delay(schedule: Schedule, stage: int) -> int:
+    """By how many updates a forward on the stage is ahead of those before it, at most."""
+    updates = behind = 0
     for task in row_of(schedule, stage):
         if task.kind == "U":
             updates += 1
         elif task.kind == "F":
             assert task.microbatch is not None
-            batch, i = divmod(task.microbatch, schedule.microbatches)
-            behind[i] = max(behind[i], batch - updates)
+            behind = max(behind, task.microbatch // schedule.microbatches - updates)
     return behind
-
-
-def smallest_delay(schedule: Schedule, stage: int) -> int:
-    """The same for all micro-batches."""
-    return max(smallest_delays(schedule, stage))
 
 
 def live_versions(schedule: Schedule, stage: int) -> int:
@@ -76,7 +68,7 @@ def live_versions(schedule: Schedule, stage: int) -> int:
     m = schedule.microbatches
     row = row_of(schedule, stage)
     numbers = [t.microbatch for t in row if t.microbatch is not None]
-    reads = [max(i // m - schedule.delay_of(stage, i % m), 0) for i in numbers]
+    reads = [max(i // m - schedule.delays[stage], 0) for i in numbers]
     newest = most = 0
     for task in row:
         most = max(most, len({newest} | {version for version in reads if version <= newest}))
@@ -139,9 +131,7 @@ def test_the_verifier_finds_the_same_versions(recipe: Recipe) -> None:
     for p, m in BOX:
         schedule = recipe(p, m)
         versions = schedule.versions()
-        each = tuple(tuple(smallest_delays(schedule, stage)) for stage in range(p))
-        assert versions.needed == each
-        assert versions.smallest == tuple(map(max, each))
+        assert versions.smallest == tuple(smallest_delay(schedule, stage) for stage in range(p))
         assert versions.live == tuple(live_versions(schedule, stage) for stage in range(p))
 
 
@@ -182,44 +172,3 @@ def test_pipedream_keeps_a_version_for_each_micro_batch_under_way() -> None:
     for p in range(1, 7):
         schedule = pipedream(p, 1)
         assert [live_versions(schedule, stage) for stage in range(p)] == list(range(p, 0, -1))
-
-
-def test_cyclic_data_parallelism_reads_the_weights_of_the_papers_rule() -> None:
-    """θ(t) for micro-batch i on stage j where i + j > N, both from 1, and else θ(t − 1)."""
-    for n in range(1, 8):
-        one, two = cdp_v1(n, n).verify(), cdp_v2(n, n).verify()
-        for i, j in itertools.product(range(1, n + 1), repeat=2):
-            assert one.delay_of(j - 1, i - 1) == 1
-            assert two.delay_of(j - 1, i - 1) == (0 if i + j > n else 1)
-        assert one.rows == two.rows
-
-
-def test_cyclic_data_parallelism_asks_nothing_of_the_number_of_micro_batches() -> None:
-    for p, m in BOX:
-        schedule = cdp_v2(p, m).verify()
-        for stage in range(p):
-            own = [schedule.delay_of(stage, i) for i in range(m)]
-            assert own == smallest_delays(schedule, stage)
-            assert own == [max(ceil((p - 1 - stage - i) / m), 0) for i in range(m)]
-
-
-@pytest.mark.parametrize("recipe", [cdp_v1, cdp_v2], ids=lambda r: r.name)
-def test_activations_of_cyclic_data_parallelism_are_constant(recipe: Recipe) -> None:
-    """(N + 1)/2 models' worth over all devices at any time; N replicas come to N models' worth."""
-    for n in range(1, 7):
-        held = n * (n + 1) // 2  # of one stage and micro-batch, of which n are a model's worth
-        ran = [each for own in simulate(run_of(recipe(n, n), 6), AS_LONG) for each in own]
-        begun = [each.start for each in ran if each.task.kind == "F"]
-        ended = [each.end for each in ran if each.task.kind == "B"]
-        for now in range(2 * n, 2 * n * 5):  # from the first backwards to the last step's flush
-            assert sum(t <= now for t in begun) - sum(t <= now for t in ended) == held
-        assert sum(recipe(n, n).stash().stages) == held
-        assert n * sum(whole_replica(n).verify().stash().stages) == n * n
-
-
-def whole_replica(n: int) -> Schedule:
-    """A micro-batch on one device that holds all stages."""
-    there = (F(0, stage) for stage in range(n))
-    back = (B(0, stage) for stage in reversed(range(n)))
-    updates = (U(stage) for stage in range(n))
-    return Schedule("replica", 1, (0,) * n, ((*there, *back, *updates),))

@@ -18,7 +18,7 @@ from fxpipe.errors import InputError, VerificationError
 from fxpipe.ir.recipe import Recipe, find_recipe, round_robin, vee
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, Task, U
-from fxpipe.schedules import cdp_v1, gpipe, two_bw
+from fxpipe.schedules import gpipe, two_bw
 from tests.helpers.profiles import some
 from tests.oracles.small_simulator import (
     AS_LONG,
@@ -48,8 +48,6 @@ DRAWN: dict[str, tuple[int, int, dict[str, int], int]] = {
     "pipedream": (3, 1, AS_LONG, 6),
     "pipedream-vertical": (3, 1, AS_LONG, 6),
     "1f1b-async": (3, 2, AS_LONG, 3),
-    "cdp-v1": (3, 3, AS_LONG, 2),
-    "cdp-v2": (3, 3, AS_LONG, 2),
     "chimera": (4, 4, AS_LONG, 1),
     "interleaved-zb": (2, 4, HALVES, 1),
     "hanayo": (2, 2, AS_LONG, 1),
@@ -63,8 +61,7 @@ by_name = pytest.mark.parametrize("recipe", LIBRARY.values(), ids=list(LIBRARY))
 
 def made(recipe: Recipe, devices: int, microbatches: int) -> Schedule:
     """The schedule; a delay of one step, as 2BW's, asks for p − 1 micro-batches."""
-    late = recipe in (two_bw, cdp_v1)
-    return recipe(devices, max(microbatches, devices - 1) if late else microbatches)
+    return recipe(devices, max(microbatches, devices - 1) if recipe is two_bw else microbatches)
 
 
 def test_the_library_is_there_by_name_and_every_docstring_is_checked() -> None:

@@ -47,7 +47,6 @@ def schedules(draw: st.DrawFn) -> Schedule:
     devices = draw(st.integers(1, 4))
     microbatches = draw(st.integers(1, 5))
     homes, delays = st.integers(0, devices - 1), st.integers(0, 3)
-    rules = st.lists(delays, min_size=1, max_size=microbatches).map(tuple)
     task = st.builds(
         lambda kind, i, stage, batch: Task(kind, None if kind == "U" else i, stage, batch),
         st.sampled_from("FBIWRU"),
@@ -60,7 +59,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         microbatches,
         tuple(draw(st.lists(homes, min_size=stages, max_size=stages))),
         tuple(tuple(draw(st.lists(task, max_size=6))) for _ in range(devices)),
-        draw(delays | st.tuples(*[delays | rules] * stages)),
+        draw(delays | st.tuples(*[delays] * stages)),
     )
 
 
@@ -69,15 +68,11 @@ def test_any_schedule_in_range_is_read_back_however_wrong_it_is(schedule: Schedu
     assert Schedule.parse(str(schedule)) == schedule
 
 
-def test_delays_of_micro_batches_are_written_as_far_as_they_differ() -> None:
-    text = "schedule mine stages=3 microbatches=4 delay=1/1/0,2,0/1/2/3\nplace - | 0 1 2\n0:\n1:\n"
+def test_delays_of_stages_are_read_and_written() -> None:
+    text = "schedule mine stages=3 microbatches=4 delay=1,2,0\nplace - | 0 1 2\n0:\n1:\n"
     schedule = Schedule.parse(text)
     assert str(schedule) == text
-    each = [[schedule.delay_of(stage, i) for i in range(4)] for stage in range(3)]
-    assert each == [[1, 1, 0, 0], [2, 2, 2, 2], [0, 1, 2, 3]]
-    assert schedule.delays == (1, 2, 3)
-    same = Schedule.parse(text.replace("1/1/0,2,", "1/1/0/0,2/2/2/2,"))
-    assert same == schedule
+    assert schedule.delays == (1, 2, 0)
 
 
 HEAD = "schedule mine stages=2 microbatches=4 delay=0\n"
@@ -101,9 +96,7 @@ HEAD = "schedule mine stages=2 microbatches=4 delay=0\n"
         (HEAD.strip() + " x", 1, 47, "expected 'slices=' or the end of the line"),
         (HEAD.strip() + ",", 1, 47, "expected the delay of the next stage"),
         (HEAD.strip() + ",1,2", 1, 45, "there are 3 delays for 2 stages"),
-        (HEAD.strip() + "/1", 1, 45, "there are 1 delays for 2 stages"),
-        (HEAD.strip() + "/1/,0", 1, 49, "expected the delay of the next micro-batch"),
-        (HEAD.strip() + "/1/2/3/4,0", 1, 46, "there are 5 delays for 4 micro-batches"),
+        (HEAD.strip() + "/1", 1, 46, "XX"),
         (HEAD.strip() + "-1", 1, 46, "expected a blank or the end of the line"),
         (HEAD, 2, 1, "expected 'place'"),
         (HEAD + "0: F0", 2, 1, "expected 'place'"),

@@ -22,7 +22,7 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.schedule import add_recompute
-from fxpipe.schedules import cdp_v2, chimera, gpipe, one_f_one_b, two_bw, zb_h1
+from fxpipe.schedules import chimera, gpipe, one_f_one_b, pipedream, two_bw, zb_h1
 from fxpipe.verify.program import verify_program
 from tests.helpers.lines import lines
 from tests.helpers.mutants import program_mutants, sampled
@@ -171,14 +171,13 @@ CASES = LIBRARY | {
     "shard, several stages, clip": (add_clip(add_reduce(V)), True, False),
     "shard, overlap": (add_reduce(two_bw(2, 2)), True, False),
     "shard, overlap, clip": (add_clip(add_reduce(two_bw(2, 2))), True, False),
-    "shard, cyclic": (add_reduce(cdp_v2(2, 2)), True, False),
+    "shard, delays of stages": (add_reduce(pipedream(2, 2)), True, False),
     "copies": (SHARED, True, False),
     "copies, clip, recompute": (add_clip(recomputing(chimera(2, 3))), True, False),
     "copies, several stages": (WHOLE, True, False),
     "copies, without updates": (chimera(4, 3), False, False),
     "stale, with a flush": (replace(gpipe(2, 2), delay=1), True, False),
     "no two delays alike": (replace(gpipe(3, 1), delay=(2, 1, 0)), True, False),
-    "delays of micro-batches": (replace(gpipe(2, 3), delay=((0, 2, 1), (1, 0))), True, False),
     "offload": (add_offload(gpipe(2, 4), "always"), True, False),
     "offload, halves": (add_offload(zb_h1(3, 5), "except_last"), True, False),
     "offload, overlap": (add_offload(two_bw(3, 3), {0: "always"}), True, False),
@@ -193,7 +192,7 @@ CASES = LIBRARY | {
         False,
     ),
     "offload, pause": (add_offload(gpipe(2, 4), "always"), False, True),
-    "own tasks, cyclic": (with_own_tasks(recomputing(cdp_v2(3, 3))), True, False),
+    "own tasks, delays of stages": (with_own_tasks(recomputing(pipedream(3, 3))), True, False),
 }
 """Name → schedule, whether it is lowered with updates, and with a pause."""
 
@@ -214,7 +213,7 @@ def expected_of(case: str, program: Program, steps: int) -> Model:
         trains=schedule.trains,
         updates=updates and schedule.trains,
         steps=steps,
-        delays=schedule.delay_of,
+        delays=lambda stage, i: schedule.delays[stage],
         before="N" if own else "",
         after="L" if own else "",
         reduces="A" in schedule.kinds and not schedule.copies,

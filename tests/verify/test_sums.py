@@ -14,7 +14,7 @@ from tests.oracles.schedule_executor import schedule_is_right
 from tests.verify.test_schedule import accepts, fault_of
 
 sum_edits = given(
-    st.sampled_from(["gpipe", "zb-h1", "interleaved-1f1b", "dualpipe-v", "2bw", "cdp-v2"]),
+    st.sampled_from(["gpipe", "zb-h1", "interleaved-1f1b", "dualpipe-v", "2bw", "pipedream"]),
     st.tuples(st.integers(1, 3), st.integers(1, 4)),
     st.lists(
         st.tuples(
@@ -44,10 +44,10 @@ def edited_sums(
 ) -> Schedule:
     """A schedule with sums, edited in turn: the edit, whether of sums alone, which task, where."""
     schedule = add_reduce(RECIPES[name](*counts))
-    rows, rules = [list(row) for row in schedule.rows], list(schedule.rules)
+    rows, delays = [list(row) for row in schedule.rows], list(schedule.delays)
     for edit, sums, pick, to in edits:
         if edit == "change delay":
-            rules[pick % len(rules)] = (to % 3, to // 3 % 3)[: counts[1]]
+            delays[pick % len(delays)] = to % 3
             continue
         every = [(row, task) for row in rows for task in row if task.kind == "A" or not sums]
         if not every:
@@ -61,7 +61,7 @@ def edited_sums(
             row.insert(at, replace(task, batch=task.batch - 1 + 2 * (to % 2)))
         elif edit != "drop":
             other.insert(at - 1 if edit == "swap" and at else to % (len(other) + 1), task)
-    return replace(schedule, rows=tuple(map(tuple, rows)), delay=tuple(rules))
+    return replace(schedule, rows=tuple(map(tuple, rows)), delay=tuple(delays))
 
 
 def test_a_clip_before_a_sum_over_replicas_of_any_stage_is_refused() -> None:

@@ -241,8 +241,8 @@ def _row_label(drawn: Schedule | Program, device: int) -> str:
 def _title(schedule: Schedule, timeline: Timeline[Task], marks: FaultMarks) -> str:
     parts = [schedule.name, f"p = {schedule.devices}", f"m = {schedule.microbatches}"]
     if any(schedule.delays):
-        delays = sorted({d for r in schedule.rules for d in (r if isinstance(r, tuple) else [r])})
-        parts.append(f"delay = {delays[0]}" + (f" to {delays[-1]}" if len(delays) > 1 else ""))
+        least, most = min(schedule.delays), max(schedule.delays)
+        parts.append(f"delay = {least}" + (f" to {most}" if most > least else ""))
     if timeline.steps > 1:
         parts.append(f"{timeline.steps} steps and flush")
     if timeline.unrun:

@@ -138,7 +138,7 @@ def _late(schedule: Schedule, row: tuple[Task, ...]) -> tuple[Task, ...]:
         assert stage is not None
         rest = [task for task in tasks if task != update]
         steps, at = min(
-            (schedule.delay_of(stage, task.microbatch) - task.batch, at)
+            (schedule.delays[stage] - task.batch, at)
             for at, task in enumerate(rest)
             if (task.kind, task.stage) == ("F", stage)
         )

@@ -66,7 +66,7 @@ CASES = [
     ("mlp", (3, 2), 3, {**PLAIN, "optimizer": OPTIMIZERS["own"]}),
     ("mlp", (2, 2), 3, {**PLAIN, "optimizer": OPTIMIZERS["fused"]}),
     ("mlp", (3, 3), 5, {"microbatches": 1, "schedule": "pipedream", "partition": ["1", "3"]}),
-    ("mlp", (3, 3), 5, {"microbatches": 3, "schedule": "cdp-v2", "partition": ["1", "3"]}),
+    ("mlp", (3, 3), 5, {"microbatches": 3, "schedule": "pipedream", "partition": ["1", "3"]}),
     ("mlp", (2, 3), 3, {"microbatches": 4, "schedule": "1f1b"}),
     ("unet", (2, 1), 3, {"microbatches": 4, "schedule": "gpipe"}),
     *deep(

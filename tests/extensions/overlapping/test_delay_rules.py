@@ -1,4 +1,4 @@
-"""Micro-batches that read versions of their own: equal to loops that keep every version."""
+"""Stages that read versions of their own: equal to loops that keep every version."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ import fxpipe
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from tests.extensions.overlapping.most_versions import MostVersions
-from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD, compiled, make
+from tests.helpers.overlapping import OPTIMIZERS, SGD, compiled, make
 from tests.helpers.profiles import DEEP
-from tests.oracles.cyclic_loop import CyclicLoop
 from tests.oracles.delayed_loop import MSE, RuledLoop
 
 pytestmark = pytest.mark.smoke
@@ -32,8 +31,8 @@ def stage_of(name: str, stages: int) -> int:
 
 
 def rule_of(schedule: Schedule) -> Callable[[str, int], int]:
-    """What a schedule says of a parameter and a micro-batch."""
-    return lambda name, i: schedule.delay_of(stage_of(name, schedule.stages), i)
+    """What a schedule says of a parameter."""
+    return lambda name, i: schedule.delays[stage_of(name, schedule.stages)]
 
 
 def ruled(model: nn.Module, schedule: Schedule, optimizer: Any = SGD) -> RuledLoop:
@@ -45,18 +44,14 @@ def ruled(model: nn.Module, schedule: Schedule, optimizer: Any = SGD) -> RuledLo
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """What each micro-batch needs on each stage, and up to two more."""
+    """What each stage needs, and up to two more."""
     name = draw(st.sampled_from(["1f1b-async", "1f1b-async", "gpipe", "zb-h1", "zb-v"]))
     most = 3 if name == "zb-v" else 4  # which has two stages a device, of six layers
     devices, microbatches = draw(st.integers(1, most)), draw(st.integers(1, 4))
     schedule = find_recipe(name)(devices, microbatches)
     more = st.integers(0, 2)
-    return replace(
-        schedule,
-        delay=tuple(
-            tuple(needed + draw(more) for needed in each) for each in schedule.versions().needed
-        ),
-    )
+    delay = tuple(least + draw(more) for least in schedule.versions().smallest)
+    return replace(schedule, delay=delay)
 
 
 @settings(max_examples=300 if DEEP else 4)
@@ -88,38 +83,13 @@ def test_any_delays_train_as_the_loop_that_keeps_every_version(
     expected.assert_same(model)
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("devices", [2, 3, 4])
-def test_cyclic_data_parallelism_is_the_loop_of_its_paper(
-    devices: int, version: int, optimizer: Any
-) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(devices)))
-    model.double()
-    data = make("mlp", 9, 2 * devices)[1]
-    expected = CyclicLoop(model, optimizer, version)
-    schedule = f"cdp-v{version}"
-    with compiled(model, devices, devices, optimizer, schedule=schedule) as pipe:
-        losses = [pipe.step(x, target=y) for x, y in data]
-        assert [float(x) for x in losses] == [float(x) for x in expected.run(data, MSE)]
-        pipe.flush()
-        live = pipe.schedule.versions().live
-        assert pipe.weight_versions == list(live)
-        assert live == ((2,) * devices if version == 1 else (*(2,) * (devices - 1), 1))
-        # counted: what N replicas hold is N models, of N stages each
-        assert sum(pipe.stashed.values()) == devices * (devices + 1) // 2
-    for name, parameter in expected.model.named_parameters():
-        assert torch.equal(model.get_parameter(name), parameter), name
-
-
 def test_a_flushed_schedule_keeps_only_the_versions_that_its_rule_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     most = MostVersions(monkeypatch)
     model, data = make("mlp", 8, 4)
     size = sum(p.numel() * p.element_size() for p in model.parameters()) // 3
-    with compiled(model, 3, 3, schedule="cdp-v2") as pipe:
+    with compiled(model, 3, 3, schedule="pipedream") as pipe:
         for x, y in data:
             pipe.step(x, target=y)
         pipe.flush()
@@ -128,7 +98,7 @@ def test_a_flushed_schedule_keeps_only_the_versions_that_its_rule_reads(
         assert most.of(pipe) == [2, 2, 1]
 
 
-@pytest.mark.parametrize("name", ["cdp-v2", "1f1b-async", "pipedream"])
+@pytest.mark.parametrize("name", ["1f1b-async", "pipedream"])
 def test_a_short_batch_reads_the_oldest_version_kept_where_it_asks_for_an_earlier_one(
     name: str,
 ) -> None:

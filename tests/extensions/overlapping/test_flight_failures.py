@@ -92,7 +92,7 @@ def steps_of(pipe: fxpipe.Pipeline) -> dict[int, int]:
         *deep(("2bw", 0, "device"), ("2bw", 2, "device"), ("2bw", 1, "thread")),
         ("2bw", 1, "device"),
         ("pipedream", 1, "device"),
-        ("cdp-v2", 0, "thread"),
+        ("pipedream", 0, "thread"),
     ],
 )
 @pytest.mark.parametrize("kind", [ins.Forward, ins.Backward, ins.Update])

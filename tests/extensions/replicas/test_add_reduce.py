@@ -91,7 +91,7 @@ def test_where_batches_overlap_the_sums_hide_behind_a_window(name: str) -> None:
         assert tasks == 2 * (microbatches - devices + 1)
 
 
-@pytest.mark.parametrize("name", ["2bw", "pipedream", "1f1b-async", "cdp-v2"])
+@pytest.mark.parametrize("name", ["2bw", "pipedream", "1f1b-async"])
 def test_no_more_versions_are_needed_where_updates_come_late(name: str) -> None:
     for devices, microbatches in COUNTS:
         schedule = RECIPES[name](devices, max(devices, microbatches))

@@ -21,14 +21,13 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import add_recompute
-from fxpipe.schedules import cdp_v1, cdp_v2, gpipe
+from fxpipe.schedules import gpipe
 from tests.extensions.copies.test_rules import copy_edits, edited_copies
 from tests.extensions.streams.test_streams import FLUSHING, LIBRARY, chained, plain
 from tests.helpers.plans import chain
 from tests.oracles import small_simulator
 from tests.oracles.small_simulator import AS_LONG, HALVES, run_of, times
 from tests.oracles.stream_times import timed
-from tests.schedules.test_overlapping import whole_replica
 from tests.schedules.test_schedules import by_name, made
 from tests.verify.test_program import lowered, too_much
 from tests.verify.test_program_faults import without
@@ -96,19 +95,6 @@ def test_streams_take_hardly_more_time_than_copies_that_wait_for_no_memory(name:
     sizes = Sizes(values={edge.value: 1 for edge in before.edges})
     best = simulate(before, links=Link(bandwidth=1 / 0.4), sizes=sizes).makespan
     assert timed(Streams()(before), copy=0.4).makespan <= 1.02 * best
-
-
-@pytest.mark.parametrize("recipe", [cdp_v1, cdp_v2], ids=lambda r: r.name)
-def test_activations_of_cyclic_data_parallelism_take_constant_memory(recipe: Recipe) -> None:
-    """(N + 1)/2 models' worth over all devices at any time; N replicas come to N models' worth."""
-    for n in range(1, 7):
-        held = n * (n + 1) // 2  # of one stage and micro-batch, of which n are a model's worth
-        sizes = Sizes(saved=dict.fromkeys(range(n), 100))
-        ran = recipe(n, n).simulate({"F": 1, "B": 1, "U": 0}, steps=6, sizes=sizes)
-        assert sum(ran.stash) == held
-        assert sum(memory.parts["stash"] for memory in ran.memory) == 100 * held
-        replica = whole_replica(n).simulate(sizes=sizes)
-        assert n * replica.memory[0].parts["stash"] == 100 * n * n
 
 
 def test_a_recomputed_micro_batch_counts_from_its_recompute_on() -> None:

@@ -35,7 +35,7 @@ from tests.passes.lowering.test_lower import plans, schedules, whole
 Place = tuple[int, int]
 FREE: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1, "R": 1, "U": 0}
 
-OVERLAPPING = ("2bw", "pipedream", "1f1b-async", "cdp-v2")
+OVERLAPPING = ("2bw", "pipedream", "1f1b-async")
 LIBRARY = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v", *OVERLAPPING)
 
 
