@@ -151,7 +151,8 @@ def _make(jobs: Sequence[GraphToCompile], options: dict[str, Any]) -> None:
                 tasks.append((job, job.task(scratch, options)))
             except Exception as error:  # whatever export raises for graphs that it cannot take
                 job.reason = told(error).splitlines()[0]
-        answers = compile_all([task for _, task in tasks])
+        fork = all(job.device.type == "cpu" for job, _ in tasks)
+        answers = compile_all([task for _, task in tasks], fork=fork)
         for count, (number, reason) in enumerate(answers, 1):
             job = tasks[number][0]
             LOGGER.info("compiled %s, %d of %d", job.what, count, len(tasks))

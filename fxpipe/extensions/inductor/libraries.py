@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import sys
 import zipfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from concurrent.futures import as_completed
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
+import fxpipe.random  # noqa: F401  (graphs may have its operators)
+from fxpipe.errors import told
 from fxpipe.extensions.inductor.kept import folder
-from fxpipe.extensions.inductor.library import Library
+from fxpipe.extensions.inductor.library import Library, TensorLayout
 from fxpipe.torchtools.state import processors
-
-_WORKER = (sys.executable, "-m", "fxpipe.extensions.inductor.worker")
 
 _CALLS_PYTHON = b"aoti_torch_proxy_executor_call_function("
 """Found in the code of libraries with Python operators, which only torch's loader can call."""
@@ -56,52 +51,65 @@ def keep_library(key: str, package: Path, device: torch.device) -> None:
     os.replace(package, folder() / f"{key}{package.suffix}")
 
 
-def compile_all(tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, str]]:
+def compile_all(tasks: Sequence[tuple[Any, ...]], *, fork: bool) -> Iterator[tuple[int, str]]:
     """Run tasks in parallel, with one process for each processor. As soon as one is done, yield its
-    number, and why it failed, or an empty text. See ``worker`` for the form of a task."""
-    settings = {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder().parent),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    }
-    started: list[Popen[str]] = []
-    idle: SimpleQueue[Popen[str]] = SimpleQueue()
+    number, and why it failed, or an empty text.
 
-    def start() -> Popen[str]:
-        env = {**os.environ, **settings}
-        started.append(Popen(_WORKER, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True, env=env))
-        return started[-1]
-
-    def answer(task: tuple[Any, ...]) -> str:
-        try:
-            process = idle.get_nowait()
-        except Empty:
-            process = start()
-        assert process.stdin is not None and process.stdout is not None
-        line = ""
-        with suppress(OSError):
-            process.stdin.write(f"{json.dumps(task)}\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        if not line:
-            return "the process that was to compile it has ended"
-        idle.put(process)
-        reason: str = json.loads(line)
-        return reason
-
-    pool = ThreadPoolExecutor(processors(), "fxpipe-compile")
-    numbers = {pool.submit(answer, task): number for number, task in enumerate(tasks)}
+    Args:
+        tasks: the arguments of ``compile_package`` for each.
+        fork: see ``start_pool``.
+    """
+    if not tasks:
+        return
+    pool = start_pool(min(processors(), len(tasks)), fork=fork)
     try:
+        numbers = {pool.submit(compile_package, *task): n for n, task in enumerate(tasks)}
         for done in as_completed(numbers):
-            yield numbers[done], done.result()
+            error = done.exception()
+            yield numbers[done], done.result() if error is None else "its process has ended"
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in started:
-            process.kill()
         pool.shutdown()
-        for process in started:
-            with process:
-                process.kill()
+
+
+def start_pool(count: int, *, fork: bool) -> Any:
+    """Inductor's own pool of processes. They start sooner if they are forked of one, which may have
+    initialised CUDA, so that they cannot use it."""
+    from torch._inductor.compile_worker.subproc_pool import SubprocKind, SubprocPool  # slow
+
+    return SubprocPool(count, kind=SubprocKind.FORK if fork else SubprocKind.SPAWN)
+
+
+def compile_package(source: str, target: str, options: dict[str, Any], default: str) -> str:
+    """Compile an exported graph, and run it once. Returns why it could not be compiled, or an empty
+    text.
+
+    Args:
+        source: the path of the graph.
+        target: the path of the package to write.
+        options: those of inductor.
+        default: the default dtype.
+    """
+    from torch._inductor import aoti_compile_and_package
+    from torch._inductor.decomposition import decompositions
+
+    # several threads of inductor's own code would add the rows of a gradient in any order
+    decompositions.pop(torch.ops.aten.embedding_dense_backward.default, None)
+    torch.set_default_dtype(getattr(torch, default))
+    try:
+        with torch.no_grad():
+            program = torch.export.load(source)
+            assert program.example_inputs is not None
+            made: Any = program.graph.output_node().args[0]
+            looks = [TensorLayout.of(node.meta["val"]) for node in made]
+            aoti_compile_and_package(program, package_path=target, inductor_configs=options)
+            loader: Any = torch._C._aoti.AOTIModelPackageLoader
+            arguments = [*program.example_inputs[0]]
+            results = loader(target, "model", True, 1, -1).boxed_run(arguments)
+    except Exception as error:
+        return told(error).splitlines()[0]
+    if all(look.fits(result) for look, result in zip(looks, results, strict=True)):
+        return ""
+    return "inductor returns a value in another layout"
 
 
 def can_compile() -> bool:

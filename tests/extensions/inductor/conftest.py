@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from fxpipe.extensions.inductor import libraries
-from tests.extensions.inductor.stage_libraries import Processes, settings
+from tests.extensions.inductor.stage_libraries import Pools, settings
 
 
 @pytest.fixture(scope="session")
-def processes() -> Iterator[Processes]:
-    kept = Processes()
+def pools() -> Iterator[Pools]:
+    kept = Pools()
     yield kept
     kept.end()
 
 
 @pytest.fixture
 def folder(
-    processes: Processes, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    pools: Pools, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """The libraries of all tests: what one has compiled the others load, those of other workers
     among them. The processes that compile are shared, too."""
@@ -29,6 +29,5 @@ def folder(
     path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "inductor" / "fxpipe"
     for name, value in settings(path).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(libraries, "Popen", processes)
-    monkeypatch.setattr(libraries, "processors", lambda: 1)
+    monkeypatch.setattr(libraries, "start_pool", pools)
     return path

@@ -5,12 +5,10 @@ Each graph takes seconds to compile, so one model has all that tests look for.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import os
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
 import fxpipe
+from fxpipe.extensions.inductor.libraries import start_pool
 from fxpipe.extensions.inductor.library import LibraryCall
 from fxpipe.ir.traced import SEED
 from fxpipe.random import mix
@@ -36,37 +35,44 @@ def settings(folder: Path) -> dict[str, str]:
 
 
 class Lent:
-    """A process that compiles, as one of Popen; it is kept for the next who needs one."""
+    """A pool of processes that compile, kept for the next who needs one."""
 
-    def __init__(self, process: Popen[str], kept: list[Popen[str]]) -> None:
-        self.process, self.kept = process, kept
-        self.stdin, self.stdout = process.stdin, process.stdout
+    def __init__(self, pool: Any) -> None:
+        self.submit = pool.submit
 
-    def __enter__(self) -> Lent:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kept.append(self.process)
-
-    def kill(self) -> None:
+    def shutdown(self) -> None:
         """It has answered all that it was asked."""
 
 
-class Processes:
-    """Those that compile: each takes long to start, and there is one set for each cache folder."""
+class Pools:
+    """Those that compile: each takes long to start, and there is one for each cache folder."""
 
     def __init__(self) -> None:
-        self.kept: defaultdict[str, list[Popen[str]]] = defaultdict(list)
+        self.kept: dict[str, Any] = {}
 
-    def __call__(self, command: Any, env: dict[str, str], **options: Any) -> Lent:
-        kept = self.kept[env["TORCHINDUCTOR_CACHE_DIR"]]
-        return Lent(kept.pop() if kept else Popen(command, env=env, **options), kept)
+    def __call__(self, count: int, *, fork: bool) -> Lent:
+        folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        if folder not in self.kept:
+            self.kept[folder] = start_pool(2, fork=fork)
+        return Lent(self.kept[folder])
 
     def end(self) -> None:
         """End them all."""
-        for process in chain.from_iterable(self.kept.values()):
-            with process:
-                process.kill()
+        for pool in self.kept.values():
+            pool.shutdown()
+
+
+def opened(path: str, mode: str) -> str:
+    """Open a named pipe, which waits until it is opened at the other end."""
+    open(path, mode).close()
+    return mode
+
+
+def ending(number: int) -> str:
+    """End this process, by a number."""
+    if number == 1:
+        os._exit(1)
+    return ""
 
 
 class Net(nn.Module):

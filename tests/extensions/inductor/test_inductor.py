@@ -6,12 +6,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -24,6 +22,7 @@ from fxpipe.errors import InputError
 from fxpipe.extend import Extension
 from fxpipe.extensions.inductor import compile_stages, libraries
 from fxpipe.extensions.inductor.library import Library
+from tests.extensions.inductor import stage_libraries
 from tests.extensions.inductor.stage_libraries import Net, batch, gradients, graphs, made, stepped
 from tests.helpers.profiles import deep
 
@@ -85,7 +84,7 @@ def test_another_start_compiles_nothing(
     folder = copied(folder, tmp_path, monkeypatch)  # to which nobody else adds
     known = set(folder.glob("*.so"))
     with pytest.MonkeyPatch.context() as patch, made("inductor") as pipe:
-        patch.setattr(libraries, "Popen", None)
+        patch.setattr(libraries, "start_pool", None)
         pipe.step(x, target=y)
         assert None not in graphs(pipe)
         assert [stage.costs for stage in pipe.plan.stages] == costs  # so cuts are the same, too
@@ -133,40 +132,23 @@ def test_equal_graphs_share_a_library_and_other_sizes_get_one_of_their_own(
         assert len(graphs(pipe)) == 4 and None not in graphs(pipe)
 
 
-def test_graphs_are_compiled_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_compiled_side_by_side(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By processes that meet: each waits for the other to open a pipe."""
     os.mkfifo(tmp_path / "meet")
-    process = """
-import json, sys
-for line in sys.stdin:
-    path, mode = json.loads(line)
-    open(path, mode).close()
-    print(json.dumps(mode), flush=True)
-"""
-    monkeypatch.setattr(libraries, "Popen", Popen)
-    monkeypatch.setattr(libraries, "_WORKER", (sys.executable, "-c", process))
-    monkeypatch.setattr(libraries, "processors", lambda: 2)
+    monkeypatch.setattr(libraries, "compile_package", stage_libraries.opened)
     tasks = [(str(tmp_path / "meet"), mode) for mode in "rw"]
-    assert sorted(libraries.compile_all(tasks)) == [(0, "r"), (1, "w")]
+    assert sorted(libraries.compile_all(tasks, fork=True)) == [(0, "r"), (1, "w")]
 
 
-def test_a_process_that_ends_leaves_one_graph_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = """
-import json, sys
-for line in sys.stdin:
-    (number,) = json.loads(line)
-    if number == 1:
-        sys.exit()
-    print(json.dumps(""), flush=True)
-"""
-    monkeypatch.setattr(libraries, "Popen", Popen)
-    monkeypatch.setattr(libraries, "_WORKER", (sys.executable, "-c", process))
-    monkeypatch.setattr(libraries, "processors", lambda: 1)
-    answers = dict(libraries.compile_all([(0,), (1,), (2,), (3,)]))
-    assert answers == {
-        **dict.fromkeys(range(4), ""),
-        1: "the process that was to compile it has ended",
-    }
+def test_after_a_process_has_ended_others_compile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libraries, "compile_package", stage_libraries.ending)
+    assert dict(libraries.compile_all([(1,)], fork=True)) == {0: "its process has ended"}
+    answers = dict(libraries.compile_all([(0,), (2,), (3,)], fork=True))
+    assert answers == dict.fromkeys(range(3), "")
 
 
 @contextmanager
