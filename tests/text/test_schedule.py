@@ -96,7 +96,7 @@ HEAD = "schedule mine stages=2 microbatches=4 delay=0\n"
         (HEAD.strip() + " x", 1, 47, "expected 'slices=' or the end of the line"),
         (HEAD.strip() + ",", 1, 47, "expected the delay of the next stage"),
         (HEAD.strip() + ",1,2", 1, 45, "there are 3 delays for 2 stages"),
-        (HEAD.strip() + "/1", 1, 46, "XX"),
+        (HEAD.strip() + "/1", 1, 46, "expected a blank or the end of the line"),
         (HEAD.strip() + "-1", 1, 46, "expected a blank or the end of the line"),
         (HEAD, 2, 1, "expected 'place'"),
         (HEAD + "0: F0", 2, 1, "expected 'place'"),
