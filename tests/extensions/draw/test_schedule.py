@@ -21,7 +21,7 @@ from fxpipe.extensions.draw.timeline import steps_to_show
 from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, B, F, Task, U
-from fxpipe.schedules import gpipe, inference, one_f_one_b
+from fxpipe.schedules import gpipe, inference, one_f_one_b, pipedream
 
 
 class Box(NamedTuple):
@@ -270,20 +270,20 @@ def test_steps_in_a_row_tell_batches_and_weight_versions() -> None:
 
 
 def test_each_micro_batch_tells_the_version_that_it_reads() -> None:
-    late = replace(window(), delay=((1, 0),))
-    picture = draw_schedule(late, steps=3, costs={"U": 2})
+    picture = draw_schedule(window(), steps=3, costs={"U": 2})
     (row,) = boxes(picture).values()
     assert [box.label.replace(r"\n", ":") for box in row] == [
         item.replace(" ", ":")
         for line in (
             "F0:b0 v0, F1:b0 v0, B0:b0 v0",
-            "F0:b1 v0, B1:b0 v0, U:b0 →v1, F1:b1 v1, B0:b1 v0",
-            "F0:b2 v1, B1:b1 v1, U:b1 →v2, F1:b2 v2, B0:b2 v1",
-            "B1:b2 v2, U:b2 →v3",
+            "F0:b1 v0, B1:b0 v0, U:b0 →v1, F1:b1 v0, B0:b1 v0",
+            "F0:b2 v1, B1:b1 v0, U:b1 →v2, F1:b2 v1, B0:b2 v1",
+            "B1:b2 v1, U:b2 →v3",
         )
         for item in line.split(", ")
     ]
-    assert any("delay = 0 to 1" in text for text in texts(picture))
+    both = draw_schedule(pipedream(2, 1))
+    assert any("delay = 0 to 1" in text for text in texts(both))
 
 
 def test_the_default_shows_a_step_between_others() -> None:

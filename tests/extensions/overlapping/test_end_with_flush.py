@@ -36,11 +36,11 @@ def test_the_example_of_its_docstring() -> None:
     assert made.rows[0] == Schedule.parse(f"{text}0: F0 F1 B0 B1 U\n1:\n2:\n3:").rows[0]
 
 
-def test_a_short_batch_whose_micro_batches_would_read_too_early_ends_with_a_flush() -> None:
-    recipe = one_f_one_b_async.delayed(((0, 2), 0))
-    assert recipe(2, 2).delays > recipe(2, 2).versions().smallest  # of the other micro-batch alone
+def test_a_short_batch_that_a_stage_would_read_too_early_ends_with_a_flush() -> None:
+    recipe = one_f_one_b_async.delayed((0, 2))
+    assert max(recipe(2, 2).delays) > recipe(2, 2).versions().delay  # of the other stage alone
     assert write_schedule(recipe, 2, 2, short=True) == end_with_flush(recipe(2, 2))
-    with pytest.raises(VerificationError, match="delay=0 is too small for micro-batch 0 on stage"):
+    with pytest.raises(VerificationError, match="delay=0 is too small for stage 0"):
         write_schedule(recipe, 2, 2, short=False)
-    enough = one_f_one_b_async.delayed(((1, 0), 0))
+    enough = one_f_one_b_async.delayed((1, 0))
     assert write_schedule(enough, 2, 2, short=True) == enough(2, 2)
