@@ -1,16 +1,23 @@
-"""What a device holds over time, and when it holds the most."""
+"""What a device holds from instruction to instruction, and when it holds the most."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
-from fxpipe.extensions.simulator.holding import Holding
 from fxpipe.extensions.simulator.simulation import Simulation
-from fxpipe.extensions.simulator.sizes import Sizes
+from fxpipe.extensions.simulator.sizes import Crossing, GraphInput, Piece, Sizes, Storage, Workspace
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+from fxpipe.ir.value import Buffer, Edge, forward_buffer, gradient_buffer, own_buffer
+
+PARTS = ("parameters", "optimizer", "versions", "gradients", "stash", "values", "workspace")
+"""The parts of a device's memory: one version of the parameters; optimizer state and buffers;
+further versions; sums of gradients; what is kept for backward; values and gradients between stages;
+and what the running instruction adds."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,7 @@ class Memory:
         position: the position of the instruction that runs then.
         levels: for each instruction, in order, the bytes while it runs.
         resting: the bytes of parameters and optimizer state before the first instruction.
-        parts: part of the peak, as in ``fxpipe.extensions.simulator.holding.PARTS`` → its bytes.
+        parts: part of the peak, as in ``PARTS`` → its bytes.
     """
 
     peak: int
@@ -116,3 +123,284 @@ def _memory(simulation: Simulation, holding: Holding) -> Memory:
     position = levels.index(peak)
     time = simulation.events.starts[holding.device][position]
     return Memory(peak, time, position, tuple(levels), resting, parts)
+
+
+Key = tuple[int, int, int]
+"""Stage, batch and bucket of gradients."""
+
+
+def _adds(x: ins.Instruction) -> bool:
+    """Whether it adds to sums of gradients."""
+    return x.partial or isinstance(x, ins.Backward | ins.WeightGrad)
+
+
+class Holding:
+    """The memory that a device holds, updated instruction by instruction.
+
+    Attributes:
+        program: all steps in a row.
+        sizes: the bytes of everything.
+        device: the device.
+        bytes: what it holds now, between two instructions.
+        parts: part of memory → its bytes now.
+    """
+
+    def __init__(self, program: Program, sizes: Sizes, device: int) -> None:
+        """Start before the first instruction, with parameters and what else is always there."""
+        self.program, self.sizes, self.device = program, sizes, device
+        self.bytes = 0
+        self.parts: Counter[str] = Counter(dict.fromkeys(PARTS, 0))
+        self._list = program.lists[device]
+        self._count: Counter[Hashable] = Counter()
+        self._kept: dict[Buffer, tuple[Piece, ...]] = {}
+        self._stored: dict[tuple[int, int, int], list[Piece]] = {}
+        self._into = [{edge.value: edge for edge in edges} for edges in program.edges_into]
+        self._from = [
+            {edge.value: edge for edge in es if edge.gradient} for es in program.edges_from
+        ]
+        self._older: dict[int, int] = {}
+        self._updated = {(x.stage, x.batch) for x in self._list if isinstance(x, ins.Update)}
+        self._delays: Counter[int] = Counter()
+        for x in self._list:
+            if isinstance(x, ins.Compute):
+                self._delays[x.stage] = max(self._delays[x.stage], x.batch - x.version)
+        self._made: list[Piece] = []
+        self._away: list[Key] = []
+        self._inside = False
+        self._shared = 0
+        self._peaks: dict[Hashable, int] = {}
+        for stage, home in enumerate(program.placement):
+            if home == device:
+                self._add("parameters", sizes.parameters.get(stage, 0))
+                self._add("optimizer", sizes.optimizer.get(stage, 0))
+
+    def run(self, position: int) -> int:
+        """Begin an instruction, and return the most bytes while it runs."""
+        instruction = self._list[position]
+        before = self.bytes
+        workspace = self._workspace(instruction)
+        self._inside = workspace is not None
+        self._made.clear()
+        for buffer in instruction.makes(self.program):
+            pieces = self._kept[buffer] = tuple(filter(None, self._pieces(buffer)))
+            self._take(*pieces)
+        if _adds(instruction):
+            before += self._accumulate(instruction.stage, instruction.batch)
+        more = 0
+        match instruction:
+            case ins.Update():
+                more = self._update(instruction)
+            case ins.OncePerStep(stage, batch, opcode="all_gather"):
+                # this replica's part replaces the sums; those of all arrive, and are joined
+                self._take(self._part(stage, batch))
+                self._release(self._sum(stage, batch))
+                for key in [key for key in self._away if key[:2] == (stage, batch)]:
+                    self._away.remove(key)
+                    self._release(self._arriving(key))
+                more = 2 * self.sizes.gradients.get(stage, 0)
+        self._shared = 0
+        if isinstance(instruction, ins.InputGrad) and workspace is None:
+            # what it leaves is a part of what it uses up, and released with it
+            stage = instruction.stage
+            kept = self.sizes.saved.get(stage, 0), self.sizes.deferred.get(stage, 0)
+            self._shared = min(kept)
+        level = self.bytes - self._shared + more
+        if workspace is not None:
+            level = before + self._peak(instruction, workspace)
+        if begins := self._begins(instruction):
+            level = max(level, self.bytes + self._arriving(begins).bytes)
+        return level
+
+    def _begins(self, instruction: ins.Instruction) -> Key | None:
+        """The gradients that an instruction begins to sum, if any."""
+        if not instruction.partial and instruction.opcode != "reduce_scatter":
+            return None
+        return instruction.stage, instruction.batch, getattr(instruction, "bucket", -1)
+
+    def parts_of(self, level: int) -> dict[str, int]:
+        """The parts of the bytes that ``run`` has just returned."""
+        parts = dict(self.parts)
+        for piece in self._made if self._inside else ():
+            parts[piece.part] -= piece.bytes
+        parts["stash"] -= self._shared
+        parts["workspace"] = level - sum(parts.values())
+        return parts
+
+    def finish(self, position: int) -> None:
+        """End an instruction."""
+        instruction = self._list[position]
+        for buffer in instruction.ends(self.program):
+            self._release(*self._kept.pop(buffer))
+        match instruction:
+            case ins.Update(stage, batch=batch):
+                ended = self._sum(stage, batch), self._part(stage, batch)
+                self._release(*(piece for piece in ended if piece.key in self._count))
+            case ins.OncePerStep(stage, batch, opcode="all_gather"):
+                self._take(self._sum(stage, batch))
+                self._release(self._part(stage, batch))
+        if instruction.opcode == "give":  # the buffer holds it from now on
+            self._release(self._sum(instruction.stage, instruction.batch))
+        if begins := self._begins(instruction):
+            self._away.append(begins)
+            self._take(self._arriving(begins))
+
+    def _sum(self, stage: int, batch: int) -> Piece:
+        """A stage's sums of gradients. If no update uses them, they are for all batches."""
+        of = batch if (stage, batch) in self._updated or not self._owns(stage) else None
+        return Piece("gradients", ("sum", stage, of), self.sizes.gradients.get(stage, 0))
+
+    def _part(self, stage: int, batch: int) -> Piece:
+        """The part of a stage's sums that this replica sums."""
+        replicas = self.program.replicas
+        size = self.sizes.part(stage, replicas - 1, replicas)
+        return Piece("gradients", ("part", stage, batch), size)
+
+    def _arriving(self, key: Key) -> Piece:
+        """What comes of a bucket from all replicas: their contributions to this one's part."""
+        stage, _, bucket = key
+        size = self.sizes.part(stage, 0, 1, bucket if stage in self.program.buckets else None)
+        return Piece("gradients", ("arriving", *key), size)
+
+    def _accumulate(self, stage: int, batch: int) -> int:
+        """Hold a stage's sums of gradients; return the bytes that are copied to start new ones."""
+        if self._sum(stage, batch).key in self._count:
+            return 0
+        self._take(self._sum(stage, batch))
+        return self._started(stage)
+
+    def _started(self, stage: int) -> int:
+        """Bytes of earlier gradients to which a step's first ones are added; none on a copy."""
+        return self.sizes.started.get(stage, 0) if self._owns(stage) else 0
+
+    def _update(self, update: ins.Update) -> int:
+        """Hold a new version; return what the update needs while it runs. The runtime keeps as many
+        as the delay allows, even if a late update needs fewer."""
+        stage = update.stage
+        self._add("versions", -self._older.pop(stage, 0))
+        older = min(self._delays[stage], update.writes)
+        self._older[stage] = more = older * self.sizes.gradients.get(stage, 0)
+        self._add("versions", more)
+        return self.sizes.updating.get(stage, 0)
+
+    def _workspace(self, instruction: ins.Instruction) -> Workspace | None:
+        key = _graph_of(instruction)
+        if key is None:
+            return None
+        if _adds(instruction):
+            sums = self._sum(instruction.stage, instruction.batch)
+            if sums.key in self._count or self._started(instruction.stage):
+                return self.sizes.adding.get(key, self.sizes.runs.get(key))
+        return self.sizes.runs.get(key)
+
+    def _peak(self, instruction: Any, workspace: Workspace) -> int:
+        """The most that a graph adds, while it frees what nothing else holds."""
+        freed = tuple(self._freed(instruction, workspace)) if workspace.freed else ()
+        key = id(workspace), freed
+        if key not in self._peaks:
+            self._peaks[key] = workspace.peak(freed)
+        return self._peaks[key]
+
+    def _freed(self, instruction: Any, workspace: Workspace) -> Iterable[GraphInput]:
+        """The arguments of a graph that nothing else holds any more."""
+        ended = Counter(p.key for b in instruction.ends(self.program) for p in self._kept[b])
+        alone: dict[Hashable, GraphInput] = {}
+        at = instruction.stage, instruction.microbatch, instruction.batch
+        for given in workspace.freed:
+            piece = self._near(given.crossing, *at)
+            if piece is not None and self._count[piece.key] == ended[piece.key]:
+                last = max(given.last, alone.get(piece.key, given).last)
+                alone[piece.key] = given._replace(bytes=piece.bytes, last=last)
+        return alone.values()
+
+    def _add(self, part: str, size: int) -> None:
+        self.parts[part] += size
+        self.bytes += size
+
+    def _take(self, *pieces: Piece) -> None:
+        for piece in pieces:
+            self._count[piece.key] += 1
+            if self._count[piece.key] == 1:
+                self._add(piece.part, piece.bytes)
+                self._made.append(piece)
+
+    def _release(self, *pieces: Piece) -> None:
+        for piece in pieces:
+            self._count[piece.key] -= 1
+            if not self._count[piece.key]:
+                del self._count[piece.key]
+                self._add(piece.part, -piece.bytes)
+
+    def _pieces(self, buffer: Buffer) -> Iterator[Piece | None]:
+        kind, value, source, target, i, batch = buffer
+        sizes = self.sizes
+        match kind:
+            case "weights":
+                if not self._owns(source):
+                    yield Piece("parameters", buffer, sizes.crossing(buffer))
+            case "sums" if self._owns(source):
+                yield Piece("gradients", buffer, sizes.crossing(buffer))
+            case "sums":
+                yield self._sum(source, batch)
+            case "grad":
+                yield self._crossing(Edge(target, source, value), True, i, batch)
+            case "state":
+                yield Piece("stash", buffer, sizes.state.get(source, 0))
+            case "saved":
+                yield Piece("stash", buffer, sizes.saved.get(source, 0))
+                for held in sizes.holds.get(source, ()):
+                    yield self._near((held, False), source, i, batch)
+            case "offloaded":
+                from fxpipe.extensions.offload.opcodes import stored
+
+                away = stored(self.program, source, i, batch)
+                pieces = [piece for b in away for piece in self._kept[b]]
+                ours = Counter(p.key for b in away if b.kind != "in" for p in self._kept[b])
+                alone = [piece for piece in pieces if self._count[piece.key] == ours[piece.key]]
+                self._stored[source, i, batch] = alone
+                yield from [piece for piece in pieces if piece not in alone]
+            case "fetching":
+                yield from self._kept[own_buffer("offloaded", source, i, batch)]
+                yield from self._stored.pop((source, i, batch))
+            case "fetched":
+                yield from self._kept[own_buffer("fetching", source, i, batch)]
+            case "deferred":
+                yield Piece("stash", buffer, sizes.deferred.get(source, 0))
+                for crossing in sizes.deferred_holds.get(source, ()):
+                    yield self._near(crossing, source, i, batch)
+            case _:
+                yield self._crossing(Edge(source, target, value), False, i, batch)
+
+    def _crossing(self, edge: Edge, gradient: bool, i: int, batch: int) -> Piece | None:
+        """The memory of a value, or of its gradient, along an edge: one piece for all edges where
+        it was made, else a copy."""
+        stage, size = edge.target if gradient else edge.source, self.sizes.values.get(edge.value, 0)
+        if self.program.device_of(stage, i) != self.device:
+            buffer = (gradient_buffer if gradient else forward_buffer)(edge, i, batch)
+            return Piece("values", buffer, size)
+        crossing = edge.value, gradient
+        home, whole = self.sizes.places.get((stage, *crossing), Storage(crossing, size))
+        if home is None:
+            return None
+        if home[0] in (self._from if home[1] else self._into)[stage]:
+            return self._near(home, stage, i, batch)
+        return Piece("values", ("made", stage, home, i, batch), whole)
+
+    def _near(self, crossing: Crossing, stage: int, i: int, batch: int) -> Piece | None:
+        """The memory in which a stage has one of its inputs or outputs, or the gradient of one."""
+        value, gradient = crossing
+        into, away = self._into[stage].get(value), self._from[stage].get(value)
+        edge = (away if gradient else None) or into or Edge(stage, stage, value)
+        return self._crossing(edge, gradient, i, batch)
+
+    def _owns(self, stage: int) -> bool:
+        """Whether the device has a stage's weights themselves, not a copy of them."""
+        return self.program.placement[stage] == self.device
+
+
+def _graph_of(instruction: ins.Instruction) -> tuple[str, int] | None:
+    """The key of a task's graph in ``Sizes.runs``; None for other instructions. Of a backward that
+    runs in parts the first holds what a whole one does, and what was kept for it is held to the
+    end, so that the others never hold more."""
+    later = getattr(instruction, "rest", False) or getattr(instruction, "bucket", 0) > 0
+    letter = instruction.letter
+    return None if letter is None or later else (letter, instruction.stage)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import InputError
-from fxpipe.extensions.simulator.holding import PARTS
+from fxpipe.extensions.simulator.memory import PARTS
 from fxpipe.extensions.simulator.simulation import Simulation, task_of
 from fxpipe.extensions.tables import first_time, plain_table, table_text, wrapped
 from fxpipe.formatting import byte_unit, bytes_text, plural

@@ -19,7 +19,7 @@ Crossing = tuple[str, bool]
 
 
 class Piece(NamedTuple):
-    """A piece of memory: its part, as in ``holding.PARTS``, what is in it, and its size."""
+    """A piece of memory: its part, as in ``memory.PARTS``, what is in it, and its size."""
 
     part: str
     key: tuple[Any, ...]
@@ -32,26 +32,12 @@ class GraphInput(NamedTuple):
     Attributes:
         crossing: the value or gradient.
         bytes: of its memory.
-        last: the last step at which the graph reads it.
+        last: the last step at which the graph reads it; −1 if it reads a copy.
     """
 
     crossing: Crossing
     bytes: int
     last: int
-
-
-class Left(NamedTuple):
-    """What a part of a backward, up to a bucket of gradients, keeps for the next part.
-
-    Attributes:
-        bytes: of what nothing else holds.
-        values: values between stages that it also holds.
-        gradients: values whose gradients it also holds.
-    """
-
-    bytes: int
-    values: frozenset[str] = frozenset()
-    gradients: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -63,29 +49,18 @@ class Workspace:
             what its nodes have made and is still read or returned, less what was kept for this
             graph alone and is used up. Below 0, it has freed more than it has made.
         freed: arguments that are freed after their last use if nothing else holds them.
-        laid_out: arguments that are copied to the layout that the graph needs, if they came from
-            another device; with the bytes of the copy.
     """
 
     levels: tuple[int, ...]
     freed: tuple[GraphInput, ...] = ()
-    laid_out: tuple[GraphInput, ...] = ()
 
-    def peak(self, freed: Iterable[GraphInput] = (), copied: Iterable[GraphInput] = ()) -> int:
-        """The most bytes that the graph adds.
-
-        Args:
-            freed: arguments that it frees.
-            copied: copies that are made before its first step.
-        """
+    def peak(self, freed: Iterable[GraphInput] = ()) -> int:
+        """The most bytes that the graph adds while it frees these arguments."""
         level = 0
         gone = [0] * (len(self.levels) + 1)
         for _, size, last in freed:
             gone[last + 1] += size
-        for _, size, last in copied:
-            level += size
-            gone[last + 1] += size
-        most = self.levels[0] + level
+        most = self.levels[0]
         for made, less in zip(self.levels, gone, strict=False):
             level -= less
             most = max(most, made + level)
@@ -96,14 +71,12 @@ class Storage(NamedTuple):
     """The memory of a value, or its gradient, in the stage that makes it.
 
     Attributes:
-        value: the value whose memory it is, or whose gradient's; empty for memory that is always
-            there, such as a parameter's.
-        gradient: whether it is a gradient's memory.
+        crossing: the value or gradient whose memory it is; None for memory that is always there,
+            such as a parameter's.
         bytes: of the whole memory.
     """
 
-    value: str
-    gradient: bool
+    crossing: Crossing | None
     bytes: int
 
 
@@ -116,13 +89,12 @@ class Sizes:
 
     Attributes:
         values: value that crosses between stages → bytes of one micro-batch, and of its gradient.
-        saved: stage → bytes of one micro-batch that its forward saves, without parameters,
-            buffers and the values of ``holds``.
+        saved: stage → bytes of one micro-batch that its forward saves, without parameters, buffers
+            that nothing writes, and the values of ``holds``.
         deferred: stage → bytes that the first half of its backward leaves for the second, counted
             like ``saved``. Without the half's graph in ``runs`` they are taken as a part of these:
             the half releases the others, and holds the greater of the two while it runs.
         state: stage → bytes of the buffers that its forward writes anew for each micro-batch.
-        saved_state: stage → bytes of those among them that its forward saves as they were before.
         parameters: stage → bytes of one version of its parameters.
         buffers: stage → bytes of the buffers that it reads.
         gradients: stage → bytes of its sums of gradients, and of each further version of what is
@@ -134,18 +106,12 @@ class Sizes:
         optimizer: stage → bytes of its optimizer's state, and of all else that is always there.
         updating: stage → bytes that its update needs while it runs.
         holds: stage → values that its ``saved`` holds.
-        deferred_holds: stage → values that its ``deferred`` holds.
-        deferred_gradients: stage → values, into it or from it, whose gradients its ``deferred``
-            holds.
+        deferred_holds: stage → values, and gradients of values, that its ``deferred`` holds.
         places: (stage, value, whether its gradient) → the memory of what the stage makes; by
             default its own.
-        laid_out: (stage, value, whether its gradient) → bytes of the copy that the stage makes of
-            what comes from another device in another layout than its graphs need.
         runs: letter of a task and stage → what its graph adds while it runs. If missing, outputs
-            count from its start, and inputs that it uses up until its end. The part of a backward
-            up to bucket 0 has the letter B0 or W0, and the last part B-1 or W-1.
+            count from its start, and inputs that it uses up until its end.
         adding: the same for a task that adds to sums of gradients that are there already.
-        left: letter of such a part and stage → what the part keeps for the next one.
         early: how many values from each other device may be in memory before their receives.
             Infinite on ranks, which read a value as soon as it arrives; on ranks with streams as
             many receives as they post ahead.
@@ -155,7 +121,6 @@ class Sizes:
     saved: Mapping[int, int] = field(default_factory=dict)
     deferred: Mapping[int, int] = field(default_factory=dict)
     state: Mapping[int, int] = field(default_factory=dict)
-    saved_state: Mapping[int, int] = field(default_factory=dict)
     parameters: Mapping[int, int] = field(default_factory=dict)
     buffers: Mapping[int, int] = field(default_factory=dict)
     gradients: Mapping[int, int] = field(default_factory=dict)
@@ -165,13 +130,10 @@ class Sizes:
     optimizer: Mapping[int, int] = field(default_factory=dict)
     updating: Mapping[int, int] = field(default_factory=dict)
     holds: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    deferred_holds: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    deferred_gradients: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    deferred_holds: Mapping[int, frozenset[Crossing]] = field(default_factory=dict)
     places: Mapping[tuple[int, str, bool], Storage] = field(default_factory=dict)
-    laid_out: Mapping[tuple[int, str, bool], int] = field(default_factory=dict)
     runs: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
     adding: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
-    left: Mapping[tuple[str, int], Left] = field(default_factory=dict)
     early: float = 0
 
     def crossing(self, buffer: Buffer) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from fxpipe.extensions.simulator.sizes import Piece, Sizes
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.program import Program
@@ -79,64 +78,3 @@ def beside(instruction: ins.Instruction) -> Buffer | None:
         case ins.Move(Buffer("fetched") as buffer):
             return buffer._replace(kind="fetching")
     return None
-
-
-Key = tuple[int, int, int]
-"""Stage, batch and bucket of gradients."""
-
-
-class Gradients:
-    """The memory of the sums of gradients on a device, bucket by bucket as in ``Sum``."""
-
-    def __init__(self, program: Program, sizes: Sizes, device: int) -> None:
-        self._program, self._sizes, self._device = program, sizes, device
-        list_ = program.lists[device]
-        self._updated = {(x.stage, x.batch) for x in list_ if isinstance(x, ins.Update)}
-        self._bytes: dict[tuple[int, int | None, int], int] = {}
-
-    def sums(self, stage: int, batch: int) -> list[Piece]:
-        """A stage's sums, bucket by bucket; the first one is complete last."""
-        return [self.sum_of(stage, batch, bucket) for bucket in self._buckets(stage)]
-
-    def parts(self, stage: int, batch: int) -> list[Piece]:
-        """The parts of the stage's sums that this replica sums."""
-        return [self.part_of(stage, batch, bucket) for bucket in self._buckets(stage)]
-
-    def sum_of(self, stage: int, batch: int, bucket: int) -> Piece:
-        """The sum of a bucket. If no update uses it, it is one sum for all batches, which stays."""
-        copied = self._program.placement[stage] != self._device
-        of = batch if (stage, batch) in self._updated or copied else None
-        return Piece("gradients", ("sum", stage, of, bucket), self.bytes(stage, bucket, 1))
-
-    def part_of(self, stage: int, batch: int, bucket: int) -> Piece:
-        """The part of a bucket that this replica sums."""
-        size = self.bytes(stage, bucket, self._program.replicas)
-        return Piece("gradients", ("part", stage, batch, bucket), size)
-
-    def arriving(self, stage: int, batch: int, bucket: int) -> Piece:
-        """What comes of a bucket from all replicas: their contributions to this one's part."""
-        size = self.bytes(stage, bucket, 1)
-        return Piece("gradients", ("arriving", stage, batch, bucket), size)
-
-    def bytes(self, stage: int, bucket: int | None, replicas: int) -> int:
-        """The bytes of a bucket, or of all gradients, that the last of ``replicas`` sums."""
-        key = stage, bucket if stage in self._program.buckets else None, replicas
-        if key not in self._bytes:
-            self._bytes[key] = self._sizes.part(stage, replicas - 1, replicas, key[1])
-        return self._bytes[key]
-
-    def _buckets(self, stage: int) -> range:
-        return range(-1, self._program.buckets.get(stage, 1) - 1)
-
-
-def graph_of(instruction: ins.Instruction) -> tuple[str, int] | None:
-    """The key of a task's graph in ``Sizes.runs``; None for other instructions."""
-    letter = instruction.letter
-    if letter is None:
-        return None
-    match instruction:
-        case ins.Compute(partial=True):
-            letter = f"{letter}{getattr(instruction, 'bucket', 0)}"
-        case ins.Backward(rest=True) | ins.WeightGrad(rest=True):
-            letter = f"{letter}-1"
-    return letter, instruction.stage
