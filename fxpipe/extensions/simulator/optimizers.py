@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,12 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from fxpipe.extend import find
 from fxpipe.torchtools.optimizers import copy_alone
 
-_SIDE = 64
 _FEW = 1 << 22
 """Trial parameters have data if they have fewer bytes than this, as PyTorch then computes faster
 than it derives shapes on the meta device."""
 
 _MOST_KNOWN = 1 << 12
-_known: dict[tuple[Any, ...], tuple[int, int]] = {}
+_known: dict[Hashable, tuple[int, int]] = {}
 """Results for PyTorch's optimizers, by their settings and the layouts of their parameters."""
 
 
@@ -29,41 +28,32 @@ def optimizer_memory(optimizer: Optimizer) -> tuple[int, int]:
     state at most. Before the first step the state is that after it.
 
     A copy of the optimizer makes two steps over zeros of the same shapes, without data if they are
-    large. If it needs data, or asks for the device, it steps small tensors, and the result is
-    scaled up. Results for PyTorch's optimizers are remembered. Without the extension leaf_modules,
-    which counts bytes, they are taken for Adam's.
+    large. What a class that needs data then, or the device, takes is counted as Adam's, and so it
+    is without the extension leaf_modules, which counts bytes. Results for PyTorch's optimizers are
+    remembered.
     """
     key = _key(optimizer)
-    memory = None if key is None else _known.get(key)
-    if memory is None:
-        memory = _measured(optimizer)
-        if key is not None:
-            if len(_known) >= _MOST_KNOWN:
-                _known.clear()
-            _known[key] = memory
-    state, step = memory
+    if key is None or key not in _known:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = _measured(optimizer)
+    state, step = _known[key]
     held = (p for group in optimizer.param_groups for p in group["params"])
     kept = {p: optimizer.state[p] for p in held if p in optimizer.state}
     return _bytes(kept) or state, step
 
 
-def _key(optimizer: Optimizer) -> tuple[Any, ...] | None:
-    """A key that determines an optimizer's memory; None if its class or a setting is not
-    PyTorch's."""
+def _key(optimizer: Optimizer) -> Hashable:
+    """What determines the memory of one of PyTorch's optimizers; None for others."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return None
-    key: list[Any] = [type(optimizer), torch.get_default_dtype()]
-    for group in optimizer.param_groups:
-        for name, value in sorted(group.items()):
-            if name == "params":
-                key += [(p.shape, p.stride(), p.dtype, p.device, p.requires_grad) for p in value]
-            elif isinstance(value, Tensor):
-                key.append((name, value.shape, value.dtype, value.device))
-            elif isinstance(value, int | float | str | tuple | None):
-                key.append((name, value))
-            else:
-                return None
-    return tuple(key)
+    groups = optimizer.param_groups
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    layouts = [
+        tuple((p.shape, p.stride(), p.dtype, p.device, p.requires_grad) for p in group["params"])
+        for group in groups
+    ]
+    return type(optimizer), torch.get_default_dtype(), repr(settings), tuple(layouts)
 
 
 def _measured(optimizer: Optimizer) -> tuple[int, int]:
@@ -74,7 +64,8 @@ def _measured(optimizer: Optimizer) -> tuple[int, int]:
         device = "cpu" if few else "meta"
         return _steps(optimizer, [_zeros(group, device) for group in optimizer.param_groups])
     except Exception:
-        return _in_proportion(optimizer, parameters)
+        largest = max((parameter.nbytes for parameter in parameters), default=0)
+        return 2 * sum(parameter.nbytes for parameter in parameters), 2 * largest
 
 
 def _steps(optimizer: Optimizer, groups: list[dict[str, Any]]) -> tuple[int, int]:
@@ -97,29 +88,6 @@ def _zeros(group: Mapping[str, Any], device: str) -> dict[str, Any]:
     if result.get("foreach", 0) is None and real and all(p.device.type in kinds for p in real):
         result["foreach"] = True  # as torch chooses where the parameters really are
     return result
-
-
-def _in_proportion(optimizer: Optimizer, parameters: Sequence[Tensor]) -> tuple[int, int]:
-    """Scale up from steps over 3 and over 6 small parameters: the difference tells whether a step
-    needs memory for all parameters at once, or for one after another."""
-    total = sum(parameter.nbytes for parameter in parameters)
-    largest = max((parameter.nbytes for parameter in parameters), default=0)
-    try:
-        (state, three), (_, six) = (_small(optimizer, parameters[0], count) for count in (3, 6))
-    except Exception:
-        return 2 * total, 2 * largest  # Adam's
-    each = max(six - three, 0) / 3
-    return int(state / 3 * total), int(each * total + max(three - 3 * each, 0) * largest)
-
-
-def _small(optimizer: Optimizer, like: Tensor, count: int) -> tuple[float, float]:
-    """The memory of state and step for ``count`` small parameters, in units of one parameter."""
-    device = like.device
-    small = [nn.Parameter(torch.zeros(_SIDE, _SIDE, device=device)) for _ in range(count)]
-    for parameter in small:
-        parameter.grad = torch.zeros_like(parameter)
-    state, step = _steps(optimizer, [{**optimizer.param_groups[0], "params": small}])
-    return state // small[0].nbytes, step // small[0].nbytes
 
 
 def _bytes(state: Mapping[Any, Any]) -> int:
