@@ -27,7 +27,7 @@ from fxpipe.extensions.planner.candidates import (
 from fxpipe.extensions.planner.resized import Resized
 from fxpipe.extensions.simulator.away import away_rates
 from fxpipe.extensions.simulator.costs import Times, measured_costs
-from fxpipe.extensions.simulator.predict import (
+from fxpipe.extensions.simulator.pipe import (
     given_links,
     predict_step,
     step_sizes,

@@ -7,7 +7,7 @@ import pytest
 from fxpipe.extensions.simulator import Sizes
 from fxpipe.extensions.simulator.chain import chain, chain_program
 from fxpipe.extensions.simulator.measured import measured_run
-from fxpipe.extensions.simulator.predict import predict_step
+from fxpipe.extensions.simulator.pipe import predict_step
 from fxpipe.extensions.simulator.unroll import blocking
 from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir.recipe import find_recipe
