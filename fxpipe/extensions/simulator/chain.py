@@ -44,15 +44,6 @@ def _empty() -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def with_sums(schedule: Schedule, replicas: int = 1) -> Schedule:
-    """The schedule with an A for each stage and copy, if it sums gradients."""
-    summed = schedule.trains and (replicas > 1 or any(schedule.working))
-    if not summed or "A" in schedule.kinds:
-        return schedule
-    reduced: Schedule = find("option", "add_reduce", "summing over replicas")(schedule)
-    return reduced
-
-
 def chain_program(
     schedule: Schedule,
     *,
@@ -63,11 +54,13 @@ def chain_program(
     """Lower a verified schedule over a chain of stages.
 
     By default there are two ``replicas`` if it sums gradients, else one. ``buckets`` has those of
-    the stages' gradients.
+    the stages' gradients. If gradients are summed, each stage and copy without an A gets one.
     """
     if replicas is None:
         replicas = 2 if "A" in schedule.kinds and not schedule.copies else 1
-    schedule = with_sums(schedule, replicas)
+    summed = schedule.trains and (replicas > 1 or any(schedule.working))
+    if summed and "A" not in schedule.kinds:
+        schedule = find("option", "add_reduce", "summing over replicas")(schedule)
     plan = chain(schedule.stages, buckets, schedule.slices)
     lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas)
     program = communicate(lower(schedule))

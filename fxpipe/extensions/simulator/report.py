@@ -6,14 +6,10 @@ device is a thread in it, and so is each link on which transfers take time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
-from fxpipe.errors import InputError
 from fxpipe.extensions.simulator.memory import PARTS
 from fxpipe.extensions.simulator.simulation import Simulation, task_of
 from fxpipe.extensions.tables import first_time, plain_table, table_text, wrapped
@@ -161,15 +157,6 @@ def chrome_trace(*simulations: Simulation) -> dict[str, Any]:
         for event in _events(simulation, scale)
     ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def write_trace(path: str | PathLike[str], *simulations: Simulation) -> None:
-    """Write ``chrome_trace`` to a file, for https://ui.perfetto.dev."""
-    text = json.dumps(chrome_trace(*simulations))
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"the trace cannot be written to {path}: {error.strerror}") from error
 
 
 def _events(simulation: Simulation, scale: float) -> Iterator[Event]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import isclose
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.errors import InputError
@@ -25,15 +28,13 @@ from fxpipe.verify.facts import window_of
 from fxpipe.verify.schedule import StashCounts, stash_of
 
 if TYPE_CHECKING:
-    from os import PathLike
-
     from fxpipe.extensions.simulator.memory import Memory
 
 
 _READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
 
 _FIRST, _LAST = 17, 512
-"""How many steps ``steady_state`` simulates first, and how many it does not simulate any more."""
+"""How many steps ``Simulation.steady`` simulates first, and how many not any more."""
 
 
 class TransferSpan(NamedTuple):
@@ -306,9 +307,13 @@ class Simulation:
         Raises:
             InputError: the file cannot be written.
         """
-        from fxpipe.extensions.simulator.report import write_trace
+        from fxpipe.extensions.simulator.report import chrome_trace
 
-        write_trace(path, self, *beside)
+        text = json.dumps(chrome_trace(self, *beside))
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"the trace cannot be written to {path}: {error.strerror}") from error
 
     def __str__(self) -> str:
         """A table: each device's work, idle time by cause, and what it holds."""
