@@ -15,9 +15,8 @@ from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import InputError, PartitionError
 from fxpipe.extend import LateSchedule
 from fxpipe.extensions.attributes import restoring
-from fxpipe.extensions.planner import offloading
 from fxpipe.extensions.planner.candidates import EXACT, Predicted
-from fxpipe.extensions.planner.stages import FAMILIES, Stages
+from fxpipe.extensions.planner.stages import FAMILIES, Stages, offload_of, with_modes
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.recipe import Placement, Recipe, find_recipe, one_each
 from fxpipe.log import LOGGER
@@ -35,16 +34,13 @@ class Auto(LateSchedule):
         return recipe, partial(AutoCompiler, placement=placement)
 
 
-class Search(LateSchedule):
-    """``schedule="search"``, which was removed."""
-
-    def start(self) -> tuple[Recipe, Callable[[Options, ThreadChoice], Compiler]]:
-        """Raise InputError with what to write."""
-        raise InputError(
-            'schedule="search" was removed: write pipe.prepare(x, target=y) and found = '
-            "fxpipe.search_schedule(pipe.plan, microbatches), and compile(..., "
-            "schedule=found.schedule)"
-        )
+def search() -> LateSchedule:
+    """``schedule="search"``, which was removed: raise InputError with what to write."""
+    raise InputError(
+        'schedule="search" was removed: write pipe.prepare(x, target=y) and found = '
+        "fxpipe.search_schedule(pipe.plan, microbatches), and compile(..., "
+        "schedule=found.schedule)"
+    )
 
 
 @dataclass(eq=False)
@@ -109,7 +105,7 @@ class AutoCompiler(Compiler):
         count = min(size, options.microbatches or 4 * len(options.devices))
         before, cut = self.timetable, bool(self.loads)
         recompute = "always" if options.recompute == "never" else options.recompute
-        devices, asked = len(options.devices), offloading.offload_of(options)
+        devices, asked = len(options.devices), offload_of(options)
         by_stage = not isinstance(options.recompute, str) or (
             asked is not None and not isinstance(asked.modes, str)
         )
@@ -152,7 +148,7 @@ class AutoCompiler(Compiler):
                 before.changed(
                     recipe=choice.recipe,
                     recompute=choice.recompute,
-                    extensions=offloading.with_modes(options.extensions, choice.offload),
+                    extensions=with_modes(options.extensions, choice.offload),
                 )
             )
         self._size = size

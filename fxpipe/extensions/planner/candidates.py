@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 from math import inf, prod
 
 from fxpipe.errors import InputError
@@ -275,27 +275,15 @@ def microbatch_counts(batch: int, devices: int) -> list[int]:
 _COUNTS = 6
 
 
-@dataclass(frozen=True)
-class Affine:
-    """A quantity by the samples of a micro-batch: linear between known sizes and beyond them; if
-    only one size is known, in proportion to the samples.
-
-    Attributes:
-        known: samples → the value.
-    """
-
-    known: Mapping[int, float]
-
-    def __call__(self, samples: int) -> float:
-        if len(self.known) == 1:
-            ((size, value),) = self.known.items()
-            return value * samples / size
-        points = sorted(self.known.items())
-        (a, at_a), (b, at_b) = points[:2]
-        for (c, at_c), (d, at_d) in pairwise(points):
-            if samples >= c:
-                (a, at_a), (b, at_b) = (c, at_c), (d, at_d)
-        if samples < a:  # a part of the value, never less than 0, may not depend on the samples
-            fixed = max(0.0, at_a - a * max(0.0, at_b - at_a) / (b - a))
-            return fixed + samples * (at_a - fixed) / a
-        return max(at_a + (samples - a) * (at_b - at_a) / (b - a), at_a)
+def interpolated(known: Mapping[int, float], samples: int) -> float:
+    """A quantity by the samples of a micro-batch: linear in them if it is ``known`` for two numbers
+    of samples, in proportion to them if it is known for one."""
+    (a, at_a), *more = sorted(known.items())
+    if not more:
+        return at_a * samples / a
+    b, at_b = more[0]
+    slope = max(0.0, at_b - at_a) / (b - a)
+    if samples < a:  # a part of the value, never less than 0, may not depend on the samples
+        fixed = max(0.0, at_a - a * slope)
+        return fixed + samples * (at_a - fixed) / a
+    return at_a + (samples - a) * slope

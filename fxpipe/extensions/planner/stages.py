@@ -7,19 +7,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.options import Options
 from fxpipe.errors import FxpipeError, InputError
-from fxpipe.extensions.planner import offloading
+from fxpipe.extend import Extension, find, there
 from fxpipe.extensions.planner.candidates import (
     EXACT,
-    Affine,
     Candidate,
     Modes,
     Predicted,
     best_of,
     evaluate,
+    interpolated,
     least_seconds,
     library_over,
     microbatch_counts,
@@ -113,8 +115,9 @@ class Stages:
             for count in counts or microbatch_counts(self._size, self._devices)
         ]
         free = options.recompute == "never"
-        asked = offloading.modes_given(options, len(self._placement))
-        may_offload = free and offloading.possible() and not options.holds_saved
+        given = offload_of(options)
+        asked = modes_of(given.modes if given else "never", len(self._placement))
+        may_offload = free and there("extension", "offload") and not options.holds_saved
         offload_free = may_offload and set(asked) == {"never"}
         results = evaluate(
             schedules,
@@ -149,7 +152,7 @@ class Stages:
         were measured. Tasks of a whole step do not depend on the size."""
         first = next(iter(self._measured.values()))
         return {
-            key: Affine({size: times[key] for size, times in self._measured.items()})(samples)
+            key: interpolated({n: times[key] for n, times in self._measured.items()}, samples)
             if KINDS[key[0]].per_microbatch
             else time
             for key, time in first.items()
@@ -185,7 +188,7 @@ class Stages:
         timetable = self.compiler.timetable.changed(
             recipe=candidate.recipe,
             recompute=candidate.recompute,
-            extensions=offloading.with_modes(self._options.extensions, candidate.offload),
+            extensions=with_modes(self._options.extensions, candidate.offload),
         )
         schedule = timetable.schedule(candidate.microbatches, "step")
         leaves = self._compiled.traced.under_autograd
@@ -226,3 +229,17 @@ class Stages:
 def _of_operations(plan: Plan) -> dict[tuple[str, int], float]:
     """The times of each stage's operations, measured one by one."""
     return {key: time for key, time in measured_costs(plan).items() if key[0] not in BESIDE}
+
+
+def offload_of(options: Options) -> Any:
+    """The extension for offloading that a pipe was given, or None."""
+    kind = find("extension", "offload") if there("extension", "offload") else ()
+    return next((each for each in options.extensions if isinstance(each, kind)), None)
+
+
+def with_modes(extensions: Sequence[Extension], modes: Modes) -> tuple[Extension, ...]:
+    """The extensions of a pipe whose stages offload in these modes; unchanged if none does."""
+    if not set(modes) - {"never"}:
+        return tuple(extensions)
+    kind = find("extension", "offload")
+    return (*(each for each in extensions if not isinstance(each, kind)), kind(modes))

@@ -75,58 +75,33 @@ def liveness(
     *nodes, output = graph.nodes
     computing = [node for node in nodes if node.op != "placeholder"]
     step = {node: place for place, node in enumerate([*computing, output])}
-    arguments = (node for node in nodes if node.op == "placeholder")
-    storages = _Storages(dict(zip(arguments, shared, strict=False)), absent)
+    names = dict(zip((n for n in nodes if n.op == "placeholder"), shared, strict=False))
+    # node → storage of its example value → number of the storage
+    of: dict[fx.Node, dict[int, int]] = {node: {} for node in absent}
+    numbers: dict[Hashable, int] = {}
+
+    def number(name: Hashable) -> int:
+        return numbers.setdefault(name, len(numbers))
+
     spans: dict[int, Life] = {}
     for node in nodes:
+        sizes = {} if node in of else dict(_storages(node))
+        if over := [storage for operand in _written_over(node) for storage in of[operand].values()]:
+            of[node] = dict(zip(sizes, over, strict=True))
+        elif node in names:
+            own = zip(sizes, names[node], strict=True)
+            of[node] = {key: number(("shared", name)) for key, name in own}
+        else:
+            shown = dict(pair for x in reversed(node.all_input_nodes) for pair in of[x].items())
+            of[node] = {key: shown[key] if key in shown else number((node, key)) for key in sizes}
         first = step.get(node, -1)
         unread = len(computing) if node.op == "placeholder" else first
         last = max((step[user] for user in node.users), default=unread)
-        for storage, size in storages.find(node):
+        for storage, size in zip(of[node].values(), sizes.values(), strict=True):
             span = spans.setdefault(storage, Life(size, first, last))
             spans[storage] = span._replace(last=max(span.last, last))
-    of = {node: tuple(numbers.values()) for node, numbers in storages.of.items()}
-    return Liveness(len(computing), spans, of)
-
-
-class _Storages:
-    """The storages of a graph's values as it runs.
-
-    Attributes:
-        of: node → storage of its example value → number of the storage.
-    """
-
-    def __init__(
-        self, shared: Mapping[fx.Node, Sequence[Hashable]], absent: Collection[fx.Node]
-    ) -> None:
-        self.of: dict[fx.Node, dict[int, int]] = {node: {} for node in absent}
-        self._shared = shared
-        self._numbers: dict[Hashable, int] = {}
-
-    def find(self, node: fx.Node) -> list[tuple[int, int]]:
-        """The storages of a node's value, with their bytes. To be called in the graph's order."""
-        if node in self.of:
-            return []
-        sizes = dict(_storages(node))
-        over = [storage for operand in _written_over(node) for storage in self.of[operand].values()]
-        if over:
-            self.of[node] = dict(zip(sizes, over, strict=True))
-        elif node in self._shared:
-            self.of[node] = {
-                key: self._number(("shared", name))
-                for key, name in zip(sizes, self._shared[node], strict=True)
-            }
-        else:
-            shown: dict[int, int] = {}
-            for operand in reversed(node.all_input_nodes):
-                shown.update(self.of[operand])
-            self.of[node] = {
-                key: shown[key] if key in shown else self._number((node, key)) for key in sizes
-            }
-        return list(zip(self.of[node].values(), sizes.values(), strict=True))
-
-    def _number(self, name: Hashable) -> int:
-        return self._numbers.setdefault(name, len(self._numbers))
+    lies_in = {node: tuple(found.values()) for node, found in of.items()}
+    return Liveness(len(computing), spans, lies_in)
 
 
 def _written_over(node: fx.Node) -> Iterator[fx.Node]:

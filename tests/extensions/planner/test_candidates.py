@@ -10,9 +10,9 @@ import pytest
 
 from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.extensions.planner.candidates import (
-    Affine,
     Candidate,
     Predicted,
+    interpolated,
     least_seconds,
     library_over,
     variants,
@@ -96,7 +96,7 @@ def test_no_step_takes_less_than_the_closed_form() -> None:
 
 
 def test_times_between_and_beyond_those_that_are_known_lie_on_lines() -> None:
-    of = Affine({2: 5.0, 8: 11.0})  # 3 + samples
-    assert [of(size) for size in (1, 2, 4, 8, 20)] == [4, 5, 7, 11, 23]
-    assert [Affine({4: 8.0})(size) for size in (1, 8)] == [2, 16]
-    assert Affine({2: 1.0, 4: 8.0})(1) == 0.5  # never below a share of what is known
+    found = [interpolated({2: 5.0, 8: 11.0}, size) for size in (1, 2, 4, 8, 20)]  # 3 + samples
+    assert found == [4, 5, 7, 11, 23]
+    assert [interpolated({4: 8.0}, size) for size in (1, 8)] == [2, 16]
+    assert interpolated({2: 1.0, 4: 8.0}, 1) == 0.5  # never below a share of what is known
