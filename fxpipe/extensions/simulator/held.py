@@ -160,8 +160,8 @@ class GraphMemory(StageMemory):
         owners: dict[int, _Owner] = dict.fromkeys(live.lies_in(arguments[:constants]), "fixed")
         inputs, edges = arguments[constants:], self._plan.edges_into(stage.index)
         for edge, node, wanted in zip(edges, inputs, kernel.input_strides, strict=True):
-            for storage in live.of[node]:
-                owners.setdefault(storage, _owner((edge.value, False), node, wanted))
+            owner = _owner((edge.value, False), live, node, wanted)
+            owners = dict.fromkeys(live.of[node], owner) | owners
         run = _workspace(live, owners)
         self.runs["F", stage.index] = self.runs["R", stage.index] = run
         names = outputs_of(self._plan.edges_from(stage.index))
@@ -206,7 +206,7 @@ class GraphMemory(StageMemory):
             freed = []
             strides = zip(crossing, gradients, kernel.gradient_strides, strict=False)
             for value, node, wanted in strides:
-                owner = _owner((value, True), node, wanted)
+                owner = _owner((value, True), live, node, wanted)
                 if parts[value] > 1:  # their sum
                     owner = "made"
                 elif owner == "made":
@@ -232,13 +232,20 @@ class GraphMemory(StageMemory):
             self.places[self._stage.index, *crossing] = place
 
 
-def _owner(crossing: Crossing, node: fx.Node, wanted: tuple[int, ...] | None) -> _Owner:
-    """The owner of an argument that may come from another device: a copy is made for the graph if
-    it arrives in other strides than that was traced with."""
+def _owner(
+    crossing: Crossing, live: Liveness, node: fx.Node, wanted: tuple[int, ...] | None
+) -> _Owner:
+    """The owner of an argument that may come from another device: if it arrives in other strides
+    than the graph was traced with, a copy is made for the graph, and counts in place of it."""
     value = node.meta.get("val")
     # unlike ``clone``, ``empty_like`` gives a fake tensor other strides than a real one
-    copied = isinstance(value, Tensor) and wanted is not None and value.clone().stride() != wanted
-    return "made" if copied else crossing
+    if not isinstance(value, Tensor) or wanted is None or value.clone().stride() == wanted:
+        return crossing
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, wanted, strict=True))
+    size = extent * value.element_size() if value.numel() else 0
+    for storage in live.of[node]:
+        live.spans[storage] = live.spans[storage]._replace(bytes=size)
+    return "made"
 
 
 def _ends(graph: fx.Graph) -> tuple[list[fx.Node], list[Any]]:

@@ -49,7 +49,7 @@ class Liveness:
     """
 
     steps: int
-    spans: Mapping[int, Life]
+    spans: dict[int, Life]
     of: Mapping[fx.Node, tuple[int, ...]]
 
     def lies_in(self, nodes: Iterable[Any]) -> tuple[int, ...]:
@@ -75,9 +75,10 @@ def liveness(
     *nodes, output = graph.nodes
     computing = [node for node in nodes if node.op != "placeholder"]
     step = {node: place for place, node in enumerate([*computing, output])}
-    names = dict(zip((n for n in nodes if n.op == "placeholder"), shared, strict=False))
     # node → storage of its example value → number of the storage
     of: dict[fx.Node, dict[int, int]] = {node: {} for node in absent}
+    arguments = (node for node in nodes if node.op == "placeholder")
+    names = {n: own for n, own in zip(arguments, shared, strict=False) if n not in of}
     numbers: dict[Hashable, int] = {}
 
     def number(name: Hashable) -> int:
