@@ -207,6 +207,8 @@ class Holding:
         level = self.bytes - self._shared + more
         if workspace is not None:
             level = before + self._peak(instruction, workspace)
+        if instruction.partial:
+            self._shrink(instruction)
         if begins := self._begins(instruction):
             level = max(level, self.bytes + self._arriving(begins).bytes)
         return level
@@ -302,7 +304,7 @@ class Holding:
 
     def _freed(self, instruction: Any, workspace: Workspace) -> Iterable[GraphInput]:
         """The arguments of a graph that nothing else holds any more."""
-        ended = Counter(p.key for b in instruction.ends(self.program) for p in self._kept[b])
+        ended = Counter(p.key for b in self._used_up(instruction) for p in self._kept[b])
         alone: dict[Hashable, GraphInput] = {}
         at = instruction.stage, instruction.microbatch, instruction.batch
         for given in workspace.freed:
@@ -311,6 +313,23 @@ class Holding:
                 last = max(given.last, alone.get(piece.key, given).last)
                 alone[piece.key] = given._replace(bytes=piece.bytes, last=last)
         return alone.values()
+
+    def _used_up(self, instruction: ins.Instruction) -> Sequence[Buffer]:
+        """The buffers that an instruction uses up; a part of a backward those of the whole."""
+        if not instruction.partial:
+            return instruction.ends(self.program)
+        return [buffer for buffer in instruction.uses(self.program) if buffer.kind != "grad"]
+
+    def _shrink(self, part: Any) -> None:
+        """Release of what was kept for a backward the share of a bucket that is complete."""
+        left = self.program.buckets[part.stage] - part.bucket
+        for buffer in self._used_up(part):
+            pieces = [*self._kept[buffer]]
+            for at, piece in enumerate(pieces):
+                if piece.part == "stash" and self._count[piece.key] == 1:
+                    pieces[at] = piece._replace(bytes=piece.bytes * (left - 1) // left)
+                    self._add("stash", pieces[at].bytes - piece.bytes)
+            self._kept[buffer] = tuple(pieces)
 
     def _add(self, part: str, size: int) -> None:
         self.parts[part] += size
@@ -399,8 +418,7 @@ class Holding:
 
 def _graph_of(instruction: ins.Instruction) -> tuple[str, int] | None:
     """The key of a task's graph in ``Sizes.runs``; None for other instructions. Of a backward that
-    runs in parts the first holds what a whole one does, and what was kept for it is held to the
-    end, so that the others never hold more."""
+    runs in parts the first holds what a whole one does, and the others hold less."""
     later = getattr(instruction, "rest", False) or getattr(instruction, "bucket", 0) > 0
     letter = instruction.letter
     return None if letter is None or later else (letter, instruction.stage)
