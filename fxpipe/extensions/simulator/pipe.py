@@ -77,7 +77,7 @@ def simulate_pipe(
     return predict_step(
         compiled.plan,
         compiled.whole(),
-        _held(pipe, compiled),
+        held(pipe, compiled),
         costs or (times if profiled else None),
         links=links or (None if costs else given_links(options)),
         serial=not costs and alone and compiled.threads == 1,
@@ -116,7 +116,7 @@ def profile_pipe(
             for _ in range(steps):
                 calls.step(args, kwargs, target, return_output=False)
         compiled = calls.compiled()
-        measured = measured_run(compiled.whole(), steps, times, _held(pipe, compiled))
+        measured = measured_run(compiled.whole(), steps, times, held(pipe, compiled))
         # all replicas predict with the times of the first
         taught = options.group.share("the times of tasks", lambda: [*measured.costs.items()])
         known = {(x, stage): time for (x, stage), time in taught}
@@ -125,7 +125,7 @@ def profile_pipe(
 
 
 @locked
-def _held(pipe: Pipeline, compiled: Compiled) -> Sizes:
+def held(pipe: Pipeline, compiled: Compiled) -> Sizes:
     """The bytes of what the stages and their optimizers hold, on all ranks."""
     progress = pipe._engine.progress
     state, optimizers = progress.state_of(compiled.traced), progress.optimizers_of(compiled.plan)

@@ -6,12 +6,16 @@ An unrolled program shows what a repeating window does from the first step to th
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.launch import Event, Launch
 from fxpipe.ir.program import Program
+
+Item = TypeVar("Item")
 
 _MOST = 10_000_000
 
@@ -20,26 +24,41 @@ def unroll(program: Program, steps: int) -> Program:
     """Write out the run of a program over some steps, and the flush after the last.
 
     A device's list is its windows, one after another. Step t runs the instructions of the batches
-    t − depth … t and leaves out those of batches that do not exist. Batches and versions count from
-    the first step, so all are at least 0: in step t, an instruction of batch b that reads version v
-    gets the batch t + b and the version max(t + v, 0). How devices launch them is left out.
+    t − depth … t and leaves out those of batches that do not exist. Batches, versions and events
+    count from the first step, so all are at least 0: in step t, an instruction of batch b that
+    reads version v gets the batch t + b and the version max(t + v, 0). Waits for events that
+    nothing records are left out.
 
     Raises:
         InputError: ``steps`` is less than 1, or the result would be too long.
     """
-    if steps < 1:
-        raise InputError(f"steps is {steps}; a run needs at least 1")
-    ran, longest = range(steps + program.depth), max(map(len, program.lists), default=0)
-    if len(ran) * longest > _MOST:
-        raise InputError(
-            f"{len(ran)} steps of a device's {longest} tasks or instructions are more than "
-            f"{_MOST}; give fewer steps"
-        )
-    lists = tuple(
-        tuple([absolute(x, step) for step in ran for x in row if 0 <= step + x.batch < steps])
+    runs = [
+        list(_repeated([(x.batch, at) for at, x in enumerate(row)], steps, program.depth))
         for row in program.lists
+    ]
+    lists = tuple(
+        tuple([absolute(row[at], step) for step, at in run])
+        for row, run in zip(program.lists, runs, strict=True)
     )
-    return replace(program, lists=lists, launches=())
+    launches = [
+        [_later(row[at], step) for step, at in run]
+        for row, run in zip(program.launches, runs, strict=False)
+    ]
+    recorded = {launch.record for row in launches for launch in row}
+    recording = tuple(tuple([_waiting(launch, recorded) for launch in row]) for row in launches)
+    return replace(program, lists=lists, launches=recording)
+
+
+def _later(launch: Launch, step: int) -> Launch:
+    """A launch with its events counted from the first step."""
+    waits = tuple([event._replace(batch=event.batch + step) for event in launch.waits])
+    record = launch.record and launch.record._replace(batch=launch.record.batch + step)
+    return Launch(launch.stream, waits, record)
+
+
+def _waiting(launch: Launch, recorded: set[Event | None]) -> Launch:
+    """A launch without waits for events that nothing records."""
+    return replace(launch, waits=tuple([e for e in launch.waits if e in recorded]))
 
 
 def absolute(instruction: ins.Instruction, step: int) -> ins.Instruction:
@@ -51,6 +70,23 @@ def absolute(instruction: ins.Instruction, step: int) -> ins.Instruction:
         case ins.Compute() | ins.Run():
             return replace(moved, version=0) if moved.version < 0 else moved
     return moved
+
+
+def _repeated(
+    window: Sequence[tuple[int, Item]], steps: int, depth: int
+) -> Iterator[tuple[int, Item]]:
+    """Repeat a window of (batch, item); yield step and item where the batch exists."""
+    if steps < 1:
+        raise InputError(f"steps is {steps}; a run needs at least 1")
+    if (steps + depth) * max(len(window), 1) > _MOST:
+        raise InputError(
+            f"{steps + depth} steps of a device's {len(window)} tasks or instructions are more "
+            f"than {_MOST}; give fewer steps"
+        )
+    for step in range(steps + depth):
+        for batch, item in window:
+            if 0 <= step + batch < steps:
+                yield step, item
 
 
 def blocking(program: Program) -> Program:

@@ -95,6 +95,21 @@ def test_blocking_undoes_streams_but_for_late_frees() -> None:
     assert blocking(before) is before
 
 
+@pytest.mark.smoke
+def test_unrolled_windows_wait_for_events_of_their_own_step() -> None:
+    window = Streams()(plain("2bw", 2, 3))
+    steps = 3
+    whole = unroll(window, steps)
+    recorded = [x.record for own in whole.launches for x in own if x.record is not None]
+    assert len(recorded) == len(set(recorded))
+    assert {event.batch for event in recorded} == set(range(steps + window.depth))
+    for own in whole.launches:
+        assert all(event in recorded for launch in own for event in launch.waits)
+    assert [len(own) for own in whole.launches] == [len(own) for own in whole.lists]
+    flush = Streams()(plain("1f1b", 2, 3))
+    assert unroll(flush, 1) == flush
+
+
 @given(st.data())
 def test_any_program_without_its_streams_is_right(data: st.DataObject) -> None:
     plan, trains = data.draw(plans()), data.draw(st.booleans())
@@ -106,5 +121,5 @@ def test_any_program_without_its_streams_is_right(data: st.DataObject) -> None:
 @pytest.mark.parametrize("opcode", ins.OPCODES)
 def test_every_opcode_is_taken_with_its_launch(opcode: str) -> None:
     program = launching(opcode)
-    assert len(unroll(program, 1).lists[0]) == len(program.lists[0])
+    assert len(unroll(program, 1).launches) == 1
     assert blocking(program).launches == ()
