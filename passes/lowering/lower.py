@@ -38,7 +38,7 @@ class Lower:
     of a device come behind one barrier at its end; the step waits for the last device anyway.
     Where batches overlap there is no barrier, and updates stay where the schedule has them.
 
-    All tasks of batch b (0 is this step's) on a stage read version b − the micro-batch's delay
+    All tasks of batch b (0 is this step's) on a stage read version b − the stage's delay
     there. The update from batch b makes version b + 1, which user tasks behind it read. A forward
     whose micro-batch is recomputed keeps its inputs only. Where stages clip, each tells all others
     the norm of its gradients as soon as these are complete.
