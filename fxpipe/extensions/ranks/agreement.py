@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import compress
-from time import perf_counter_ns, time_ns
+from math import inf
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ from fxpipe.runtime.batch import MicroBatches
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.meta import become
 
-_READINGS = 8
-"""How often two clocks are read to compare them."""
+_ROUNDS = 8
+"""How many rounds of messages are exchanged to compare clocks."""
 
 
 class Ranks(RankGroup):
@@ -161,16 +162,29 @@ class Ranks(RankGroup):
         return owned(model, compiled, options.owns)
 
     def timed(self, times: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Clocks are as far apart as they show different times of the day."""
-        # a rank that is interrupted between the two readings has read the first one too early
-        ahead = max(perf_counter_ns() - time_ns() for _ in range(_READINGS))
-        every = self.exchange("times", (ahead, times))
+        ahead, every = self.clocks(), self.exchange("times", times)
         found: list[list[int]] = [[] for _ in times]
         for rank in self.pipeline:
-            later, theirs = every[rank]
-            for device, stamps in enumerate(theirs):
-                found[device] += [stamp - later + every[0][0] for stamp in stamps]
+            for device, stamps in enumerate(every[rank]):
+                found[device] += [stamp - ahead[rank] for stamp in stamps]
         return found
+
+    def clocks(self) -> list[int]:
+        """Rank → by how many nanoseconds its clock is ahead of rank 0's.
+
+        Ranks compare clocks by messages that cross, as the Network Time Protocol does. The result
+        is 0 unless the messages prove that the clocks differ; on one host they cannot, as all
+        processes have the same clock. Otherwise it is off by at most half the time of a message.
+        """
+        least = [inf] * self.size
+        for _ in range(_ROUNDS):
+            sent = self.exchange("clock", perf_counter_ns())
+            now = perf_counter_ns()
+            least = [min(known, now - stamp) for known, stamp in zip(least, sent, strict=True)]
+        # receiver → sender → the least time of a message, and how far the receiver's clock is ahead
+        seen = self.exchange("delays", least)
+        ways = [(delays[0], seen[0][rank]) for rank, delays in enumerate(seen)]
+        return [0 if -back <= 0 <= there else (there - back) // 2 for there, back in ways]
 
 
 def options_text(options: Options) -> str:

@@ -52,6 +52,7 @@ class RankGroup(Group):
         names: rank → what messages call it, ``rank 1 (host, process 4711)``.
         store: a store of torch.distributed that belongs to this pipe.
         timeout: seconds that a rank may be late.
+        own_backend: the name of the user's own backend for tensors; empty for torch's.
         epoch: how often the process groups of devices were given up after a failure: those of this
             number are used, once a call has begun on all ranks.
         summed: the bytes that this rank has sent to sum gradients over the replicas.
@@ -60,6 +61,8 @@ class RankGroup(Group):
         changed: the lock to hold for any change by what other ranks tell; those that wait for it
             hear of each.
     """
+
+    own_backend = ""
 
     def __init__(
         self, rank: int, names: Sequence[str], store: Any, group: Any, timeout: float, replicas: int

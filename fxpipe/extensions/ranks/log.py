@@ -3,7 +3,8 @@
 So all ranks decide alike, for example whether an exchange was complete before a rank failed. The
 log is in the store of torch.distributed. An entry gets a number, by counting up a key, and is then
 written under that number, for good. Each rank says with its entries how far it has read, and drops
-from the store what all have read.
+from the store what all have read. What is larger than ``LARGE`` goes over a gloo group of all
+ranks, as the store refuses 8 MB; then the log has its size.
 
 A thread reads: it waits for nothing else, and hands every entry on. A rank whose process ends or
 falls silent is noticed by the next one, which has a receive from it posted at any time, and logs
@@ -17,13 +18,13 @@ import os
 import pickle
 import socket
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from io import BytesIO
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +32,8 @@ from torch import Tensor
 
 from fxpipe.errors import InputError, told
 
-LARGE = 1 << 16
-"""The bytes above which a value is not in its entry, which comes back to whoever writes it."""
-
-PART = 1 << 20
-"""The bytes of it under one key: the store refuses 8 MB."""
+LARGE = 1 << 18
+"""The bytes above which an entry's value goes over the group."""
 
 BEAT = 1.0
 """Seconds between two signs of life to the next rank."""
@@ -44,6 +42,9 @@ SILENCE = 30.0
 """Seconds without a sign of life after which a rank counts as lost: its process or the network has
 stopped. (A process that ends is noticed at once.) Long enough for a process that is only busy, such
 as in an extension that computes for seconds while it holds the GIL."""
+
+SLOWEST = 1e6
+"""Bytes a second of the slowest network: a large value may take longer than ``SILENCE``."""
 
 DOUBT = 0.3
 """Seconds after which a connection that was closed means that the rank is gone: a rank that times
@@ -63,7 +64,7 @@ STORE = -1
 
 _EVER = timedelta(days=20)  # the most that fits the store's milliseconds
 _HOLE = b"-"  # is written under a number where nothing came
-_BEAT, _POISON = range(2)  # gloo's tags
+_BEAT, _LARGE, _POISON = range(3)  # gloo's tags
 
 
 class Entry(NamedTuple):
@@ -111,7 +112,8 @@ class Log:
         self._group, self._process = group, os.getpid()
         self._telling = threading.RLock()
         self._own = deque[int]()  # numbers of entries written here that are still in the store
-        self._parts = 0  # of values that were too large for one key
+        self._large = deque[Tensor]()  # what was written here and not been sent yet
+        self._sent = deque[tuple[int, Any]]()  # number → memory and sends
         self._read, self._seen = 0, [0] * size
         self._closing = threading.Event()
         works = {"log": self._follow, "listen": self._listen, "beat": self._beat}
@@ -139,15 +141,14 @@ class Log:
         Raises:
             InputError: it has something that cannot be pickled.
         """
-        data, keys = pack(entry), list[str]()
+        data = pack(entry)
+        large = len(data) > LARGE
+        size, here = (len(data), b"") if large else (0, bytes(data))
         with self._telling, suppress(RuntimeError):
-            for at in range(0, len(data), PART) if len(data) > LARGE else ():
-                keys.append(f"{self._rank}/{self._parts}")
-                self._parts += 1
-                self._writes.set(keys[-1], data[at : at + PART])
-            # who writes, up to where it has read, for whom it writes, and what, or where
-            said = self._rank, self._read, ranks, keys, b"" if keys else data
-            packed = pickle.dumps(said)
+            # who writes, up to where it has read, for whom it writes, and what
+            packed = pickle.dumps((self._rank, self._read, ranks, size, here))
+            if large:
+                self._large.append(torch.frombuffer(data, dtype=torch.uint8))
             while True:
                 number: int = self._writes.add("last", 1)
                 if self._writes.compare_set(str(number), "", packed) == packed:
@@ -186,31 +187,41 @@ class Log:
         self._read += 1
         if self.gone or packed == _HOLE:
             return
-        rank, self._seen[rank], ranks, keys, data = pickle.loads(packed)
-        if ranks is None or self._rank in ranks:
-            data = self._joined(keys, ranks) if keys else data
+        rank, self._seen[rank], ranks, size, data = pickle.loads(packed)
+        mine = ranks is None or self._rank in ranks
+        if size and rank == self._rank:
+            memory = self._large.popleft()
+            others = [r for r in ranks or range(self._size) if r != self._rank]
+            with suppress(RuntimeError):
+                works = [self._group.send([memory], other, _LARGE) for other in others]
+                self._sent.append((self._read, (memory, works)))
+            data = memory.numpy().data
+        elif size and mine:
+            memory = torch.empty(size, dtype=torch.uint8)
+            wait = timedelta(seconds=SILENCE + size / SLOWEST)
+            try:
+                self._group.recv([memory], rank, _LARGE).wait(wait)
+            except RuntimeError as error:
+                threading.Timer(DOUBT, self._part, (rank, _reason(error))).start()
+                return
+            self.tell(Entry("got"))
+            data = memory.numpy().data
+        if mine:
             self._hand_on(rank, Entry(*pickle.loads(data)))
-
-    def _joined(self, keys: Sequence[str], ranks: Collection[int] | None) -> bytes:
-        """Read a value of several parts. The last rank to do so drops them."""
-        data = b"".join(map(self._reads.get, keys))
-        count = f"{keys[0]} read"
-        if self._reads.add(count, 1) == (self._size if ranks is None else len(ranks)):
-            for key in (*keys, count):
-                self._reads.delete_key(key)
-        return data
 
     def _hand_on(self, rank: int, entry: Entry) -> None:
         if entry.kind == "gone":
             self.gone = True
             self._closing.set()
-        if (deliver := self._deliver()) is not None:
+        if entry.kind != "got" and (deliver := self._deliver()) is not None:
             deliver(rank, entry)
 
     def _drop(self) -> None:
         """Drop what all ranks have read."""
         self._seen[self._rank] = self._read
         least = min(self._seen)
+        while self._sent and self._sent[0][0] <= least:
+            self._sent.popleft()
         while self._own and self._own[0] <= least:
             self._reads.delete_key(str(self._own.popleft()))
 
@@ -233,6 +244,9 @@ class Log:
             with suppress(RuntimeError):
                 sent.append(self._group.send([byte], after, _BEAT))
         follows, listens, _ = self._threads
+        deadline = time.monotonic() + SILENCE
+        while self._sent and not self.gone and time.monotonic() < deadline:
+            time.sleep(0.01)  # a large value may be on its way
         self._part(self._rank, CLOSED)
         follows.join(FAREWELL)
         poison(self._group)
@@ -272,23 +286,33 @@ def poison(group: Any) -> None:
 def _connected(store: Any) -> Any:
     """Return a connection of its own to a store. On Linux it ends when the store's host has been
     silent for ``SILENCE``; torch sets no limit, so one whose network is gone would wait for ever.
-    As torch does not tell which socket it is, all that are connected to the store's port end so."""
+    As torch does not tell which socket it is, the new one is taken."""
+    before = _sockets()
     found = store.clone()
     found.set_timeout(_EVER)
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    for each in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):  # it is closed by now
-            if not each.is_socket():
-                continue
-            with socket.socket(fileno=os.dup(int(each.name))) as connection:
-                peer = connection.getpeername()  # a text where it is no socket of the internet
-                if peer[1:2] == (getattr(store, "port", None),):
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-                        connection.setsockopt(socket.IPPROTO_TCP, option, max(1, int(SILENCE / 3)))
-                    limit = int(SILENCE * 1000)
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+    for _, number in _sockets() - before:
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            peer = connection.getpeername()  # a text where it is no socket of the internet
+            if isinstance(peer, tuple) and peer[1] == getattr(store, "port", None):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                    connection.setsockopt(socket.IPPROTO_TCP, option, max(1, int(SILENCE / 3)))
+                limit = int(SILENCE * 1000)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+    return found
+
+
+def _sockets() -> set[tuple[str, int]]:
+    """The sockets of this process, as Linux names them, and their numbers."""
+    found = set()
+    with suppress(OSError):
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # it was the folder itself
+                name = os.readlink(f"/proc/self/fd/{number}")
+                if name.startswith("socket:"):
+                    found.add((name, int(number)))
     return found
 
 
@@ -306,7 +330,7 @@ def _late(error: RuntimeError) -> bool:
     return "imed out" in str(error) or "timeout" in str(error)
 
 
-def pack(entry: Entry) -> bytes:
+def pack(entry: Entry) -> bytearray:
     """Return an entry as bytes. Raises InputError if it cannot be pickled."""
     file = BytesIO()
     try:
@@ -317,7 +341,7 @@ def pack(entry: Entry) -> bytes:
             "submodule that makes and uses it be called as it is (fxpipe.LeafModules), or keep "
             "both on one stage with partition="
         ) from error
-    return file.getvalue()
+    return bytearray(file.getbuffer())
 
 
 class _Pickler(pickle.Pickler):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -77,6 +77,7 @@ def ranks_of(mesh: DeviceMesh) -> tuple[Group, list[torch.device]]:
     names = [_name(infos, index, devices) for index in range(len(ranks))]
     timeout = _timeout(groups[0], mesh.device_type)
     group = Ranks(rank, names, store, joined, timeout, len(ranks) // devices)
+    group.own_backend = own_backend(mesh)
     group.places = [_place(infos[first::devices]) for first in range(devices)]
     group.threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
@@ -92,11 +93,11 @@ def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
     Raises:
         InputError: the mesh has other dimensions, or its devices cannot exchange tensors.
     """
-    if mesh.device_type not in ("cpu", "cuda"):
+    if mesh.device_type not in ("cpu", "cuda") and not own_backend(mesh):
         raise InputError(
-            f"the mesh is of {mesh.device_type} devices, and ranks have CPU or CUDA devices, which "
-            'exchange tensors by gloo or NCCL; give init_device_mesh("cpu", ...) or "cuda", or let '
-            "one process run the devices: fxpipe.compile(model, number)"
+            f"the mesh is of {mesh.device_type} devices, and ranks have CPU or CUDA devices, or "
+            "those of a backend that you registered with torch.distributed; give "
+            'init_device_mesh("cpu", ...) or init_device_mesh("cuda", ...)'
         )
     names = mesh.mesh_dim_names or ()
     pipeline, replicas = (names.index(name) if name in names else None for name in ("pp", "dp"))
@@ -109,9 +110,18 @@ def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
                 '"pp", the devices of a pipeline, and "dp", the replicas of it; name them: '
                 'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))'
             )
-    if mesh.device_type == "cuda" and mesh.size() > 1:
+    if mesh.device_type == "cuda" and mesh.size() > 1 and not own_backend(mesh):
         check_cuda_ranks()
     return pipeline, replicas
+
+
+def own_backend(mesh: DeviceMesh) -> str:
+    """The name of the backend of the mesh's groups, if somebody has registered it with
+    ``torch.distributed.Backend.register_backend``; empty if it is one of torch's own."""
+    known: Mapping[str, Any] = dist.Backend._plugins
+    backends = dist.get_backend_config(mesh.get_group(0)).split(",")  # cpu:gloo,cuda:nccl
+    name = dict(each.split(":") for each in backends).get(mesh.device_type, "").upper()
+    return name if name in known else ""
 
 
 def check_cuda_ranks() -> None:

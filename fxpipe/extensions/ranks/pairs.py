@@ -146,6 +146,15 @@ class PairGroups:
     def make(self, store: Any, member: int, size: int = 2) -> Any:
         """Make a process group, in which this process has the number ``member``."""
         timeout = timedelta(seconds=self._ranks.timeout)
+        if self._ranks.own_backend:
+            plugin = dist.Backend._plugins[self._ranks.own_backend]
+            if not plugin.extended_api:
+                return plugin.creator_fn(store, member, size, timeout)
+            c10d: Any = dist.distributed_c10d
+            options = c10d._DistributedBackendOptions()
+            options.store, options.timeout = store, timeout
+            options.group_rank, options.group_size = member, size
+            return plugin.creator_fn(options, None)
         if self._on_cpu:
             with in_the_background():
                 return dist.ProcessGroupGloo(store, member, size, timeout)

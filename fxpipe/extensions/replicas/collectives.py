@@ -168,8 +168,12 @@ class Collectives:
         works: list[Any] = []
         with explained(self._stopped):
             for dtype, row in rows.items():
-                every[dtype][self._group.replica] = row[0]  # gloo's all-gather takes twice as much
-                works += [self._broadcast(each, r) for r, each in enumerate(every[dtype])]
+                if self._pairs.device.type == "cpu":  # gloo's all-gather takes the memory twice
+                    every[dtype][self._group.replica] = row[0]
+                    works += [self._broadcast(each, r) for r, each in enumerate(every[dtype])]
+                else:
+                    into = _bytes(every[dtype])
+                    works.append(self._pairs.twins._allgather_base(into, _bytes(row)))
         return _Begun(kinds, every, works, rows)
 
     def _broadcast(self, row: Tensor, replica: int) -> Any:

@@ -119,6 +119,20 @@ def test_after_a_failure_all_ranks_raise_have_their_weights_and_go_on() -> None:
         assert {*found} == {kind.__name__ for kind in KINDS}
 
 
+def failing_over_own_backend(mesh: DeviceMesh) -> list[str]:
+    """The same over a backend that was registered, as a user registers one."""
+    from tests.simcuda.nccl import NAME
+
+    whole: Any = dist.new_group(range(mesh.size()), backend=f"cpu:gloo,cuda:{NAME}")
+    return failing(DeviceMesh.from_group(whole, "cuda", mesh_dim_names=("pp",)))
+
+
+@simulated
+def test_after_a_failure_ranks_go_on_over_the_users_own_backend() -> None:
+    for found in on_devices_of_ranks(2, failing_over_own_backend):
+        assert {*found} == {kind.__name__ for kind in KINDS}
+
+
 def disagreeing(mesh: DeviceMesh) -> None:
     """What fails before anything was sent leaves nothing behind."""
     beside, _ = streaming(mesh)

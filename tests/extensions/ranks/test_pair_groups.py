@@ -21,7 +21,7 @@ from fxpipe.extensions.ranks.channels import RankBackend, RankChannels
 from fxpipe.extensions.ranks.pairs import BLOCKS, PairGroups, in_the_background
 from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.schedules import gpipe
-from tests.helpers.failing import pipe_of
+from tests.helpers.failing import Beside, pipe_of
 from tests.helpers.plans import chain_program
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import batch, soon
@@ -53,12 +53,35 @@ def test_communicators_share_no_stream_with_computations_and_few_multiprocessors
     """Our streams have the default priority, and torch's pool keeps those of high priority apart;
     a receive that is posted early must leave the device to computations."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    ranks: Any = SimpleNamespace(timeout=7, epoch=0)
+    ranks: Any = SimpleNamespace(timeout=7, own_backend="", epoch=0)
     made = PairGroups(ranks, torch.device("cuda:0")).make(None, 1)
     assert (made.rank, made.size) == (1, 2)
     assert made.options.is_high_priority_stream
     assert made.options.config.max_ctas == BLOCKS < 132 / 8
     assert made.options._timeout == timedelta(seconds=7)
+
+
+def over_own_backend(mesh: DeviceMesh, extended: bool) -> list[int]:
+    """A step, beside the plain loop, over a backend that the user has registered: the sizes of its
+    groups that belong to the pipe."""
+    made: list[int] = []
+
+    def make(*given: Any) -> Any:
+        if extended:
+            given = given[0].store, given[0].group_rank, given[0].group_size, given[0].timeout
+        made.append(given[2])
+        return dist.ProcessGroupGloo(*given)
+
+    dist.Backend.register_backend("own", make, extended_api=extended, devices=["cpu"])
+    whole = dist.new_group(backend="cpu:own")
+    made.clear()
+    Beside(DeviceMesh.from_group(whole, "cpu", mesh_dim_names=("pp",))).step()
+    return made
+
+
+@pytest.mark.parametrize("extended", [False, True])
+def test_tensors_go_over_the_users_own_backend(extended: bool) -> None:
+    assert on_ranks(2, over_own_backend, extended) == [[2, 2]] * 2  # there and back
 
 
 def posted(mesh: DeviceMesh, ahead: int | None) -> tuple[int, int, int]:
