@@ -3,9 +3,10 @@ and strings, which ``torch.load`` reads without running any code."""
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +126,7 @@ def in_plain_form(value: Any, change: Change, path: tuple[str, ...] = ()) -> Any
     ``torch.load`` reads without running code. Raises CheckpointError if there is no such form."""
 
     def inside(item: Any, key: object) -> Any:
-        return in_plain_form(item, change, (*path, str(key)))
+        return in_plain_form(item, change, (*path, str(key)[:_DEEPEST]))
 
     if len(path) > _DEEPEST:
         raise CheckpointError(f"{path[0]} holds itself, or is more than {_DEEPEST} levels deep")
@@ -187,6 +188,25 @@ def as_held(path: tuple[str, ...], tensor: Tensor) -> Tensor:
     value = value.resolve_conj().resolve_neg()
     alone = value.untyped_storage().nbytes() == value.nbytes
     return value if alone else value.clone()  # of a view, a file would have all memory
+
+
+def unpickled(file: BinaryIO) -> Any:
+    """Read what ``torch.save`` wrote, after its checksums; no code in it can run. Raises all kinds
+    of errors if it is damaged."""
+    damaged = zipfile.ZipFile(file).testzip()
+    if damaged is not None:
+        raise ValueError(f"the checksum of its {damaged!r} is another")
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def refuse_others(format_: int, known: int, shown: str) -> None:
+    """Raises CheckpointError if another version of this library wrote a checkpoint."""
+    if format_ != known:
+        raise CheckpointError(
+            f"{shown} has format {format_}, and this fxpipe reads format {known}; restore it with "
+            "the fxpipe that wrote it"
+        )
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:

@@ -1,71 +1,123 @@
-"""A checkpoint as a folder that many processes write: a file for each that has a part of it.
+"""A checkpoint as a folder of torch.distributed.checkpoint (DCP), written by many processes.
 
 Every tensor has a path that does not depend on the process that wrote it, so any process can read
-the tensors that it needs out of all files. A file is as ``pipe.checkpoint()`` writes it, with the
-attributes of which its process has a part, and with ``of``, a word that all files of the folder
-have, and ``ranks``, the numbers of the processes that wrote one, such as ``0.pt``.
-"""
+the tensors it needs. Everything else is in a header, one per process that wrote a part; it names
+the tensors and has their checksums.
+
+    model                    name → parameter or persistent buffer, as in the model's state dict
+    buffers, gradients       name → another buffer, or ``.grad``
+    optimizer                name → key → the optimizer's state for the parameter
+    older                    version → name → value
+    random, device_random    states of generators
+    groups, extra            tensors among the optimizers' settings and the user's own values
+    fxpipe                   number of the process → its header, written by ``torch.save``
+
+The steps are those of DCP's ``save`` and ``load``, but between them processes talk over the pipe's
+own group, so that all learn of a failure in one; and no code in the folder's pickles is run."""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Collection
+import pickle
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
+from io import BytesIO
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from fxpipe.errors import CheckpointError, told
-from fxpipe.extensions.checkpoint.content import EVERYTHING, Checkpoint, decode
-from fxpipe.extensions.checkpoint.file import packed, unpacked
-from fxpipe.extensions.checkpoint.replacing import replacing, standing, sync
+from fxpipe.extensions.checkpoint.content import (
+    EVERYTHING,
+    Checkpoint,
+    as_held,
+    decode,
+    encode,
+    in_plain_form,
+    refuse_others,
+    unpickled,
+)
+from fxpipe.extensions.checkpoint.replacing import replacing, standing
 from fxpipe.runtime.group import Group
+
+FORMAT = 4
+"""The format that this version writes and reads."""
 
 _SHARED = ("parameters", "buffers", "gradients", "history", "optimizer")
 """The attributes of which each process writes a part. The first process writes all others."""
 
+METADATA = ".metadata"
+"""DCP's file with the name and the place of everything in a folder."""
+
+_PLAIN = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+"""The classes and functions that the pickle of a folder's metadata may name."""
+
 Folder = str | os.PathLike[str]
 
 
-def write(checkpoint: Checkpoint, path: Folder, group: Group) -> None:
+def write(checkpoint: Checkpoint, state: Mapping[str, Any], path: Folder, group: Group) -> None:
     """Write a folder; an older one is replaced only once the new one is complete.
 
     Args:
         checkpoint: this process's part of the checkpoint.
+        state: this process's part of the model's state dict.
         path: the folder, which all processes can reach.
         group: the processes; each of them calls this inside of ``calling``. Those of the first
             replica write everything, the others only the states that it has not.
 
     Raises:
-        CheckpointError: the folder cannot be written, or cannot hold a value. An older folder stays
+        CheckpointError: the folder cannot hold a value, or cannot be written. An older folder stays
             as it is.
     """
     try:
         optimizer, parts = checkpoint.optimizer, _SHARED if group.rank else EVERYTHING
         states = {} if optimizer is None else optimizer.parameters
         stated = {name for name, kept in states.items() if kept.state}
-        known = group.exchange("states", (group.replica, stated))
-        new = [stated.difference(*(s for _, s in known[:i])) for i, (_, stated) in enumerate(known)]
-        ranks = [rank for rank, (replica, _) in enumerate(known) if new[rank] or not replica]
+        known = group.exchange("states", stated)
+        own = stated.difference(*known[: group.rank])
+        tensors = _Tensors({} if group.replica else state, group.rank)
         if group.replica and optimizer is not None:
-            optimizer = replace(optimizer, parameters={n: states[n] for n in new[group.rank]})
+            optimizer = replace(optimizer, parameters={name: states[name] for name in own})
             checkpoint, parts = replace(checkpoint, optimizer=optimizer), ("optimizer",)
-        content = packed(checkpoint, parts) if group.rank in ranks else {}
+        tensors.seal(encode(checkpoint, tensors.add, parts))
         with ExitStack() as stack:
             unfinished = None
             if group.rank == 0:
                 _refuse_others(path)
                 unfinished = stack.enter_context(replacing(path, folder=True))
-                unfinished.mkdir()
             told = group.exchange("folder", unfinished and str(unfinished))
-            if content:
-                content |= {"of": Path(told[0]).parent.name, "ranks": ranks}
-                _write_part(content, Path(told[0], f"{group.rank}.pt"))
-            group.exchange("files", None)
-            if unfinished is not None:
-                _refuse_missing(unfinished, ranks)
+            writer = Writer(told[0])
+            written = writer.write(tensors.nested, group.rank) if own or not group.replica else None
+            files = group.exchange("files", written)
+            if group.rank == 0:
+                writer.complete([part for part in files if part is not None])
         group.exchange("checkpoint", None)  # return only once the folder is in place
     except (OSError, ValueError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
@@ -76,26 +128,69 @@ def _refuse_others(path: Folder) -> None:
     """Raises OSError if replacing a folder would remove more than a checkpoint."""
     folder = Path(os.path.realpath(path))
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if file.suffix != ".pt" or not file.stem.isdecimal():
+        if file.name != METADATA and file.suffix != ".distcp":
             raise OSError(
                 f"it holds {file.name!r}, which is no part of a checkpoint; give a folder of its "
                 "own"
             )
 
 
-def _write_part(content: dict[str, Any], file: Path) -> None:
-    torch.save(content, file)
-    sync(file)
+class _Tensors:
+    """The tensors of a folder.
 
+    Attributes:
+        nested: path → tensor, as nested dicts.
+    """
 
-def _refuse_missing(folder: Path, ranks: list[int]) -> None:
-    """Raises OSError if the file of a process is not there."""
-    for rank in ranks:
-        if not (folder / f"{rank}.pt").exists():
-            raise OSError(
-                f"the file of rank {rank} is not there; give a folder that all of them reach under "
-                "the same path"
-            )
+    def __init__(self, state: Mapping[str, Any], rank: int) -> None:
+        self.nested: dict[str, Any] = {}
+        self._state = state
+        self._rank = str(rank)
+        self._sums: dict[str, int] = {}
+
+    def add(self, path: tuple[str, ...], tensor: Tensor) -> Tensor:
+        """Add a tensor; in the header, its number stands for it. Raises CheckpointError if the
+        folder cannot hold it."""
+        *place, last = self._place(path)
+        while (name := ".".join((*place, last))) in self._sums:  # keys with dots or slashes
+            last += "'"
+        self._sums[name] = checksum(name, self._put((*place, last), as_held(path, tensor)))
+        return torch.tensor(len(self._sums) - 1)
+
+    def seal(self, content: Mapping[str, Any]) -> None:
+        """Add the header, and tied parameters under their other names, too."""
+        for name, value in self._state.items():
+            dense = isinstance(value, Tensor) and value.layout is torch.strided
+            if dense and f"model.{name}" not in self._sums:
+                self._put(("model", name), value.detach())
+        header = BytesIO()
+        torch.save({"format": FORMAT, "content": content, "crc32": self._sums}, header)
+        self.nested["fxpipe"] = {
+            self._rank: torch.frombuffer(bytearray(header.getvalue()), dtype=torch.uint8)
+        }
+
+    def _put(self, place: tuple[str, ...], tensor: Tensor) -> Tensor:
+        *outer, last = place
+        inner = self.nested
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = kept = tensor.cpu()
+        return kept
+
+    def _place(self, path: tuple[str, ...]) -> tuple[str, ...]:
+        """Map a tensor's path in the checkpoint to its path in the folder."""
+        match path:
+            case ("parameters" | "buffers", name) if name in self._state:
+                return "model", name
+            case ("optimizer", "parameters", name, "state", *inner):
+                return "optimizer", name, "/".join(inner)
+            case ("optimizer", "groups", *inner):
+                return "groups", self._rank, "/".join(inner)
+            case ("history", kind, version, *inner):
+                return kind, version, "/".join(inner)
+            case (kind, *inner) if inner:
+                return kind, "/".join(inner)
+        return path
 
 
 def exists(path: Folder) -> bool:
@@ -118,25 +213,39 @@ def read(path: Folder, own: Collection[str] | None = None) -> Checkpoint:
 
     Raises:
         CheckpointError: there is no such folder, or it is incomplete, damaged, no checkpoint, or in
-            another version's format.
+            a newer format.
     """
     shown, folder = repr(str(path)), standing(path)
-    if not (folder / "0.pt").exists():
+    if not (folder / METADATA).exists():
         hint = "; pipe.restore() reads the files of pipe.checkpoint()" if folder.is_file() else ""
-        if (folder / ".metadata").exists():
-            hint = "; torch.distributed.checkpoint wrote it, or an fxpipe that used that"
         raise CheckpointError(
-            f"cannot read the checkpoint {shown}: it is no folder with a file '0.pt', as "
+            f"cannot read the checkpoint {shown}: it is no folder with a file {METADATA!r}, as "
             f"pipe.save() writes it{hint}"
         )
     try:
-        whole = unpacked(folder / "0.pt", shown, own)
-        for rank in whole["ranks"][1:]:
-            part = unpacked(folder / f"{rank}.pt", shown, own)
-            if part["of"] != whole["of"]:
-                raise ValueError(f"the file of rank {rank} is of another checkpoint than rank 0's")
-            whole = _joined(whole, part)
-        return decode(whole)
+        reader = Reader(folder)
+        places = reader.places
+        headers = [name for name in reader.tensors if places[name][0] == "fxpipe"]
+        if not headers:
+            raise CheckpointError(
+                f"{shown} was not written by pipe.save(); read it with torch.distributed.checkpoint"
+                " and load the model's state dict with pipe.load_state_dict()"
+            )
+        parts = []
+        for _, header in sorted(reader.read(headers).items()):
+            parts.append(unpickled(BytesIO(header.numpy().tobytes())))
+            refuse_others(parts[-1]["format"], FORMAT, shown)
+        sums: dict[str, int] = {}
+        for part in parts:
+            sums |= part["crc32"]
+        kept = {None} if own is None else {None, *own}
+        wanted = [name for name in sums if own is None or _owner(places[name]) in kept]
+        tensors = reader.read(wanted)
+        for name, tensor in tensors.items():
+            if sums[name] != checksum(name, tensor):
+                raise ValueError(f"the checksum of {name!r} is another")
+        tensors |= {n: reader.empty(n, "meta") for n in sums if n not in tensors}
+        return decode(functools.reduce(_joined, (_filled(part, tensors) for part in parts)))
     except CheckpointError:
         raise
     except Exception as error:  # torch raises all kinds of errors if a file is damaged
@@ -145,8 +254,129 @@ def read(path: Folder, own: Collection[str] | None = None) -> Checkpoint:
         ) from error
 
 
+def _filled(part: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    """The content of a header, with tensors in place of their numbers."""
+    names = [*part["crc32"]]
+    return in_plain_form(part["content"], lambda _, number: tensors[names[int(number)]])
+
+
 def _joined(a: Any, b: Any) -> Any:
     """Join what two processes have of a value; if both have it, return the first one's."""
     if isinstance(a, dict) and isinstance(b, dict):
         return {**a, **b, **{key: _joined(a[key], b[key]) for key in a if key in b}}
     return b if isinstance(a, list) and not a else a
+
+
+def checksum(name: str, tensor: Tensor) -> int:
+    """The CRC-32 of a dense tensor with its name, dtype and shape. It is certain to detect a few
+    flipped bits."""
+    head = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+    elements = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(elements.numpy().data, head)
+
+
+def _owner(place: tuple[str, ...]) -> str | None:
+    """The name of the parameter or buffer that a tensor in a folder belongs to, if any."""
+    match place:
+        case ("model" | "parameters" | "buffers" | "gradients" | "optimizer", name, *_):
+            return name
+        case ("older", _, name):
+            return name
+    return None
+
+
+class Writer(FileSystemWriter):
+    """Writes a folder, each process a part of it."""
+
+    def write(self, values: dict[str, Any], rank: int) -> Tensor:
+        """Write the part of this process, and sync it to disk.
+
+        Args:
+            values: tensors and strings in nested dicts, whose keys make their paths.
+            rank: the number of this process.
+
+        Returns:
+            The metadata of the part, for ``complete``.
+        """
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(values, is_coordinator=True)
+        self.set_up_storage_writer(True)
+        plan = self.prepare_local_plan(planner.create_local_plan())
+        (plan,), metadata = planner.create_global_plan([plan])
+        plan = self.prepare_global_plan([*([SavePlan([])] * rank), plan])[rank]
+        plan = planner.finish_plan(plan)
+        results = self.write_data(plan, planner).wait()
+        metadata.storage_data = {result.index: result.storage_data for result in results}
+        return torch.frombuffer(bytearray(pickle.dumps(metadata)), dtype=torch.uint8)
+
+    def complete(self, parts: Sequence[Tensor]) -> None:
+        """Write the metadata of all files, joined from what ``write`` returned in each process.
+        Raises OSError if a file is missing, or cannot be written."""
+        whole = Metadata({}, planner_data={})
+        results: list[WriteResult] = []
+        for part in parts:
+            metadata: Metadata = _Unpickler(BytesIO(part.numpy().tobytes())).load()
+            whole.state_dict_metadata |= metadata.state_dict_metadata
+            whole.planner_data |= metadata.planner_data
+            for index, place in metadata.storage_data.items():
+                results.append(WriteResult(index, 0, place))
+        for name in {result.storage_data.relative_path for result in results}:
+            if not (Path(self.path) / name).exists():
+                raise OSError(
+                    f"the file {name!r} of another process is not there; give a folder that all "
+                    "of them reach under the same path"
+                )
+        self.finish(whole, [results])
+
+    def storage_meta(self) -> StorageMeta | None:
+        """None: DCP's would hold a path object, which another Python may be unable to unpickle."""
+        return None
+
+
+class Reader(FileSystemReader):
+    """Reads a folder without running code that may be in its pickles.
+
+    Attributes:
+        places: name → its path in the nested dicts that were written.
+        tensors: the names of tensors; anything else would be a pickle, and is not read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._metadata = self.read_metadata()
+        self.places: Mapping[str, tuple[str, ...]] = self._metadata.planner_data
+        kinds = self._metadata.state_dict_metadata
+        self.tensors = [name for name in kinds if isinstance(kinds[name], TensorStorageMetadata)]
+        self.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / METADATA).open("rb") as file:
+            metadata: Metadata = _Unpickler(file).load()
+            return metadata
+
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Name → its tensor. Raises ValueError for what is no tensor."""
+        values = {name: self.empty(name) for name in names}
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(values, self._metadata, is_coordinator=True)
+        self.read_data(planner.create_local_plan(), planner).wait()
+        return values
+
+    def empty(self, name: str, device: str = "cpu") -> Tensor:
+        """An uninitialised tensor like the one with this name. Raises ValueError if it is none."""
+        kind = self._metadata.state_dict_metadata[name]
+        if not isinstance(kind, TensorStorageMetadata):
+            raise ValueError(f"{name!r} is no tensor")
+        return torch.empty(kind.size, dtype=kind.properties.dtype, device=device)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes only objects that a folder's metadata consists of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("pathlib", "pathlib._local"):  # in folders that DCP's own writer wrote
+            return PurePosixPath
+        kind = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(kind, torch.dtype) or (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds a {module}.{name}")

@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from fxpipe.extensions.checkpoint import file
-from fxpipe.extensions.checkpoint import folder as folders
 from fxpipe.extensions.checkpoint.content import Checkpoint
 from fxpipe.extensions.checkpoint.progress import restore_progress, taken
 from fxpipe.locks import locked
@@ -65,10 +64,12 @@ def restore(pipe: Pipeline, path: str | os.PathLike[str]) -> Any:
 def save(pipe: Pipeline, folder: str | os.PathLike[str], extra: Any = None) -> None:
     """Write to a folder all that training needs to go on as if not interrupted. Flushes first.
 
-    The folder has a file like that of ``checkpoint`` for each rank, with its part under the
-    model's own names, so that it can also be read without this library::
+    The folder has the same contents as a file of ``checkpoint``, in the format of
+    ``torch.distributed.checkpoint`` (DCP) with the model's own names, so that it can also be
+    read without this library::
 
-        model.load_state_dict(torch.load(f"{folder}/0.pt")["parameters"], strict=False)
+        torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, "run.pt")
+        model.load_state_dict(torch.load("run.pt")["model"])
 
     An older folder is replaced once the new one is complete and on disk. Over several ranks
     each rank of the first replica writes the part of its own stages, and every rank of all
@@ -85,11 +86,15 @@ def save(pipe: Pipeline, folder: str | os.PathLike[str], extra: Any = None) -> N
         RankError: another rank failed in this way, or is gone.
     """
     with pipe._group.calling("save"):
+        from fxpipe.extensions.checkpoint import folder as folders  # slow to import
+
         pipe._engine.flush()
         changed = any(pipe._group.exchange("changes", pipe._engine.progress.changed))
         own = pipe._owned()
-        saved = taken(pipe, extra, changed=changed)
-        folders.write(saved if own is None else saved.part(own.kept), folder, pipe._group)
+        saved, state = taken(pipe, extra, changed=changed), pipe._model.state_dict()
+        if own is not None:
+            saved, state = saved.part(own.kept), own.part(pipe._model, state)
+        folders.write(saved, state, folder, pipe._group)
 
 
 @locked
@@ -115,6 +120,8 @@ def load(pipe: Pipeline, folder: str | os.PathLike[str], *, must_exist: bool = T
         RankError: another rank failed in this way, or is gone.
     """
     with pipe._group.calling("load"):
+        from fxpipe.extensions.checkpoint import folder as folders  # slow to import
+
         pipe._engine.flush_unless_ended()
         there = pipe._group.exchange("folder", folders.exists(folder))
         if not must_exist and not any(there):

@@ -38,10 +38,10 @@ def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator
         yield unfinished
         if not folder:  # give the file the permissions of the umask
             unfinished.chmod(temporary.stat().st_mode & 0o666)
-        sync(unfinished)
+        _sync(unfinished)
         _exchange(unfinished, target)
         with suppress(OSError):  # not every file system can sync a folder
-            sync(target.parent)
+            _sync(target.parent)
         if folder:
             shutil.rmtree(_old(target), ignore_errors=True)
     finally:
@@ -75,7 +75,7 @@ def _old(target: Path) -> Path:
     return target.with_name(f".{target.name}.fxpipe-old")
 
 
-def sync(path: Path) -> None:
+def _sync(path: Path) -> None:
     """Flush a file, or a folder's entries, to disk, so that they survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

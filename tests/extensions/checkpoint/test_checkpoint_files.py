@@ -124,7 +124,7 @@ def test_files_that_are_no_whole_checkpoint_are_refused(trained: Path, tmp_path:
     whole = torch.load(trained)
     for name in whole.keys() - {"fxpipe"}:
         torch.save({key: value for key, value in whole.items() if key != name}, other)
-        refuse(other, "not all of one|is damaged|made by a pipe without an optimizer")
+        refuse(other, "is damaged|made by a pipe without an optimizer|it has no parameter")
 
 
 class Evil:

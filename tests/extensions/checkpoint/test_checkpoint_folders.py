@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import shutil
 import signal
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import fxpipe
-from fxpipe.extensions.checkpoint import file as checkpoint_file
 from fxpipe.extensions.checkpoint import folder as checkpoint_folder
 from fxpipe.runtime.group import Group
 from tests.helpers.checkpoints import PLAIN, Left, everything, make, run, same
@@ -45,6 +49,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def trained(tmp_path: Path, written: Path) -> Path:
     return shutil.copytree(written, tmp_path / "run")
+
+
+def plainly(act: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Call one of torch's functions, which warns that one process alone calls it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        act(*args, **options)
 
 
 # what a folder holds
@@ -76,17 +87,16 @@ def test_plain_torch_reads_a_folder_by_the_names_of_the_model(tmp_path: Path) ->
         run(pipe, data)
         pipe.save(tmp_path / "run", extra={"seen": torch.arange(4)})
         moments: dict[Any, Tensor] = {p: own["exp_avg"] for p, own in pipe.optimizer.state.items()}
-    assert [each.name for each in (tmp_path / "run").iterdir()] == ["0.pt"]
-    found = torch.load(tmp_path / "run" / "0.pt", weights_only=True)
-    values = found["parameters"] | found["buffers"]
-    assert values.keys() == model.state_dict().keys() - {"last.weight"} | {"passing"}  # it is tied
-    fresh.load_state_dict(values, strict=False)
+    plainly(dcp_to_torch_save, tmp_path / "run", tmp_path / "run.pt")
+    found = torch.load(tmp_path / "run.pt", weights_only=True)
+    assert found["model"].keys() == model.state_dict().keys()
+    fresh.load_state_dict(found["model"])
     for name, value in model.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], value), name
     for name, parameter in model.named_parameters():
-        own = found["optimizer"]["parameters"][name]["state"]
-        assert torch.equal(own["exp_avg"], moments[parameter]), name
-    assert found["history"]["older"].keys() == {2}
+        assert torch.equal(found["optimizer"][name]["exp_avg"], moments[parameter]), name
+    assert found["buffers"].keys() == {"passing"}
+    assert found["older"].keys() == {"2"}
     assert torch.equal(found["extra"]["seen"], torch.arange(4))
 
 
@@ -186,23 +196,21 @@ def refuse(path: Path, message: str, **options: Any) -> None:
 
 def test_what_is_no_folder_of_a_pipe_is_refused(trained: Path, tmp_path: Path) -> None:
     refuse(tmp_path / "missing", "cannot read the checkpoint .*missing': it is no folder with a fi")
-    refuse(tmp_path, "it is no folder with a file '0.pt'")
+    refuse(tmp_path, "it is no folder with a file '.metadata'")
     refuse(tmp_path / ("long" * 99), "cannot read the checkpoint .*File name too long")
     (tmp_path / "file").touch()
     refuse(tmp_path / "file", r"pipe.restore\(\) reads the files of pipe.checkpoint\(\)")
-    (tmp_path / "foreign").mkdir()
-    torch.save({"model": {"x": torch.ones(2)}}, tmp_path / "foreign" / "0.pt")
-    refuse(tmp_path / "foreign", r"foreign' holds tensors, but no checkpoint")
-    (tmp_path / "foreign" / "0.pt").rename(tmp_path / "foreign" / ".metadata")
-    refuse(tmp_path / "foreign", r"torch.distributed.checkpoint wrote it, or an fxpipe that used")
+    foreign = FileSystemWriter(tmp_path / "foreign")
+    plainly(save, {"model": {"x": torch.ones(2)}}, storage_writer=foreign, no_dist=True)
+    refuse(tmp_path / "foreign", r"foreign' was not written by pipe.save\(\)")
     refuse(trained, "holds the state of AdamW, and the pipe trains with SGD", optimizer=SGD)
 
 
 def test_one_of_another_fxpipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with compiled() as pipe, monkeypatch.context() as patch:
-        patch.setattr(checkpoint_file, "FORMAT", checkpoint_file.FORMAT + 1)
+        patch.setattr(checkpoint_folder, "FORMAT", checkpoint_folder.FORMAT + 1)
         pipe.save(tmp_path / "run")
-    refuse(tmp_path / "run", "has format 7, and this fxpipe reads format 6")
+    refuse(tmp_path / "run", "has format 5, and this fxpipe reads format 4")
 
 
 def test_one_of_another_model_names_the_first_tensor_that_differs(trained: Path) -> None:
@@ -215,16 +223,16 @@ def test_one_of_another_model_names_the_first_tensor_that_differs(trained: Path)
         pipe.load(trained)
 
 
-@given(place=st.integers(0, 2**30), bit=st.integers(0, 7))
+@given(place=st.integers(0, 2**30), bit=st.integers(0, 7), which=st.integers(0, 1))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_a_flipped_bit_is_noticed_or_changes_no_tensor(
-    place: int, bit: int, trained: Path, tmp_path: Path
+    place: int, bit: int, which: int, trained: Path, tmp_path: Path
 ) -> None:
     """Some bits of a folder mean nothing, as those that pad a zip file."""
     expected = checkpoint_folder.read(trained)
     shutil.rmtree(tmp_path / "flipped", ignore_errors=True)
     shutil.copytree(trained, tmp_path / "flipped")
-    file = tmp_path / "flipped" / "0.pt"
+    file = sorted((tmp_path / "flipped").iterdir())[which]
     content = bytearray(file.read_bytes())
     content[place % len(content)] ^= 1 << bit
     file.write_bytes(content)
@@ -243,31 +251,23 @@ def test_a_flipped_bit_is_noticed_or_changes_no_tensor(
 
 def test_a_flipped_bit_in_a_tensor_is_noticed(trained: Path) -> None:
     weight = checkpoint_folder.read(trained).parameters["2.0.weight"].numpy().tobytes()
-    file = trained / "0.pt"
+    file = trained / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[content.index(weight) + 17] ^= 4
     file.write_bytes(content)
-    refuse(trained, r"the checksum of its 'parameters/2.0.weight' is another")
+    refuse(trained, r"the checksum of 'model.2.0.weight' is another")
 
 
 def test_a_folder_that_is_not_whole_is_refused(trained: Path) -> None:
-    file = trained / "0.pt"
+    file = trained / "__0_0.distcp"
     content = file.read_bytes()
     for length in (0, 100, len(content) // 2, len(content) - 1):
         file.write_bytes(content[:length])
         refuse(trained, "is damaged, or not all of a checkpoint")
     file.unlink()
-    refuse(trained, "it is no folder with a file '0.pt'")
-
-
-def test_files_of_several_ranks_must_all_be_there_and_of_one_checkpoint(trained: Path) -> None:
-    first = torch.load(trained / "0.pt")
-    torch.save({**first, "ranks": [0, 1]}, trained / "0.pt")
-    refuse(trained, "is damaged, or not all of a checkpoint .*1.pt")
-    torch.save({**first, "of": "another"}, trained / "1.pt")
-    refuse(trained, "the file of rank 1 is of another checkpoint than rank 0's")
-    torch.save(first, trained / "1.pt")
-    assert same(checkpoint_folder.read(trained).extra, first["extra"])
+    refuse(trained, "is damaged, or not all of a checkpoint .*__0_0.distcp")
+    (trained / ".metadata").write_bytes(b"")
+    refuse(trained, "is damaged, or not all of a checkpoint")
 
 
 class Evil:
@@ -281,10 +281,12 @@ class Evil:
 
 
 def test_code_in_a_folder_does_not_run(trained: Path, tmp_path: Path) -> None:
-    torch.save(
-        {"fxpipe": checkpoint_file.FORMAT, "extra": Evil(tmp_path / "ran")}, trained / "0.pt"
-    )
-    refuse(trained, "is damaged, or not all of a checkpoint .*Weights only load failed")
+    (trained / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    refuse(trained, "it holds a posix.mkdir")
+    writer = FileSystemWriter(tmp_path / "inner")
+    values = {"fxpipe": {"0": {"header": Evil(tmp_path / "ran"), "crc32": 0}}}
+    plainly(save, values, storage_writer=writer, no_dist=True)
+    refuse(tmp_path / "inner", r"was not written by pipe.save\(\)")
     assert not (tmp_path / "ran").exists()
 
 
@@ -309,11 +311,9 @@ def killed(trained: Path, where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     saved = checkpoint_folder.read(trained)
-    if where == "written":
-        checkpoint_folder._refuse_missing = kill  # type: ignore[assignment]
-    else:
-        Path.replace = kill  # type: ignore[method-assign,assignment]
-    checkpoint_folder.write(saved, trained, Group())
+    owner, name = (checkpoint_folder.Writer, "finish") if where == "written" else (Path, "replace")
+    setattr(owner, name, kill)
+    checkpoint_folder.write(saved, saved.parameters, trained, Group())
 
 
 @pytest.mark.parametrize("where", ["written", "moved away"])
@@ -327,7 +327,7 @@ def test_a_killed_writer_leaves_the_old_one(where: str, trained: Path) -> None:
     after = checkpoint_folder.read(trained)
     assert same(after.parameters, before.parameters)
     assert same(after.extra, before.extra)
-    checkpoint_folder.write(after, trained, Group())
+    checkpoint_folder.write(after, after.parameters, trained, Group())
     assert "run" in [each.name for each in trained.parent.iterdir()]
     assert same(checkpoint_folder.read(trained).parameters, before.parameters)
 
@@ -356,7 +356,7 @@ def test_where_it_cannot_be_written_the_old_one_stays(
         raise OSError(28, "No space left on device")
 
     with compiled() as pipe:
-        for where, name in ((Path, "replace"), (Path, "mkdir"), (torch, "save")):
+        for where, name in ((Path, "replace"), (Path, "mkdir"), (FileSystemWriter, "write_data")):
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, full)
                 with pytest.raises(fxpipe.CheckpointError, match=r"cannot write .*No space left"):

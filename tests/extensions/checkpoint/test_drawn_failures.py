@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fxpipe import CheckpointError, EndedError, ExecutionError, InputError, RankError
-from fxpipe.extensions.checkpoint import folder
+from fxpipe.extensions.checkpoint.folder import Writer
 from tests.helpers.failing import INTERLEAVED, Skipping, at, die, fail, pipe_of
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, result_of, shared_folder, start
@@ -175,7 +175,7 @@ class Drawn:
         if event == "full disk":
             with pytest.MonkeyPatch.context() as patch, suppress(CheckpointError, RankError):
                 if mine:
-                    patch.setattr(folder, "_write_part", no_disk)
+                    patch.setattr(Writer, "write_data", no_disk)
                 with within(20):
                     self.save()
         rates = [each["lr"] for each in settings]
@@ -204,7 +204,7 @@ class Drawn:
         if event == "kill in save":
             with pytest.MonkeyPatch.context() as patch:
                 if mine:
-                    patch.setattr(folder, "_write_part", lambda *_: die())
+                    patch.setattr(Writer, "write_data", lambda *_: die())
                 with suppress(CheckpointError, RankError):
                     self.save()
         if mine and event in ("leave", "close", "kill in close"):
@@ -245,13 +245,13 @@ def test_after_drawn_failures_all_ranks_count_the_same_batches_and_have_their_we
 ) -> None:
     size = 2 + seed % 3  # four ranks are two replicas
     replicas = 2 if size == 4 else None
-    with tempfile.TemporaryDirectory() as shared:
-        ranks = [start(rank, size, shared, drawn, seed, replicas=replicas) for rank in range(size)]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [start(rank, size, folder, drawn, seed, replicas=replicas) for rank in range(size)]
         for process in ranks:
             process.join(200)
             assert process.exitcode is not None, f"a rank hangs, by the seed {seed}"
         killed = {rank for rank, process in enumerate(ranks) if process.exitcode in GONE}
-        told = [result_of(shared, rank) for rank in range(size) if rank not in killed]
+        told = [result_of(folder, rank) for rank in range(size) if rank not in killed]
     assert all(each == told[0] for each in told), told
     assert len(told) >= size - 1 and len(told[0]) == 2 * EVENTS + 1
     rank, event = told[0][-1].removeprefix("rank ").split(" at ")[0].split(", ")

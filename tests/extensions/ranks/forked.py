@@ -28,6 +28,7 @@ for name in (
     "fxpipe.text.plan",
     "hypothesis",
     "pytest",
+    "torch.distributed.checkpoint",
     "torch.distributed.device_mesh",
     "torch.distributed.pipelining",
 ):

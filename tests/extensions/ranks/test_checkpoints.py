@@ -6,18 +6,19 @@ import copy
 import os
 import signal
 import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.extensions.checkpoint import folder as checkpoint_folder
-from fxpipe.extensions.checkpoint.content import Checkpoint
 from tests.helpers.checkpoints import same
 from tests.helpers.one_optimizer import made_by
 from tests.helpers.profiles import DEEP, deep
@@ -225,19 +226,14 @@ def parts(mesh: DeviceMesh, folder: Path) -> tuple[list[str], list[str], dict[st
         assert pipe.load(folder, must_exist=False) is None
         pipe.step(x, target=y)
         pipe.save(folder, extra=mesh.get_rank())
-        own = checkpoint_folder.read
+        own = checkpoint_folder.Reader.read
 
-        def noted(*args: Any) -> Checkpoint:
-            found = own(*args)
-            assert found.optimizer is not None
-            for kind, values in (("parameters", found.parameters), ("buffers", found.buffers)):
-                read.extend(f"{kind}/{name}" for name, x in values.items() if not x.is_meta)
-            for name, kept in found.optimizer.parameters.items():
-                read.extend(f"{name}/{key}" for key, x in kept.state.items() if not x.is_meta)
-            return found
+        def noted(self: checkpoint_folder.Reader, names: Collection[str]) -> dict[str, Any]:
+            read.extend(names)
+            return own(self, names)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint_folder, "read", noted)
+            patch.setattr(checkpoint_folder.Reader, "read", noted)
             assert pipe.load(folder) == 0
         return list(pipe.state_dict()), read, pipe.state_dict(full=True)
 
@@ -266,19 +262,17 @@ def test_each_rank_writes_and_reads_its_own_stages(tmp_path: Path) -> None:
     assert not set(first[0]) & set(second[0])
     assert {*first[0], *second[0]} == first[2].keys()
     assert "block1.weight" in first[0] and "block5.weight" in second[0]
-    assert "block2.weight/exp_avg" in first[1] and "parameters/block2.weight" not in second[1]
-    assert "block7.weight/exp_avg" in second[1] and "parameters/block7.weight" not in first[1]
-    assert "buffers/norm.running_mean" in {*first[1]} | {*second[1]}
+    assert "optimizer.block2.weight.exp_avg" in first[1] and "model.block2.weight" not in second[1]
+    assert "optimizer.block7.weight.exp_avg" in second[1] and "model.block7.weight" not in first[1]
+    assert {"random", "model.norm.running_mean"} <= {*first[1]} | {*second[1]}
     written = sorted(each.name for each in (tmp_path / "run").iterdir())
-    assert written == ["0.pt", "1.pt"]
-    found: dict[str, Tensor] = {}
-    for name in written:
-        part = torch.load(tmp_path / "run" / name, weights_only=True)
-        assert not found.keys() & part["parameters"].keys()
-        found |= part["parameters"] | part["buffers"]
-    model = Model()
-    model.load_state_dict(found, strict=False)
-    assert same(model.state_dict(), first[2])
+    assert written == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(tmp_path / "run", tmp_path / "run.pt")
+    found = torch.load(tmp_path / "run.pt", weights_only=True)["model"]
+    Model().load_state_dict(found)
+    assert same(dict(sorted(found.items())), dict(sorted(first[2].items())))
 
 
 def failing(mesh: DeviceMesh, folder: Path, which: int, where: str) -> tuple[str, bool]:
@@ -295,10 +289,10 @@ def failing(mesh: DeviceMesh, folder: Path, which: int, where: str) -> tuple[str
 
         with pytest.MonkeyPatch.context() as patch:
             if mesh.get_rank() == which:
-                holder = {"save": torch, "replace": Path}
-                patch.setattr(holder.get(where, checkpoint_folder), where, full)
+                holder = {"write_data": checkpoint_folder.Writer, "replace": Path}
+                patch.setattr(holder.get(where, checkpoint_folder.Reader), where, full)
             with pytest.raises((fxpipe.CheckpointError, fxpipe.RankError)) as caught:
-                pipe.load(folder) if where == "unpacked" else pipe.save(folder)
+                pipe.load(folder) if where == "read" else pipe.save(folder)
         kept = same(dict(pipe.state_dict()), dict(before)) and pipe.batches == 2
         assert pipe.load(folder) == "old"
         pipe.step(x, target=y)
@@ -307,7 +301,9 @@ def failing(mesh: DeviceMesh, folder: Path, which: int, where: str) -> tuple[str
         return str(caught.value), kept
 
 
-@pytest.mark.parametrize(("which", "where"), [(1, "save"), *deep((0, "replace"), (1, "unpacked"))])
+@pytest.mark.parametrize(
+    ("which", "where"), [(1, "write_data"), *deep((0, "replace"), (1, "read"))]
+)
 def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(
     which: int, where: str, tmp_path: Path
 ) -> None:
@@ -324,7 +320,9 @@ def killed(mesh: DeviceMesh, folder: Path) -> str:
         pipe.step(x, target=y)
         pipe.save(folder, extra="old")
         if mesh.get_rank() == 1:
-            checkpoint_folder._write_part = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+            checkpoint_folder.Writer.write = lambda *args: os.kill(  # type: ignore[assignment]
+                os.getpid(), signal.SIGKILL
+            )
         with pytest.raises(fxpipe.RankError) as caught:
             pipe.save(folder, extra="new")
         return str(caught.value)

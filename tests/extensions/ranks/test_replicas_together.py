@@ -236,7 +236,7 @@ def go_on(
 
 def test_checkpoints_go_from_any_replicas_and_devices_to_any_others(tmp_path: Path) -> None:
     first = on_ranks(4, continued, None, tmp_path / "a", (0, 3), "2bw", replicas=2)
-    assert len([*(tmp_path / "a").glob("*.pt")]) == 2
+    assert len([*(tmp_path / "a").glob("*.distcp")]) == 2
     again = on_ranks(2, continued, tmp_path / "a", tmp_path / "b", (3, 5), "2bw", replicas=2)
     expected = looped(2, "adamw", 5, schedule="2bw")
     with fxpipe.compile(Model(), 1, loss=F.mse_loss, optimizer=OPTIMIZERS["adamw"]) as pipe:
